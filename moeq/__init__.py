@@ -1,0 +1,24 @@
+"""moeq: makes Mixture-of-Experts models small enough to run where they don't fit.
+
+Importing moeq is cheap: torch and transformers are not imported. When transformers is imported (before or after), the
+`moeq` quantization method is registered with it, so that `AutoModelForCausalLM.from_pretrained(DIR)` runs a checkpoint
+that moeq exported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from moeq.version import __version__
+
+# torch's OpenMP threads spin while they wait; on shared cores that costs up to two orders of magnitude.
+# It only works before torch is imported, and only where the user has not chosen.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from moeq import plugin
+
+plugin.install()
+
+__all__ = ["__version__"]

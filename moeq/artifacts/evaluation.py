@@ -1,0 +1,59 @@
+"""EvalReport: perplexity and task scores of the original and of every assignment, side by side (eval.json)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.files import read_json, write_json
+from moeq.artifacts.stage import check_schema_version
+from moeq.errors import ArtifactError
+
+SCHEMA_VERSION = 1
+NAME = "eval.json"
+REMEDY = "run `moeq eval` again"
+
+
+class EvalRow(BaseModel):
+    """One evaluated variant. `assignment` is None for the original."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    exported: bool
+    assignment: Assignment | None
+    expert_bytes: int
+    average_bits: float | None
+    perplexity: float | None
+    perplexity_by_domain: dict[str, float]
+    accuracy: float | None
+    tasks: dict[str, dict[str, float]]
+
+
+class EvalReport(BaseModel):
+    """`export_logit_error`: relative error of the exported checkpoint's logits against the dequantized weights'."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    schema_version: int = SCHEMA_VERSION
+    rows: tuple[EvalRow, ...]
+    tokens: int
+    export_logit_error: float
+
+    def row(self, name: str) -> EvalRow | None:
+        return next((row for row in self.rows if row.name == name), None)
+
+
+def write_eval(path: Path, report: EvalReport) -> None:
+    write_json(path, report.model_dump(mode="json"))
+
+
+def read_eval(path: Path) -> EvalReport:
+    data: Any = read_json(path, remedy=REMEDY)
+    check_schema_version(data.get("schema_version") if isinstance(data, dict) else None, SCHEMA_VERSION, path, remedy=REMEDY)
+    try:
+        return EvalReport.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ArtifactError(first["msg"], where=f"{path}: {'.'.join(map(str, first['loc']))}", do=REMEDY) from None

@@ -1,0 +1,188 @@
+"""The one place where moeq touches files: digests, atomic writes, locks.
+
+A file is written to a temporary name beside its place, synced and renamed last; a directory likewise. So an artifact is
+either whole or not there, whatever happens to the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moeq.errors import ArtifactError, StorageError
+
+PARTIAL = ".partial"  # suffix of everything that is not finished
+CHUNK_BYTES = 1 << 22
+
+_ADVICE = {
+    errno.ENOSPC: "free some space or choose another --out",
+    errno.EDQUOT: "free some space or choose another --out",
+    errno.EFBIG: "the file system or a limit of this shell forbids files of this size; choose another --out",
+    errno.EROFS: "choose an --out on a writable disk",
+    errno.EACCES: "check the permissions or choose another --out",
+    errno.EPERM: "check the permissions or choose another --out",
+}
+
+
+@contextmanager
+def storage_errors(path: Path, doing: str = "write") -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the path and what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "check the path or choose another --out")
+        raise StorageError(f"cannot {doing}: {error.strerror or error}", where=str(path), do=advice) from error
+
+
+def sync(path: Path) -> None:
+    """Flush a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> Path:
+    """Create a directory and its parents; StorageError where that is impossible."""
+    with storage_errors(path, "create the directory"):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file, then sync it and rename it to `path`; nothing is left behind on failure."""
+    make_directory(path.parent)
+    partial = path.with_name(path.name + PARTIAL)
+    with storage_errors(path):
+        try:
+            write(partial)
+            sync(partial)
+            os.replace(partial, path)
+            sync(path.parent)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda partial: _write(partial, text.encode()))
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def canonical_json(value: Any) -> str:
+    """JSON whose bytes depend only on the value: sorted keys, fixed indentation, no NaN."""
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, canonical_json(value))
+
+
+def read_json(path: Path, *, remedy: str = "make it again") -> Any:
+    """Read JSON; ArtifactError when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError("no such file", where=str(path), do=remedy) from None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot be read as JSON ({error})", where=str(path), do=remedy) from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors as safetensors, atomically; the bytes depend only on names, values and metadata."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    def save(partial: Path) -> None:
+        try:
+            save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, partial, dict(metadata or {}))
+        except SafetensorError as error:  # wraps the operating system's error in its text
+            number = next((n for n in _ADVICE if os.strerror(n) in str(error)), errno.EIO)
+            raise OSError(number, os.strerror(number) if number != errno.EIO else str(error)) from error
+
+    write_atomically(path, save)
+
+
+def sha256_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with storage_errors(path, "read"), path.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def digest_of(value: Any) -> str:
+    """Hexadecimal SHA-256 of a JSON-serializable value."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def place(source: Path, target: Path) -> None:
+    """Put a copy of a file at `target`: a hard link where the file system allows, else a copy."""
+    with storage_errors(target):
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+            sync(target)
+
+
+@contextmanager
+def building(directory: Path) -> Iterator[Path]:
+    """Yield a temporary directory that replaces `directory` when the block ends well."""
+    partial = directory.with_name(directory.name + PARTIAL)
+    with storage_errors(directory):
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            for path in partial.rglob("*"):
+                sync(path)
+            retired = directory.with_name(directory.name + ".old" + PARTIAL)
+            if retired.exists():
+                shutil.rmtree(retired)
+            if directory.exists():
+                os.replace(directory, retired)
+            os.replace(partial, directory)
+            sync(directory.parent)
+            shutil.rmtree(retired, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def remove_partials(directory: Path) -> None:
+    """Delete what a killed run left half-written below `directory`."""
+    for path in sorted(directory.rglob(f"*{PARTIAL}"), reverse=True):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock; StorageError when another process holds it. The kernel frees it when we die."""
+    make_directory(directory)
+    path = directory / ".lock"
+    with storage_errors(path), path.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(
+                "another moeq run is working here", where=str(directory), do="wait for it or choose another --out"
+            ) from None
+        yield

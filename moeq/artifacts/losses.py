@@ -1,0 +1,108 @@
+"""LossTable: what every expert loses at every width, as losses.parquet.
+
+One row for each layer, expert, projection, method and width. `projection` is gate_proj, up_proj or down_proj (only this
+one is quantized) or expert (all of them). `loss` is the mean squared error of the expert's output, over held-out
+tokens and output features; `relative_loss` is divided by the mean square of the exact output. `calibration_tokens` and
+`heldout_tokens` count the expert's own tokens. `fallback` says what stood in for missing tokens or a failed
+factorization (none, borrowed_hessian, raised_damping, float64, rounded; joined by +), `measured_on` where the loss was
+taken (heldout: the expert's own held-out tokens; borrowed: held-out tokens of its layer). `bytes` counts codes, scales
+and zero points.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
+
+from moeq.artifacts.files import write_atomically
+from moeq.artifacts.stage import check_schema_version
+from moeq.errors import ArtifactError
+
+SCHEMA_VERSION = 1
+NAME = "losses.parquet"
+WHOLE = "expert"
+REMEDY = "run `moeq losses` again"
+
+SCHEMA = pa.schema(
+    [
+        ("layer", pa.int32()),
+        ("layer_name", pa.string()),
+        ("expert", pa.int32()),
+        ("projection", pa.string()),
+        ("method", pa.string()),
+        ("bits", pa.int8()),
+        ("group_size", pa.int32()),
+        ("symmetric", pa.bool_()),
+        ("loss", pa.float64()),
+        ("relative_loss", pa.float64()),
+        ("calibration_tokens", pa.int64()),
+        ("heldout_tokens", pa.int64()),
+        ("fallback", pa.string()),
+        ("measured_on", pa.string()),
+        ("bytes", pa.int64()),
+    ],
+    metadata={"moeq_schema_version": str(SCHEMA_VERSION)},
+)
+
+
+@dataclass(frozen=True)
+class LossTable:
+    """The table, with the two look-ups that the other rooms need."""
+
+    table: pa.Table
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.table.to_pylist()  # type: ignore[no-any-return]
+
+    def methods(self) -> list[str]:
+        return sorted(set(self.table["method"].to_pylist()))
+
+    def bits(self) -> list[int]:
+        return sorted(set(self.table["bits"].to_pylist()))
+
+    def matrix(self, method: str, column: str = "loss", projection: str = WHOLE) -> list[dict[int, np.ndarray]]:
+        """Per layer: {bits: column [E]} of one method and projection. ArtifactError when there are no such rows."""
+        frame = self.table.filter(
+            (pa.compute.field("method") == method) & (pa.compute.field("projection") == projection)
+        )
+        if frame.num_rows == 0:
+            raise ArtifactError(f"no rows for method {method} and projection {projection}", where=NAME, do=REMEDY)
+        layer, expert = frame["layer"].to_numpy(), frame["expert"].to_numpy()
+        bits, value = frame["bits"].to_numpy(), frame[column].to_numpy()
+        result: list[dict[int, np.ndarray]] = []
+        for index in range(int(layer.max()) + 1):
+            here = layer == index
+            count = int(expert[here].max()) + 1
+            widths: dict[int, np.ndarray] = {}
+            for width in sorted(set(bits[here].tolist())):
+                pick = here & (bits == width)
+                widths[width] = np.full(count, np.nan)
+                widths[width][expert[pick]] = value[pick]
+            result.append(widths)
+        return result
+
+
+def write_losses(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows, ordered as given, atomically; the bytes depend only on the rows."""
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+
+def read_losses(path: Path) -> LossTable:
+    """Read a loss table; ArtifactError when it is missing, damaged or of another schema version."""
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise ArtifactError("no such file", where=str(path), do=REMEDY) from None
+    except (OSError, pa.ArrowException) as error:
+        raise ArtifactError(f"cannot be read as Parquet ({error})", where=str(path), do=REMEDY) from None
+    metadata = table.schema.metadata or {}
+    version = metadata.get(b"moeq_schema_version", b"none").decode()
+    check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
+    return LossTable(table)

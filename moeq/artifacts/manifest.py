@@ -1,0 +1,128 @@
+"""PlacementManifest: where every expert should live and how to read each of its replicas (placement.json).
+
+A runtime that has never heard of moeq can place every expert from this file and the safetensors alone. Every replica
+names its file, the prefix of its tensors' keys, each tensor's shape and type, its bytes and the SHA-256 of the tensors'
+bytes, concatenated in the order of `tensors`. The layout is described in `layout`; the JSON Schema lies beside the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moeq.artifacts.assignment import Tier
+from moeq.artifacts.files import read_json, write_json
+from moeq.artifacts.stage import ModelStamp, check_schema_version
+from moeq.errors import ArtifactError
+from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
+from moeq.version import __version__
+
+SCHEMA_VERSION = 1
+NAME = "placement.json"
+REMEDY = "export the checkpoint again"
+
+LAYOUT_TEXT = (
+    "Weights are [rows, inputs] per matrix (gate_proj, up_proj, down_proj). Value = (code - zero) * scale of the group "
+    "of `group_size` consecutive inputs (the last group may be shorter; -1: one group a row). `codes` uint8 [rows, "
+    "ceil(inputs*bits/8)]: each row is a little-endian bit stream, code k in bits [k*bits, (k+1)*bits), least significant "
+    "bit first, bit i of the stream is bit i%8 of byte i//8. `scales` float16 [rows, groups]. `zeros` uint8 [rows, "
+    "ceil(groups*bits/8)], packed like codes; absent for 1 bit (zero = 0.5) and for symmetric grids (zero = 2^(bits-1)). "
+    "`dense`: the weights themselves, in the checkpoint's type, shown as 16 bits."
+)
+
+
+class TensorStamp(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Replica(BaseModel):
+    """One stored copy of an expert. `index`: position of the expert on the tensors' first axis, None when its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    bits: int
+    placed: bool
+    file: str
+    key_prefix: str
+    index: int | None = None
+    tensors: tuple[TensorStamp, ...]
+    bytes: int
+    sha256: str
+
+
+class PlacedExpert(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    expert: int
+    tier: Tier
+    bits: int
+    importance: float
+    replicas: tuple[Replica, ...]
+
+
+class PlacedLayer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    experts: tuple[PlacedExpert, ...]
+
+
+class Totals(BaseModel):
+    """Bytes of tensors (safetensors headers apart)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    placed_expert_bytes: int
+    other_replica_bytes: int
+    non_expert_bytes: int
+    guard_bytes: int
+    bytes_by_tier: dict[str, int]
+
+
+class PlacementManifest(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    schema_version: int = SCHEMA_VERSION
+    moeq_version: str = __version__
+    model: ModelStamp
+    assignment: dict[str, Any]
+    layout: dict[str, Any]
+    layers: tuple[PlacedLayer, ...]
+    totals: Totals
+    inputs: dict[str, str]
+
+
+def layout(group_size: int, symmetric: bool) -> dict[str, Any]:
+    """The layout block of a manifest."""
+    return {
+        "name": LAYOUT,
+        "version": LAYOUT_VERSION,
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "description": LAYOUT_TEXT,
+    }
+
+
+def write_manifest(directory: Path, manifest: PlacementManifest) -> None:
+    """Write placement.json and placement.schema.json."""
+    write_json(directory / "placement.schema.json", PlacementManifest.model_json_schema())
+    write_json(directory / NAME, manifest.model_dump(mode="json", exclude_none=True))
+
+
+def read_manifest(directory: Path) -> PlacementManifest:
+    """Read and validate a checkpoint's manifest."""
+    path = directory / NAME
+    data = read_json(path, remedy=REMEDY)
+    if not isinstance(data, dict):
+        raise ArtifactError("not a placement manifest", where=str(path), do=REMEDY)
+    check_schema_version(data.get("schema_version"), SCHEMA_VERSION, path, remedy=REMEDY)
+    try:
+        return PlacementManifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"{path}: {'.'.join(map(str, first['loc']))}"
+        raise ArtifactError(first["msg"], where=where, do=REMEDY) from None

@@ -1,0 +1,134 @@
+"""stage.json: what a stage was given, what it wrote, and the digests of both.
+
+A stage's `key` is the digest of its inputs (the configuration it reads, the model, the text, the digests of the
+artifacts before it); its `digest` is that of the bytes it wrote. Dates and timings stand in `volatile`, outside both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moeq.artifacts.files import digest_of, read_json, sha256_file, write_json
+from moeq.errors import ArtifactError
+from moeq.version import __version__
+
+SCHEMA_VERSION = 1
+RECORD = "stage.json"
+
+
+class ModelStamp(BaseModel):
+    """Which model an artifact belongs to: name as given, revision (hub commit or None), digest of its files."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    revision: str | None
+    digest: str
+
+
+class FileStamp(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    bytes: int
+    sha256: str
+
+
+class StageRecord(BaseModel):
+    """The record of one finished stage."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    schema_version: int = SCHEMA_VERSION
+    stage: str
+    moeq_version: str = __version__
+    model: ModelStamp
+    seed: int
+    key: str
+    inputs: dict[str, str]
+    files: dict[str, FileStamp]
+    digest: str
+    summary: dict[str, Any] = {}
+    volatile: dict[str, Any] = {}
+
+
+def check_schema_version(found: Any, expected: int | str, path: Path, *, remedy: str) -> None:
+    """ArtifactError when an artifact was written under another schema version."""
+    if found != expected:
+        raise ArtifactError(
+            f"schema version {found!r}, this moeq ({__version__}) reads {expected}", where=str(path), do=remedy
+        )
+
+
+def read_record(directory: Path, stage: str) -> StageRecord:
+    """Read a stage's record; ArtifactError when it is missing, damaged or of another schema version."""
+    path = directory / RECORD
+    remedy = f"run `moeq {stage}` or `moeq run` to make it again"
+    if not path.exists():
+        raise ArtifactError("this stage has not been run", where=str(directory), do=remedy)
+    data = read_json(path, remedy=remedy)
+    if not isinstance(data, dict):
+        raise ArtifactError("not a stage record", where=str(path), do=remedy)
+    check_schema_version(data.get("schema_version"), SCHEMA_VERSION, path, remedy=f"delete {directory} and {remedy}")
+    try:
+        return StageRecord.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"{path}: {'.'.join(map(str, first['loc']))}"
+        raise ArtifactError(first["msg"], where=where, do=remedy) from None
+
+
+def is_current(directory: Path, stage: str, key: str) -> bool:
+    """Whether the stage was finished with this key and all its files are still there at their size."""
+    if not (directory / RECORD).exists():
+        return False
+    try:
+        record = read_record(directory, stage)
+    except ArtifactError:
+        return False  # of another schema version or damaged: `moeq run` makes it again
+    return record.key == key and all(
+        (directory / name).is_file() and (directory / name).stat().st_size == stamp.bytes
+        for name, stamp in record.files.items()
+    )
+
+
+def write_record(
+    directory: Path,
+    *,
+    stage: str,
+    model: ModelStamp,
+    seed: int,
+    key: str,
+    inputs: dict[str, str],
+    summary: dict[str, Any],
+    volatile: dict[str, Any],
+    apart: frozenset[str] = frozenset(),
+) -> StageRecord:
+    """Hash every file of the stage's directory and write its record: the last act of a stage.
+
+    `apart` names files that later stages may rewrite and that are therefore left out of the record.
+    """
+    names = sorted(
+        path.relative_to(directory).as_posix()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in {RECORD, *apart} and not _hidden(path.relative_to(directory))
+    )
+    files = {
+        name: FileStamp(bytes=(directory / name).stat().st_size, sha256=sha256_file(directory / name)) for name in names
+    }
+    record = StageRecord(
+        stage=stage,
+        model=model,
+        seed=seed,
+        key=key,
+        inputs=inputs,
+        files=files,
+        digest=digest_of({name: stamp.sha256 for name, stamp in files.items()}),
+        summary=summary,
+        volatile=volatile,
+    )
+    write_json(directory / RECORD, record.model_dump(mode="json"))
+    return record
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

@@ -1,0 +1,27 @@
+"""Assigners: one file an algorithm, found by its name (`prefix-split` is prefix_split.py), each with `assign(inputs)`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from moeq.artifacts.assignment import Assignment
+from moeq.assigners.inputs import AssignInputs
+from moeq.errors import AssignmentError
+
+_SHARED = {"inputs"}
+
+
+def known_methods() -> list[str]:
+    """Names of all assigners, as a recipe writes them."""
+    return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if m.name not in _SHARED)
+
+
+def assign(inputs: AssignInputs) -> Assignment:
+    """Run the assigner that the recipe names; AssignmentError when the budget cannot be met."""
+    method = inputs.config.method
+    if method not in known_methods():
+        raise AssignmentError(f"no assigner {method!r}", do=f"use one of {', '.join(known_methods())}")
+    module = importlib.import_module(f"{__name__}.{method.replace('-', '_')}")
+    result: Assignment = module.assign(inputs)
+    return result

@@ -1,0 +1,92 @@
+"""What every assigner is given, and the importance of paper 000.
+
+Letters: L layers, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssignment
+from moeq.artifacts.losses import LossTable
+from moeq.artifacts.profile import ExpertProfile
+from moeq.errors import AssignmentError
+from moeq.recipe import AssignSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignInputs:
+    """The recipe's section, the profile, the loss table (None where no losses are needed) and the grid of the replicas."""
+
+    name: str
+    config: AssignSection
+    profile: ExpertProfile
+    losses: LossTable | None
+    group_size: int
+    symmetric: bool
+
+    def phase(self) -> str | None:
+        return None if self.config.statistics == "all" else self.config.statistics
+
+
+def normalized(values: np.ndarray, how: str) -> np.ndarray:
+    """Values [E] divided by their sum or their maximum; zeros stay zeros."""
+    divisor = values.sum() if how == "sum" else values.max(initial=0)
+    return values / divisor if divisor > 0 else np.zeros_like(values, dtype=float)
+
+
+def importance(inputs: AssignInputs, layer: int) -> np.ndarray:
+    """S = alpha*P~ + (1-alpha)*W~ of each expert of a layer, [E] (paper 000, section 4.1)."""
+    counts, scores = inputs.profile.total(layer, inputs.phase())
+    alpha, how = inputs.config.alpha, inputs.config.normalization
+    return alpha * normalized(counts.astype(float), how) + (1 - alpha) * normalized(scores, how)
+
+
+def routing_mass(inputs: AssignInputs, layer: int) -> np.ndarray:
+    """Share of the layer's routing weight that each expert was given, [E]."""
+    return normalized(inputs.profile.total(layer, inputs.phase())[1], "sum")
+
+
+def ranking(scores: np.ndarray) -> np.ndarray:
+    """Experts by falling importance; equal ones by their number, so that the order is always the same."""
+    return np.argsort(-scores, kind="stable")
+
+
+def hot_experts(inputs: AssignInputs, scores: np.ndarray, layer: int) -> np.ndarray:
+    """Bool [E]: the top K of a layer, which go to the GPU in full precision (Algorithm 1, line 16).
+
+    Raises AssignmentError when K is more than the layer's experts.
+    """
+    count = inputs.config.gpu_experts
+    if count > len(scores):
+        raise AssignmentError(f"gpu_experts is {count}, the layer has {len(scores)} experts",
+                              where=inputs.profile.layers[layer], do="lower assign.gpu_experts")  # fmt: skip
+    hot = np.zeros(len(scores), bool)
+    hot[ranking(scores)[:count]] = True
+    return hot
+
+
+def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -> Assignment:
+    """The Assignment of given widths [E] and GPU masks [E] a layer; GPU experts are left in full precision."""
+    layers = []
+    for index, name in enumerate(inputs.profile.layers):
+        scores = importance(inputs, index)
+        experts = tuple(
+            ExpertChoice(
+                tier="gpu" if hot[index][expert] else "ndp",
+                bits=FULL if hot[index][expert] else int(bits[index][expert]),
+                importance=float(scores[expert]),
+            )
+            for expert in range(len(scores))
+        )
+        layers.append(LayerAssignment(name=name, experts=experts))
+    return Assignment(
+        name=inputs.name,
+        method=inputs.config.method,
+        parameters=inputs.config.model_dump(mode="json", exclude={"name", "method"}, exclude_none=True),
+        group_size=inputs.group_size,
+        symmetric=inputs.symmetric,
+        layers=tuple(layers),
+    )

@@ -1,0 +1,102 @@
+"""prefix-split: paper 000, Algorithm 1 and section 4.2.
+
+The K most important experts of each layer go to the GPU in full precision. The others, in order of importance, are cut
+into four runs of n4, n3, n2 and n1 experts at 4, 3, 2 and 1 bits with
+
+    n4 + n3 + n2 + n1 = E_ndp,    3*n4 + 2*n3 + n2 = R = E_ndp * (average - 1),    all >= 0
+
+(the paper's ranges forget n1 >= 0), and the cut with the largest total gain over all at 1 bit wins. Prefix sums of the
+gains give each candidate in constant time; all (n4, n3) of all layers are scored at once. Deliberate deviation: by
+default an expert's loss is weighted by its share of the layer's routing weight (`loss_weighting: none` is the paper's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from moeq.artifacts.assignment import Assignment
+from moeq.assigners.inputs import AssignInputs, build, hot_experts, importance, ranking, routing_mass
+from moeq.errors import AssignmentError
+
+WIDTHS = (1, 2, 3, 4)
+
+
+def increments(counts: Sequence[int], average: Fraction) -> list[int]:
+    """Bit increments R of each layer, whole numbers that add up to floor(sum(counts) * (average - 1)).
+
+    counts: NDP experts of each layer. Exact rationals; what the floors leave goes to the layers with the largest
+    remainders (the first ones, where they are equal). Raises AssignmentError when average is outside [1, 4].
+    """
+    if not 1 <= average <= 4:
+        raise AssignmentError(f"average of {average} bits", do="choose between 1 and 4")
+    exact = [count * (average - 1) for count in counts]
+    whole = [int(value) for value in exact]
+    left = int(sum(exact, Fraction(0))) - sum(whole)
+    by_remainder = sorted(range(len(counts)), key=lambda layer: (whole[layer] - exact[layer], layer))
+    for layer in by_remainder[:left]:
+        whole[layer] += 1
+    return whole
+
+
+def split(losses: np.ndarray, counts: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+    """Best (n4, n3, n2, n1) of every layer, [L, 4].
+
+    losses: [L, E, 4] loss at 1, 2, 3, 4 bits of the experts in order of importance (rows beyond a layer's count are
+    ignored); counts: [L] experts to decide on; budgets: [L] increments, each at most 3 * count.
+    """
+    layers, experts, _ = losses.shape
+    own = np.arange(experts) < counts[:, None]  # [L, E]
+    gains = np.where(own[..., None], losses[:, :, :1] - losses, 0.0)
+    prefix = np.concatenate([np.zeros((layers, 1, 4)), gains.cumsum(1)], 1)  # [L, E + 1, 4]
+    four, three = (axis.ravel() for axis in np.meshgrid(np.arange(experts + 1), np.arange(experts + 1), indexing="ij"))
+    two = budgets[:, None] - 3 * four - 2 * three  # [L, C]
+    one = counts[:, None] - four - three - two
+    feasible = (two >= 0) & (one >= 0)
+    upper = np.where(feasible, four + three + two, 0)
+    row = np.arange(layers)[:, None]
+    at_four, at_three = np.broadcast_to(four, two.shape), np.broadcast_to(np.minimum(four + three, experts), two.shape)
+    gain = prefix[row, at_four, 3] + (prefix[row, at_three, 2] - prefix[row, at_four, 2])
+    gain = gain + prefix[row, upper, 1] - prefix[row, at_three, 1]
+    best = np.where(feasible, gain, -np.inf).argmax(1)
+    pick = np.arange(layers)
+    return np.stack([four[best], three[best], two[pick, best], one[pick, best]], 1)
+
+
+def assign(inputs: AssignInputs) -> Assignment:
+    """Assign every layer; AssignmentError when the loss table lacks a width."""
+    average = Fraction(inputs.config.average_bits or "0")
+    layers = range(len(inputs.profile.layers))
+    scores = [importance(inputs, layer) for layer in layers]
+    hot = [hot_experts(inputs, scores[layer], layer) for layer in layers]
+    if not inputs.config.selector:
+        return build(inputs, [np.full(len(s), int(average)) for s in scores], hot)
+    order = [np.array([e for e in ranking(scores[layer]) if not hot[layer][e]], int) for layer in layers]
+    counts = [len(experts) for experts in order]
+    runs = split(_ordered_losses(inputs, order), np.array(counts), np.array(increments(counts, average)))
+    bits = []
+    for layer in layers:
+        widths = np.full(len(scores[layer]), 1)
+        widths[order[layer]] = np.repeat([4, 3, 2, 1], runs[layer])
+        bits.append(widths)
+    return build(inputs, bits, hot)
+
+
+def _ordered_losses(inputs: AssignInputs, order: list[np.ndarray]) -> np.ndarray:
+    """Losses [L, E, 4] of the NDP experts in the given order, weighted as the recipe says."""
+    if inputs.losses is None:
+        raise AssignmentError("prefix-split needs the loss table", do="run `moeq losses` first")
+    table = inputs.losses.matrix(inputs.config.quantizer)
+    result = np.zeros((len(order), max(map(len, order), default=0), len(WIDTHS)))
+    for layer, experts in enumerate(order):
+        missing = [width for width in WIDTHS if width not in table[layer]]
+        if missing:
+            raise AssignmentError(f"prefix-split needs losses at {WIDTHS} bits, the table lacks {missing}",
+                                  where=inputs.profile.layers[layer], do="add them to losses.bits")  # fmt: skip
+        losses = np.stack([table[layer][width] for width in WIDTHS], 1)
+        if inputs.config.loss_weighting == "mass":
+            losses = losses * routing_mass(inputs, layer)[:, None]
+        result[layer, : len(experts)] = losses[experts]
+    return result

@@ -1,0 +1,40 @@
+"""Files that come with moeq, so that it can be tried offline: a tiny trained model and a small corpus.
+
+`README.md` in this directory describes them; `build_corpus.py` made the corpus.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from moeq.errors import ArtifactError, nearest
+
+BUNDLED_NAMES = (
+    "tiny-mixtral",
+    "corpus",
+    "corpus/calibration.jsonl",
+    "corpus/evaluation.jsonl",
+    "corpus/continuation_4way.jsonl",
+    "corpus/lm_eval_tasks",
+    "corpus/lm_eval_tasks/moeq_continuation.yaml",
+    "math_templates.toml",
+    "LICENSE.PSF-2.0.txt",
+    "README.md",
+)
+
+
+def bundled_path(name: str) -> Path:
+    """Path of a bundled file or directory, one of `BUNDLED_NAMES`.
+
+    Packages are installed as directories, so the path is a real one that outlives the call. Raises ArtifactError
+    for an unknown name and for a file that this installation lacks.
+    """
+    if name not in BUNDLED_NAMES:
+        close = nearest(name, BUNDLED_NAMES)
+        hint = f"did you mean {close!r}?" if close else f"known are {', '.join(BUNDLED_NAMES)}"
+        raise ArtifactError(f"moeq bundles no {name!r}", do=hint)
+    path = Path(str(files(__name__))).joinpath(*name.split("/"))
+    if not path.exists():
+        raise ArtifactError("a bundled file is missing", where=str(path), do="install moeq again")
+    return path

@@ -1,0 +1,79 @@
+"""Errors that a user can act on: one line that says what, where and what to do, and an exit code by class.
+
+| exit code | class | meaning |
+|---|---|---|
+| 1 | InternalError | a bug in moeq (an unexpected exception; the log holds the traceback) |
+| 2 | RecipeError | a recipe, an option or a command line |
+| 3 | ModelError | the model directory, its configuration, its weights or its tokenizer |
+| 4 | CorpusError | calibration or evaluation text |
+| 5 | QuantizationError | losses or quantization |
+| 6 | AssignmentError | bits, placement or budget that cannot be met |
+| 7 | ArtifactError | a missing, damaged or foreign file of an earlier stage |
+| 8 | StorageError | the disk: full, read-only, in use |
+| 9 | EvaluationError | evaluation: tasks, generation |
+| 10 | EstimateError | hardware files and the performance estimate |
+| 130 | | interrupted |
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoeqError(Exception):
+    """Base of every error that moeq raises on purpose; `str(error)` is one line for the user."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
+        """`what` went wrong, `where` (file, key, layer, expert, tensor), and what to `do` about it."""
+        self.what, self.where, self.do = what, where, do
+        text = f"{where}: {what}" if where else what
+        super().__init__(" ".join((f"{text}; {do}" if do else text).split()))
+
+
+class InternalError(MoeqError):
+    exit_code = 1
+
+
+class RecipeError(MoeqError):
+    exit_code = 2
+
+
+class ModelError(MoeqError):
+    exit_code = 3
+
+
+class CorpusError(MoeqError):
+    exit_code = 4
+
+
+class QuantizationError(MoeqError):
+    exit_code = 5
+
+
+class AssignmentError(MoeqError):
+    exit_code = 6
+
+
+class ArtifactError(MoeqError):
+    exit_code = 7
+
+
+class StorageError(MoeqError):
+    exit_code = 8
+
+
+class EvaluationError(MoeqError):
+    exit_code = 9
+
+
+class EstimateError(MoeqError):
+    exit_code = 10
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word closest to a misspelt one, or None when nothing is close."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return matches[0] if matches else None

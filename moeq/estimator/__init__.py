@@ -1,0 +1,26 @@
+"""Performance of a placed Mixture-of-Experts model on a GPU with near-data-processing memory, beside its baselines."""
+
+from moeq.estimator.devices import Hardware
+from moeq.estimator.estimate import estimate
+from moeq.estimator.geometry import ModelGeometry, geometry_from_config, known_geometries, load_geometry
+from moeq.estimator.hardware import known_hardware, load_hardware
+from moeq.estimator.placement import Placement, uniform_placement
+from moeq.estimator.policies import known_policies
+from moeq.estimator.result import Estimate
+from moeq.estimator.workload import Grid
+
+__all__ = [
+    "Estimate",
+    "Grid",
+    "Hardware",
+    "ModelGeometry",
+    "Placement",
+    "estimate",
+    "geometry_from_config",
+    "known_geometries",
+    "known_hardware",
+    "known_policies",
+    "load_geometry",
+    "load_hardware",
+    "uniform_placement",
+]

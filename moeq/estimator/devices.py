@@ -1,0 +1,158 @@
+"""The devices that the estimator knows: GPU, link and near-data-processing memory, as frozen models in SI units.
+
+In a hardware file the key of a field is its name without the unit (`bandwidth_bytes_per_second` is `bandwidth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+UNIT_SUFFIXES = ("_bytes_per_second", "_flops_per_second", "_bytes", "_seconds", "_hertz")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a field, and a spelling that an error message can show."""
+
+    name: str
+    example: str
+
+
+BytesPerSecond = Annotated[float, Field(gt=0), Unit("byte/second", "512 GB/s")]
+FlopsPerSecond = Annotated[float, Field(gt=0), Unit("flop/second", "989.4 TFLOP/s")]
+Bytes = Annotated[float, Field(gt=0), Unit("byte", "80 GB")]
+Hertz = Annotated[float, Field(gt=0), Unit("hertz", "1 GHz")]
+Seconds = Annotated[float, Field(ge=0), Unit("second", "5 us")]
+Efficiency = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(gt=0, strict=True)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Constant(_Frozen):
+    """One constant as its file writes it: dotted key, text of the value, where the value comes from."""
+
+    key: str
+    text: str
+    source: str
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the value was tuned to the results that it is meant to explain: its source starts with "fitted"."""
+        return self.source.lower().startswith("fitted")
+
+
+class Gpu(_Frozen):
+    """A GPU: its memory, its peak, and a fixed time per layer that a roofline does not see."""
+
+    memory_bandwidth_bytes_per_second: BytesPerSecond
+    memory_efficiency: Efficiency
+    memory_capacity_bytes: Bytes
+    peak_compute_flops_per_second: FlopsPerSecond
+    compute_efficiency: Efficiency
+    layer_overhead_seconds: Seconds
+
+
+class Link(_Frozen):
+    """The link between GPU and NDP memory; `latency_seconds` is paid once a transfer."""
+
+    bandwidth_bytes_per_second: BytesPerSecond
+    efficiency: Efficiency
+    latency_seconds: Seconds
+
+
+class Ndp(_Frozen):
+    """Near-data processing: memory beside `arrays` systolic arrays of `array_rows` x `array_columns` MACs.
+
+    `dataflow`: 'ws' weight-stationary, 'os' output-stationary. `low_bit_compute`: 'scale' lets the MAC rate grow
+    as 16/bits, 'const' does not.
+    """
+
+    memory_bandwidth_bytes_per_second: BytesPerSecond
+    memory_efficiency: Efficiency
+    memory_capacity_bytes: Bytes
+    arrays: Count
+    array_rows: Count
+    array_columns: Count
+    clock_hertz: Hertz
+    dataflow: Literal["ws", "os"]
+    low_bit_compute: Literal["scale", "const"]
+
+    @property
+    def peak_macs_per_second(self) -> float:
+        """Multiply-accumulates per second at 16 bits with every array full."""
+        return self.arrays * self.array_rows * self.array_columns * self.clock_hertz
+
+
+SECTIONS: Mapping[str, type[_Frozen]] = {"gpu": Gpu, "link": Link, "ndp": Ndp}
+
+
+class Hardware(_Frozen):
+    """A GPU + NDP system; `policies` holds the parameters that the file sets for policies, `constants` every source."""
+
+    name: str
+    description: str
+    file: str
+    gpu: Gpu
+    link: Link
+    ndp: Ndp
+    policies: dict[str, dict[str, float | str]]
+    constants: tuple[Constant, ...]
+
+    def changed(self, section: str, **fields: Any) -> Hardware:
+        """This hardware with some fields of one section replaced, and the change noted as their source.
+
+        Raises pydantic.ValidationError for an unknown field or a value out of bounds.
+        """
+        old = getattr(self, section)
+        new = SECTIONS[section](**{**old.model_dump(), **fields})
+        keys = {f"{section}.{file_key(name)}": value for name, value in fields.items()}
+        constants = tuple(
+            Constant(key=one.key, text=str(keys.get(one.key, one.text)), source=f"changed from {one.text}")
+            if one.key in keys
+            else one
+            for one in self.constants
+        )
+        return self.model_copy(update={section: new, "constants": constants})
+
+    def constant(self, key: str) -> Constant:
+        """The constant of a dotted key such as "link.bandwidth"; KeyError when there is none."""
+        for one in self.constants:
+            if one.key == key:
+                return one
+        raise KeyError(key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A number in [minimum, maximum], or one of `choices`, that a hardware file may set for a policy."""
+
+    default: float | str
+    source: str
+    minimum: float = 0.0
+    maximum: float = float("inf")
+    choices: tuple[str, ...] = ()
+
+    def problem_with(self, value: object) -> str | None:
+        """What is wrong with a value, or None."""
+        if self.choices:
+            return None if value in self.choices else f"{value!r} is not one of {', '.join(self.choices)}"
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return f"{value!r} is not a number"
+        if not self.minimum <= value <= self.maximum:
+            return f"{value!r} is not between {self.minimum:g} and {self.maximum:g}"
+        return None
+
+
+def file_key(field: str) -> str:
+    """The key that a hardware file uses for a field: its name without the unit."""
+    for suffix in UNIT_SUFFIXES:
+        if field.endswith(suffix):
+            return field.removesuffix(suffix)
+    return field

@@ -1,0 +1,157 @@
+"""The sizes of a Mixture-of-Experts model that its speed depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moeq.errors import EstimateError, nearest
+
+SCALE_BITS = 16
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k")
+_HEADS = ("num_attention_heads", "num_heads", "n_head", "decoder_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HIDDEN = ("hidden_size", "d_model", "n_embd")
+
+
+def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = False) -> NDArray[np.float64]:
+    """Bits that are stored and read per weight: b' = b + 16/group (+ b/group with zero points, from 2 bits up).
+
+    16 bits and more are stored as they are; `group_size` None leaves the scales out.
+    """
+    plain = np.asarray(bits, dtype=np.float64)
+    if group_size is None:
+        return plain
+    zeros = np.where(plain >= 2, plain / group_size, 0.0) if zero_points else 0.0
+    return np.where(plain < 16, plain + SCALE_BITS / group_size + zeros, plain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGeometry:
+    """Sizes of a model: `num_layers` counts MoE layers, `intermediate_size` is that of one expert.
+
+    `non_expert_parameters` (attention, routers, norms, embeddings, and shared or dense feed-forward parts) are spread
+    evenly over the MoE layers. Raises EstimateError for sizes that no model has.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    non_expert_parameters: int
+    matrices_per_expert: int = 3
+
+    def __post_init__(self) -> None:
+        for field, value in vars(self).items():
+            if field != "name" and value < (0 if field == "non_expert_parameters" else 1):
+                raise EstimateError(f"{field} is {value}", where=self.name, do="give a positive number")
+        if self.top_k > self.num_experts:
+            raise EstimateError(
+                f"top_k is {self.top_k} of {self.num_experts} experts", where=self.name, do="give top_k <= num_experts"
+            )
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert, P = matrices * hidden * intermediate."""
+        return self.matrices_per_expert * self.hidden_size * self.intermediate_size
+
+    def kv_bytes_per_layer(self, context: float) -> float:
+        """FP16 bytes of the keys and values of one sequence of `context` tokens in one layer."""
+        return 2 * 2 * self.num_key_value_heads * self.head_dim * context
+
+    def expert_bytes(self, bits: float, group_size: int | None, zero_points: bool = False) -> float:
+        """Bytes of one expert at `bits`, scales (and zero points) included: P * b'/8."""
+        return self.expert_parameters * float(effective_bits(bits, group_size, zero_points)) / 8
+
+
+_MIXTRAL = {"num_experts": 8, "top_k": 2, "num_key_value_heads": 8, "head_dim": 128}
+PRESETS: Mapping[str, ModelGeometry] = {
+    # non_expert_parameters: the checkpoint's 46,702,792,704 and 140,620,634,112 parameters less the experts
+    "mixtral-8x7b": ModelGeometry(
+        name="mixtral-8x7b",
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        non_expert_parameters=1_605_636_096,
+        **_MIXTRAL,
+    ),
+    "mixtral-8x22b": ModelGeometry(
+        name="mixtral-8x22b",
+        num_layers=56,
+        hidden_size=6144,
+        intermediate_size=16384,
+        num_attention_heads=48,
+        non_expert_parameters=5_329_164_288,
+        **_MIXTRAL,
+    ),
+}
+
+
+def known_geometries() -> list[str]:
+    """Names of the preset geometries, sorted."""
+    return sorted(PRESETS)
+
+
+def load_geometry(name: str) -> ModelGeometry:
+    """A preset geometry by name; raises EstimateError with the nearest known name."""
+    if name in PRESETS:
+        return PRESETS[name]
+    close = nearest(name, PRESETS)
+    hint = f"did you mean {close!r}? known: " if close else "known: "
+    raise EstimateError(f"unknown geometry {name!r}", do=f"{hint}{', '.join(known_geometries())}")
+
+
+def geometry_from_config(
+    config: Mapping[str, Any],
+    *,
+    num_moe_layers: int,
+    num_experts: int,
+    expert_intermediate_size: int,
+    non_expert_parameters: int,
+    matrices_per_expert: int = 3,
+) -> ModelGeometry:
+    """The geometry of a Hugging Face config.json (or its nested text_config) and of what only the weights tell.
+
+    The KV cache is that of grouped-query attention: a compressed one (multi-head latent attention) is smaller than
+    estimated here. Raises EstimateError for a missing key.
+    """
+    nested = config.get("text_config")
+    text = {**config, **nested} if isinstance(nested, Mapping) else config
+    name = str(config.get("_name_or_path") or config.get("model_type") or "model")
+    hidden_size = _integer(text, _HIDDEN, name)
+    heads = _integer(text, _HEADS, name)
+    return ModelGeometry(
+        name=name,
+        num_layers=num_moe_layers,
+        hidden_size=hidden_size,
+        intermediate_size=expert_intermediate_size,
+        num_experts=num_experts,
+        top_k=_integer(text, _TOP_K, name),
+        num_attention_heads=heads,
+        num_key_value_heads=_integer(text, _KV_HEADS, name, default=heads),
+        head_dim=_integer(text, ("head_dim",), name, default=hidden_size // heads),
+        non_expert_parameters=non_expert_parameters,
+        matrices_per_expert=matrices_per_expert,
+    )
+
+
+def _integer(config: Mapping[str, Any], keys: tuple[str, ...], name: str, default: int | None = None) -> int:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    if default is not None:
+        return default
+    raise EstimateError(
+        f"config.json has none of {', '.join(keys)}", where=name, do="add the key or build a ModelGeometry yourself"
+    )

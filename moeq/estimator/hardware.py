@@ -1,0 +1,180 @@
+"""Hardware files: YAML in which every constant is written as `{value: "512 GB/s", source: "..."}`.
+
+Sections `gpu`, `link` and `ndp` must name all their constants; `policies` may set parameters of a policy. A new
+hardware file in `hardware/` beside this module is found by itself; users pass the path of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from moeq.errors import EstimateError, nearest
+from moeq.estimator.devices import SECTIONS, Constant, Gpu, Hardware, Link, Ndp, Unit, file_key
+from moeq.estimator.policies import known_policies
+from moeq.estimator.units import parse_quantity
+
+__all__ = ["Constant", "Gpu", "Hardware", "Link", "Ndp", "known_hardware", "load_hardware"]
+
+_FOLDER = Path(__file__).with_name("hardware")
+_TOP_LEVEL = ("name", "description", *SECTIONS, "policies")
+
+
+def known_hardware() -> list[str]:
+    """Names of the hardware files that come with moeq, sorted."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """Hardware by the name of a bundled file or the path of a YAML file, in SI units.
+
+    Raises EstimateError, naming file and key, for a file that is missing or no YAML, an unknown or missing key, a
+    constant without unit or source, a wrong dimension, or a value out of bounds.
+    """
+    path = _find(name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise EstimateError(
+            f"cannot read the hardware file: {reason}", where=str(path), do="give a readable YAML file"
+        ) from error
+    return _parse(text, path)
+
+
+def _find(name_or_path: str | Path) -> Path:
+    given = str(name_or_path)
+    if given in known_hardware():
+        return _FOLDER / f"{given}.yaml"
+    path = Path(given)
+    if path.is_file():
+        return path
+    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
+        raise EstimateError("no such hardware file", where=given, do="check the path")
+    close = nearest(given, known_hardware())
+    hint = f"did you mean {close!r}? known: " if close else "known: "
+    raise EstimateError(
+        f"unknown hardware {given!r}", do=f"{hint}{', '.join(known_hardware())}, or give the path of a YAML file"
+    )
+
+
+@cache
+def _parse(text: str, path: Path) -> Hardware:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise EstimateError(f"not valid YAML: {error}", where=str(path), do="correct the syntax") from error
+    if not isinstance(tree, Mapping):
+        raise EstimateError("not a mapping of sections", where=str(path), do=f"write {', '.join(SECTIONS)}")
+    _check_keys(tree, known=_TOP_LEVEL, required=tuple(SECTIONS), where=str(path), prefix="")
+    constants: list[Constant] = []
+    sections = {name: _section(name, tree[name], path, constants) for name in SECTIONS}
+    policies = _policy_parameters(tree.get("policies") or {}, path, constants)
+    return Hardware(
+        name=str(tree.get("name", path.stem)),
+        description=str(tree.get("description", "")),
+        file=str(path),
+        policies=policies,
+        constants=tuple(constants),
+        **sections,
+    )
+
+
+def _section(name: str, tree: object, path: Path, constants: list[Constant]) -> Any:
+    model = SECTIONS[name]
+    fields = {file_key(field): (field, info) for field, info in model.model_fields.items()}
+    mapping = _mapping(tree, where=f"{path}: {name}")
+    _check_keys(mapping, known=tuple(fields), required=tuple(fields), where=str(path), prefix=f"{name}.")
+    values: dict[str, Any] = {}
+    for key, (field, info) in fields.items():
+        where = f"{path}: {name}.{key}"
+        value, source = _constant(mapping[key], where)
+        constants.append(Constant(key=f"{name}.{key}", text=str(value), source=source))
+        values[field] = _in_unit(value, info, where)
+    try:
+        return model(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"{path}: {name}.{file_key(str(first['loc'][0]))}"
+        raise EstimateError(f"{first['input']!r}: {first['msg']}", where=where, do="correct the value") from error
+
+
+def _policy_parameters(tree: object, path: Path, constants: list[Constant]) -> dict[str, dict[str, float | str]]:
+    policies = known_policies()
+    mapping = _mapping(tree, where=f"{path}: policies")
+    _check_keys(mapping, known=tuple(policies), required=(), where=str(path), prefix="policies.")
+    result: dict[str, dict[str, float | str]] = {}
+    for policy, given in mapping.items():
+        known = policies[policy].parameters
+        keys = _mapping(given, where=f"{path}: policies.{policy}")
+        _check_keys(keys, known=tuple(known), required=(), where=str(path), prefix=f"policies.{policy}.")
+        result[policy] = {}
+        for key, entry in keys.items():
+            where = f"{path}: policies.{policy}.{key}"
+            value, source = _constant(entry, where)
+            problem = known[key].problem_with(value)
+            if problem:
+                raise EstimateError(problem, where=where, do="correct the value")
+            constants.append(Constant(key=f"policies.{policy}.{key}", text=str(value), source=source))
+            result[policy][key] = value
+    return result
+
+
+def _mapping(tree: object, *, where: str) -> Mapping[str, Any]:
+    if not isinstance(tree, Mapping):
+        raise EstimateError("not a mapping of keys", where=where, do="indent its keys below it")
+    return tree
+
+
+def _check_keys(
+    tree: Mapping[str, Any], *, known: tuple[str, ...], required: tuple[str, ...], where: str, prefix: str
+) -> None:
+    for key in tree:
+        if key not in known:
+            close = nearest(str(key), known)
+            do = f"did you mean '{prefix}{close}'?" if close else f"known here: {', '.join(known)}"
+            raise EstimateError(f"unknown key '{prefix}{key}'", where=where, do=do)
+    for key in required:
+        if key not in tree:
+            raise EstimateError(f"missing key '{prefix}{key}'", where=where, do="add it with a value and a source")
+
+
+def _constant(entry: object, where: str) -> tuple[Any, str]:
+    form = 'write {value: ..., source: "..."}'
+    if not isinstance(entry, Mapping):
+        raise EstimateError(f"{entry!r} is not a constant with a source", where=where, do=form)
+    for key in entry:
+        if key not in ("value", "source"):
+            close = nearest(str(key), ("value", "source"))
+            raise EstimateError(f"unknown key {key!r}", where=where, do=f"did you mean {close!r}?" if close else form)
+    if entry.get("value") is None:
+        raise EstimateError("the constant has no value", where=where, do=form)
+    source = entry.get("source")
+    if not isinstance(source, str) or not source.strip():
+        raise EstimateError("the constant has no source", where=where, do="say where the value comes from")
+    return entry["value"], " ".join(source.split())
+
+
+def _in_unit(value: Any, info: FieldInfo, where: str) -> Any:
+    unit = next((one for one in info.metadata if isinstance(one, Unit)), None)
+    if unit is None:
+        if isinstance(value, bool):
+            raise EstimateError(f"{value!r} is not a number", where=where, do="write a plain number")
+        return value
+    do = f"write a number with a unit, such as '{unit.example}'"
+    if not isinstance(value, str):
+        raise EstimateError(f"{value!r} has no unit", where=where, do=do)
+    try:
+        number = parse_quantity(value, unit.name)
+    except ValueError as error:
+        raise EstimateError(str(error), where=where, do=do) from error
+    if not math.isfinite(number):
+        raise EstimateError(f"{value!r} is not finite", where=where, do=do)
+    return number

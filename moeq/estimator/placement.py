@@ -1,0 +1,69 @@
+"""Where the experts of a model live and at how many bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moeq.errors import EstimateError
+from moeq.estimator.geometry import ModelGeometry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """bits[L', E] (1-16, where 16 is FP16) and hot[L', E] (True on the GPU) of the L' MoE layers of an assignment.
+
+    Raises EstimateError for shapes that do not match or bits out of range.
+    """
+
+    name: str
+    bits: NDArray[np.float64]
+    hot: NDArray[np.bool_]
+
+    def __init__(self, *, name: str, bits: ArrayLike, hot: ArrayLike) -> None:
+        width, place = np.array(bits, dtype=np.float64), np.array(hot, dtype=np.bool_)
+        where = f"placement {name}"
+        if width.ndim != 2 or width.shape != place.shape or width.size == 0:
+            raise EstimateError(
+                f"bits have shape {width.shape}, hot has {place.shape}", where=where, do="give [layers, experts]"
+            )
+        wrong = (width != np.round(width)) | (width < 1) | (width > 16)
+        if wrong.any():
+            layer, expert = (int(index[0]) for index in np.nonzero(wrong))
+            raise EstimateError(
+                f"{width[layer, expert]:g} bits at layer {layer}, expert {expert}",
+                where=where,
+                do="give whole bits from 1 to 16",
+            )
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "bits", width)
+        object.__setattr__(self, "hot", place)
+
+
+def uniform_placement(
+    geometry: ModelGeometry, *, bits: float, hot_experts: int, name: str | None = None, hot_bits: float = 16
+) -> Placement:
+    """One layer for all: the first `hot_experts` on the GPU at `hot_bits`, the others on the NDP at `bits`.
+
+    Raises EstimateError where a layer has fewer than `hot_experts`.
+    """
+    if not 0 <= hot_experts <= geometry.num_experts:
+        raise EstimateError(
+            f"{hot_experts} hot experts of {geometry.num_experts}", where=geometry.name, do="give 0 to all of them"
+        )
+    hot = np.arange(geometry.num_experts)[None, :] < hot_experts
+    return Placement(name=name or f"uniform-{bits:g}bit", bits=np.where(hot, hot_bits, bits), hot=hot)
+
+
+def layer_of_assignment(num_layers: int, assigned_layers: int) -> NDArray[np.int64]:
+    """The assignment's layer for each of a model's: its own, or evenly repeated ones, floor(i * L' / L).
+
+    Raises EstimateError for an assignment with more layers than the model.
+    """
+    if assigned_layers > num_layers:
+        raise EstimateError(
+            f"the placement has {assigned_layers} layers, the model {num_layers}", do="give a placement of this model"
+        )
+    return np.arange(num_layers) * assigned_layers // num_layers

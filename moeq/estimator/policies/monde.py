@@ -1,0 +1,47 @@
+"""MoNDE, the GPU + NDP baseline of paper 000: FP16 experts on the NDP, some fetched to the GPU at every step.
+
+Variants: `bwrule` fetches the share that the link has of both bandwidths, at least one expert; `hotset` the globally
+most popular ones, as many as the placement has hot; `opt` as many (none included) as make the layer shortest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moeq.estimator.devices import Parameter
+from moeq.estimator.offload import PREFILL_SPLIT, bandwidth_rule, cost_optimal, prefill_step, split_step
+from moeq.estimator.policies import parameter
+from moeq.estimator.step import BoolArray, Layers, Step, Work
+
+
+@dataclass(frozen=True)
+class Monde:
+    """Layer: t_dense + E[max(H*t_fetch + t_gpu(last), sum_cold t_ndp(16) + t_act)]; nothing migrates."""
+
+    name: str = "monde"
+    variants: tuple[str, ...] = ("bwrule", "hotset", "opt")
+    parameters: Mapping[str, Parameter] = field(default_factory=lambda: {"prefill_split": PREFILL_SPLIT})
+
+    def decode(self, layers: Layers, work: Work, variant: str) -> Step:
+        """Fetches by the variant's rule."""
+        rules = {"bwrule": bandwidth_rule, "hotset": _hot_set, "opt": cost_optimal}
+        return split_step(layers, work, rules[variant](layers, work))
+
+    def prefill(self, layers: Layers, work: Work, variant: str) -> Step:
+        """One rule for all variants, the parameter prefill_split."""
+        return prefill_step(layers, work, parameter(self, layers.hardware, "prefill_split"))
+
+    def migration_seconds(self, layers: Layers, variant: str) -> float:
+        """Nothing moves ahead of decoding."""
+        return 0.0
+
+
+def _hot_set(layers: Layers, work: Work) -> BoolArray:
+    hot = layers.popularity_rank < layers.hot.sum(axis=1, keepdims=True)
+    return np.asarray(work.pick(hot), dtype=np.bool_)
+
+
+POLICY = Monde()

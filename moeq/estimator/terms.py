@@ -1,0 +1,122 @@
+"""The terms of a step: time, bytes and multiply-accumulates of one expert, transfer or dense layer, and what bounds it.
+
+Pure and vectorized: `tokens` (and `bits`) are arrays of any shape, the fields of a Cost have their broadcast shape.
+Source: shared/ESTIMATOR.md, "Equations", in its symbols P (weights of one expert), b' (stored bits per weight) and m
+(tokens that reach an expert). An expert without tokens costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moeq.estimator.devices import Gpu, Link, Ndp
+from moeq.estimator.geometry import ModelGeometry
+
+FloatArray = NDArray[np.float64]
+
+
+class Bound(IntEnum):
+    """What a term's time is made of."""
+
+    NONE = 0
+    BYTES = 1
+    MACS = 2
+    LATENCY = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Time, bytes moved, multiply-accumulates and Bound of every element; all arrays have one shape."""
+
+    seconds: FloatArray
+    bytes: FloatArray
+    macs: FloatArray
+    bound: NDArray[np.int8]
+
+
+def t_ndp(parameters: int, bits: ArrayLike, tokens: ArrayLike, ndp: Ndp) -> Cost:
+    """One expert at b' = `bits` stored bits on the NDP: the longer of reading its weights and computing.
+
+    Compute: P/(r*c)/A * (r+m+c-1)/f/s weight-stationary, P*ceil(m/r)/(A*c)/f/s output-stationary; s = 16/b' where
+    low_bit_compute is 'scale', 1 where it is 'const'.
+    """
+    m = np.asarray(tokens, dtype=np.float64)
+    stored = np.asarray(bits, dtype=np.float64)
+    read = parameters * stored / 8 * (m > 0)
+    rows, columns = ndp.array_rows, ndp.array_columns
+    if ndp.dataflow == "ws":
+        cycles = parameters / (rows * columns) / ndp.arrays * (rows + m + columns - 1) * (m > 0)
+    else:
+        cycles = parameters * np.ceil(m / rows) / (ndp.arrays * columns)
+    speed = 16.0 / stored if ndp.low_bit_compute == "scale" else 1.0
+    return _longer(
+        memory=read / (ndp.memory_efficiency * ndp.memory_bandwidth_bytes_per_second),
+        compute=cycles / ndp.clock_hertz / speed,
+        moved=read,
+        macs=parameters * m,
+    )
+
+
+def t_gpu(parameters: int, bits: ArrayLike, tokens: ArrayLike, gpu: Gpu) -> Cost:
+    """One expert from GPU memory: max(P*b'/8 / (eta_h*BW_h), 2*P*m / (eta_c*F))."""
+    m = np.asarray(tokens, dtype=np.float64)
+    read = parameters * np.asarray(bits, dtype=np.float64) / 8 * (m > 0)
+    return _longer(
+        memory=read / (gpu.memory_efficiency * gpu.memory_bandwidth_bytes_per_second),
+        compute=2 * parameters * m / (gpu.compute_efficiency * gpu.peak_compute_flops_per_second),
+        moved=read,
+        macs=parameters * m,
+    )
+
+
+def t_fetch(num_bytes: ArrayLike, transfers: ArrayLike, link: Link) -> Cost:
+    """Bytes over the link in a number of transfers: bytes/(eta_p*BW_p) + n*latency."""
+    moved = np.asarray(num_bytes, dtype=np.float64)
+    stream = moved / (link.efficiency * link.bandwidth_bytes_per_second)
+    latency = np.asarray(transfers, dtype=np.float64) * link.latency_seconds
+    stream, latency, moved = np.broadcast_arrays(stream, latency, moved)
+    bound = np.where(latency > stream, Bound.LATENCY, Bound.BYTES)
+    seconds = stream + latency
+    return Cost(seconds=seconds, bytes=moved, macs=np.zeros_like(seconds), bound=_code(seconds, bound))
+
+
+def t_act(hidden_size: int, tokens: ArrayLike, link: Link) -> Cost:
+    """FP16 activations of m tokens to the NDP and back: 2*(2*m*d/(eta_p*BW_p) + latency); none for m = 0."""
+    m = np.asarray(tokens, dtype=np.float64)
+    return t_fetch(2 * 2 * m * hidden_size, 2.0 * (m > 0), link)
+
+
+def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: float, gpu: Gpu) -> Cost:
+    """All of a layer but its experts: tau + max((non-expert bytes/L + KV)/(eta_h*BW_h), FLOPs/(eta_c*F)).
+
+    `tokens` query tokens of `sequences` sequences attend to `context` tokens each. Shape: scalar.
+    """
+    share = geometry.non_expert_parameters / geometry.num_layers
+    read = np.float64(2 * share + sequences * geometry.kv_bytes_per_layer(context))
+    macs = np.float64(tokens * (share + 2 * context * geometry.num_attention_heads * geometry.head_dim))
+    cost = _longer(
+        memory=read / (gpu.memory_efficiency * gpu.memory_bandwidth_bytes_per_second),
+        compute=2 * macs / (gpu.compute_efficiency * gpu.peak_compute_flops_per_second),
+        moved=read,
+        macs=macs,
+    )
+    fixed = gpu.layer_overhead_seconds
+    bound = np.where(fixed > cost.seconds, Bound.LATENCY, cost.bound)
+    seconds = cost.seconds + fixed
+    return Cost(seconds=seconds, bytes=cost.bytes, macs=cost.macs, bound=_code(seconds, bound))
+
+
+def _longer(*, memory: Any, compute: Any, moved: Any, macs: Any) -> Cost:
+    memory, compute, moved, macs = np.broadcast_arrays(memory, compute, moved, macs)
+    seconds = np.maximum(memory, compute)
+    bound = np.where(compute > memory, Bound.MACS, Bound.BYTES)
+    return Cost(seconds=seconds, bytes=moved, macs=macs, bound=_code(seconds, bound))
+
+
+def _code(seconds: FloatArray, bound: NDArray[Any]) -> NDArray[np.int8]:
+    return np.where(seconds > 0, bound, Bound.NONE).astype(np.int8)

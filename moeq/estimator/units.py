@@ -1,0 +1,73 @@
+"""Quantities with units in hardware files: text such as "512 GB/s" to a number in the unit of its field.
+
+The registry is a small one of its own: in pint's default registry a bit is dimensionless, so that "1 GHz" would pass
+as a bandwidth. pint is imported on first use only, since it is slow to import.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from tokenize import TokenError
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pint import UnitRegistry
+
+_DEFINITIONS = (
+    "nano- = 1e-9 = n-",
+    "micro- = 1e-6 = u- = µ- = μ-",
+    "milli- = 1e-3 = m-",
+    "kilo- = 1e3 = k- = K-",
+    "mega- = 1e6 = M-",
+    "giga- = 1e9 = G-",
+    "tera- = 1e12 = T-",
+    "peta- = 1e15 = P-",
+    "kibi- = 1024 = Ki-",
+    "mebi- = 1048576 = Mi-",
+    "gibi- = 1073741824 = Gi-",
+    "tebi- = 1099511627776 = Ti-",
+    "second = [time] = s = sec",
+    "minute = 60 * second = min",
+    "hertz = 1 / second = Hz",
+    "byte = [information] = B",
+    "bit = byte / 8",
+    "flop = [operation] = FLOP = FLOPs = flops",
+    "mac = 2 * flop = MAC = MACs",
+)
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*")
+
+
+@cache
+def _registry() -> UnitRegistry[Any]:
+    import pint
+
+    registry: UnitRegistry[Any] = pint.UnitRegistry(None)
+    for definition in _DEFINITIONS:
+        registry.define(definition)
+    return registry
+
+
+def parse_quantity(text: str, unit: str) -> float:
+    """The number that `text` ("512 GB/s") stands for in `unit` ("byte/second").
+
+    Raises ValueError with one clause that says what is wrong: not a number, no unit, an unknown unit, a wrong
+    dimension.
+    """
+    import pint
+
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number with a unit")
+    number, unit_text = match.groups()
+    if not unit_text:
+        raise ValueError(f"{text!r} has no unit")
+    registry = _registry()
+    try:
+        return float(registry.Quantity(float(number), registry.parse_units(unit_text)).to(unit).magnitude)
+    except pint.UndefinedUnitError as error:
+        raise ValueError(f"{text!r} has an unknown unit {unit_text!r}") from error
+    except pint.DimensionalityError as error:
+        raise ValueError(f"{text!r} has the wrong dimension") from error
+    except (pint.PintError, ValueError, TypeError, TokenError, SyntaxError) as error:
+        raise ValueError(f"{text!r} has a unit that cannot be read") from error

@@ -1,0 +1,153 @@
+"""The work that a model is given: which experts its tokens reach, and the grid of prompt, output and batch sizes.
+
+Shapes: S routing outcomes, E experts, B tokens of a step, k experts a token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moeq.errors import EstimateError
+
+MAX_EXACT_OUTCOMES = 20_000
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Prompt lengths, output lengths and batch sizes; every combination is estimated."""
+
+    inputs: tuple[int, ...] = (128, 512, 2048)
+    outputs: tuple[int, ...] = (512, 2048)
+    batches: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        for axis, values in vars(self).items():
+            if not values or any(value < 1 for value in values):
+                raise EstimateError(f"grid {axis} are {values}", do="give one or more positive sizes")
+            object.__setattr__(self, axis, tuple(int(value) for value in values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcomes:
+    """Routing outcomes of one layer and step: probability[S], and tokens[S, E] that reach every expert."""
+
+    probability: FloatArray
+    tokens: IntArray
+    method: Literal["exact", "monte-carlo"]
+
+
+def uniform_popularity(num_experts: int) -> FloatArray:
+    """Popularity[E] of experts that are all alike."""
+    return np.full(num_experts, 1.0 / num_experts)
+
+
+def normalize_popularity(popularity: ArrayLike, *, num_experts: int, top_k: int) -> FloatArray:
+    """Popularity[..., E] with every row divided by its sum.
+
+    Raises EstimateError for a wrong number of experts, a negative or non-finite entry, or a row in which fewer than
+    top_k experts can be reached.
+    """
+    rows = np.asarray(popularity, dtype=np.float64)
+    do = "give activation counts or frequencies per expert"
+    if rows.ndim == 0 or rows.shape[-1] != num_experts:
+        raise EstimateError(f"popularity has shape {rows.shape} for {num_experts} experts", do=do)
+    if not np.isfinite(rows).all() or (rows < 0).any():
+        raise EstimateError("popularity has negative or non-finite entries", do=do)
+    if ((rows > 0).sum(axis=-1) < top_k).any():
+        raise EstimateError(f"popularity leaves a layer with fewer than top_k = {top_k} experts", do=do)
+    return np.asarray(rows / rows.sum(axis=-1, keepdims=True), dtype=np.float64)
+
+
+def routing_outcomes(
+    popularity: FloatArray,
+    *,
+    top_k: int,
+    batch: int,
+    samples: int = 256,
+    seed: int | tuple[int, ...] = 0,
+    max_exact_outcomes: int = MAX_EXACT_OUTCOMES,
+) -> Outcomes:
+    """Outcomes of one step of `batch` tokens that each draw top_k experts without replacement by popularity[E].
+
+    The draw is that of Plackett and Luce, tokens independent. One token is enumerated exactly unless there are more
+    than `max_exact_outcomes` sets of top_k (or fewer) experts; otherwise these are `samples` seeded Monte Carlo draws
+    of equal probability, and `method` says so.
+    """
+    num_experts = popularity.shape[-1]
+    largest = max(math.comb(num_experts, size) for size in range(1, top_k + 1))
+    if batch == 1 and largest <= max_exact_outcomes:
+        members, probability = top_k_sets(popularity, top_k)
+        tokens = np.zeros((len(members), num_experts), dtype=np.int64)
+        np.put_along_axis(tokens, members, 1, axis=1)
+        return Outcomes(probability=probability, tokens=tokens, method="exact")
+    return _sampled_outcomes(popularity, top_k=top_k, batch=batch, samples=samples, seed=seed)
+
+
+def top_k_sets(popularity: FloatArray, top_k: int) -> tuple[IntArray, FloatArray]:
+    """All sets members[S, k] (ascending) of top_k experts, and the probability[S] that a token draws each.
+
+    Recursion over the set sizes: a set arises by drawing any one member last, with probability p_e / (what the other
+    members leave over). Costs O(sets * k) instead of the k! orders of every set.
+    """
+    members = np.zeros((1, 0), dtype=np.int64)
+    probability = np.ones(1)
+    for size in range(1, top_k + 1):
+        previous, members = probability, _combinations(len(popularity), size)
+        probability = np.zeros(len(members))
+        for last in range(size):
+            others = np.delete(members, last, axis=1)
+            drawn = popularity[members[:, last]]
+            left = np.maximum(1.0 - popularity[others].sum(axis=1), drawn)  # rounding must not let p exceed it
+            share = np.divide(drawn, left, out=np.zeros_like(drawn), where=left > 0)
+            probability += previous[_rank(others)] * share
+    return members, probability / probability.sum()
+
+
+@lru_cache(maxsize=32)
+def _combinations(num_experts: int, size: int) -> IntArray:
+    flat = itertools.chain.from_iterable(itertools.combinations(range(num_experts), size))
+    members = np.fromiter(flat, dtype=np.int64).reshape(-1, size)
+    ordered = members[np.argsort(_rank(members))]
+    ordered.flags.writeable = False
+    return ordered
+
+
+def _rank(members: IntArray) -> IntArray:
+    """Place of ascending sets [S, k] in colexicographic order: the sum of binomials C(member_i, i+1)."""
+    rank = np.zeros(len(members), dtype=np.int64)
+    for position in range(members.shape[1]):
+        column = members[:, position]
+        binomial = np.ones(len(members), dtype=np.int64)
+        for step in range(position + 1):
+            binomial = binomial * (column - step) // (step + 1)
+        rank += binomial
+    return rank
+
+
+def _sampled_outcomes(
+    popularity: FloatArray, *, top_k: int, batch: int, samples: int, seed: int | tuple[int, ...]
+) -> Outcomes:
+    if samples < 1:
+        raise EstimateError(f"{samples} Monte Carlo samples", do="give at least 1")
+    num_experts = len(popularity)
+    generator = np.random.default_rng(seed)
+    with np.errstate(divide="ignore"):
+        weights = np.log(popularity)
+    tokens = np.zeros((samples, num_experts), dtype=np.int64)
+    rows = max(1, 4_000_000 // (batch * num_experts))
+    for start in range(0, samples, rows):
+        count = min(rows, samples - start)
+        keys = weights + generator.gumbel(size=(count, batch, num_experts))
+        chosen = np.argpartition(-keys, top_k - 1, axis=2)[:, :, :top_k]
+        flat = chosen.reshape(count, -1) + num_experts * np.arange(count)[:, None]
+        tokens[start : start + count] = np.bincount(flat.ravel(), minlength=count * num_experts).reshape(count, -1)
+    return Outcomes(probability=np.full(samples, 1.0 / samples), tokens=tokens, method="monte-carlo")

@@ -1,0 +1,77 @@
+"""lm-eval through its Python API, on task names or local task YAML."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from moeq.bundled import bundled_path
+from moeq.errors import EvaluationError, nearest
+
+BUNDLED_TASK = "moeq_continuation"
+
+
+def open_tasks(names: list[str], include_path: str | None) -> Any:
+    """lm-eval's task manager, with every named task known to it; EvaluationError for an unknown task or folder."""
+    if include_path is not None and not Path(include_path).expanduser().is_dir():
+        raise EvaluationError("no such folder of tasks", where=include_path, do="correct eval.include_path")
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(bundled_path("corpus/lm_eval_tasks"))]
+    folders += [str(Path(include_path).expanduser())] if include_path is not None else []
+    local = TaskManager(include_path=folders, include_defaults=False)
+    if all(name in local.all_tasks for name in names):
+        return local  # lm-eval's own thousands of tasks take seconds to index
+    manager = TaskManager(include_path=folders, include_defaults=True)
+    for name in names:
+        if name not in manager.all_tasks:
+            guess = nearest(name, manager.all_tasks)
+            raise EvaluationError(f"no lm-eval task {name!r}", do=f"did you mean {guess!r}?" if guess else "see `lm-eval ls tasks`")
+    return manager
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, names: list[str], manager: Any, *, batch_size: int, limit: int | None
+) -> dict[str, dict[str, float]]:
+    """Scores {task: {metric: value}} of a loaded model; stderr rows end in `_stderr`.
+
+    Raises EvaluationError when a task cannot be run (its data not at hand, for example).
+    """
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    for logger in ("lm_eval", "lm-eval", "datasets"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
+            harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            found = lm_eval.simple_evaluate(
+                model=harness, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0, verbosity="ERROR"
+            )
+    except Exception as error:  # task code and dataset loaders raise anything
+        reason = str(error).strip().split("\n")[0]
+        raise EvaluationError(f"lm-eval failed ({type(error).__name__}: {reason})", where=", ".join(names),
+                              do="check the task's data; hub data sets need a network or a cache") from error  # fmt: skip
+    return {name: _scores(result) for name, result in found["results"].items()}
+
+
+def _scores(result: dict[str, Any]) -> dict[str, float]:
+    """lm-eval's `metric,filter` keys without the filter when there is one only; values that are numbers."""
+    scores = {}
+    for key, value in result.items():
+        metric, comma, chosen = key.partition(",")
+        if comma and isinstance(value, int | float) and math.isfinite(value):
+            scores[metric if chosen == "none" else f"{metric},{chosen}"] = float(value)
+    return scores
+
+
+def headline(scores: dict[str, dict[str, float]]) -> float | None:
+    """Mean accuracy over tasks, where there is one."""
+    found = [metrics.get("acc", metrics.get("acc_norm")) for metrics in scores.values()]
+    known = [value for value in found if value is not None]
+    return sum(known) / len(known) if known else None

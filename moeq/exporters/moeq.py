@@ -1,0 +1,225 @@
+"""The native format: a transformers checkpoint directory with packed experts and a placement manifest.
+
+    config.json                      the model's own, with quantization_config (method moeq, every expert's width)
+    model-0000i-of-0000n.safetensors everything that is not a routed expert, byte for byte as it was
+    experts-layer-NNN.safetensors    one MoE layer's experts at their placed widths
+    replicas-layer-NNN.safetensors   the other widths, where the recipe asked for them (not loaded by transformers)
+    model.safetensors.index.json     key -> file
+    placement.json                   the manifest; README.md, the model card, is written by the stage
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.files import building, place, write_json, write_tensors
+from moeq.artifacts.manifest import (
+    PlacedExpert,
+    PlacedLayer,
+    PlacementManifest,
+    Replica,
+    TensorStamp,
+    Totals,
+    layout,
+    write_manifest,
+)
+from moeq.models.experts import ExpertLayer
+from moeq.models.source import INDEX, ModelSource, TensorHeader, read_header
+from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD
+from moeq.runtime.packed_experts import GUARD_SHAPES
+
+METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportInputs:
+    """What an exporter is given: the source, what to place, and the quantized files of every layer."""
+
+    source: ModelSource
+    layers: list[ExpertLayer]
+    top_k: tuple[int, ...]
+    assignment: Assignment
+    expert_keys: set[str]
+    expert_files: list[Path]
+    max_shard_bytes: int
+    stamp: Any
+    digests: dict[str, str]
+
+
+def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
+    """Build the checkpoint directory; it replaces an older one only when it is whole."""
+    with building(directory) as partial:
+        where = _write_rest(inputs, partial)
+        for path in inputs.expert_files:
+            place(path, partial / path.name)
+            where |= {} if path.name.startswith("replicas-") else dict.fromkeys(read_header(path), path.name)
+        headers = {key: header for path in partial.glob("*.safetensors") for key, header in read_header(path).items()}
+        total = sum(headers[key].bytes for key in where)
+        write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        write_json(partial / "config.json", inputs.source.config | {"quantization_config": _quantization(inputs)})
+        for path in inputs.source.side_files():
+            shutil.copyfile(path, partial / path.name)
+        manifest = _manifest(inputs, headers)
+        write_manifest(partial, manifest)
+    return manifest
+
+
+def _quantization(inputs: ExportInputs) -> dict[str, Any]:
+    block = layout(inputs.assignment.group_size, inputs.assignment.symmetric)
+    return {
+        "quant_method": METHOD,
+        "format_version": FORMAT_VERSION,
+        "layout": block["name"],
+        "layout_version": block["version"],
+        "group_size": inputs.assignment.group_size,
+        "symmetric": inputs.assignment.symmetric,
+        "experts": {
+            layer.name: widths.tolist()
+            for layer, widths in zip(inputs.layers, inputs.assignment.bits(), strict=True)
+        },
+    }
+
+
+def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
+    """Copy all tensors that are not routed experts into shards, a shard at a time; returns key -> file."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for key in sorted(set(inputs.source.tensors) - inputs.expert_keys):
+        tensor_bytes = inputs.source.tensors[key].bytes
+        if shards[-1] and size + tensor_bytes > inputs.max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size += tensor_bytes
+    where: dict[str, str] = {}
+    for number, keys in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(directory / name, _read(inputs.source, keys), METADATA)
+        where |= dict.fromkeys(keys, name)
+    return where
+
+
+def _read(source: ModelSource, keys: list[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted({source.tensors[key].file for key in keys}):
+        with safe_open(file, "pt") as handle:
+            found |= {key: handle.get_tensor(key) for key in keys if source.tensors[key].file == file}
+    return found
+
+
+def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> PlacementManifest:
+    by_expert: dict[str, list[str]] = {}
+    names = {layer.name for layer in inputs.layers}
+    for key in headers:
+        prefix = _expert_prefix(key, names)
+        if prefix is not None:
+            by_expert.setdefault(prefix, []).append(key)
+    layers = []
+    for layer, choices, top_k in zip(inputs.layers, inputs.assignment.layers, inputs.top_k, strict=True):
+        experts = []
+        for number, choice in enumerate(choices.experts):
+            keys = by_expert[f"{layer.name}.{number}."]
+            experts.append(
+                PlacedExpert(
+                    expert=number,
+                    tier=choice.tier,
+                    bits=choice.bits,
+                    importance=choice.importance,
+                    replicas=_replicas(f"{layer.name}.{number}.", choice.bits, keys, headers),
+                )
+            )
+        layers.append(
+            PlacedLayer(
+                name=layer.name,
+                num_experts=layer.num_experts,
+                hidden_size=layer.hidden_size,
+                intermediate_size=layer.intermediate_size,
+                top_k=top_k,
+                experts=tuple(experts),
+            )
+        )
+    return PlacementManifest(
+        model=inputs.stamp,
+        assignment=inputs.assignment.model_dump(mode="json", include={"name", "method", "parameters"}),
+        layout=layout(inputs.assignment.group_size, inputs.assignment.symmetric),
+        layers=tuple(layers),
+        totals=_totals(layers, names, headers),
+        inputs=inputs.digests,
+    )
+
+
+def _expert_prefix(key: str, names: set[str]) -> str | None:
+    """`{experts module}.{expert}.` of a tensor of a packed expert, None for every other tensor."""
+    parts = key.split(".")
+    for index in range(len(parts) - 1, 0, -1):
+        if parts[index].isdigit() and ".".join(parts[:index]) in names:
+            return ".".join(parts[: index + 1]) + "."
+    return None
+
+
+def _replicas(prefix: str, bits: int, keys: list[str], headers: dict[str, TensorHeader]) -> tuple[Replica, ...]:
+    """The placed replica first, then the other widths in order."""
+    by_width: dict[int, list[str]] = {}
+    for key in keys:
+        first = key.removeprefix(prefix).split(".")[0]
+        by_width.setdefault(int(first[4:]) if first.startswith("bits") else bits, []).append(key)
+    found = []
+    for width in [bits, *sorted(set(by_width) - {bits})]:
+        start = prefix if width == bits else f"{prefix}bits{width}."
+        mine = sorted(by_width[width])
+        found.append(
+            Replica(
+                bits=width,
+                placed=width == bits,
+                file=headers[mine[0]].file.name,
+                key_prefix=start,
+                tensors=tuple(
+                    TensorStamp(name=key.removeprefix(start), dtype=headers[key].dtype, shape=headers[key].shape)
+                    for key in mine
+                ),
+                bytes=sum(headers[key].bytes for key in mine),
+                sha256=tensors_sha256([headers[key] for key in mine]),
+            )
+        )
+    return tuple(found)
+
+
+def tensors_sha256(headers: Sequence[TensorHeader]) -> str:
+    """SHA-256 of tensors' bytes, one after the other, read from their files."""
+    digest = hashlib.sha256()
+    for header in headers:
+        with header.file.open("rb") as stream:
+            stream.seek(header.offset)
+            digest.update(stream.read(header.bytes))
+    return digest.hexdigest()
+
+
+def _totals(layers: list[PlacedLayer], names: set[str], headers: dict[str, TensorHeader]) -> Totals:
+    placed = other = 0
+    tiers: dict[str, int] = {}
+    for layer in layers:
+        for expert in layer.experts:
+            for replica in expert.replicas:
+                if replica.placed:
+                    placed += replica.bytes
+                    tiers[expert.tier] = tiers.get(expert.tier, 0) + replica.bytes
+                else:
+                    other += replica.bytes
+    guard = sum(headers[f"{name}.{part}"].bytes for name in names for part in GUARD_SHAPES)
+    everything = sum(header.bytes for header in headers.values())
+    return Totals(
+        placed_expert_bytes=placed,
+        other_replica_bytes=other,
+        non_expert_bytes=everything - placed - other - guard,
+        guard_bytes=guard,
+        bytes_by_tier=dict(sorted(tiers.items())),
+    )

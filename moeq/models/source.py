@@ -1,0 +1,194 @@
+"""Where a model comes from: a directory, a hub id, or the bundled demo; checked from headers before anything is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeq.artifacts.files import digest_of, sha256_file
+from moeq.artifacts.stage import ModelStamp
+from moeq.bundled import bundled_path
+from moeq.errors import ArtifactError, ModelError
+
+BUNDLED = "bundled:"
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
+    "tekken.json",
+)  # fmt: skip
+VOCABULARIES = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"}
+SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)
+WHOLE_BYTES = 64 << 20  # files up to this size are hashed whole, larger ones by samples
+SAMPLE_BYTES, SAMPLES = 64 << 10, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHeader:
+    """Where one tensor lies on disk: file, dtype as safetensors writes it, shape, offset in the file, bytes."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A local model directory whose configuration and safetensors headers have been checked."""
+
+    name: str
+    path: Path
+    revision: str | None
+    config: dict[str, Any]
+    tensors: dict[str, TensorHeader]
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({header.file for header in self.tensors.values()})
+
+    def side_files(self) -> list[Path]:
+        """Tokenizer, generation and processor files that an export takes along."""
+        return [self.path / name for name in SIDE_FILES if (self.path / name).is_file()]
+
+    def stamp(self) -> ModelStamp:
+        """Name, revision and a digest of configuration, tokenizer and weights.
+
+        Weights up to 64 MiB a file are hashed whole; larger files by size, header and 64 evenly spaced samples, so that
+        a 700 GB model is stamped in seconds.
+        """
+        found: dict[str, Any] = {"config": self.config}
+        found |= {path.name: sha256_file(path) for path in self.side_files()}
+        found |= {path.name: _weights_digest(path) for path in self.files}
+        return ModelStamp(name=self.name, revision=self.revision, digest=digest_of(found))
+
+
+def open_source(name: str, revision: str | None = None) -> ModelSource:
+    """Resolve a directory, a hub id or `bundled:NAME` and check it.
+
+    Raises ModelError: not a model directory, configuration or shards missing, truncated or mismatched.
+    """
+    path, commit = _resolve(name, revision)
+    config = _read_config(path)
+    return ModelSource(name=name, path=path, revision=commit, config=config, tensors=_read_headers(path))
+
+
+def _resolve(name: str, revision: str | None) -> tuple[Path, str | None]:
+    if name.startswith(BUNDLED):
+        try:
+            return bundled_path(name.removeprefix(BUNDLED)), None
+        except ArtifactError as error:
+            raise ModelError("no such bundled model", where=name, do="use bundled:tiny-mixtral") from error
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path, None
+    if path.exists():
+        raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
+    if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
+        raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
+    return _from_hub(name, revision)
+
+
+def _from_hub(name: str, revision: str | None) -> tuple[Path, str | None]:
+    """Download (or find in the cache) a hub model; the revision is pinned to its commit."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises its own, requests' and the operating system's errors
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"neither a directory here nor to be had from the hub ({type(error).__name__}: {reason})",
+            where=name,
+            do="check the name, the network and the token, or give a local directory",
+        ) from error
+    return path, path.name
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelError("not a model directory: no config.json", where=str(path), do="give the folder that holds it")
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError("no model_type", where=str(file), do="give a transformers model directory")
+    return config
+
+
+def _read_headers(path: Path) -> dict[str, TensorHeader]:
+    """Headers of all shards; every tensor that the index names must be there."""
+    index = path / INDEX
+    if not index.is_file():
+        single = path / "model.safetensors"
+        if not single.is_file():
+            other = "; it has .bin weights: save it as safetensors first" if list(path.glob("*.bin")) else ""
+            raise ModelError(f"no safetensors weights{other}", where=str(path), do="download the weights")
+        return read_header(single)
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"not a weight index ({error!r})", where=str(index), do="download it again") from None
+    tensors: dict[str, TensorHeader] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).is_file():
+            raise ModelError("shard is missing", where=str(path / shard), do="download it")
+        tensors |= read_header(path / shard)
+    for key, shard in weight_map.items():
+        if key not in tensors or tensors[key].file.name != shard:
+            where = str(path / shard)
+            raise ModelError(f"tensor {key} is not in the shard that {INDEX} names", where=where, do="download it again")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, TensorHeader]:
+    """Parse one safetensors header and check the file against it; ModelError when truncated or damaged."""
+    size = path.stat().st_size
+    damaged = "download it again"
+    try:
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ModelError(f"truncated: {size} bytes, the header alone needs {length + 8}", where=str(path), do=damaged)
+            header: dict[str, Any] = json.loads(stream.read(length))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"not a safetensors file ({error})", where=str(path), do=damaged) from None
+    tensors, end = {}, 0
+    for key, entry in header.items():
+        if key == "__metadata__":
+            continue
+        start, stop = entry["data_offsets"]
+        end = max(end, stop)
+        tensors[key] = TensorHeader(
+            file=path,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            offset=8 + length + start,
+            bytes=stop - start,
+        )
+    if size != 8 + length + end:
+        raise ModelError(f"truncated: {size} bytes, its header says {8 + length + end}", where=str(path), do=damaged)
+    return tensors
+
+
+def _weights_digest(path: Path) -> str:
+    size = path.stat().st_size
+    if size <= WHOLE_BYTES:
+        return sha256_file(path)
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        digest.update(stream.read(length))
+        for index in range(SAMPLES):
+            stream.seek(8 + length + (size - 8 - length - SAMPLE_BYTES) * index // (SAMPLES - 1))
+            digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()

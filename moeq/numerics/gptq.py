@@ -1,0 +1,204 @@
+"""GPTQ over all experts of a layer at once and all bit widths from one factor (left-looking form).
+
+For H = U U^T with U upper triangular, the loss of a residual e = w - q is the sum over columns j of
+U_jj^2 (e_j + sum_{i<j} e_i M_ij)^2 with M = U / diag(U): so column j is rounded after adding the feedback
+sum_{i<j} e_i M_ij of the columns before it. This gives the codes of the classic form (Frantar et al. 2022, Algorithm 1,
+which needs the Cholesky factor of the inverse) from one Cholesky and no inverse, and the feedback of a whole block is
+one matrix product, shared by every bit width and every row that sees the same input (gate and up).
+
+Group scales are taken when the loop arrives at the group, from the weights as the feedback of all earlier columns
+would move them: the solution of the unit-triangular system in the group's own block of M.
+
+Axes: E experts, K inputs (columns of the weight), B bit widths, N output rows; weights are input-major [E, K, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeq.numerics.grids import encode, fit_grid, group_count, max_codes, resolved_group_size
+
+BLOCK = 128  # columns whose feedback from earlier blocks is one matrix product
+SUB_BLOCK = 16  # columns updated by rank-1 steps inside a block
+MAX_DAMPING = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """Unit upper triangular factor M of each expert's Hessian and what it took to get it.
+
+    unit_upper: [E, K, K]; damping: [E] fraction of the mean diagonal that was added; float64: [E] bool, the float32
+    factorization failed; failed: [E] bool, no damping up to 1.0 made it positive definite (M is the identity there:
+    plain rounding).
+    """
+
+    unit_upper: Tensor
+    damping: Tensor
+    float64: Tensor
+    failed: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """Codes and grids of one weight at several widths: codes uint8 [E, B, N, K], scale and zero [E, B, N, G]."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    bits: tuple[int, ...]
+    group_size: int
+
+
+def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
+    """Factor a batch of Hessians [E, K, K] (means of x x^T over tokens), all at once.
+
+    Inputs that were always zero get a unit diagonal (they then neither give nor take feedback). Where the float32
+    factorization fails it is repeated in float64, then with damping raised tenfold up to 1.0.
+    """
+    experts, size = hessian.shape[0], hessian.shape[-1]
+    work = hessian.flip(-2, -1)  # Cholesky of the flipped matrix, flipped back, is upper triangular
+    diagonal = work.diagonal(dim1=-2, dim2=-1)
+    dead = diagonal <= 0
+    mean = diagonal.mean(-1, keepdim=True)
+    diagonal.masked_fill_(dead, 1.0)
+    used = torch.full((experts,), damping, dtype=torch.float64)
+    diagonal.add_(damping * mean)
+    lower, info = torch.linalg.cholesky_ex(work)
+    bad = (info != 0) | ~torch.isfinite(lower.diagonal(dim1=-2, dim2=-1)).all(-1)
+    float64 = torch.zeros(experts, dtype=torch.bool)
+    failed = torch.zeros(experts, dtype=torch.bool)
+    for expert in bad.nonzero().flatten().tolist():
+        float64[expert] = True
+        fixed, amount = _retry(work[expert].double(), mean[expert].double(), damping)
+        used[expert] = amount
+        if fixed is None:
+            failed[expert] = True
+            fixed = torch.eye(size, dtype=torch.float64, device=hessian.device)
+        lower[expert] = fixed.to(lower.dtype)
+    upper = lower.flip(-2, -1)
+    upper = upper / upper.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    return Factor(unit_upper=upper, damping=used, float64=float64, failed=failed)
+
+
+def _retry(work: Tensor, mean: Tensor, damping: float) -> tuple[Tensor | None, float]:
+    """Factor one (already damped) flipped Hessian in float64, raising the damping until it is positive definite."""
+    total = damping
+    mean = mean.clamp(min=torch.finfo(torch.float32).tiny)
+    while True:
+        lower, info = torch.linalg.cholesky_ex(work)
+        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+            return lower, total
+        raised = max(total * 10, 1e-3)
+        if raised > MAX_DAMPING:
+            return None, total
+        work = work + torch.diag_embed(((raised - total) * mean).expand(work.shape[-1]))
+        total = raised
+
+
+def quantize(
+    weight: Tensor,
+    factor: Tensor | None,
+    *,
+    bits: Sequence[int],
+    group_size: int,
+    symmetric: bool = False,
+) -> Quantized:
+    """Quantize a batch of weights at several widths with one factor.
+
+    weight: [E, N, K] floating point; factor: Factor.unit_upper [E, K, K] in the dtype to work in, or None for plain
+    rounding to the min-max grid (RTN). Returns `Quantized`; rows are independent of each other.
+    """
+    dtype = factor.dtype if factor is not None else torch.float32
+    columns = weight.to(dtype).transpose(1, 2).contiguous()  # [E, K, N]
+    if factor is None:
+        return _round_to_nearest(columns, bits, group_size, symmetric)
+    experts, inputs, rows = columns.shape
+    widths = len(bits)
+    group = resolved_group_size(inputs, group_size)
+    residual = torch.empty(experts, inputs, widths * rows, dtype=dtype, device=weight.device)
+    codes = torch.empty(experts, inputs, widths * rows, dtype=torch.uint8, device=weight.device)
+    scales, zeros = [], []
+    for start in range(0, inputs, group):
+        stop = min(start + group, inputs)
+        original = columns[:, start:stop].repeat(1, 1, widths)  # [E, g, B*N]
+        if start:
+            feedback = torch.bmm(factor[:, :start, start:stop].mT, residual[:, :start])
+            own = factor[:, start:stop, start:stop].mT
+            moved = torch.linalg.solve_triangular(own, feedback, upper=False, unitriangular=True).add_(original)
+        else:
+            feedback, moved = torch.zeros_like(original), original
+        scale, zero = fit_grid(moved.unflatten(-1, (widths, rows)), bits, symmetric)
+        scales.append(scale)
+        zeros.append(zero)
+        top = max_codes(bits, scale).expand(widths, rows).reshape(-1)
+        _sweep_group(
+            original, feedback, factor[:, start:stop, start:stop], scale.flatten(1), zero.flatten(1), top,
+            residual[:, start:stop], codes[:, start:stop],
+        )  # fmt: skip
+    return Quantized(
+        codes=codes.unflatten(-1, (widths, rows)).permute(0, 2, 3, 1).contiguous(),
+        scale=torch.stack(scales, -1),
+        zero=torch.stack(zeros, -1),
+        bits=tuple(bits),
+        group_size=group_size,
+    )
+
+
+def _sweep_group(
+    original: Tensor,
+    feedback: Tensor,
+    factor: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    top: Tensor,
+    residual: Tensor,
+    codes: Tensor,
+) -> None:
+    """Round the columns of one group in order, in blocks and sub-blocks; fills residual and codes [E, g, R].
+
+    original: [E, g, R] (R = B*N rows); feedback: [E, g, R] from before the group; factor: [E, g, g]; scale, zero: [E, R].
+    """
+    inputs = original.shape[1]
+    for start in range(0, inputs, BLOCK):
+        stop = min(start + BLOCK, inputs)
+        target = original[:, start:stop] + feedback[:, start:stop]
+        if start:
+            target.baddbmm_(factor[:, :start, start:stop].mT, residual[:, :start])
+        block = factor[:, start:stop, start:stop]
+        for low in range(0, stop - start, SUB_BLOCK):
+            high = min(low + SUB_BLOCK, stop - start)
+            for column in range(low, high):
+                code = encode(target[:, column], scale, zero, top)
+                codes[:, start + column] = code.to(torch.uint8)
+                left = original[:, start + column] - code.sub_(zero).mul_(scale)
+                residual[:, start + column] = left
+                if column + 1 < high:
+                    ahead = block[:, column, column + 1 : high]
+                    target[:, column + 1 : high].addcmul_(ahead.unsqueeze(-1), left.unsqueeze(1))
+            if high < stop - start:
+                target[:, high:].baddbmm_(block[:, low:high, high:].mT, residual[:, start + low : start + high])
+
+
+def _round_to_nearest(columns: Tensor, bits: Sequence[int], group_size: int, symmetric: bool) -> Quantized:
+    """Min-max rounding (RTN) of columns [E, K, N], group by group."""
+    _, inputs, rows = columns.shape
+    group = resolved_group_size(inputs, group_size)
+    all_codes, scales, zeros = [], [], []
+    for index in range(group_count(inputs, group_size)):
+        part = columns[:, index * group : (index + 1) * group].unsqueeze(2).expand(-1, -1, len(bits), -1)
+        scale, zero = fit_grid(part, bits, symmetric)
+        top = max_codes(bits, scale).expand(len(bits), rows)
+        all_codes.append(encode(part, scale.unsqueeze(1), zero.unsqueeze(1), top).to(torch.uint8))
+        scales.append(scale)
+        zeros.append(zero)
+    return Quantized(
+        codes=torch.cat(all_codes, 1).permute(0, 2, 3, 1).contiguous(),
+        scale=torch.stack(scales, -1),
+        zero=torch.stack(zeros, -1),
+        bits=tuple(bits),
+        group_size=group_size,
+    )

@@ -1,0 +1,93 @@
+"""Affine quantization grids, one scale and zero point a group of inputs and output row.
+
+A code c stands for the value (c - zero) * scale, c in [0, 2**bits - 1]. Scales are rounded to float16 before any code
+is computed, so that what was measured is what is stored. Widths of 2 bits and more: integer zero points, zero always
+on the grid. 1 bit is a sign grid: the two values are -s and +s with s fitted to the mean magnitude, which in the same
+formula is zero = 0.5 and scale = 2*s (codes {0, 1}); nothing is stored for the zero point.
+
+Axes: E experts, G groups, g inputs of one group, B bit widths, N output rows (input-major: inputs before rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SIGN_ZERO = 0.5
+SCALE_DTYPE = torch.float16
+
+
+def group_count(num_inputs: int, group_size: int) -> int:
+    """Groups along the inputs; the last may be shorter; group_size -1 means one group for the whole row."""
+    return 1 if group_size == -1 else -(-num_inputs // group_size)
+
+
+def resolved_group_size(num_inputs: int, group_size: int) -> int:
+    """The number of inputs in a full group (group_size, or the whole row for -1 and for shorter rows)."""
+    return num_inputs if group_size == -1 else min(group_size, num_inputs)
+
+
+def max_codes(bits: Sequence[int], like: Tensor) -> Tensor:
+    """Largest code of each width as [B, 1], in the dtype and on the device of `like`."""
+    return torch.tensor([[2.0**b - 1] for b in bits], dtype=like.dtype, device=like.device)
+
+
+def _storable(scale: Tensor) -> Tensor:
+    """Round scales to the stored float16 precision, never up to infinity, keeping the working dtype."""
+    return scale.clamp(max=torch.finfo(SCALE_DTYPE).max).to(SCALE_DTYPE).to(scale.dtype)
+
+
+def fit_grid(weight: Tensor, bits: Sequence[int], symmetric: bool = False) -> tuple[Tensor, Tensor]:
+    """Fit min-max grids to one group of inputs, for all bit widths at once.
+
+    weight: [E, g, B, N] (the B copies may differ: each width carries its own feedback). Returns scale and zero
+    [E, B, N] in weight's dtype. `symmetric` pins the zero point to the middle, 2**(b-1); 1 bit is always a sign grid.
+    A group of zeros gets scale 0, which stands for the value 0.
+    """
+    top = max_codes(bits, weight)
+    low = weight.amin(1).clamp(max=0)
+    high = weight.amax(1).clamp(min=0)
+    if symmetric:
+        scale = _storable(torch.maximum(high, -low) * 2 / top)
+        zero = ((top + 1) / 2).expand_as(scale).clone()
+    else:
+        scale = _storable((high - low) / top)
+        zero = torch.where(scale > 0, (-low / scale.clamp(min=1e-12)).round(), 0.0)
+        zero = torch.minimum(zero.clamp(min=0), top)
+    for index, width in enumerate(bits):
+        if width == 1:
+            scale[:, index] = _storable(2 * weight[:, :, index].abs().mean(1))
+            zero[:, index] = SIGN_ZERO
+    return scale, zero
+
+
+def inverse_scale(scale: Tensor) -> Tensor:
+    """1/scale, with 0 where the scale is 0 (every weight of such a group then gets the code of the value 0)."""
+    return torch.where(scale > 0, 1 / scale.clamp(min=1e-12), torch.zeros_like(scale))
+
+
+def encode(weight: Tensor, scale: Tensor, zero: Tensor, top: Tensor) -> Tensor:
+    """Nearest code, as a float: clamp(round(w/scale + zero), 0, top). All arguments broadcast together."""
+    codes = torch.round(weight * inverse_scale(scale) + zero).clamp_(min=0)
+    return torch.minimum(codes, top, out=codes)
+
+
+def decode(codes: Tensor, scale: Tensor, zero: Tensor | float, group_size: int) -> Tensor:
+    """Values of stored codes, output-major.
+
+    codes: [..., N, K] integers; scale: [..., N, G]; zero: [..., N, G] or a constant; G = group_count(K, group_size).
+    Returns float32 [..., N, K] = (codes - zero) * scale of the group that input k belongs to.
+    """
+    length = codes.shape[-1]
+    repeat = resolved_group_size(length, group_size)
+    scale = scale.to(torch.float32)
+    if length % repeat == 0:
+        grouped = codes.to(torch.float32).unflatten(-1, (-1, repeat))
+        offset = zero.to(torch.float32).unsqueeze(-1) if isinstance(zero, Tensor) else zero
+        return grouped.sub_(offset).mul_(scale.unsqueeze(-1)).flatten(-2)
+    spread = scale.repeat_interleave(repeat, -1)[..., :length]
+    if isinstance(zero, Tensor):
+        zero = zero.to(torch.float32).repeat_interleave(repeat, -1)[..., :length]
+    return (codes.to(torch.float32) - zero) * spread

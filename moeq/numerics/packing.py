@@ -1,0 +1,74 @@
+"""Bit packing: codes of 1 to 8 bits as one contiguous little-endian bit stream a row.
+
+Code k of a row occupies bits [k*b, (k+1)*b) of the row's stream, least significant bit first; bit i of the stream is
+bit i % 8 of byte i // 8. A row ends on a whole byte, its unused high bits are zero. Example, 3 bits, codes a b c:
+
+    byte 0: c1 c0 b2 b1 b0 a2 a1 a0      byte 1: .. .. .. .. .. .. .. c2
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
+LAYOUT = "moeq-bitstream"
+LAYOUT_VERSION = 1
+
+
+def packed_row_bytes(length: int, bits: int) -> int:
+    """Bytes that one packed row of `length` codes takes."""
+    return (length * bits + 7) // 8
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in SUPPORTED_BITS:
+        raise ValueError(f"cannot pack {bits} bits; supported are {SUPPORTED_BITS}")
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes along the last axis.
+
+    codes: integer tensor [..., K] with values in [0, 2**bits). Returns uint8 [..., ceil(K*bits/8)].
+    Raises ValueError for an unsupported width or a code out of range.
+    """
+    _check_bits(bits)
+    if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 2**bits):
+        raise ValueError(f"codes must lie in [0, {2**bits})")
+    if bits == 8:
+        return codes.to(torch.uint8).contiguous()
+    length = codes.shape[-1]
+    groups = (length + 7) // 8  # 8 codes fill `bits` whole bytes
+    padded = torch.zeros((*codes.shape[:-1], groups * 8), dtype=torch.int64, device=codes.device)
+    padded[..., :length] = codes
+    shifts = torch.arange(8, device=codes.device) * bits
+    words = (padded.view(*codes.shape[:-1], groups, 8) << shifts).sum(-1)
+    byte_shifts = torch.arange(bits, device=codes.device) * 8
+    stream = (words.unsqueeze(-1) >> byte_shifts) & 255
+    return stream.flatten(-2)[..., : packed_row_bytes(length, bits)].to(torch.uint8).contiguous()
+
+
+def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
+    """Invert `pack`: uint8 [..., ceil(length*bits/8)] -> uint8 codes [..., length].
+
+    Raises ValueError when the last axis does not have the bytes that `length` codes need.
+    """
+    _check_bits(bits)
+    if packed.shape[-1] != packed_row_bytes(length, bits):
+        raise ValueError(
+            f"{length} codes of {bits} bits take {packed_row_bytes(length, bits)} bytes, not {packed.shape[-1]}"
+        )
+    if bits == 8:
+        return packed
+    if 8 % bits == 0:  # a code never crosses a byte: stay in uint8
+        per = 8 // bits
+        codes = torch.stack([(packed >> (bits * i)) & (2**bits - 1) for i in range(per)], -1)
+        return codes.flatten(-2)[..., :length].contiguous()
+    groups = (length + 7) // 8
+    stream = torch.zeros((*packed.shape[:-1], groups * bits), dtype=torch.int64, device=packed.device)
+    stream[..., : packed.shape[-1]] = packed
+    byte_shifts = torch.arange(bits, device=packed.device) * 8
+    words = (stream.view(*packed.shape[:-1], groups, bits) << byte_shifts).sum(-1)
+    shifts = torch.arange(8, device=packed.device) * bits
+    codes = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return codes.flatten(-2)[..., :length].to(torch.uint8).contiguous()

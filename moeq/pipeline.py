@@ -1,0 +1,202 @@
+"""The stages in order: keys, skipping what has not changed, resuming what was killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
+from moeq.artifacts.stage import StageRecord, is_current, read_record, write_record
+from moeq.errors import ArtifactError
+from moeq.models.corpus import corpus_files, files_digest
+from moeq.recipe import Recipe
+from moeq.runtime.checkpoint import CARD
+from moeq.stages import assign, estimate, evaluate, export, losses, profile, quantize, report
+from moeq.stages.context import Context
+from moeq.tables import human_seconds
+
+RECIPE_COPY = "recipe.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage: what it runs, the sections of the recipe that it reads, the stages whose artifacts it reads.
+
+    text: parts of the corpus that it reads; computes: whether dtype and device decide its digits.
+    """
+
+    name: str
+    run: Callable[[Context], dict[str, Any]]
+    sections: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
+    computes: bool = False
+    extra: Callable[[Context], Any] | None = None
+    clean: Callable[[Context], None] | None = None
+    apart: frozenset[str] = frozenset()
+
+
+STAGES = (
+    Stage(name="profile", run=profile.run, sections=("corpus", "profile"), text=("calibration",), computes=True),
+    Stage(
+        name="losses",
+        run=losses.run,
+        sections=("corpus", "losses"),
+        text=("calibration",),
+        computes=True,
+        clean=losses.clean,
+    ),
+    Stage(name="assign", run=assign.run, sections=("name", "assign"), after=("profile", "losses")),
+    Stage(name="quantize", run=quantize.run, sections=("quantize",), after=("losses", "assign"), computes=True),
+    Stage(
+        name="export",
+        run=export.run,
+        sections=("export",),
+        after=("profile", "assign", "quantize"),
+        apart=frozenset({CARD}),
+    ),
+    Stage(
+        name="eval",
+        run=evaluate.run,
+        sections=("eval", "seed"),
+        after=("profile", "losses", "assign", "export"),
+        text=("evaluation",),
+        computes=True,
+    ),
+    Stage(
+        name="estimate",
+        run=estimate.run,
+        sections=("estimate", "eval", "seed"),
+        after=("profile", "losses", "assign"),
+        extra=estimate.hardware_digest,
+    ),
+    Stage(
+        name="report",
+        run=report.run,
+        sections=(),
+        after=("profile", "losses", "assign", "export", "eval", "estimate"),
+    ),
+)
+BY_NAME = {stage.name: stage for stage in STAGES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What happened to one stage."""
+
+    stage: str
+    skipped: bool
+    seconds: float
+    record: StageRecord
+
+
+def _inputs(context: Context, stage: Stage) -> dict[str, str]:
+    """Digests of all that a stage's result depends on."""
+    found = {"model": context.stamp.digest, "recipe": digest_of(_sections(context.recipe, stage.sections))}
+    for part in stage.text:
+        source = context.recipe.corpus.source if part == "calibration" else _evaluation_source(context.recipe)
+        found[part] = files_digest(corpus_files(source, part)) if source is not None else "none"
+    if stage.computes:
+        found["compute"] = digest_of(context.compute())
+    if stage.extra is not None:
+        found["extra"] = digest_of(stage.extra(context))
+    for name in stage.after:
+        found[name] = read_record(context.directory(name), name).digest
+    return found
+
+
+def _evaluation_source(recipe: Recipe) -> str | list[str] | None:
+    return None if recipe.eval.perplexity is None else recipe.eval.perplexity.source
+
+
+def _sections(recipe: Recipe, names: tuple[str, ...]) -> dict[str, Any]:
+    whole = recipe.model_dump(mode="json")
+    return {name: whole[name] for name in names}
+
+
+def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome:
+    """Run one stage unless its inputs have not changed; the record is its last write."""
+    directory = context.directory(stage.name)
+    inputs = _inputs(context, stage)
+    key = digest_of([stage.name, inputs])
+    if not force and is_current(directory, stage.name, key):
+        context.reporter.say(f"[dim]{stage.name:9} unchanged, skipped[/dim]")
+        return Outcome(stage=stage.name, skipped=True, seconds=0.0, record=read_record(directory, stage.name))
+    context.reporter.say(f"[bold]{stage.name}[/bold]")
+    started = time.monotonic()
+    (directory / "stage.json").unlink(missing_ok=True)
+    summary = stage.run(context)
+    seconds = time.monotonic() - started
+    record = write_record(
+        directory,
+        stage=stage.name,
+        model=context.stamp,
+        seed=context.recipe.seed,
+        key=key,
+        inputs=inputs,
+        summary=summary,
+        volatile={"created": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 3)},
+        apart=stage.apart,
+    )
+    if stage.clean is not None:
+        stage.clean(context)
+    context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
+    return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record)
+
+
+def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME)) -> list[Outcome]:
+    """Run stages in order in the context's directory, which is locked meanwhile.
+
+    Raises MoeqError of the failing stage's class; whatever was finished before stays.
+    """
+    _prepare(context)
+    with locked(context.out):
+        remove_partials(context.out)
+        write_text(context.out / RECIPE_COPY, _recipe_text(context))
+        return [run_stage(context, BY_NAME[name]) for name in names]
+
+
+def run_alone(context: Context, name: str) -> Outcome:
+    """Run one stage on the artifacts that are there; ArtifactError when one it needs is missing or of another model."""
+    _prepare(context)
+    stage = BY_NAME[name]
+    with locked(context.out):
+        remove_partials(context.out)
+        for needed in stage.after:
+            record = read_record(context.directory(needed), needed)
+            if record.model.digest != context.stamp.digest:
+                raise ArtifactError(f"made from another model ({record.model.name})",
+                                    where=str(context.directory(needed)),
+                                    do=f"run `moeq {needed}` again or choose another --out")  # fmt: skip
+        return run_stage(context, stage)
+
+
+def _prepare(context: Context) -> None:
+    """Everything that can be wrong with model, device and text is found before the first write."""
+    import torch
+
+    if context.recipe.threads is not None:
+        torch.set_num_threads(context.recipe.threads)
+    torch.manual_seed(context.recipe.seed)
+    for needed in ("layers", "dtype", "tokenizer", "calibration"):
+        getattr(context, needed)
+
+
+def _recipe_text(context: Context) -> str:
+    import yaml
+
+    data = context.recipe.model_dump(mode="json") | {"model": context.model_name}
+    return f"# The recipe as it was run, defaults filled in.\n{yaml.safe_dump(data, sort_keys=False)}"
+
+
+def result_paths(context: Context) -> dict[str, Path]:
+    """Where a finished run put what the user came for."""
+    return {
+        "checkpoint": context.directory("export"),
+        "report": context.directory("report") / report.NAME,
+        "evaluation": context.directory("eval") / evaluate.NAME,
+    }

@@ -1,0 +1,51 @@
+"""Registers moeq with transformers as soon as transformers is imported, and not before (it takes seconds)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+TRIGGER = "transformers.quantizers.auto"  # the module that holds the registries
+REGISTRATION = "moeq.runtime.hf_quantizer"
+
+
+class _ThenRegister(importlib.abc.Loader):
+    """Loads a module with its own loader, then imports moeq's registration."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        importlib.import_module(REGISTRATION)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Wraps the loader of TRIGGER; every other module is left to the finders behind it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != TRIGGER:
+            return None
+        sys.meta_path.remove(self)  # once; the real finders answer the nested look-up
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
+        return spec
+
+
+def install() -> None:
+    """Register now if transformers' registries are loaded already, otherwise when they are."""
+    if TRIGGER in sys.modules:
+        importlib.import_module(REGISTRATION)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

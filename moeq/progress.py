@@ -1,0 +1,40 @@
+"""Progress and messages on standard error; standard output is left to results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Reporter:
+    """Prints lines and progress bars; with quiet=True, nothing but errors."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.console = Console(stderr=True, highlight=False, soft_wrap=False)
+
+    def say(self, text: str) -> None:
+        """One line for the user (rich markup)."""
+        if not self.quiet:
+            self.console.print(text)
+
+    @contextmanager
+    def bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show a bar with the time left while the block runs; yields the function that advances it by one."""
+        if self.quiet:
+            yield lambda: None
+            return
+        columns = (
+            TextColumn("  {task.description}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task(title, total=total)
+            yield lambda: progress.advance(task)

@@ -1,0 +1,306 @@
+"""Recipes: YAML validated by pydantic; an error names the file, the line, the key and the nearest known key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from moeq.errors import RecipeError, nearest
+
+RECIPE_VERSION = 1
+STORED_WIDTHS = (1, 2, 3, 4, 8)
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _parse_bytes(value: Any) -> Any:
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    unit = match[2].upper()
+    if unit not in _SIZES:
+        raise ValueError(f"unknown unit {match[2]!r}; use B, KB, MB, GB, KiB, MiB or GiB")
+    return int(float(match[1]) * _SIZES[unit])
+
+
+def _parse_rational(value: Any) -> str:
+    """2.5, "2.5" and "5/2" all become "5/2": exact, since floats err in budgets."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("must be a number such as 2.5 or 5/2")
+    try:
+        return str(Fraction(str(value)))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError("must be a number such as 2.5 or 5/2") from None
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
+Rational = Annotated[str, BeforeValidator(_parse_rational)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CorpusSection(Section):
+    """Calibration text, cut into sequences of tokens."""
+
+    source: str | list[str] = Field("bundled", description="bundled, or paths of .txt, .jsonl or .parquet files")
+    text_field: str = Field("text", description="field of .jsonl and .parquet rows")
+    sequences: int = Field(128, ge=1, le=1_000_000)
+    sequence_length: int = Field(512, ge=2, le=1_000_000)
+    batch_size: int = Field(16, ge=1, description="sequences in one forward pass")
+    packed: bool = Field(True, description="join documents and cut; false: one document a sequence, padded")
+
+
+class ProfileSection(Section):
+    prefill_fraction: float = Field(0.5, gt=0, lt=1, description="share of each sequence counted as prefill")
+
+
+class LossesSection(Section):
+    bits: list[Literal[1, 2, 3, 4, 8]] = [1, 2, 3, 4, 8]
+    methods: list[Literal["gptq", "rtn"]] = ["gptq", "rtn"]
+    group_size: int = Field(128, ge=-1)
+    symmetric: bool = False
+    damping: float = Field(0.01, gt=0, le=1)
+    borrow_tokens: float = Field(64, ge=0, description="lambda: tokens' worth of the layer's Hessian mixed in")
+    min_tokens: int = Field(16, ge=1, description="fewer own tokens than this is reported as a fallback")
+    heldout_fraction: float = Field(0.25, gt=0, le=0.5, description="share of sequences kept for measuring")
+    max_measured_tokens: int = Field(2048, ge=1, description="held-out tokens an expert is measured on")
+    per_projection: bool = Field(True, description="also measure each projection alone")
+    working_memory: Bytes = Field(2 * 2**30, description="bound for the tensors of one batch of experts")
+
+    @model_validator(mode="after")
+    def _check(self) -> LossesSection:
+        if self.group_size == 0 or (0 < self.group_size < 8):
+            raise ValueError("group_size must be -1 (whole rows) or at least 8")
+        for name in ("bits", "methods"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise ValueError(f"{name} must name at least one value and none twice")
+        return self
+
+
+class AssignSection(Section):
+    """How bits and places are decided; also the shape of an entry of eval.compare."""
+
+    method: Literal["uniform", "prefix-split"] = "prefix-split"
+    bits: Literal[1, 2, 3, 4, 8, 16] | None = Field(None, description="uniform: the width")
+    average_bits: Rational | None = Field(None, description="prefix-split: mean width of the experts on NDP, 1 to 4")
+    gpu_experts: int = Field(0, ge=0, description="K: experts a layer kept on the GPU in full precision")
+    alpha: float = Field(0.5, ge=0, le=1, description="importance = alpha*P~ + (1-alpha)*W~")
+    selector: bool = Field(True, description="false: paper 000's ablation without the bit-width selector")
+    loss_weighting: Literal["mass", "none"] = Field("mass", description="none: losses as paper 000 prints them")
+    normalization: Literal["sum", "max"] = Field("sum", description="what ~ divides by")
+    statistics: Literal["all", "prefill", "decode"] = Field("all", description="which positions' routing counts")
+    quantizer: Literal["gptq", "rtn"] = Field("gptq", description="whose losses decide and whose replicas are used")
+
+    @model_validator(mode="after")
+    def _check(self) -> AssignSection:
+        if self.method == "uniform":
+            if self.bits is None:
+                raise ValueError("method uniform needs bits")
+            if self.average_bits is not None:
+                raise ValueError("average_bits belongs to prefix-split; uniform takes bits")
+            return self
+        if self.bits is not None:
+            raise ValueError("bits belongs to uniform; prefix-split takes average_bits")
+        if self.average_bits is None:
+            raise ValueError("method prefix-split needs average_bits")
+        if not 1 <= Fraction(self.average_bits) <= 4:
+            raise ValueError(f"average_bits must lie between 1 and 4, not {self.average_bits}")
+        if not self.selector and Fraction(self.average_bits) not in (1, 2, 3, 4):
+            raise ValueError("selector off gives every NDP expert the same width: average_bits must be 1, 2, 3 or 4")
+        return self
+
+
+class NamedAssignSection(AssignSection):
+    name: str = Field(min_length=1, max_length=40, pattern=r"^[\w.+-]+$")
+
+
+class QuantizeSection(Section):
+    replicas: Literal["placed", "all"] = Field(
+        "placed", description="all: also every other stored width of every expert, for runtimes that place by context"
+    )
+
+
+class ExportSection(Section):
+    format: Literal["moeq"] = "moeq"
+    max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")
+
+
+class PerplexitySection(Section):
+    source: str | list[str] = "bundled"
+    text_field: str = "text"
+    sequences: int | None = Field(None, ge=1, description="none: all of the text")
+    sequence_length: int = Field(512, ge=2)
+    batch_size: int = Field(16, ge=1)
+
+
+class EvalSection(Section):
+    perplexity: PerplexitySection | None = PerplexitySection()
+    tasks: list[str] = Field([], description="lm-eval task names, or moeq_continuation (bundled)")
+    include_path: str | None = Field(None, description="folder with lm-eval task YAML files")
+    limit: int | None = Field(None, ge=1, description="items a task; none: all")
+    batch_size: int = Field(16, ge=1)
+    compare: list[NamedAssignSection] = Field(
+        [NamedAssignSection(name=f"uniform-{bits}", method="uniform", bits=bits) for bits in (4, 3, 2)],
+        description="assignments measured beside the original and the recipe's own",
+    )
+
+
+class GridSection(Section):
+    inputs: list[Annotated[int, Field(ge=1)]] = [128, 512, 2048]
+    outputs: list[Annotated[int, Field(ge=1)]] = [512, 2048]
+    batches: list[Annotated[int, Field(ge=1)]] = [1]
+
+
+class EstimateSection(Section):
+    hardware: str = Field("paper-ctxmoe", description="a preset's name or the path of a hardware YAML file")
+    geometry: str = Field("model", description="model: this checkpoint's own; or mixtral-8x7b, mixtral-8x22b")
+    popularity: Literal["uniform", "profile"] = "uniform"
+    context: int = Field(1024, ge=1)
+    grid: GridSection = GridSection()
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    recipe_version: Literal[1] = 1
+    name: str = Field("run", min_length=1)
+    model: str | None = Field(None, description="directory, hub id, or bundled:tiny-mixtral; --model overrides it")
+    revision: str | None = Field(None, description="hub revision: branch, tag or commit")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
+    seed: int = Field(0, ge=0)
+    corpus: CorpusSection = CorpusSection()
+    profile: ProfileSection = ProfileSection()
+    losses: LossesSection = LossesSection()
+    assign: AssignSection = AssignSection(average_bits="2")
+    quantize: QuantizeSection = QuantizeSection()
+    export: ExportSection = ExportSection()
+    eval: EvalSection = EvalSection()
+    estimate: EstimateSection = EstimateSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        for where, section in [("assign", self.assign), *((f"eval.compare {c.name}", c) for c in self.eval.compare)]:
+            if section.quantizer not in self.losses.methods:
+                raise ValueError(f"{where}: quantizer {section.quantizer} is not among losses.methods")
+            if section.bits not in (None, 16, *self.losses.bits):
+                raise ValueError(f"{where}: {section.bits} bits is not among losses.bits")
+        names = [self.name, "original", *(c.name for c in self.eval.compare)]
+        if len(set(names)) != len(names):
+            raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")
+        return self
+
+
+def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe (None: all defaults) and apply `key=value` overrides (dotted keys, YAML values).
+
+    Raises RecipeError naming file, line, key and the nearest known key.
+    """
+    text, where = "{}", "defaults"
+    if path is not None:
+        where = str(path)
+        try:
+            text = path.read_text("utf-8")
+        except FileNotFoundError:
+            raise RecipeError("no such recipe", where=where, do="give the path of a YAML recipe") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"cannot be read ({error})", where=where, do="give the path of a YAML recipe") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise RecipeError(f"not valid YAML: {problem}", where=where + line, do="mend the recipe") from None
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        raise RecipeError("a recipe is a mapping of keys to values", where=where, do="see recipes/demo.yaml")
+    for override in overrides:
+        _apply(data, override)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, node, where, overrides) from None
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """Set one dotted key=value in the raw recipe."""
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"--set {override!r} is not key=value", do="write for example --set assign.average_bits=2.5")
+    *parents, leaf = key.strip().split(".")
+    here = data
+    for parent in parents:
+        step = here.setdefault(parent, {})
+        if not isinstance(step, dict):
+            raise RecipeError(f"--set {override!r}: {parent} is not a section", do="name a key of a section")
+        here = step
+    try:
+        here[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise RecipeError(f"--set {override!r}: the value is not YAML", do="quote it") from None
+
+
+def _explain(error: ValidationError, node: Any, where: str, overrides: Sequence[str]) -> RecipeError:
+    """The first validation error as one line with its place in the file."""
+    first = error.errors()[0]
+    path = [part for part in first["loc"] if not (isinstance(part, str) and part.endswith("Section"))]
+    key = ".".join(map(str, path))
+    line = _line_of(node, path)
+    names = [override.partition("=")[0].strip() for override in overrides]
+    if any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for name in names):
+        place = f"--set {key}"
+    else:
+        place = f"{where}, line {line}" if line else where
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        guess = nearest(str(path[-1]), known)
+        hint = f"did you mean {guess!r}?" if guess else f"known keys here: {', '.join(known)}"
+        return RecipeError(f"unknown key {key!r}", where=place, do=hint)
+    message = first["msg"].removeprefix("Value error, ")
+    given = first.get("input")
+    shown = f" (given {given!r})" if isinstance(given, str | int | float | bool) else ""
+    return RecipeError(f"{key or 'recipe'}: {message}{shown}", where=place, do="mend the value")
+
+
+def _line_of(node: Any, path: Sequence[Any]) -> int | None:
+    """Line of a key path in the YAML node tree (1-based), of its nearest parent when it is not there itself."""
+    line = None
+    for part in path:
+        if isinstance(node, yaml.MappingNode):
+            pair = next(((k, v) for k, v in node.value if k.value == str(part)), None)
+            if pair is None:
+                return line
+            line, node = pair[0].start_mark.line + 1, pair[1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            return line
+    return line
+
+
+def _known_keys(path: Sequence[Any]) -> list[str]:
+    """Keys that the section at `path` takes."""
+    schema: dict[str, Any] = Recipe.model_json_schema()
+    definitions = schema.get("$defs", {})
+    for part in path:
+        choices = [schema, *schema.get("anyOf", [])]
+        if isinstance(part, int):
+            step = next((c["items"] for c in choices if "items" in c), {})
+        else:
+            step = next((c["properties"][part] for c in choices if part in c.get("properties", {})), {})
+        options = [step, *step.get("anyOf", []), *step.get("allOf", [])]
+        reference = next((o["$ref"] for o in options if "$ref" in o), None)
+        schema = definitions[reference.rsplit("/", 1)[-1]] if reference else step
+    return sorted(schema.get("properties", {}))

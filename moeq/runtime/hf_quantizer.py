@@ -1,0 +1,91 @@
+"""transformers' quantizer plug-in: `from_pretrained` on a checkpoint that moeq exported.
+
+Importing this module registers the method `moeq`; `import moeq` arranges that (see moeq/plugin.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moeq.errors import ArtifactError
+from moeq.models.experts import find_expert_layers
+from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
+from moeq.runtime.packed_experts import PackedExperts
+
+METHOD = "moeq"
+FORMAT_VERSION = 1
+
+
+@register_quantization_config(METHOD)
+class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """`quantization_config` of config.json: the width of every expert of every layer, and the grid.
+
+    experts: {module path: [bits of expert 0, 1, ...]}, 16 meaning dense.
+    """
+
+    def __init__(
+        self,
+        experts: dict[str, list[int]] | None = None,
+        group_size: int = 128,
+        symmetric: bool = False,
+        format_version: int = FORMAT_VERSION,
+        layout: str = LAYOUT,
+        layout_version: int = LAYOUT_VERSION,
+        **_: Any,
+    ) -> None:
+        if (format_version, layout, layout_version) != (FORMAT_VERSION, LAYOUT, LAYOUT_VERSION):
+            raise ArtifactError(
+                f"checkpoint format {format_version}, layout {layout} {layout_version}; "
+                f"this moeq reads {FORMAT_VERSION}, {LAYOUT} {LAYOUT_VERSION}",
+                where="config.json",
+                do="install the moeq that wrote it, or export again",
+            )
+        self.quant_method = METHOD
+        self.experts = experts or {}
+        self.group_size, self.symmetric = group_size, symmetric
+        self.format_version, self.layout, self.layout_version = format_version, layout, layout_version
+
+
+@register_quantizer(METHOD)
+class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Replaces every experts module by a PackedExperts of the checkpoint's widths before weights are loaded."""
+
+    requires_calibration = True
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        config = self.quantization_config
+        layers = {layer.name: layer for layer in find_expert_layers(model)}
+        if set(layers) != set(config.experts):
+            wrong = sorted(set(layers) ^ set(config.experts))[0]
+            raise ArtifactError("quantization_config and the model's MoE layers differ", where=f"config.json, {wrong}",
+                                do="export the checkpoint again")  # fmt: skip
+        for name, layer in layers.items():
+            if len(config.experts[name]) != layer.num_experts:
+                raise ArtifactError(f"{len(config.experts[name])} widths for {layer.num_experts} experts",
+                                    where=f"config.json, {name}", do="export the checkpoint again")  # fmt: skip
+            original: Any = model.get_submodule(name)
+            with torch.device("meta"):
+                packed = PackedExperts(
+                    layer,
+                    config.experts[name],
+                    group_size=config.group_size,
+                    symmetric=config.symmetric,
+                    act_fn=original.act_fn,
+                    dtype=original.down_proj.dtype,
+                )
+            parent, _dot, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, packed)
+        return model
+
+    def is_serializable(self, **_: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False

@@ -1,0 +1,94 @@
+"""What every stage is given: the recipe, the model, the run directory; loaded once, when first asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moeq.artifacts.stage import ModelStamp
+from moeq.models import corpus, loading
+from moeq.models.experts import ExpertLayer
+from moeq.models.source import ModelSource, open_source
+from moeq.progress import Reporter
+from moeq.recipe import Recipe
+
+DIRECTORIES = {"export": "checkpoint"}  # stages whose directory is not called like the stage
+
+
+@dataclass(kw_only=True)
+class Context:
+    """One run: a recipe on a model in a directory."""
+
+    recipe: Recipe
+    model_name: str
+    out: Path
+    reporter: Reporter = field(default_factory=Reporter)
+
+    def directory(self, stage: str) -> Path:
+        return self.out / DIRECTORIES.get(stage, stage)
+
+    @cached_property
+    def source(self) -> ModelSource:
+        return open_source(self.model_name, self.recipe.revision)
+
+    @cached_property
+    def stamp(self) -> ModelStamp:
+        return self.source.stamp()
+
+    @cached_property
+    def device(self) -> torch.device:
+        return loading.resolve_device(self.recipe.device)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return loading.compute_dtype(self.source, self.recipe.dtype, self.device)
+
+    @cached_property
+    def described(self) -> tuple[nn.Module, list[ExpertLayer]]:
+        """Skeleton on the meta device and expert layers, from the configuration alone."""
+        return loading.describe(self.source)
+
+    @property
+    def layers(self) -> list[ExpertLayer]:
+        return self.described[1]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return loading.load_tokenizer(self.source)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model in full precision. Stages that overwrite its weights must call `drop_model` afterwards."""
+        self.reporter.say(f"  loading {self.model_name} ({str(self.dtype).removeprefix('torch.')}, {self.device})")
+        return loading.load_model(self.source, self.dtype, self.device)
+
+    def drop_model(self) -> None:
+        """Forget the loaded model; the next use of `model` loads it again."""
+        self.__dict__.pop("model", None)
+
+    @cached_property
+    def calibration_files(self) -> list[Path]:
+        return corpus.corpus_files(self.recipe.corpus.source, "calibration")
+
+    @cached_property
+    def calibration(self) -> corpus.Sequences:
+        """The calibration sequences that the recipe asks for."""
+        section = self.recipe.corpus
+        documents = corpus.read_documents(self.calibration_files, section.text_field)
+        return corpus.make_sequences(
+            documents,
+            self.tokenizer,
+            length=section.sequence_length,
+            count=section.sequences,
+            packed=section.packed,
+            where=f"corpus {section.source}",
+        )
+
+    def compute(self) -> dict[str, str]:
+        """What beside the inputs decides the digits of a result."""
+        return {"dtype": str(self.dtype), "device": self.device.type}

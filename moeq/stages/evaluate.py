@@ -1,0 +1,164 @@
+"""eval: the original, the exported checkpoint and the recipe's other assignments, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, read_eval, write_eval
+from moeq.artifacts.files import make_directory
+from moeq.errors import EvaluationError
+from moeq.evaluation.harness import headline, open_tasks, run_tasks
+from moeq.evaluation.perplexity import perplexity
+from moeq.models import corpus
+from moeq.models.experts import set_expert_weights
+from moeq.models.loading import expert_keys
+from moeq.runtime.checkpoint import load_checkpoint
+from moeq.stages import assign, export
+from moeq.stages.context import Context
+from moeq.stages.quantize import Replicas
+
+ORIGINAL = "original"
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # relative, of logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    name: str
+    assignment: Assignment | None
+    exported: bool = False
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Write eval.json; returns the summary."""
+    section = context.recipe.eval
+    own = assign.load(context)
+    variants = [
+        _Variant(name=ORIGINAL, assignment=None),
+        _Variant(name=own.name, assignment=own, exported=True),
+        *(_Variant(name=c.name, assignment=assign.make(context, c, c.name)) for c in section.compare),
+    ]
+    sequences = evaluation_sequences(context)
+    manager = open_tasks(section.tasks, section.include_path) if section.tasks else None
+    batches = 0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
+    rows = []
+    error = 0.0
+    with context.reporter.bar("eval", len(variants) * (batches + bool(section.tasks))) as advance:
+        for variant in variants:
+            if variant.exported:
+                model, error = _exported(context, own)
+            else:
+                model = _in_place(context, variant.assignment)
+            rows.append(_evaluate(context, model, variant, sequences, manager, advance))
+    context.drop_model()
+    tokens = 0 if sequences is None else int(sequences.mask[:, 1:].sum())
+    report = EvalReport(rows=tuple(rows), tokens=tokens, export_logit_error=error)
+    write_eval(make_directory(context.directory("eval")) / NAME, report)
+    return summarize(report)
+
+
+def evaluation_sequences(context: Context) -> corpus.Sequences | None:
+    """The evaluation text as sequences, None when the recipe wants no perplexity."""
+    section = context.recipe.eval.perplexity
+    if section is None:
+        return None
+    documents = corpus.read_documents(corpus.corpus_files(section.source, "evaluation"), section.text_field)
+    return corpus.make_sequences(
+        documents,
+        context.tokenizer,
+        length=section.sequence_length,
+        count=section.sequences,
+        where=f"eval.perplexity {section.source}",
+    )
+
+
+def apply_assignment(context: Context, assignment: Assignment) -> None:
+    """Overwrite the loaded model's experts by their dequantized replicas."""
+    for layer, widths in zip(context.layers, assignment.bits(), strict=True):
+        replicas = Replicas(context, assignment, layer)
+        for expert, bits in enumerate(widths.tolist()):
+            if bits != FULL:
+                values = {name: packed.dequantize() for name, packed in replicas.packed(expert, bits).items()}
+                set_expert_weights(context.model, layer, expert, values)
+
+
+def _in_place(context: Context, assignment: Assignment | None) -> Any:
+    """The model with one assignment's dequantized experts, from fresh weights."""
+    context.drop_model()
+    if assignment is not None:
+        apply_assignment(context, assignment)
+    return context.model
+
+
+def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
+    """The exported checkpoint, loaded as a user would, and its logits' error against the dequantized weights."""
+    dequantized = _in_place(context, assignment)
+    generator = torch.Generator().manual_seed(context.recipe.seed)
+    vocabulary = dequantized.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (2, 32), generator=generator).to(context.device)
+    with torch.no_grad():
+        wanted = dequantized(input_ids=ids).logits.float()
+        context.drop_model()
+        del dequantized
+        packed = load_checkpoint(context.directory("export"), context.dtype, context.device)
+        found = packed(input_ids=ids).logits.float()
+    error = float((found - wanted).norm() / wanted.norm())
+    if not error <= CHECK_TOLERANCE[context.dtype]:
+        raise EvaluationError(f"the exported checkpoint's logits differ from the dequantized weights' by {error:.2g} relative",
+                              where=str(context.directory("export")), do="report this as a bug of moeq")  # fmt: skip
+    return packed, error
+
+
+def _evaluate(
+    context: Context, model: Any, variant: _Variant, sequences: corpus.Sequences | None, manager: Any, advance: Any
+) -> EvalRow:
+    section = context.recipe.eval
+    measured: dict[str, Any] = {"perplexity": None, "by_domain": {}}
+    if sequences is not None and section.perplexity is not None:
+        measured = perplexity(model, sequences, section.perplexity.batch_size, context.device, advance)
+    tasks: dict[str, dict[str, float]] = {}
+    if section.tasks:
+        tasks = run_tasks(
+            model, context.tokenizer, section.tasks, manager, batch_size=section.batch_size, limit=section.limit
+        )
+        advance()
+    assignment = variant.assignment
+    if assignment is None:
+        size = export.original_bytes(context, expert_keys(context.source, *context.described))
+    else:
+        size = assign.total_bytes(context, assignment)
+    average = None if assignment is None else assignment.average_bits()
+    return EvalRow(
+        name=variant.name,
+        exported=variant.exported,
+        assignment=assignment,
+        expert_bytes=size,
+        average_bits=None if average is None else float(average),
+        perplexity=measured["perplexity"],
+        perplexity_by_domain=measured["by_domain"],
+        accuracy=headline(tasks),
+        tasks=tasks,
+    )
+
+
+def summarize(report: EvalReport) -> dict[str, Any]:
+    """Rows of the final table."""
+    return {
+        "export_logit_error": report.export_logit_error,
+        "rows": [
+            {
+                "name": row.name,
+                "expert_bytes": row.expert_bytes,
+                "perplexity": row.perplexity,
+                "accuracy": row.accuracy,
+            }
+            for row in report.rows
+        ],
+    }
+
+
+def load(context: Context) -> EvalReport:
+    return read_eval(context.directory("eval") / NAME)

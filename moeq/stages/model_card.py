@@ -1,0 +1,56 @@
+"""The model card of an exported checkpoint: what it is, how it was made, its bits and its figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from moeq.artifacts.manifest import PlacementManifest
+from moeq.tables import human_bytes
+
+
+def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]]) -> str:
+    """Markdown with the front matter that the hub reads. figures: rows name, expert_bytes, perplexity, accuracy."""
+    totals, assignment = manifest.totals, manifest.assignment
+    widths = Counter(expert.bits for layer in manifest.layers for expert in layer.experts)
+    tiers = Counter(expert.tier for layer in manifest.layers for expert in layer.experts)
+    parameters = ", ".join(f"{key} {value}" for key, value in sorted(assignment["parameters"].items()))
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"base_model: {manifest.model.name}",
+        "tags: [moeq, mixture-of-experts, quantized]",
+        "---",
+        f"# {manifest.model.name}, experts packed by moeq {manifest.moeq_version}",
+        "",
+        f"Routed experts of `{config.get('model_type')}` quantized one by one; everything else is untouched.",
+        "",
+        "```python",
+        "import moeq  # registers the format with transformers",
+        "from transformers import AutoModelForCausalLM",
+        'model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")',
+        "```",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| original | {manifest.model.name}, revision {manifest.model.revision or 'local'}, "
+        f"digest {manifest.model.digest[:16]} |",
+        f"| assignment | {assignment['name']}: {assignment['method']} ({parameters}) |",
+        f"| groups | {manifest.layout['group_size']} inputs, {'symmetric' if manifest.layout['symmetric'] else 'asymmetric'} |",
+        f"| experts by bits | {', '.join(f'{count} at {bits}' for bits, count in sorted(widths.items()))} |",
+        f"| experts by tier | {', '.join(f'{count} on {tier}' for tier, count in sorted(tiers.items()))} |",
+        f"| expert bytes, scales and zero points counted | {human_bytes(totals.placed_expert_bytes)} |",
+        f"| other replicas | {human_bytes(totals.other_replica_bytes)} |",
+        f"| everything else | {human_bytes(totals.non_expert_bytes)} |",
+        "",
+        "Where every expert should live, and how its bytes are laid out: `placement.json`.",
+        "",
+    ]
+    if figures:
+        lines += ["| assignment | expert bytes | perplexity | accuracy |", "|---|---:|---:|---:|"]
+        for row in figures:
+            perplexity = "" if row.get("perplexity") is None else f"{row['perplexity']:.3f}"
+            accuracy = "" if row.get("accuracy") is None else f"{100 * row['accuracy']:.1f} %"
+            lines.append(f"| {row['name']} | {human_bytes(row['expert_bytes'])} | {perplexity} | {accuracy} |")
+        lines.append("")
+    return "\n".join(lines)

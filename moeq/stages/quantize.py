@@ -1,0 +1,127 @@
+"""quantize: the replicas that the assignment names, one file a layer, under the names the checkpoint gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.files import make_directory, write_tensors
+from moeq.models.experts import PROJECTIONS, ExpertLayer, stacked_weights
+from moeq.models.loading import source_dtype
+from moeq.numerics.packed import PackedWeight
+from moeq.quantizers.layer import rtn_batch
+from moeq.runtime.packed_experts import GUARD_DTYPE, GUARD_SHAPES
+from moeq.stages import assign, losses
+from moeq.stages.context import Context
+
+METADATA = {"format": "pt"}  # transformers refuses safetensors without it
+
+
+def layer_name(layer: int) -> str:
+    return f"experts-layer-{layer:03d}.safetensors"
+
+
+def extra_name(layer: int) -> str:
+    return f"replicas-layer-{layer:03d}.safetensors"
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Write one file of placed experts a layer, and one of the other widths where the recipe asks for all replicas."""
+    assignment = assign.load(context)
+    directory = make_directory(context.directory("quantize"))
+    for path in directory.glob("*.safetensors"):
+        path.unlink()
+    placed = others = 0
+    with context.reporter.bar("quantize", len(context.layers)) as advance:
+        for layer in context.layers:
+            tensors, extra = layer_tensors(context, assignment, layer)
+            placed += sum(map(_bytes, tensors.values()))
+            others += sum(map(_bytes, extra.values()))
+            write_tensors(directory / layer_name(layer.index), tensors | guards(layer), METADATA)
+            if extra:
+                write_tensors(directory / extra_name(layer.index), extra, METADATA)
+            advance()
+    return {"placed_expert_bytes": placed, "other_replica_bytes": others}
+
+
+def guards(layer: ExpertLayer) -> dict[str, Tensor]:
+    """Tensors of an impossible shape under the original names: loading without moeq must fail."""
+    return {f"{layer.name}.{name}": torch.zeros(shape, dtype=GUARD_DTYPE) for name, shape in GUARD_SHAPES.items()}
+
+
+def layer_tensors(
+    context: Context, assignment: Assignment, layer: ExpertLayer
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors of one layer: every expert at its placed width, and (recipe: replicas all) at the other widths."""
+    replicas = Replicas(context, assignment, layer)
+    placed: dict[str, Tensor] = {}
+    extra: dict[str, Tensor] = {}
+    for expert, bits in enumerate(assignment.bits()[layer.index].tolist()):
+        prefix = f"{layer.name}.{expert}"
+        placed |= replicas.tensors(expert, bits, prefix)
+        if context.recipe.quantize.replicas == "all":
+            for width in (*context.recipe.losses.bits, FULL):
+                if width != bits:
+                    extra |= replicas.tensors(expert, width, f"{prefix}.bits{width}")
+    return placed, extra
+
+
+class Replicas:
+    """Replicas of one layer's experts: from the store (gptq), made now (rtn), or the checkpoint's own weights (16)."""
+
+    def __init__(self, context: Context, assignment: Assignment, layer: ExpertLayer) -> None:
+        self.context, self.layer = context, layer
+        self.quantizer = assignment.parameters.get("quantizer", "gptq")
+        self.store = losses.store(context, layer.index) if self.quantizer == "gptq" else None
+
+    def packed(self, expert: int, bits: int) -> dict[str, PackedWeight]:
+        """The three matrices of one expert at a width below 16."""
+        if self.store is not None:
+            return {projection: self.store.expert(projection, bits, expert) for projection in PROJECTIONS}
+        section = self.context.recipe.losses
+        stacks = stacked_weights(self.context.model, self.layer, slice(expert, expert + 1))
+        rounded = rtn_batch({name: stack.float() for name, stack in stacks.items()}, section)
+        one = {name: PackedWeight.of(result, bits, section.symmetric) for name, result in rounded.items()}
+        return {name: _first(packed) for name, packed in one.items()}
+
+    def dense(self, expert: int) -> dict[str, Tensor]:
+        """The three matrices of one expert in the checkpoint's own type."""
+        dtype = source_dtype(self.context.source)
+        stacks = stacked_weights(self.context.model, self.layer, slice(expert, expert + 1))
+        return {name: stack[0].to(dtype).cpu() for name, stack in stacks.items()}
+
+    def tensors(self, expert: int, bits: int, prefix: str) -> dict[str, Tensor]:
+        """One replica's tensors under their final names."""
+        if bits == FULL:
+            return {f"{prefix}.{name}.dense": weight for name, weight in self.dense(expert).items()}
+        return {
+            f"{prefix}.{name}.{part}": tensor
+            for name, packed in self.packed(expert, bits).items()
+            for part, tensor in packed.parts().items()
+        }
+
+
+def _first(packed: PackedWeight) -> PackedWeight:
+    return PackedWeight(
+        codes=packed.codes[0].cpu(),
+        scales=packed.scales[0].cpu(),
+        zeros=None if packed.zeros is None else packed.zeros[0].cpu(),
+        bits=packed.bits,
+        group_size=packed.group_size,
+        inputs=packed.inputs,
+        symmetric=packed.symmetric,
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.safetensors"))
+
+

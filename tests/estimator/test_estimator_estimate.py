@@ -1,0 +1,164 @@
+"""The result as a whole: layers that repeat, JSON, capacity, geometries, and input that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moeq.errors import EstimateError
+from moeq.estimator import (
+    Estimate,
+    Grid,
+    Hardware,
+    Placement,
+    estimate,
+    geometry_from_config,
+    known_geometries,
+    load_geometry,
+    uniform_placement,
+)
+
+MIXTRAL = load_geometry("mixtral-8x7b")
+GRID = Grid(inputs=(128,), outputs=(512,))
+
+
+def placed(layers: int, seed: int = 0) -> Placement:
+    generator = np.random.default_rng(seed)
+    hot = generator.random((layers, 8)) < 0.5
+    return Placement(name="random", bits=np.where(hot, 16, generator.integers(1, 5, (layers, 8))), hot=hot)
+
+
+def test_results_become_json_and_back(preset: Hardware) -> None:
+    result = estimate(MIXTRAL, preset, placed(4), grid=Grid(batches=(1, 4)))
+    assert Estimate.model_validate_json(result.model_dump_json()) == result
+    assert result.schema_version == 1
+    assert result.routing == {1: "exact", 4: "monte-carlo"}
+
+
+def test_layers_repeat_evenly(preset: Hardware) -> None:
+    few = placed(4)
+    every = Placement(name="random", bits=np.repeat(few.bits, 8, axis=0), hot=np.repeat(few.hot, 8, axis=0))
+    short, long = (estimate(MIXTRAL, preset, one, grid=GRID) for one in (few, every))
+    for mine, its in zip(short.points, long.points, strict=True):
+        assert mine.end_to_end_seconds == pytest.approx(its.end_to_end_seconds, rel=1e-12)
+    assert short.capacity.gpu_expert_bytes == pytest.approx(long.capacity.gpu_expert_bytes)
+    assert any("4 layer(s) are repeated evenly over 32" in one for one in short.assumptions)
+    assert not any("repeated" in one for one in long.assumptions)
+
+
+def test_sampled_results_are_deterministic_and_seeded(preset: Hardware) -> None:
+    grid = Grid(inputs=(128,), outputs=(512,), batches=(4,))
+    first, again, other = (estimate(MIXTRAL, preset, placed(4), grid=grid, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.points != other.points
+
+
+def test_more_samples_agree_with_fewer(preset: Hardware) -> None:
+    grid = Grid(inputs=(128,), outputs=(512,), batches=(4,))
+    few, many = (
+        estimate(MIXTRAL, preset, placed(2), grid=grid, monte_carlo_samples=count).speedups[0].decode
+        for count in (256, 8192)
+    )
+    assert few == pytest.approx(many, rel=0.03)
+
+
+def test_popular_experts_on_the_gpu_are_worth_it(preset: Hardware) -> None:
+    placement = uniform_placement(MIXTRAL, bits=3, hot_experts=4)
+    skewed = np.array([8, 8, 8, 8, 1, 1, 1, 1])
+    good, bad = (
+        estimate(MIXTRAL, preset, placement, popularity=one, grid=GRID).point(
+            "context_aware", batch=1, input_tokens=128, output_tokens=512
+        )
+        for one in (skewed, skewed[::-1])
+    )
+    assert good.decode_seconds_per_token < bad.decode_seconds_per_token
+    assert good.ndp_seconds_per_layer < bad.ndp_seconds_per_layer
+
+
+def test_capacity_counts_scales_and_zero_points(preset: Hardware) -> None:
+    placement = Placement(name="mixed", bits=[[16] * 4 + [1, 2, 3, 4]], hot=[[True] * 4 + [False] * 4])
+    one = MIXTRAL.expert_parameters / 8
+    plain = estimate(MIXTRAL, preset, placement, grid=GRID, group_size=64).capacity
+    assert plain.gpu_expert_bytes == pytest.approx(32 * 4 * 16 * one)
+    assert plain.ndp_expert_bytes == pytest.approx(32 * (10 + 4 * 16 / 64) * one)
+    assert plain.replica_bytes == pytest.approx(32 * 8 * (26 + 4 * 16 / 64) * one)
+    zeros = estimate(MIXTRAL, preset, placement, grid=GRID, group_size=64, zero_points=True).capacity
+    assert zeros.ndp_expert_bytes == pytest.approx(32 * (10 + 4 * 16 / 64 + 9 / 64) * one)
+
+
+def test_what_does_not_fit_is_said(preset: Hardware) -> None:
+    everything = estimate(MIXTRAL, preset, uniform_placement(MIXTRAL, bits=3, hot_experts=8), grid=GRID)
+    assert not everything.capacity.fits_gpu
+    assert everything.ndp_speedup_over_fp16 == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"popularity": np.ones((3, 8))}, "popularity has shape"),
+        ({"popularity": np.ones(7)}, "popularity has shape"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"context": -1}, "context is -1"),
+        ({"monte_carlo_samples": 0}, "monte_carlo_samples is 0"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_arguments_that_do_not_fit(preset: Hardware, change: dict[str, object], message: str) -> None:
+    with pytest.raises(EstimateError, match=message):
+        estimate(MIXTRAL, preset, placed(4), grid=GRID, **change)  # type: ignore[arg-type]
+
+
+def test_placements_that_do_not_fit(preset: Hardware) -> None:
+    with pytest.raises(EstimateError, match="33 layers, mixtral-8x7b has 32"):
+        estimate(MIXTRAL, preset, placed(33), grid=GRID)
+    with pytest.raises(EstimateError, match="2 experts a layer"):
+        estimate(MIXTRAL, preset, Placement(name="two", bits=[[16, 3]], hot=[[True, False]]), grid=GRID)
+    with pytest.raises(EstimateError, match="hot has"):
+        Placement(name="odd", bits=[[16, 3]], hot=[[True]])
+    with pytest.raises(EstimateError, match="0 bits at layer 0, expert 1"):
+        Placement(name="odd", bits=[[16, 0]], hot=[[True, False]])
+    with pytest.raises(EstimateError, match="9 hot experts of 8"):
+        uniform_placement(MIXTRAL, bits=3, hot_experts=9)
+
+
+def test_asking_for_what_was_not_estimated(preset: Hardware) -> None:
+    result = estimate(MIXTRAL, preset, placed(1), grid=GRID)
+    with pytest.raises(EstimateError, match="did you mean 'monde_opt'"):
+        result.speedups_over("mondeopt", batch=1)
+    with pytest.raises(EstimateError, match="batch 2"):
+        result.point("hobbit", batch=2, input_tokens=128, output_tokens=512)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("mixtral-8x7b", 46_702_792_704), ("mixtral-8x22b", 140_620_634_112)])
+def test_preset_geometries_add_up_to_the_checkpoint(name: str, parameters: int) -> None:
+    one = load_geometry(name)
+    assert name in known_geometries()
+    assert one.num_layers * one.num_experts * one.expert_parameters + one.non_expert_parameters == parameters
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_geometry_from_a_config(nested: bool) -> None:
+    config = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts_per_tok": 2}
+    whole = (
+        {"model_type": "mixtral-8x7b", "text_config": config} if nested else {"model_type": "mixtral-8x7b", **config}
+    )
+    built = geometry_from_config(
+        whole,
+        num_moe_layers=32,
+        num_experts=8,
+        expert_intermediate_size=14336,
+        non_expert_parameters=MIXTRAL.non_expert_parameters,
+    )
+    assert built == MIXTRAL
+
+
+def test_a_config_without_top_k_is_an_error() -> None:
+    sizes = {"num_moe_layers": 2, "num_experts": 8, "expert_intermediate_size": 64, "non_expert_parameters": 0}
+    with pytest.raises(EstimateError, match="none of num_experts_per_tok"):
+        geometry_from_config({"hidden_size": 64, "num_attention_heads": 4}, **sizes)
+    with pytest.raises(EstimateError, match="top_k"):
+        dataclasses.replace(MIXTRAL, top_k=9)
+    with pytest.raises(EstimateError, match="did you mean 'mixtral-8x7b'"):
+        load_geometry("mixtral-8x7")
