@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,8 @@ class Reporter:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.console = Console(stderr=True, highlight=False, soft_wrap=False)
+        # bound to today's stderr, so that a library's redirected output does not take the bar with it
+        self.console = Console(file=sys.stderr, highlight=False)
 
     def say(self, text: str) -> None:
         """One line for the user (rich markup)."""

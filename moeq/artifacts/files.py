@@ -65,12 +65,19 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     with storage_errors(path):
         try:
             write(partial)
+            partial.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
             sync(partial)
             os.replace(partial, path)
             sync(path.parent)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def write_text(path: Path, text: str) -> None:

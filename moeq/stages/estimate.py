@@ -1,6 +1,156 @@
+"""estimate: what the assignment, and those it is compared with, give on GPU + near-data-memory hardware."""
+
 from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.files import make_directory, read_json, sha256_file, write_json
+from moeq.artifacts.stage import check_schema_version
+from moeq.errors import ArtifactError, EstimateError
+from moeq.estimator import (
+    Estimate,
+    Grid,
+    ModelGeometry,
+    Placement,
+    estimate,
+    geometry_from_config,
+    load_geometry,
+    load_hardware,
+)
+from moeq.models.loading import expert_keys
+from moeq.stages import assign, profile
 from moeq.stages.context import Context
+
+SCHEMA_VERSION = 1
+NAME = "estimate.json"
+REMEDY = "run `moeq estimate` again"
+OWN_GEOMETRY = "model"
+BASELINES = ("monde_bwrule", "monde_opt", "hobbit")
+
+
+class EstimateReport(BaseModel):
+    """One full Estimate for each assignment, the recipe's own first; geometry: sizes that were assumed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    schema_version: int = SCHEMA_VERSION
+    geometry: dict[str, Any]
+    geometry_is_the_models: bool
+    hardware: str
+    popularity: str
+    estimates: tuple[Estimate, ...]
+
+    def of(self, name: str) -> Estimate | None:
+        return next((one for one in self.estimates if one.placement == name), None)
+
+
 def run(context: Context) -> dict[str, Any]:
-    context.directory("estimate").mkdir(exist_ok=True); return {}
-def hardware_digest(context: Context) -> Any: return ""
+    """Write estimate.json; returns the summary."""
+    section = context.recipe.estimate
+    hardware = load_hardware(section.hardware)
+    geometry = _geometry(context)
+    own = assign.load(context)
+    assignments = [own, *(assign.make(context, c, c.name) for c in context.recipe.eval.compare)]
+    grid = Grid(
+        inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
+    )
+    estimates = []
+    with context.reporter.bar("estimate", len(assignments)) as advance:
+        for assignment in assignments:
+            estimates.append(
+                estimate(
+                    geometry,
+                    hardware,
+                    _placement(assignment, geometry),
+                    group_size=geometry.hidden_size if assignment.group_size == -1 else assignment.group_size,
+                    zero_points=not assignment.symmetric,
+                    popularity=_popularity(context),
+                    grid=grid,
+                    context=section.context,
+                    seed=context.recipe.seed,
+                )
+            )
+            advance()
+    report = EstimateReport(
+        geometry=asdict(geometry),
+        geometry_is_the_models=section.geometry == OWN_GEOMETRY,
+        hardware=section.hardware,
+        popularity=section.popularity,
+        estimates=tuple(estimates),
+    )
+    write_json(make_directory(context.directory("estimate")) / NAME, report.model_dump(mode="json"))
+    return summarize(report)
+
+
+def hardware_digest(context: Context) -> str:
+    """Digest of the hardware's constants: an edited hardware file makes the estimate again."""
+    name = context.recipe.estimate.hardware
+    return sha256_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json()
+
+
+def _geometry(context: Context) -> ModelGeometry:
+    name = context.recipe.estimate.geometry
+    if name != OWN_GEOMETRY:
+        return load_geometry(name)
+    skeleton, layers = context.described
+    shapes = {(layer.num_experts, layer.hidden_size, layer.intermediate_size) for layer in layers}
+    if len(shapes) > 1:
+        raise EstimateError("MoE layers of different sizes cannot be estimated yet", where=context.model_name,
+                            do="name a geometry in estimate.geometry")  # fmt: skip
+    experts = expert_keys(context.source, skeleton, layers)
+    elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
+    return geometry_from_config(
+        context.source.config,
+        num_moe_layers=len(layers),
+        num_experts=layers[0].num_experts,
+        expert_intermediate_size=layers[0].intermediate_size,
+        non_expert_parameters=sum(elements),
+    )
+
+
+def _placement(assignment: Assignment, geometry: ModelGeometry) -> Placement:
+    sizes = {len(layer.experts) for layer in assignment.layers}
+    if sizes != {geometry.num_experts}:
+        raise EstimateError(f"the assignment has {sorted(sizes)} experts a layer, {geometry.name} has {geometry.num_experts}",
+                            where="estimate.geometry", do="use geometry: model")  # fmt: skip
+    return Placement(name=assignment.name, bits=np.stack(assignment.bits()), hot=np.stack(assignment.hot()))
+
+
+def _popularity(context: Context) -> np.ndarray | None:
+    if context.recipe.estimate.popularity == "uniform":
+        return None
+    measured = np.stack(profile.load(context).activation())
+    floor = 1e-6  # an expert that calibration never chose can still be chosen
+    return (measured + floor) / (measured + floor).sum(1, keepdims=True)
+
+
+def summarize(report: EstimateReport) -> dict[str, Any]:
+    """Decode speed-ups of every assignment over both MoNDE baselines and HOBBIT, at the grid's first batch."""
+    return {
+        "geometry": report.geometry["name"],
+        "hardware": report.hardware,
+        "decode_speedups": {one.placement: decode_speedups(one) for one in report.estimates},
+    }
+
+
+def decode_speedups(one: Estimate) -> dict[str, float]:
+    """Decode speed-up over each baseline at the first batch of the grid."""
+    batch = one.points[0].batch
+    return {baseline: one.speedups_over(baseline, batch=batch)[0].decode for baseline in BASELINES}
+
+
+def load(context: Context) -> EstimateReport:
+    """Read estimate.json; ArtifactError when it is missing, damaged or of another schema version."""
+    path = context.directory("estimate") / NAME
+    data = read_json(path, remedy=REMEDY)
+    check_schema_version(data.get("schema_version") if isinstance(data, dict) else None, SCHEMA_VERSION, path, remedy=REMEDY)
+    try:
+        return EstimateReport.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ArtifactError(first["msg"], where=f"{path}: {'.'.join(map(str, first['loc']))}", do=REMEDY) from None
