@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
 from moeq.artifacts.stage import StageRecord, is_current, read_record, write_record
 from moeq.errors import ArtifactError
@@ -169,9 +170,11 @@ def run_alone(context: Context, name: str) -> Outcome:
         for needed in stage.after:
             record = read_record(context.directory(needed), needed)
             if record.model.digest != context.stamp.digest:
-                raise ArtifactError(f"made from another model ({record.model.name})",
-                                    where=str(context.directory(needed)),
-                                    do=f"run `moeq {needed}` again or choose another --out")  # fmt: skip
+                raise ArtifactError(
+                    f"made from another model ({record.model.name})",
+                    where=str(context.directory(needed)),
+                    do=f"run `moeq {needed}` again or choose another --out",
+                )
         return run_stage(context, stage)
 
 
@@ -198,5 +201,5 @@ def result_paths(context: Context) -> dict[str, Path]:
     return {
         "checkpoint": context.directory("export"),
         "report": context.directory("report") / report.NAME,
-        "evaluation": context.directory("eval") / evaluate.NAME,
+        "evaluation": context.directory("eval") / EVALUATION,
     }

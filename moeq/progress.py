@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from moeq.tables import human_seconds
+
+LINE_SECONDS = 15  # between two lines of progress where there is no terminal
 
 
 class Reporter:
@@ -25,18 +30,38 @@ class Reporter:
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:
-        """Show a bar with the time left while the block runs; yields the function that advances it by one."""
+        """Show progress with the time left while the block runs; yields the function that advances it by one.
+
+        A bar on a terminal; elsewhere (CI logs) a line at most every 15 seconds.
+        """
         if self.quiet:
             yield lambda: None
-            return
-        columns = (
-            TextColumn("  {task.description}"),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self.console, transient=True) as progress:
-            task = progress.add_task(title, total=total)
-            yield lambda: progress.advance(task)
+        elif not self.console.is_terminal:
+            yield self._lines(title, total)
+        else:
+            columns = (
+                TextColumn("  {task.description}"),
+                BarColumn(bar_width=24),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+            )
+            with Progress(*columns, console=self.console, transient=True) as progress:
+                task = progress.add_task(title, total=total)
+                yield lambda: progress.advance(task)
+
+    def _lines(self, title: str, total: int) -> Callable[[], None]:
+        started = last = time.monotonic()
+        done = 0
+
+        def advance() -> None:
+            nonlocal done, last
+            done += 1
+            now = time.monotonic()
+            if now - last >= LINE_SECONDS:
+                last = now
+                left = (now - started) / done * (total - done)
+                self.say(f"  {title} {done}/{total}, {human_seconds(left)} left")
+
+        return advance

@@ -297,7 +297,7 @@ def _known_keys(path: Sequence[Any]) -> list[str]:
     for part in path:
         choices = [schema, *schema.get("anyOf", [])]
         if isinstance(part, int):
-            step = next((c["items"] for c in choices if "items" in c), {})
+            step: dict[str, Any] = next((c["items"] for c in choices if "items" in c), {})
         else:
             step = next((c["properties"][part] for c in choices if part in c.get("properties", {})), {})
         options = [step, *step.get("anyOf", []), *step.get("allOf", [])]

@@ -51,7 +51,9 @@ def write_eval(path: Path, report: EvalReport) -> None:
 
 def read_eval(path: Path) -> EvalReport:
     data: Any = read_json(path, remedy=REMEDY)
-    check_schema_version(data.get("schema_version") if isinstance(data, dict) else None, SCHEMA_VERSION, path, remedy=REMEDY)
+    check_schema_version(
+        data.get("schema_version") if isinstance(data, dict) else None, SCHEMA_VERSION, path, remedy=REMEDY
+    )
     try:
         return EvalReport.model_validate(data)
     except ValidationError as error:

@@ -1,8 +1,9 @@
 """PlacementManifest: where every expert should live and how to read each of its replicas (placement.json).
 
 A runtime that has never heard of moeq can place every expert from this file and the safetensors alone. Every replica
-names its file, the prefix of its tensors' keys, each tensor's shape and type, its bytes and the SHA-256 of the tensors'
-bytes, concatenated in the order of `tensors`. The layout is described in `layout`; the JSON Schema lies beside the file.
+names its file, the prefix of its tensors' keys, each tensor's shape and type, its bytes and the SHA-256 of the
+tensors' bytes, concatenated in the order of `tensors`. The layout is described in `layout`; the JSON Schema lies
+beside the file.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ REMEDY = "export the checkpoint again"
 LAYOUT_TEXT = (
     "Weights are [rows, inputs] per matrix (gate_proj, up_proj, down_proj). Value = (code - zero) * scale of the group "
     "of `group_size` consecutive inputs (the last group may be shorter; -1: one group a row). `codes` uint8 [rows, "
-    "ceil(inputs*bits/8)]: each row is a little-endian bit stream, code k in bits [k*bits, (k+1)*bits), least significant "
-    "bit first, bit i of the stream is bit i%8 of byte i//8. `scales` float16 [rows, groups]. `zeros` uint8 [rows, "
-    "ceil(groups*bits/8)], packed like codes; absent for 1 bit (zero = 0.5) and for symmetric grids (zero = 2^(bits-1)). "
-    "`dense`: the weights themselves, in the checkpoint's type, shown as 16 bits."
+    "ceil(inputs*bits/8)]: each row is a little-endian bit stream, code k in bits [k*bits, (k+1)*bits), least "
+    "significant bit first, bit i of the stream is bit i%8 of byte i//8. `scales` float16 [rows, groups]. "
+    "`zeros` uint8 [rows, ceil(groups*bits/8)], packed like codes; absent for 1 bit (zero = 0.5) and for symmetric "
+    "grids (zero = 2^(bits-1)). `dense`: the weights themselves, in the checkpoint's type, shown as 16 bits."
 )
 
 

@@ -59,7 +59,9 @@ class LayerReplicas:
 
     def widths(self, projection: str) -> list[int]:
         """The widths that the store holds of one projection."""
-        return sorted(int(key.split(".")[1]) for key in self.keys if key.startswith(f"{projection}.") and "codes" in key)
+        return sorted(
+            int(key.split(".")[1]) for key in self.keys if key.startswith(f"{projection}.") and "codes" in key
+        )
 
     def expert(self, projection: str, bits: int, expert: int) -> PackedWeight:
         """One expert's replica; ArtifactError when the store does not hold that width."""
@@ -69,7 +71,7 @@ class LayerReplicas:
                 where=str(self.path),
                 do="add the width to losses.bits",
             )
-        parts = {
+        parts: dict[str, Any] = {
             part: self.handle.get_slice(key)[expert] if (key := f"{projection}.{bits}.{part}") in self.keys else None
             for part in PARTS
         }

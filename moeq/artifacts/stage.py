@@ -24,7 +24,7 @@ class ModelStamp(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
-    revision: str | None
+    revision: str | None = None
     digest: str
 
 

@@ -1,4 +1,4 @@
-"""Assigners: one file an algorithm, found by its name (`prefix-split` is prefix_split.py), each with `assign(inputs)`."""
+"""Assigners: one file an algorithm, found by its name (prefix-split is prefix_split.py), each with `assign(inputs)`."""
 
 from __future__ import annotations
 

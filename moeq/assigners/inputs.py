@@ -18,7 +18,7 @@ from moeq.recipe import AssignSection
 
 @dataclass(frozen=True, kw_only=True)
 class AssignInputs:
-    """The recipe's section, the profile, the loss table (None where no losses are needed) and the grid of the replicas."""
+    """The recipe's section, the profile, the loss table (None where none is needed) and the grid of the replicas."""
 
     name: str
     config: AssignSection
@@ -61,8 +61,11 @@ def hot_experts(inputs: AssignInputs, scores: np.ndarray, layer: int) -> np.ndar
     """
     count = inputs.config.gpu_experts
     if count > len(scores):
-        raise AssignmentError(f"gpu_experts is {count}, the layer has {len(scores)} experts",
-                              where=inputs.profile.layers[layer], do="lower assign.gpu_experts")  # fmt: skip
+        raise AssignmentError(
+            f"gpu_experts is {count}, the layer has {len(scores)} experts",
+            where=inputs.profile.layers[layer],
+            do="lower assign.gpu_experts",
+        )
     hot = np.zeros(len(scores), bool)
     hot[ranking(scores)[:count]] = True
     return hot

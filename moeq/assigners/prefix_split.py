@@ -93,8 +93,11 @@ def _ordered_losses(inputs: AssignInputs, order: list[np.ndarray]) -> np.ndarray
     for layer, experts in enumerate(order):
         missing = [width for width in WIDTHS if width not in table[layer]]
         if missing:
-            raise AssignmentError(f"prefix-split needs losses at {WIDTHS} bits, the table lacks {missing}",
-                                  where=inputs.profile.layers[layer], do="add them to losses.bits")  # fmt: skip
+            raise AssignmentError(
+                f"prefix-split needs losses at {WIDTHS} bits, the table lacks {missing}",
+                where=inputs.profile.layers[layer],
+                do="add them to losses.bits",
+            )
         losses = np.stack([table[layer][width] for width in WIDTHS], 1)
         if inputs.config.loss_weighting == "mass":
             losses = losses * routing_mass(inputs, layer)[:, None]

@@ -30,7 +30,9 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
     for name in names:
         if name not in manager.all_tasks:
             guess = nearest(name, manager.all_tasks)
-            raise EvaluationError(f"no lm-eval task {name!r}", do=f"did you mean {guess!r}?" if guess else "see `lm-eval ls tasks`")
+            raise EvaluationError(
+                f"no lm-eval task {name!r}", do=f"did you mean {guess!r}?" if guess else "see `lm-eval ls tasks`"
+            )
     return manager
 
 
@@ -57,8 +59,11 @@ def run_tasks(
             )
     except Exception as error:  # task code and dataset loaders raise anything
         reason = str(error).strip().split("\n")[0]
-        raise EvaluationError(f"lm-eval failed ({type(error).__name__}: {reason})", where=", ".join(names),
-                              do="check the task's data; hub data sets need a network or a cache") from error  # fmt: skip
+        raise EvaluationError(
+            f"lm-eval failed ({type(error).__name__}: {reason})",
+            where=", ".join(names),
+            do="check the task's data; hub data sets need a network or a cache",
+        ) from error
     return {name: _scores(result) for name, result in found["results"].items()}
 
 

@@ -1,11 +1,11 @@
 """The native format: a transformers checkpoint directory with packed experts and a placement manifest.
 
-    config.json                      the model's own, with quantization_config (method moeq, every expert's width)
-    model-0000i-of-0000n.safetensors everything that is not a routed expert, byte for byte as it was
-    experts-layer-NNN.safetensors    one MoE layer's experts at their placed widths
-    replicas-layer-NNN.safetensors   the other widths, where the recipe asked for them (not loaded by transformers)
-    model.safetensors.index.json     key -> file
-    placement.json                   the manifest; README.md, the model card, is written by the stage
+config.json                      the model's own, with quantization_config (method moeq, every expert's width)
+model-0000i-of-0000n.safetensors everything that is not a routed expert, byte for byte as it was
+experts-layer-NNN.safetensors    one MoE layer's experts at their placed widths
+replicas-layer-NNN.safetensors   the other widths, where the recipe asked for them (not loaded by transformers)
+model.safetensors.index.json     key -> file
+placement.json                   the manifest; README.md, the model card, is written by the stage
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ def _quantization(inputs: ExportInputs) -> dict[str, Any]:
         "group_size": inputs.assignment.group_size,
         "symmetric": inputs.assignment.symmetric,
         "experts": {
-            layer.name: widths.tolist()
-            for layer, widths in zip(inputs.layers, inputs.assignment.bits(), strict=True)
+            layer.name: widths.tolist() for layer, widths in zip(inputs.layers, inputs.assignment.bits(), strict=True)
         },
     }
 

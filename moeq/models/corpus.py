@@ -84,8 +84,11 @@ def read_documents(files: Sequence[Path], text_field: str) -> list[Document]:
             text = row.get(text_field) if isinstance(row, dict) else None
             if not isinstance(text, str):
                 keys = ", ".join(row) if isinstance(row, dict) else "no fields"
-                raise CorpusError(f"no text field {text_field!r} (there are: {keys})", where=f"{path}, row {number}",
-                                  do="set text_field")  # fmt: skip
+                raise CorpusError(
+                    f"no text field {text_field!r} (there are: {keys})",
+                    where=f"{path}, row {number}",
+                    do="set text_field",
+                )
             documents.append(Document(text=text, domain=str(row.get("domain", path.stem))))
     return [document for document in documents if document.text.strip()]
 
@@ -99,14 +102,19 @@ def _rows(path: Path) -> list[Any]:
             return pq.read_table(path).to_pylist()  # type: ignore[no-any-return]
         except (OSError, pa.ArrowException) as error:
             raise CorpusError(f"not a Parquet file ({error})", where=str(path), do="check the file") from None
-    rows, number = [], 0
     try:
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-            if line.strip():
-                rows.append(json.loads(line))
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"not JSON lines ({error})", where=f"{path}, row {number}", do="check the file") from None
-    return rows
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"cannot be read as UTF-8 ({error})", where=str(path), do="convert it") from None
+    return [_json_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _json_row(path: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        where = f"{path}, row {number}"
+        raise CorpusError(f"not JSON lines ({error})", where=where, do="check the file") from None
 
 
 def make_sequences(
@@ -129,7 +137,9 @@ def make_sequences(
     rows: dict[str, list[list[int]]] = {}
     for domain in dict.fromkeys(document.domain for document in documents):
         texts = [document.text for document in documents if document.domain == domain]
-        ids = [_wrap(tokenizer, piece) for piece in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+        ids = [
+            _wrap(tokenizer, piece) for piece in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ]
         if packed:
             stream = [token for piece in ids for token in piece]
             rows[domain] = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
@@ -140,13 +150,17 @@ def make_sequences(
         chosen = [(domain, row) for domain, mine in rows.items() for row in mine]
     else:
         if available < count:
-            raise CorpusError(f"too short: {available} sequences of {length} tokens, {count} are wanted", where=where,
-                              do="give more text, or lower sequences or sequence_length")  # fmt: skip
+            raise CorpusError(
+                f"too short: {available} sequences of {length} tokens, {count} are wanted",
+                where=where,
+                do="give more text, or lower sequences or sequence_length",
+            )
         shares = _shares({domain: len(mine) for domain, mine in rows.items()}, count)
         chosen = [(domain, row) for domain, mine in rows.items() for row in _thin(mine, shares[domain])]
     if not chosen:
-        raise CorpusError(f"too short: not one sequence of {length} tokens", where=where,
-                          do="give more text or lower sequence_length")  # fmt: skip
+        raise CorpusError(
+            f"too short: not one sequence of {length} tokens", where=where, do="give more text or lower sequence_length"
+        )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     width = max(len(row) for _, row in chosen)
     ids_tensor = torch.full((len(chosen), width), pad, dtype=torch.long)

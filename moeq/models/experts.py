@@ -50,7 +50,8 @@ def refusal(module: nn.Module) -> str | None:
             return f"{flag} is {not wanted}"
     if getattr(module, "has_post_expert_norm", False):
         return "it norms each expert's output"
-    if not hasattr(module, "gate_up_proj") or module.gate_up_proj.dim() != 3 or module.down_proj.dim() != 3:
+    stacked = dict(module.named_parameters(recurse=False))
+    if any(name not in stacked or stacked[name].dim() != 3 for name in ("gate_up_proj", "down_proj")):
         return "its weights are not gate_up_proj [E, 2I, H] and down_proj [E, H, I]"
     if getattr(type(module), "_apply_gate", None) is not hf_moe._default_apply_gate:
         return "it has a gate function of its own"
@@ -90,8 +91,11 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
             )
         )
     if not layers:
-        raise ModelError("not a Mixture-of-Experts model: no module holds stacked expert weights", where=kind,
-                         do="moeq quantizes routed experts; use a dense quantizer for this model")  # fmt: skip
+        raise ModelError(
+            "not a Mixture-of-Experts model: no module holds stacked expert weights",
+            where=kind,
+            do="moeq quantizes routed experts; use a dense quantizer for this model",
+        )
     return layers
 
 

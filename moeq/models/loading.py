@@ -56,8 +56,11 @@ def source_dtype(source: ModelSource) -> torch.dtype:
         bytes_by_dtype[header.dtype] = bytes_by_dtype.get(header.dtype, 0) + header.bytes
     main = max(bytes_by_dtype, key=lambda name: bytes_by_dtype[name])
     if main not in HEADER_DTYPES:
-        raise ModelError(f"weights of type {main} are not supported yet", where=str(source.path),
-                         do="dequantize the checkpoint to bfloat16 first")  # fmt: skip
+        raise ModelError(
+            f"weights of type {main} are not supported yet",
+            where=str(source.path),
+            do="dequantize the checkpoint to bfloat16 first",
+        )
     return HEADER_DTYPES[main]
 
 
@@ -74,8 +77,9 @@ def load_config(source: ModelSource) -> Any:
     try:
         return AutoConfig.from_pretrained(source.path)
     except Exception as error:  # transformers raises ValueError, KeyError, OSError and its validators' own types
-        raise ModelError(f"transformers cannot read the configuration ({_line(error)})", where=str(source.path),
-                         do=REMEDY) from error  # fmt: skip
+        raise ModelError(
+            f"transformers cannot read the configuration ({_line(error)})", where=str(source.path), do=REMEDY
+        ) from error
 
 
 def skeleton(source: ModelSource) -> nn.Module:
@@ -88,8 +92,11 @@ def skeleton(source: ModelSource) -> nn.Module:
         with quiet_transformers(), init_empty_weights(include_buffers=False):
             return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
     except Exception as error:
-        raise ModelError(f"transformers cannot build it as a causal language model ({_line(error)})",
-                         where=str(source.path), do="see the table of families in the README") from error  # fmt: skip
+        raise ModelError(
+            f"transformers cannot build it as a causal language model ({_line(error)})",
+            where=str(source.path),
+            do="see the table of families in the README",
+        ) from error
 
 
 def expert_keys(source: ModelSource, model: nn.Module, layers: list[ExpertLayer]) -> set[str]:
@@ -100,14 +107,15 @@ def expert_keys(source: ModelSource, model: nn.Module, layers: list[ExpertLayer]
     names = model.state_dict()
     wanted = {f"{layer.name}.{part}" for layer in layers for part in ("gate_up_proj", "down_proj")}
     prefix = getattr(model, "base_model_prefix", None)
-    found = {
-        key for key in source.tensors if rename_source_key(key, renamings, converters, prefix, names)[0] in wanted
-    }
+    found = {key for key in source.tensors if rename_source_key(key, renamings, converters, prefix, names)[0] in wanted}
     elements = sum(_elements(source.tensors[key].shape) for key in found)
     expected = sum(layer.num_experts * layer.parameters_per_expert for layer in layers)
     if elements != expected:
-        raise ModelError(f"expert tensors hold {elements} weights, the configuration wants {expected}",
-                         where=str(source.path), do=REMEDY)  # fmt: skip
+        raise ModelError(
+            f"expert tensors hold {elements} weights, the configuration wants {expected}",
+            where=str(source.path),
+            do=REMEDY,
+        )
     return found
 
 
@@ -121,22 +129,31 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device) ->
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
             first = sorted(map(str, info[problem]))[0]
-            raise ModelError(f"{len(info[problem])} {problem.replace('_', ' ')}, the first: {first}",
-                             where=str(source.path), do=REMEDY)  # fmt: skip
+            raise ModelError(
+                f"{len(info[problem])} {problem.replace('_', ' ')}, the first: {first}",
+                where=str(source.path),
+                do=REMEDY,
+            )
     return model.eval().to(device)  # type: ignore[no-any-return]
 
 
 def load_tokenizer(source: ModelSource) -> Any:
     """The model's tokenizer; ModelError when it is missing or broken."""
     if not any((source.path / name).is_file() for name in VOCABULARIES):
-        raise ModelError("no tokenizer (tokenizer.json, tokenizer.model or vocab.*)", where=str(source.path),
-                         do="copy the tokenizer files of the model into the directory")  # fmt: skip
+        raise ModelError(
+            "no tokenizer (tokenizer.json, tokenizer.model or vocab.*)",
+            where=str(source.path),
+            do="copy the tokenizer files of the model into the directory",
+        )
     try:
         with quiet_transformers():
             return AutoTokenizer.from_pretrained(source.path)
     except Exception as error:
-        raise ModelError(f"the tokenizer cannot be loaded ({_line(error)})", where=str(source.path),
-                         do="copy the tokenizer files of the model again") from error  # fmt: skip
+        raise ModelError(
+            f"the tokenizer cannot be loaded ({_line(error)})",
+            where=str(source.path),
+            do="copy the tokenizer files of the model again",
+        ) from error
 
 
 def describe(source: ModelSource) -> tuple[nn.Module, list[ExpertLayer]]:

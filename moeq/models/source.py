@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory, a hub id, or the bundled demo; checked from headers before anything is read."""
+"""Where a model comes from: a directory, a hub id, or the bundled demo; checked from headers before it is read."""
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
     for key, shard in weight_map.items():
         if key not in tensors or tensors[key].file.name != shard:
             where = str(path / shard)
-            raise ModelError(f"tensor {key} is not in the shard that {INDEX} names", where=where, do="download it again")
+            raise ModelError(
+                f"tensor {key} is not in the shard that {INDEX} names", where=where, do="download it again"
+            )
     return tensors
 
 
@@ -158,7 +160,9 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         with path.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > size - 8:
-                raise ModelError(f"truncated: {size} bytes, the header alone needs {length + 8}", where=str(path), do=damaged)
+                raise ModelError(
+                    f"truncated: {size} bytes, the header alone needs {length + 8}", where=str(path), do=damaged
+                )
             header: dict[str, Any] = json.loads(stream.read(length))
     except (OSError, ValueError) as error:
         raise ModelError(f"not a safetensors file ({error})", where=str(path), do=damaged) from None

@@ -63,7 +63,9 @@ def walk(
         main.switch()
 
     hooks = [
-        model.get_submodule(layer.name).register_forward_pre_hook(lambda _, arguments, at=layer: stop_here(at, arguments))
+        model.get_submodule(layer.name).register_forward_pre_hook(
+            lambda _, arguments, at=layer: stop_here(at, arguments)
+        )
         for layer in layers
     ]
     runs = [greenlet(lambda batch=batch: _forward(model, batch, device)) for batch in batches]
@@ -74,8 +76,11 @@ def walk(
                 for run in runs:
                     run.switch()
                 if len(captured) != len(batches) or any(at is not layer for at, *_ in captured):
-                    raise ModelError("this MoE layer did not run in its turn", where=layer.name,
-                                     do="report the model's family: its layers are not run in order")  # fmt: skip
+                    raise ModelError(
+                        "this MoE layer did not run in its turn",
+                        where=layer.name,
+                        do="report the model's family: its layers are not run in order",
+                    )
                 yield _gather(layer, captured, batches)
     finally:
         for hook in hooks:
@@ -102,16 +107,27 @@ def _gather(
     for (_, hidden, experts, weights), batch in zip(captured, batches, strict=True):
         keep = batch.mask.reshape(-1).bool()
         if hidden.shape[0] != keep.numel():
-            raise ModelError(f"the experts were given {hidden.shape[0]} rows for {keep.numel()} tokens", where=layer.name,
-                             do="report the model's family: its experts do not see one row a token")  # fmt: skip
+            raise ModelError(
+                f"the experts were given {hidden.shape[0]} rows for {keep.numel()} tokens",
+                where=layer.name,
+                do="report the model's family: its experts do not see one row a token",
+            )
         sequence = batch.sequences.unsqueeze(1).expand_as(batch.mask).reshape(-1)
         position = (batch.mask.long().cumsum(1) - 1).reshape(-1)
         there = keep.to(hidden.device)
         parts.append((hidden[there], experts[there], weights[there], sequence[keep], position[keep]))
     hidden, experts, weights, sequence, position = (torch.cat(column) for column in zip(*parts, strict=True))
     if not bool(torch.isfinite(hidden).all()):
-        raise QuantizationError("activations before the experts are not finite", where=layer.name,
-                                do="use dtype: float32, or check the checkpoint's weights")  # fmt: skip
+        raise QuantizationError(
+            "activations before the experts are not finite",
+            where=layer.name,
+            do="use dtype: float32, or check the checkpoint's weights",
+        )
     return LayerInputs(
-        layer=layer, hidden=hidden, experts=experts.long(), weights=weights.float(), sequence=sequence, position=position
+        layer=layer,
+        hidden=hidden,
+        experts=experts.long(),
+        weights=weights.float(),
+        sequence=sequence,
+        position=position,
     )

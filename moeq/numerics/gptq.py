@@ -136,9 +136,15 @@ def quantize(
         zeros.append(zero)
         top = max_codes(bits, scale).expand(widths, rows).reshape(-1)
         _sweep_group(
-            original, feedback, factor[:, start:stop, start:stop], scale.flatten(1), zero.flatten(1), top,
-            residual[:, start:stop], codes[:, start:stop],
-        )  # fmt: skip
+            original,
+            feedback,
+            factor[:, start:stop, start:stop],
+            scale.flatten(1),
+            zero.flatten(1),
+            top,
+            residual[:, start:stop],
+            codes[:, start:stop],
+        )
     return Quantized(
         codes=codes.unflatten(-1, (widths, rows)).permute(0, 2, 3, 1).contiguous(),
         scale=torch.stack(scales, -1),
@@ -160,7 +166,8 @@ def _sweep_group(
 ) -> None:
     """Round the columns of one group in order, in blocks and sub-blocks; fills residual and codes [E, g, R].
 
-    original: [E, g, R] (R = B*N rows); feedback: [E, g, R] from before the group; factor: [E, g, g]; scale, zero: [E, R].
+    original: [E, g, R] (R = B*N rows); feedback: [E, g, R] from before the group; factor: [E, g, g]; scale and zero:
+    [E, R].
     """
     inputs = original.shape[1]
     for start in range(0, inputs, BLOCK):

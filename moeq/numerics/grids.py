@@ -84,9 +84,9 @@ def decode(codes: Tensor, scale: Tensor, zero: Tensor | float, group_size: int) 
     repeat = resolved_group_size(length, group_size)
     scale = scale.to(torch.float32)
     if length % repeat == 0:
-        grouped = codes.to(torch.float32).unflatten(-1, (-1, repeat))
+        grouped: Tensor = codes.to(torch.float32).unflatten(-1, (-1, repeat))
         offset = zero.to(torch.float32).unsqueeze(-1) if isinstance(zero, Tensor) else zero
-        return grouped.sub_(offset).mul_(scale.unsqueeze(-1)).flatten(-2)
+        return ((grouped - offset) * scale.unsqueeze(-1)).flatten(-2)
     spread = scale.repeat_interleave(repeat, -1)[..., :length]
     if isinstance(zero, Tensor):
         zero = zero.to(torch.float32).repeat_interleave(repeat, -1)[..., :length]

@@ -62,13 +62,13 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
         return packed
     if 8 % bits == 0:  # a code never crosses a byte: stay in uint8
         per = 8 // bits
-        codes = torch.stack([(packed >> (bits * i)) & (2**bits - 1) for i in range(per)], -1)
-        return codes.flatten(-2)[..., :length].contiguous()
+        parts = torch.stack([(packed >> (bits * i)) & (2**bits - 1) for i in range(per)], -1)
+        return parts.flatten(-2)[..., :length].contiguous()
     groups = (length + 7) // 8
     stream = torch.zeros((*packed.shape[:-1], groups * bits), dtype=torch.int64, device=packed.device)
     stream[..., : packed.shape[-1]] = packed
     byte_shifts = torch.arange(bits, device=packed.device) * 8
     words = (stream.view(*packed.shape[:-1], groups, bits) << byte_shifts).sum(-1)
     shifts = torch.arange(8, device=packed.device) * bits
-    codes = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    codes: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return codes.flatten(-2)[..., :length].to(torch.uint8).contiguous()

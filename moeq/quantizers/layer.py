@@ -86,8 +86,10 @@ def quantize_layer(
     for experts in expert_batches(layer, config):
         batch = {name: stack[experts].float() for name, stack in weights.items()}
         _check_finite(layer, experts, batch)
-        notes = [{"calibration_tokens": len(tokens.routed(e, heldout=False))} for e in range(experts.start, experts.stop)]
-        candidates = {}
+        notes = [
+            {"calibration_tokens": len(tokens.routed(e, heldout=False))} for e in range(experts.start, experts.stop)
+        ]
+        candidates: dict[str, dict[str, gptq.Quantized]] = {}
         if GPTQ in config.methods:
             candidates[GPTQ] = _gptq_batch(tokens, batch, experts, shared, act_fn, config, notes)
             for projection, result in candidates[GPTQ].items():
@@ -238,9 +240,11 @@ def _measure(
             for projection, output in outputs.items():
                 loss = float((output - target).square().mean())
                 if loss != loss:
-                    raise QuantizationError(f"the {bits}-bit {method} loss is not a number",
-                                            where=f"{layer.name}, expert {expert}, {projection}",
-                                            do="use dtype: float32 or raise losses.damping")  # fmt: skip
+                    raise QuantizationError(
+                        f"the {bits}-bit {method} loss is not a number",
+                        where=f"{layer.name}, expert {expert}, {projection}",
+                        do="use dtype: float32 or raise losses.damping",
+                    )
                 names = PROJECTIONS if projection == WHOLE else (projection,)
                 stored = (packed_bytes(*layer.shape(n), bits, config.group_size, config.symmetric) for n in names)
                 found.append(
@@ -271,5 +275,8 @@ def _check_finite(layer: ExpertLayer, experts: slice, batch: dict[str, Tensor]) 
         finite = torch.isfinite(stack).flatten(1).all(1)
         if not bool(finite.all()):
             expert = experts.start + int((~finite).nonzero()[0])
-            raise QuantizationError("weights are not finite", where=f"{layer.name}, expert {expert}, {projection}",
-                                    do="check the checkpoint")  # fmt: skip
+            raise QuantizationError(
+                "weights are not finite",
+                where=f"{layer.name}, expert {expert}, {projection}",
+                do="check the checkpoint",
+            )

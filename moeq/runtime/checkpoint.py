@@ -20,6 +20,9 @@ def load_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> nn.
     source = open_source(str(path))
     method = source.config.get("quantization_config", {}).get("quant_method")
     if method != hf_quantizer.METHOD:
-        raise ArtifactError(f"not exported by moeq (quant_method {method!r})", where=str(path / "config.json"),
-                            do="give the checkpoint directory of a moeq run")  # fmt: skip
+        raise ArtifactError(
+            f"not exported by moeq (quant_method {method!r})",
+            where=str(path / "config.json"),
+            do="give the checkpoint directory of a moeq run",
+        )
     return load_model(source, dtype, device)

@@ -63,12 +63,18 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         layers = {layer.name: layer for layer in find_expert_layers(model)}
         if set(layers) != set(config.experts):
             wrong = sorted(set(layers) ^ set(config.experts))[0]
-            raise ArtifactError("quantization_config and the model's MoE layers differ", where=f"config.json, {wrong}",
-                                do="export the checkpoint again")  # fmt: skip
+            raise ArtifactError(
+                "quantization_config and the model's MoE layers differ",
+                where=f"config.json, {wrong}",
+                do="export the checkpoint again",
+            )
         for name, layer in layers.items():
             if len(config.experts[name]) != layer.num_experts:
-                raise ArtifactError(f"{len(config.experts[name])} widths for {layer.num_experts} experts",
-                                    where=f"config.json, {name}", do="export the checkpoint again")  # fmt: skip
+                raise ArtifactError(
+                    f"{len(config.experts[name])} widths for {layer.num_experts} experts",
+                    where=f"config.json, {name}",
+                    do="export the checkpoint again",
+                )
             original: Any = model.get_submodule(name)
             with torch.device("meta"):
                 packed = PackedExperts(

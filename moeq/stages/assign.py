@@ -29,8 +29,9 @@ def make(context: Context, config: AssignSection, name: str) -> Assignment:
     """Decide one assignment; AssignmentError when a width it names was not made into replicas."""
     section = context.recipe.losses
     if config.bits is not None and config.bits != FULL and config.bits not in section.bits:
-        raise AssignmentError(f"{config.bits} bits is not among losses.bits {list(section.bits)}", where=name,
-                              do="add it to losses.bits")  # fmt: skip
+        raise AssignmentError(
+            f"{config.bits} bits is not among losses.bits {list(section.bits)}", where=name, do="add it to losses.bits"
+        )
     inputs = AssignInputs(
         name=name,
         config=config,
@@ -81,6 +82,9 @@ def load(context: Context) -> Assignment:
     wanted = [(layer.name, layer.num_experts) for layer in context.layers]
     found = [(layer.name, len(layer.experts)) for layer in assignment.layers]
     if wanted != found:
-        raise AssignmentError("the assignment is for other layers or experts than the model has", where=str(path),
-                              do="run `moeq assign` again")  # fmt: skip
+        raise AssignmentError(
+            "the assignment is for other layers or experts than the model has",
+            where=str(path),
+            do="run `moeq assign` again",
+        )
     return assignment

@@ -28,6 +28,7 @@ class Context:
     model_name: str
     out: Path
     reporter: Reporter = field(default_factory=Reporter)
+    announced: bool = False
 
     def directory(self, stage: str) -> Path:
         return self.out / DIRECTORIES.get(stage, stage)
@@ -64,7 +65,9 @@ class Context:
     @cached_property
     def model(self) -> nn.Module:
         """The model in full precision. Stages that overwrite its weights must call `drop_model` afterwards."""
-        self.reporter.say(f"  loading {self.model_name} ({str(self.dtype).removeprefix('torch.')}, {self.device})")
+        if not self.announced:
+            self.reporter.say(f"  loading {self.model_name} ({str(self.dtype).removeprefix('torch.')}, {self.device})")
+            self.announced = True
         return loading.load_model(self.source, self.dtype, self.device)
 
     def drop_model(self) -> None:

@@ -100,8 +100,11 @@ def _geometry(context: Context) -> ModelGeometry:
     skeleton, layers = context.described
     shapes = {(layer.num_experts, layer.hidden_size, layer.intermediate_size) for layer in layers}
     if len(shapes) > 1:
-        raise EstimateError("MoE layers of different sizes cannot be estimated yet", where=context.model_name,
-                            do="name a geometry in estimate.geometry")  # fmt: skip
+        raise EstimateError(
+            "MoE layers of different sizes cannot be estimated yet",
+            where=context.model_name,
+            do="name a geometry in estimate.geometry",
+        )
     experts = expert_keys(context.source, skeleton, layers)
     elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
     return geometry_from_config(
@@ -116,8 +119,11 @@ def _geometry(context: Context) -> ModelGeometry:
 def _placement(assignment: Assignment, geometry: ModelGeometry) -> Placement:
     sizes = {len(layer.experts) for layer in assignment.layers}
     if sizes != {geometry.num_experts}:
-        raise EstimateError(f"the assignment has {sorted(sizes)} experts a layer, {geometry.name} has {geometry.num_experts}",
-                            where="estimate.geometry", do="use geometry: model")  # fmt: skip
+        raise EstimateError(
+            f"{geometry.name} has {geometry.num_experts} experts a layer, the assignment {sorted(sizes)}",
+            where="estimate.geometry",
+            do="use geometry: model",
+        )
     return Placement(name=assignment.name, bits=np.stack(assignment.bits()), hot=np.stack(assignment.hot()))
 
 
@@ -126,7 +132,8 @@ def _popularity(context: Context) -> np.ndarray | None:
         return None
     measured = np.stack(profile.load(context).activation())
     floor = 1e-6  # an expert that calibration never chose can still be chosen
-    return (measured + floor) / (measured + floor).sum(1, keepdims=True)
+    popularity: np.ndarray = (measured + floor) / (measured + floor).sum(1, keepdims=True)
+    return popularity
 
 
 def summarize(report: EstimateReport) -> dict[str, Any]:
@@ -148,7 +155,9 @@ def load(context: Context) -> EstimateReport:
     """Read estimate.json; ArtifactError when it is missing, damaged or of another schema version."""
     path = context.directory("estimate") / NAME
     data = read_json(path, remedy=REMEDY)
-    check_schema_version(data.get("schema_version") if isinstance(data, dict) else None, SCHEMA_VERSION, path, remedy=REMEDY)
+    check_schema_version(
+        data.get("schema_version") if isinstance(data, dict) else None, SCHEMA_VERSION, path, remedy=REMEDY
+    )
     try:
         return EstimateReport.model_validate(data)
     except ValidationError as error:

@@ -43,7 +43,9 @@ def run(context: Context) -> dict[str, Any]:
     ]
     sequences = evaluation_sequences(context)
     manager = open_tasks(section.tasks, section.include_path) if section.tasks else None
-    batches = 0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
+    batches = (
+        0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
+    )
     rows = []
     error = 0.0
     with context.reporter.bar("eval", len(variants) * (batches + bool(section.tasks))) as advance:
@@ -107,8 +109,11 @@ def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
         found = packed(input_ids=ids).logits.float()
     error = float((found - wanted).norm() / wanted.norm())
     if not error <= CHECK_TOLERANCE[context.dtype]:
-        raise EvaluationError(f"the exported checkpoint's logits differ from the dequantized weights' by {error:.2g} relative",
-                              where=str(context.directory("export")), do="report this as a bug of moeq")  # fmt: skip
+        raise EvaluationError(
+            f"the exported checkpoint's logits are off the dequantized weights' by {error:.2g} relative",
+            where=str(context.directory("export")),
+            do="report this as a bug of moeq",
+        )
     return packed, error
 
 

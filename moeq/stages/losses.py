@@ -12,7 +12,6 @@ import numpy as np
 from moeq.artifacts.files import digest_of, make_directory, read_json, write_json, write_text
 from moeq.artifacts.losses import NAME, LossTable, read_losses, write_losses
 from moeq.artifacts.replicas import LayerReplicas, layer_file, write_layer_replicas
-from moeq.artifacts.stage import ModelStamp
 from moeq.errors import CorpusError
 from moeq.models.experts import activation, stacked_weights
 from moeq.models.walk import walk
@@ -30,8 +29,11 @@ def run(context: Context) -> dict[str, Any]:
     sequences = context.calibration
     stride = heldout_stride(config.heldout_fraction)
     if len(sequences) < stride:
-        raise CorpusError(f"{len(sequences)} sequences leave none to measure on (one of {stride} is held out)",
-                          where="corpus.sequences", do=f"use at least {stride}")  # fmt: skip
+        raise CorpusError(
+            f"{len(sequences)} sequences leave none to measure on (one of {stride} is held out)",
+            where="corpus.sequences",
+            do=f"use at least {stride}",
+        )
     parts = _open_parts(directory, context, sequences.digest())
     with_replicas = "gptq" in config.methods
     done = {layer.index for layer in context.layers if _is_done(directory, parts, layer.index, with_replicas)}

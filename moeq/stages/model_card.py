@@ -15,6 +15,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
     widths = Counter(expert.bits for layer in manifest.layers for expert in layer.experts)
     tiers = Counter(expert.tier for layer in manifest.layers for expert in layer.experts)
     parameters = ", ".join(f"{key} {value}" for key, value in sorted(assignment["parameters"].items()))
+    grid = "symmetric" if manifest.layout["symmetric"] else "asymmetric"
     lines = [
         "---",
         "library_name: transformers",
@@ -36,7 +37,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         f"| original | {manifest.model.name}, revision {manifest.model.revision or 'local'}, "
         f"digest {manifest.model.digest[:16]} |",
         f"| assignment | {assignment['name']}: {assignment['method']} ({parameters}) |",
-        f"| groups | {manifest.layout['group_size']} inputs, {'symmetric' if manifest.layout['symmetric'] else 'asymmetric'} |",
+        f"| groups | {manifest.layout['group_size']} inputs, {grid} |",
         f"| experts by bits | {', '.join(f'{count} at {bits}' for bits, count in sorted(widths.items()))} |",
         f"| experts by tier | {', '.join(f'{count} on {tier}' for tier, count in sorted(tiers.items()))} |",
         f"| expert bytes, scales and zero points counted | {human_bytes(totals.placed_expert_bytes)} |",

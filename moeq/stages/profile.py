@@ -47,7 +47,9 @@ def count_routing(inputs: LayerInputs, num_sequences: int, prefill: torch.Tensor
     cell = ((inputs.sequence * 2 + phase).unsqueeze(1) * (experts + 1) + chosen.clamp(max=experts)).reshape(-1)
     size = num_sequences * 2 * (experts + 1)  # one column more for experts that stand for none
     counts = torch.bincount(cell, minlength=size).view(num_sequences, 2, experts + 1)[..., :experts]
-    scores = torch.bincount(cell, weights.reshape(-1), minlength=size).view(num_sequences, 2, experts + 1)[..., :experts]
+    scores = torch.bincount(cell, weights.reshape(-1), minlength=size).view(num_sequences, 2, experts + 1)[
+        ..., :experts
+    ]
     return counts.contiguous().numpy(), scores.contiguous().numpy()
 
 

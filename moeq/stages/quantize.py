@@ -123,5 +123,3 @@ def _bytes(tensor: Tensor) -> int:
 
 def files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
-
-

@@ -1,0 +1,31 @@
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test test-full lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/moeq run recipes/demo.yaml --out demo-out
+
+test: $(INSTALLED) lint
+	$(BIN)/python -m pytest
+
+test-full: $(INSTALLED) lint
+	MOEQ_FULL=1 $(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'moeq needs Python 3.11 or later: make PYTHON=python3.11')"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv demo-out build *.egg-info

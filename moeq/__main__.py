@@ -1,0 +1,5 @@
+"""`python -m moeq` is the `moeq` command."""
+
+from moeq.cli import main
+
+main()

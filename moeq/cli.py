@@ -1,0 +1,214 @@
+"""The command line: one command a stage, no mathematics. Heavy imports are inside the commands."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moeq.errors import InternalError, MoeqError, RecipeError, StorageError
+from moeq.version import __version__
+
+if TYPE_CHECKING:
+    from moeq.stages.context import Context
+
+app = typer.Typer(
+    name="moeq",
+    help="Makes Mixture-of-Experts models small enough to run where they don't fit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RecipeArgument = Annotated[
+    Path | None, typer.Argument(help="YAML recipe; stages take the run directory's own by default.")
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Model directory, hub id, or bundled:tiny-mixtral.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Run directory [default: moeq-out/NAME of the recipe].")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set assign.average_bits=2.5")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Result as JSON on standard output.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress, no messages but errors.")]
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"moeq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Makes Mixture-of-Experts models small enough to run where they don't fit."""
+
+
+def _context(
+    recipe: Path | None, model: str | None, out: Path | None, overrides: list[str] | None, quiet: bool
+) -> Context:
+    """The run that the options describe."""
+    from moeq.progress import Reporter
+    from moeq.recipe import load_recipe
+    from moeq.stages.context import Context
+
+    if recipe is None and out is not None and (out / "recipe.yaml").is_file():
+        recipe = out / "recipe.yaml"
+    loaded = load_recipe(recipe, overrides or [])
+    name = model or loaded.model
+    if name is None:
+        raise RecipeError("no model", where=str(recipe or "defaults"), do="give --model or the recipe's model")
+    target = out or Path("moeq-out") / loaded.name
+    return Context(recipe=loaded, model_name=name, out=target, reporter=Reporter(quiet=quiet))
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe.")],
+    model: ModelOption = None,
+    out: OutOption = None,
+    set_: SetOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """All stages: profile, losses, assign, quantize, export, eval, estimate, report. Goes on where it was stopped."""
+    context = _context(recipe, model, out, set_, quiet)
+    from moeq import pipeline, results, terminal
+
+    outcomes = pipeline.run(context)
+    rows, paths = results.final_rows(context), pipeline.result_paths(context)
+    if json:
+        _print_json(
+            {
+                "stages": [terminal.outcome_json(outcome) for outcome in outcomes],
+                "table": rows,
+                "paths": {name: str(path) for name, path in paths.items()},
+            }
+        )
+    elif not quiet:
+        terminal.print_final(rows, paths, context.recipe.estimate.geometry)
+
+
+def _stage_command(name: str, summary: str) -> Callable[..., None]:
+    def command(
+        recipe: RecipeArgument = None,
+        model: ModelOption = None,
+        out: OutOption = None,
+        set_: SetOption = None,
+        json: JsonOption = False,
+        quiet: QuietOption = False,
+    ) -> None:
+        context = _context(recipe, model, out, set_, quiet)
+        from moeq import pipeline, terminal
+
+        outcome = pipeline.run_alone(context, name)
+        if json:
+            _print_json(terminal.outcome_json(outcome))
+        elif not quiet:
+            terminal.print_summary(outcome.record.summary)
+
+    command.__doc__ = summary
+    return command
+
+
+STAGE_HELP = {
+    "profile": "Count what the routers choose on calibration text.",
+    "losses": "Replicas of every expert at every width, and what each one loses.",
+    "assign": "Decide which expert gets which precision and where it lives.",
+    "quantize": "Make the replicas that the assignment names.",
+    "export": "Write the packed checkpoint, its placement manifest and its model card.",
+    "eval": "Perplexity and lm-eval of the original, the export and other assignments.",
+    "estimate": "Estimate speed on GPU + near-data-memory hardware.",
+    "report": "Write the HTML report.",
+}
+for _name, _summary in STAGE_HELP.items():
+    app.command(_name)(_stage_command(_name, _summary))
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Checkpoint, run directory, model directory, or any file moeq writes.")],
+    json: JsonOption = False,
+) -> None:
+    """Say what a file or directory is; check a checkpoint's bytes and digests against its manifest."""
+    from moeq import inspection, terminal
+
+    found = inspection.inspect(path)
+    if json:
+        _print_json(found)
+    else:
+        terminal.print_summary(found)
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that moeq exported.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json: JsonOption = False,
+) -> None:
+    """Continue a prompt with an exported checkpoint: a first look at what came out."""
+    from moeq import generation
+
+    result = generation.generate(
+        checkpoint, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device
+    )
+    if json:
+        _print_json(result)
+    else:
+        print(result["text"])
+
+
+def _print_json(value: Any) -> None:
+    print(jsonlib.dumps(value, indent=1, ensure_ascii=False))
+
+
+def _as_moeq_error(error: Exception) -> MoeqError:
+    """An unexpected exception as one line; the traceback goes to a file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return StorageError(error.strerror or str(error), where=str(error.filename), do="check the disk and the path")
+    with tempfile.NamedTemporaryFile("w", prefix="moeq-", suffix=".log", delete=False) as log:
+        log.write(traceback.format_exc())
+    return InternalError(
+        f"{type(error).__name__}: {error}", where="bug in moeq", do=f"please report it with {log.name}"
+    )
+
+
+def main() -> None:
+    """Entry point: errors become one line on standard error and an exit code by class, never a traceback."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        print("interrupted; run the same command to go on", file=sys.stderr)
+        _leave(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave(141)
+    except Exception as error:
+        known = error if isinstance(error, MoeqError) else _as_moeq_error(error)
+        if "--json" in sys.argv:
+            _print_json({"error": type(known).__name__, "message": str(known), "exit_code": known.exit_code})
+        print(f"moeq: {known}", file=sys.stderr)
+        _leave(known.exit_code)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

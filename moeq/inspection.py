@@ -1,0 +1,200 @@
+"""What is this file? Checkpoints, run directories, models, and every artifact that moeq writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moeq.artifacts import losses as loss_table
+from moeq.artifacts.assignment import read_assignment
+from moeq.artifacts.files import read_json, sha256_file
+from moeq.artifacts.manifest import NAME as MANIFEST
+from moeq.artifacts.manifest import PlacementManifest, Replica, read_manifest
+from moeq.artifacts.stage import RECORD, read_record
+from moeq.errors import ArtifactError
+from moeq.models import loading
+from moeq.models.source import open_source, read_header
+from moeq.recipe import load_recipe
+from moeq.stages import losses
+from moeq.stages.context import DIRECTORIES
+from moeq.tables import human_bytes
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Describe a path; a checkpoint is checked byte for byte against its manifest.
+
+    Raises ArtifactError (or the error of the kind that it turns out to be) for what is damaged or unknown.
+    """
+    if not path.exists():
+        raise ArtifactError("no such file or directory", where=str(path), do="give a path that moeq wrote")
+    if path.is_dir():
+        if (path / MANIFEST).is_file():
+            return check_checkpoint(path)
+        if (path / "recipe.yaml").is_file():
+            return _run_directory(path)
+        if (path / RECORD).is_file():
+            return _stage(path)
+        if (path / "config.json").is_file():
+            return _model(path)
+        raise ArtifactError("neither a checkpoint, a run, a stage nor a model", where=str(path), do="give another path")
+    return _file(path)
+
+
+def check_checkpoint(directory: Path) -> dict[str, Any]:
+    """Compare sizes, sums and SHA-256 of every replica with the manifest; ArtifactError at the first difference."""
+    manifest = read_manifest(directory)
+    headers = {path.name: read_header(path) for path in sorted(directory.glob("*.safetensors"))}
+    by_tier: dict[str, int] = {}
+    placed = other = 0
+    for layer in manifest.layers:
+        for expert in layer.experts:
+            for replica in expert.replicas:
+                _check_replica(
+                    directory, replica, headers, f"{layer.name}, expert {expert.expert}, {replica.bits} bits"
+                )
+                if replica.placed:
+                    placed += replica.bytes
+                    by_tier[expert.tier] = by_tier.get(expert.tier, 0) + replica.bytes
+                else:
+                    other += replica.bytes
+    on_disk = sum(header.bytes for tensors in headers.values() for header in tensors.values())
+    totals = manifest.totals
+    stated = {
+        "placed_expert_bytes": (placed, totals.placed_expert_bytes),
+        "other_replica_bytes": (other, totals.other_replica_bytes),
+        "bytes_by_tier": (by_tier, totals.bytes_by_tier),
+        "tensor bytes on disk": (
+            on_disk,
+            totals.placed_expert_bytes + totals.other_replica_bytes + totals.non_expert_bytes + totals.guard_bytes,
+        ),
+    }
+    for what, (found, expected) in stated.items():
+        if found != expected:
+            raise ArtifactError(
+                f"{what}: {found}, the manifest states {expected}",
+                where=str(directory),
+                do="export the checkpoint again",
+            )
+    return _checkpoint_summary(manifest, on_disk)
+
+
+def _check_replica(directory: Path, replica: Replica, headers: dict[str, Any], what: str) -> None:
+    from moeq.exporters.moeq import tensors_sha256
+
+    file = headers.get(replica.file)
+    again = "export the checkpoint again"
+    if file is None:
+        raise ArtifactError(f"file {replica.file} is missing", where=str(directory), do=again)
+    found = []
+    for stamp in replica.tensors:
+        header = file.get(replica.key_prefix + stamp.name)
+        if header is None or (header.dtype, header.shape) != (stamp.dtype, stamp.shape):
+            where = f"{directory / replica.file}: {replica.key_prefix}{stamp.name}"
+            raise ArtifactError(f"tensor of {what} is not as the manifest says", where=where, do=again)
+        found.append(header)
+    if sum(header.bytes for header in found) != replica.bytes:
+        raise ArtifactError(f"{what}: bytes differ from the manifest", where=str(directory / replica.file), do=again)
+    if tensors_sha256(found) != replica.sha256:
+        raise ArtifactError(f"{what}: SHA-256 differs from the manifest", where=str(directory / replica.file), do=again)
+
+
+def _checkpoint_summary(manifest: PlacementManifest, on_disk: int) -> dict[str, Any]:
+    flat = [expert for layer in manifest.layers for expert in layer.experts]
+    widths = sorted({expert.bits for expert in flat})
+    return {
+        "kind": "moeq checkpoint",
+        "model": manifest.model.name,
+        "assignment": manifest.assignment["name"],
+        "method": manifest.assignment["method"],
+        "layers": len(manifest.layers),
+        "experts": len(flat),
+        "experts_by_bits": {str(bits): sum(expert.bits == bits for expert in flat) for bits in widths},
+        "group_size": manifest.layout["group_size"],
+        "placed_expert_bytes": manifest.totals.placed_expert_bytes,
+        "other_replica_bytes": manifest.totals.other_replica_bytes,
+        "non_expert_bytes": manifest.totals.non_expert_bytes,
+        "bytes_by_tier": {f"{tier}_bytes": size for tier, size in manifest.totals.bytes_by_tier.items()},
+        "tensor_bytes_on_disk": on_disk,
+        "check": "every size, sum and SHA-256 equals the manifest",
+    }
+
+
+def _run_directory(path: Path) -> dict[str, Any]:
+    from moeq.pipeline import BY_NAME
+
+    found: dict[str, Any] = {"kind": "moeq run", "recipe": load_recipe(path / "recipe.yaml").name}
+    for name in BY_NAME:
+        directory = path / DIRECTORIES.get(name, name)
+        if not (directory / RECORD).is_file():
+            found[name] = "not run"
+            continue
+        found[name] = read_record(directory, name).digest[:16]
+    return found
+
+
+def _stage(path: Path) -> dict[str, Any]:
+    record = read_record(path, path.name)
+    for name, stamp in record.files.items():
+        if not (path / name).is_file() or sha256_file(path / name) != stamp.sha256:
+            raise ArtifactError(
+                "missing or changed since the stage wrote it",
+                where=str(path / name),
+                do=f"run `moeq {record.stage}` again",
+            )
+    return {
+        "kind": f"artifact of moeq {record.stage}",
+        "model": record.model.name,
+        "moeq_version": record.moeq_version,
+        "digest": record.digest,
+        "files": {name: human_bytes(stamp.bytes) for name, stamp in record.files.items()},
+        "summary": record.summary,
+        "check": "every SHA-256 equals the record",
+    }
+
+
+def _model(path: Path) -> dict[str, Any]:
+    source = open_source(str(path))
+    skeleton, layers = loading.describe(source)
+    keys = loading.expert_keys(source, skeleton, layers)
+    expert_bytes = sum(source.tensors[key].bytes for key in keys)
+    return {
+        "kind": f"transformers model ({source.config['model_type']})",
+        "moe_layers": len(layers),
+        "experts_a_layer": sorted({layer.num_experts for layer in layers}),
+        "expert_shape": sorted({f"{layer.hidden_size} x {layer.intermediate_size}" for layer in layers}),
+        "dtype": str(loading.source_dtype(source)).removeprefix("torch."),
+        "expert_bytes": expert_bytes,
+        "non_expert_bytes": sum(header.bytes for header in source.tensors.values()) - expert_bytes,
+        "digest": source.stamp().digest,
+    }
+
+
+def _file(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        headers = read_header(path)
+        return {"kind": "safetensors", "tensors": len(headers), "tensor_bytes": sum(h.bytes for h in headers.values())}
+    if path.suffix == ".parquet":
+        return {"kind": "loss table", **losses.summarize(loss_table.read_losses(path))}
+    if path.suffix in {".yaml", ".yml"}:
+        recipe = load_recipe(path)
+        return {
+            "kind": "recipe",
+            **recipe.model_dump(mode="json", include={"name", "model", "assign"}, exclude_none=True),
+        }
+    if path.name == MANIFEST:
+        return check_checkpoint(path.parent)
+    if path.suffix == ".json":
+        data = read_json(path)
+        if isinstance(data, dict) and {"layers", "method"} <= set(data):
+            assignment = read_assignment(path)
+            average = assignment.average_bits()
+            return {
+                "kind": "assignment",
+                "name": assignment.name,
+                "method": assignment.method,
+                "layers": len(assignment.layers),
+                "average_bits": None if average is None else float(average),
+            }
+        if isinstance(data, dict) and "schema_version" in data:
+            return {"kind": f"moeq {path.stem}", "schema_version": data["schema_version"], "keys": sorted(data)}
+    raise ArtifactError("not a file that moeq knows", where=str(path), do="give a checkpoint, a run or an artifact")

@@ -1,0 +1,56 @@
+"""What the report is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.evaluation import EvalReport, EvalRow
+from moeq.artifacts.losses import LossTable
+from moeq.artifacts.manifest import PlacementManifest
+from moeq.artifacts.profile import ExpertProfile
+from moeq.estimator.result import Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedInputs:
+    """The estimate of every assignment, the exported one first.
+
+    decode_speedups: {assignment: {baseline: speed-up of the decode step at the grid's first batch}}.
+    """
+
+    geometry: Mapping[str, Any]
+    geometry_is_the_models: bool
+    hardware: str
+    popularity: str
+    estimates: tuple[Estimate, ...]
+    decode_speedups: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportInputs:
+    """The artifacts of one run. recipe_text: the recipe as it was run; digests: {stage: digest of what it wrote}."""
+
+    profile: ExpertProfile
+    losses: LossTable
+    assignment: Assignment
+    evaluation: EvalReport
+    manifest: PlacementManifest
+    speed: SpeedInputs
+    recipe_text: str
+    digests: Mapping[str, str]
+
+    @property
+    def original(self) -> EvalRow | None:
+        return next((row for row in self.evaluation.rows if row.assignment is None), None)
+
+    @property
+    def exported(self) -> EvalRow | None:
+        return next((row for row in self.evaluation.rows if row.exported), None)
+
+    @property
+    def own_estimate(self) -> Estimate | None:
+        """The estimate of the exported assignment."""
+        return next((one for one in self.speed.estimates if one.placement == self.assignment.name), None)

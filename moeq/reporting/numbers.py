@@ -1,0 +1,76 @@
+"""Figures as the report writes them: one function a quantity, `MISSING` where nothing was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+MISSING = "–"
+NARROW_SPACE = "\N{NARROW NO-BREAK SPACE}"
+
+
+def perplexity(value: float | None) -> str:
+    """About four significant digits."""
+    if value is None:
+        return MISSING
+    if value < 10:
+        return f"{value:.3f}"
+    return f"{value:.2f}" if value < 1000 else f"{value:.4g}"
+
+
+def change(value: float | None, reference: float | None) -> str:
+    """Relative change against a reference, signed; empty when one of them is missing."""
+    if value is None or reference is None or reference == 0:
+        return ""
+    percent = 100 * (value / reference - 1)
+    return _signed(percent, 1 if abs(percent) >= 1 else 2) + NARROW_SPACE + "%"
+
+
+def points(value: float | None, reference: float | None) -> str:
+    """Difference of two shares in percentage points, signed; empty when one of them is missing."""
+    return "" if value is None or reference is None else _signed(100 * (value - reference), 1) + " points"
+
+
+def _signed(value: float, digits: int) -> str:
+    text = f"{abs(value):.{digits}f}"
+    sign = "±" if float(text) == 0 else "+" if value > 0 else "\N{MINUS SIGN}"
+    return sign + text
+
+
+def accuracy(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.1f}{NARROW_SPACE}%"
+
+
+def share(value: float | None) -> str:
+    """A share in percent with 3 significant digits; small ones never in scientific notation down to 1e-7."""
+    if value is None or value != value:
+        return MISSING
+    percent = 100 * value
+    if percent == 0 or abs(percent) >= 0.001:
+        return f"{percent:.3g}{NARROW_SPACE}%"
+    return f"{percent:.1e}{NARROW_SPACE}%"
+
+
+def bits(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.2f}"
+
+
+def ratio(value: float | None) -> str:
+    """How many times as much."""
+    if value is None:
+        return MISSING
+    return f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
+
+
+def milliseconds(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+
+
+def span(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The range of values; one figure when both ends read the same."""
+    low, high = form(min(values)), form(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

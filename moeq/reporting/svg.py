@@ -1,0 +1,114 @@
+"""Drawings: matplotlib figures laid out in points, written as small SVG that follows the page's colours.
+
+Colours named here are marks that become CSS variables, so that one drawing serves the light and the dark page. Text
+stays text, in the page's font. Matplotlib's defaults are set again for every drawing, since the user's own settings
+would change the bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from moeq.reporting.html import escape
+
+INK, MUTED, FAINT, PAPER = "#0a01f0", "#0a01f1", "#0a01f2", "#0a01f3"
+SERIES = ("#0a01f4", "#0a01f5", "#0a01f6", "#0a01f7")
+_VARIABLES = {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    FAINT: "var(--faint)",
+    PAPER: "var(--paper)",
+    **{mark: f"var(--series-{index + 1})" for index, mark in enumerate(SERIES)},
+}
+TEXT_SIZE = 11
+LETTER_WIDTH = 0.6  # of the text size: generous for the sans-serif fonts of today's systems
+
+_SETTINGS = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "moeq",
+    "text.parse_math": False,  # a "$" in a name is a "$"
+    "axes.formatter.use_mathtext": False,
+    "font.size": TEXT_SIZE,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.labelsize": TEXT_SIZE,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+}
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # the browser has the glyphs that our layout font lacks
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS)
+        yield
+
+
+def draw(name: str, width: float, height: float, fill: Callable[[Any], None], *, shrinks: bool = True) -> str:
+    """SVG of a figure of width x height points that `fill` draws on; `name` makes its ids unique on the page.
+
+    shrinks: whether the figure may become somewhat smaller on narrow screens (pixel maps may not).
+    """
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with _settings():
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+        fill(figure)
+        stream = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(stream, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    smallest = round(0.8 * width) if shrinks else round(width)
+    root = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" aria-hidden="true" '
+        f'style="width:100%;min-width:{smallest}px;max-width:{width:g}px">'
+    )
+    return _small(stream.getvalue(), root, name)
+
+
+def axes(figure: Any, left: float, bottom: float, width: float, height: float) -> Any:
+    """Axes at a place given in points."""
+    whole_width, whole_height = figure.get_size_inches() * 72
+    return figure.add_axes((left / whole_width, bottom / whole_height, width / whole_width, height / whole_height))
+
+
+def text_width(text: str, size: float = TEXT_SIZE) -> float:
+    """Points that a text takes at most, about."""
+    return LETTER_WIDTH * size * len(text)
+
+
+def _small(svg: str, root: str, name: str) -> str:
+    """Strip what a browser does not need, make ids unique, turn marks into CSS variables."""
+    svg = root + svg.split("<svg", 1)[1].split(">", 1)[1]
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
+    svg = svg.replace("xlink:href=", "href=")
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r' transform="rotate\(-?0 [^)]*\)"', "", svg)
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
+    prefix = escape(name)
+    svg = re.sub(r'(id="|href="#|url\(#)(?=[mpch][0-9a-f]{10})', lambda found: f"{found[1]}{prefix}-", svg)
+    for mark, variable in _VARIABLES.items():
+        svg = svg.replace(mark, variable)
+    return re.sub(r"\s*\n\s*", "\n", svg).strip()
