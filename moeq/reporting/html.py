@@ -13,6 +13,14 @@ class Raw(str):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """SVG and the width, in points (CSS pixels), that it is meant to have."""
+
+    svg: str
+    width: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A table row with a class (exported, group)."""
 
@@ -35,7 +43,7 @@ def plain(text: str) -> str:
 
 
 def _is_control(letter: str) -> bool:
-    return letter not in "\n\t" and unicodedata.category(letter) in ("Cc", "Cs") or letter in "\ufffe\uffff"
+    return (letter not in "\n\t" and unicodedata.category(letter) in ("Cc", "Cs")) or letter in "\ufffe\uffff"
 
 
 def escape(text: str) -> Raw:
@@ -68,27 +76,29 @@ def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str] | Row]
     def cells(values: Sequence[str]) -> Raw:
         parts = []
         for index, value in enumerate(values):
-            attributes = {} if index < texts else {"class_": "figure"}
+            attributes = {} if index < texts else {"class_": "number"}
             tag = "th" if index == 0 else "td"
             parts.append(element(tag, value, **attributes, **({"scope": "row"} if tag == "th" else {})))
         return join(parts)
 
     top = [
-        element("th", name, scope="col", **({} if index < texts else {"class_": "figure"}))
+        element("th", name, scope="col", **({} if index < texts else {"class_": "number"}))
         for index, name in enumerate(head)
     ]
     body = [
         element("tr", cells(row.cells), class_=row.kind) if isinstance(row, Row) else element("tr", cells(row))
         for row in rows
     ]
-    inner = element("table", element("caption", caption), element("thead", element("tr", *top)), element("tbody", *body))
+    inner = element(
+        "table", element("caption", caption), element("thead", element("tr", *top)), element("tbody", *body)
+    )
     return element("div", inner, class_="scroll", tabindex="0")
 
 
-def figure(svg: str, caption: str, label: str) -> Raw:
-    """A figure that scrolls inside its own box; `label` is what a screen reader says in place of the drawing."""
-    box = element("div", Raw(svg), class_="scroll", role="img", aria_label=label, tabindex="0")
-    return element("figure", box, element("figcaption", caption))
+def figure(drawing: Drawing, caption: str) -> Raw:
+    """A figure as wide as its drawing, which scrolls inside its own box where the page is narrower."""
+    box = element("div", Raw(drawing.svg), class_="scroll", tabindex="0")
+    return element("figure", box, element("figcaption", caption), style=f"width:{drawing.width:g}px")
 
 
 def details(summary: str, *content: str) -> Raw:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moeq.reporting.html import escape
+from moeq.reporting.html import Drawing, escape
 
 INK, MUTED, FAINT, PAPER = "#0a01f0", "#0a01f1", "#0a01f2", "#0a01f3"
 SERIES = ("#0a01f4", "#0a01f5", "#0a01f6", "#0a01f7")
@@ -65,10 +65,12 @@ def _settings() -> Iterator[None]:
         yield
 
 
-def draw(name: str, width: float, height: float, fill: Callable[[Any], None], *, shrinks: bool = True) -> str:
-    """SVG of a figure of width x height points that `fill` draws on; `name` makes its ids unique on the page.
+def draw(
+    name: str, label: str, width: float, height: float, fill: Callable[[Any], None], *, shrinks: bool = True
+) -> Drawing:
+    """SVG of a figure of width x height points that `fill` draws on.
 
-    shrinks: whether the figure may become somewhat smaller on narrow screens (pixel maps may not).
+    name makes its ids unique on the page;
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -80,10 +82,11 @@ def draw(name: str, width: float, height: float, fill: Callable[[Any], None], *,
         FigureCanvasSVG(figure).print_svg(stream, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     smallest = round(0.8 * width) if shrinks else round(width)
     root = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" aria-hidden="true" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'aria-label="{escape(label)}" '
         f'style="width:100%;min-width:{smallest}px;max-width:{width:g}px">'
     )
-    return _small(stream.getvalue(), root, name)
+    return Drawing(svg=root + _small(stream.getvalue(), name), width=width)
 
 
 def axes(figure: Any, left: float, bottom: float, width: float, height: float) -> Any:
@@ -97,9 +100,9 @@ def text_width(text: str, size: float = TEXT_SIZE) -> float:
     return LETTER_WIDTH * size * len(text)
 
 
-def _small(svg: str, root: str, name: str) -> str:
-    """Strip what a browser does not need, make ids unique, turn marks into CSS variables."""
-    svg = root + svg.split("<svg", 1)[1].split(">", 1)[1]
+def _small(svg: str, name: str) -> str:
+    """What follows the opening tag, without what a browser does not need; unique ids; marks become CSS variables."""
+    svg = svg.split("<svg", 1)[1].split(">", 1)[1]
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = svg.replace("xlink:href=", "href=")

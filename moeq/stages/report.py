@@ -1,12 +1,69 @@
+"""report: one HTML page with everything that the run measured, and the model card with its figures."""
+
 from __future__ import annotations
 
 from typing import Any
 
+from moeq.artifacts.evaluation import EvalReport
+from moeq.artifacts.files import storage_errors, write_text
+from moeq.artifacts.manifest import read_manifest
+from moeq.artifacts.stage import read_record
+from moeq.reporting.inputs import ReportInputs, SpeedInputs
+from moeq.reporting.page import render
+from moeq.stages import assign, estimate, evaluate, export, losses, profile
 from moeq.stages.context import Context
+from moeq.stages.estimate import EstimateReport
 
 NAME = "report.html"
+STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
+RECIPE = "recipe.yaml"  # the copy that `moeq run` leaves in the run directory
 
 
 def run(context: Context) -> dict[str, Any]:
-    context.directory("report").mkdir(exist_ok=True)
-    return {}
+    """Write report.html and the checkpoint's card; returns the summary."""
+    inputs = collect(context)
+    path = context.directory("report") / NAME
+    text = render(inputs)
+    write_text(path, text)
+    export.write_card(context, inputs.manifest, card_figures(inputs.evaluation))
+    return {"bytes": len(text.encode()), "rows": len(inputs.evaluation.rows)}
+
+
+def collect(context: Context) -> ReportInputs:
+    """Read every artifact of the run; ArtifactError when one is missing or damaged."""
+    return ReportInputs(
+        profile=profile.load(context),
+        losses=losses.load(context),
+        assignment=assign.load(context),
+        evaluation=evaluate.load(context),
+        manifest=read_manifest(context.directory("export")),
+        speed=speed_inputs(estimate.load(context)),
+        recipe_text=_recipe_text(context),
+        digests={stage: read_record(context.directory(stage), stage).digest for stage in STAGES},
+    )
+
+
+def speed_inputs(report: EstimateReport) -> SpeedInputs:
+    return SpeedInputs(
+        geometry=report.geometry,
+        geometry_is_the_models=report.geometry_is_the_models,
+        hardware=report.hardware,
+        popularity=report.popularity,
+        estimates=report.estimates,
+        decode_speedups={one.placement: estimate.decode_speedups(one) for one in report.estimates},
+    )
+
+
+def card_figures(report: EvalReport) -> list[dict[str, Any]]:
+    """Rows of the model card's table, the largest first."""
+    rows = sorted(report.rows, key=lambda row: (-row.expert_bytes, row.name))
+    return [row.model_dump(include={"name", "expert_bytes", "perplexity", "accuracy"}) for row in rows]
+
+
+def _recipe_text(context: Context) -> str:
+    """The recipe as it was run, empty when only single stages were."""
+    path = context.out / RECIPE
+    if not path.is_file():
+        return ""
+    with storage_errors(path, "read"):
+        return path.read_text("utf-8")

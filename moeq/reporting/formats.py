@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-MISSING = "–"
+MISSING = "\N{EN DASH}"
 NARROW_SPACE = "\N{NARROW NO-BREAK SPACE}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def perplexity(value: float | None) -> str:
@@ -40,13 +41,13 @@ def accuracy(value: float | None) -> str:
     return MISSING if value is None else f"{100 * value:.1f}{NARROW_SPACE}%"
 
 
-def share(value: float | None) -> str:
-    """A share in percent with 3 significant digits; small ones never in scientific notation down to 1e-7."""
+def share(value: float | None, digits: int = 3) -> str:
+    """A share in percent, in scientific notation only below 0.001 %."""
     if value is None or value != value:
         return MISSING
     percent = 100 * value
     if percent == 0 or abs(percent) >= 0.001:
-        return f"{percent:.3g}{NARROW_SPACE}%"
+        return f"{percent:.{digits}g}{NARROW_SPACE}%"
     return f"{percent:.1e}{NARROW_SPACE}%"
 
 
@@ -58,12 +59,12 @@ def ratio(value: float | None) -> str:
     """How many times as much."""
     if value is None:
         return MISSING
-    return f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
+    return (f"{value:.2f}" if value < 10 else f"{value:.1f}") + TIMES
 
 
 def milliseconds(seconds: float) -> str:
     value = 1e3 * seconds
-    return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def span(values: Sequence[float], form: Callable[[float], str]) -> str:

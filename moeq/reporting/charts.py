@@ -1,0 +1,195 @@
+"""Charts: similarity by layer, loss by width, experts by width, size against perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeq.reporting import formats, svg
+from moeq.reporting.html import Drawing
+from moeq.reporting.labels import Box, place
+from moeq.reporting.maps import WIDTHS, ticks
+from moeq.tables import human_bytes
+
+WIDTH, HEIGHT = 520, 270
+LEFT, BELOW, ABOVE, RIGHT = 74, 44, 10, 16
+MARKERS = ("o", "s", "^", "D")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """A middle value with a range around it at every position of x."""
+
+    middle: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A point of the size chart."""
+
+    name: str
+    size_bytes: int
+    perplexity: float
+    exported: bool
+
+
+def _plane(figure: Any) -> Any:
+    return svg.axes(figure, LEFT, BELOW, WIDTH - LEFT - RIGHT, HEIGHT - BELOW - ABOVE)
+
+
+def similarity_chart(name: str, label: str, band: Band) -> Drawing:
+    """Cosine of prefill and decode by layer: mean over sequences, 10-90 % of them, mean over layers."""
+
+    def fill(figure: Any) -> None:
+        plane, layers = _plane(figure), np.arange(len(band.middle))
+        known = np.isfinite(band.middle)
+        plane.vlines(layers[known], band.low[known], band.high[known], color=svg.SERIES[0], alpha=0.35, linewidth=4)
+        plane.plot(layers, band.middle, color=svg.SERIES[0], marker="o", markersize=5, linewidth=1.2)
+        mean = float(np.mean(band.middle[known]))
+        plane.axhline(mean, color=svg.SERIES[1], linewidth=1.2, linestyle=(0, (5, 3)))
+        low = min(0.95, np.floor(float(np.nanmin(band.low)) * 20 - 0.2) / 20)
+        room = 0.16 * (1 - low)  # below the curve, for the text
+        plane.set_ylim(low - room, 1 + 0.02 * (1 - low))
+        plane.text(
+            0.99,
+            0.03,
+            f"mean over layers {mean:.3f} (dashed)",
+            transform=plane.transAxes,
+            ha="right",
+            color=svg.SERIES[1],
+        )
+        plane.set_xlim(-0.5, len(layers) - 0.5)
+        plane.set_xticks(ticks(len(layers), (WIDTH - LEFT - RIGHT) / len(layers), 30))
+        plane.grid(axis="y")
+        plane.set_xlabel("MoE layer")
+        plane.set_ylabel("cosine, prefill and decode")
+
+    return svg.draw(name, label, WIDTH, HEIGHT, fill)
+
+
+def loss_chart(name: str, label: str, widths: Sequence[int], methods: Mapping[str, Band]) -> Drawing:
+    """Relative loss against width, one line a method, logarithmic."""
+
+    def fill(figure: Any) -> None:
+        plane, x = _plane(figure), np.arange(len(widths))
+        for index, (method, band) in enumerate(methods.items()):
+            colour, marker = svg.SERIES[index % len(svg.SERIES)], MARKERS[index % len(MARKERS)]
+            plane.fill_between(x, _positive(band.low), _positive(band.high), color=colour, alpha=0.18, linewidth=0)
+            plane.plot(
+                x, _positive(band.middle), color=colour, marker=marker, markersize=5, linewidth=1.6, label=method
+            )
+        plane.set_yscale("log")
+        plane.yaxis.set_major_formatter(lambda value, _: formats.share(value))
+        plane.yaxis.set_minor_formatter(lambda value, _: "")
+        plane.tick_params(which="minor", length=0)
+        plane.set_xticks(x, [str(width) for width in widths])
+        plane.set_xlim(-0.3, len(widths) - 0.7)
+        plane.grid(axis="y")
+        plane.set_xlabel("bits")
+        plane.set_ylabel("relative loss")
+        plane.legend(loc="upper right", handlelength=2.2)
+
+    return svg.draw(name, label, WIDTH, HEIGHT, fill)
+
+
+def _positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(values > 0, values, np.nan)
+
+
+def width_chart(name: str, label: str, counts: Mapping[int, int]) -> Drawing:
+    """Bars of experts by width."""
+    total, top = sum(counts.values()), max(counts.values())
+    width = LEFT + RIGHT + max(220, 78 * len(counts))
+
+    def fill(figure: Any) -> None:
+        plane = svg.axes(figure, LEFT, BELOW, width - LEFT - RIGHT, 210 - BELOW - ABOVE)
+        for x, (bits, count) in enumerate(counts.items()):
+            plane.bar(x, count, width=0.62, color=WIDTHS[bits], edgecolor=svg.MUTED, linewidth=0.6)
+            text = f"{count:,} ({100 * count / total:.0f}{formats.NARROW_SPACE}%)"
+            plane.annotate(text, (x, count), (0, 4), textcoords="offset points", ha="center")
+        plane.set_xticks(range(len(counts)), [str(bits) for bits in counts])
+        plane.set_xlim(-0.6, len(counts) - 0.4)
+        plane.set_ylim(0, 1.16 * top)
+        plane.yaxis.get_major_locator().set_params(integer=True, nbins=5)
+        plane.grid(axis="y")
+        plane.set_xlabel("bits")
+        plane.set_ylabel("experts")
+
+    return svg.draw(name, label, width, 210, fill)
+
+
+def dominated(points: Sequence[Variant]) -> list[bool]:
+    """Whether some other point is at least as small and as good, and better in one of both."""
+
+    def beats(a: Variant, b: Variant) -> bool:
+        no_worse = a.size_bytes <= b.size_bytes and a.perplexity <= b.perplexity
+        return no_worse and (a.size_bytes < b.size_bytes or a.perplexity < b.perplexity)
+
+    return [any(beats(other, point) for other in points) for point in points]
+
+
+def size_chart(name: str, label: str, points: Sequence[Variant]) -> Drawing:
+    """Expert bytes (logarithmic) against perplexity; dominated points are hollow, the exported one has a ring."""
+    height, width = 360, 680
+
+    def fill(figure: Any) -> None:
+        plane = svg.axes(figure, LEFT, BELOW, width - LEFT - RIGHT, height - BELOW - ABOVE)
+        _size_axes(plane, points)
+        for point, hollow in zip(points, dominated(points), strict=True):
+            colour = svg.SERIES[1] if point.exported else svg.SERIES[0]
+            style = {
+                "markerfacecolor": svg.PAPER if hollow else colour,
+                "markeredgecolor": colour,
+                "markeredgewidth": 1.6,
+            }
+            at = ([point.size_bytes], [point.perplexity])
+            plane.plot(*at, "o", markersize=8, clip_on=False, **style)
+            if point.exported:
+                plane.plot(*at, "o", markersize=15, markerfacecolor="none", markeredgecolor=colour, clip_on=False)
+        _write_names(plane, points, Box(LEFT, BELOW, width - RIGHT, height - 4))
+
+    return svg.draw(name, label, width, height, fill)
+
+
+def _size_axes(plane: Any, points: Sequence[Variant]) -> None:
+    sizes, values = [p.size_bytes for p in points], [p.perplexity for p in points]
+    plane.set_xscale("log")
+    spread = max(1.25, (max(sizes) / min(sizes)) ** 0.14)
+    plane.set_xlim(min(sizes) / spread, max(sizes) * spread)
+    powers = [2**k for k in range(64) if plane.get_xlim()[0] <= 2**k <= plane.get_xlim()[1]]
+    marks = powers[:: 1 + len(powers) // 9] if len(powers) > 1 else [min(sizes)]
+    plane.set_xticks(marks, [human_bytes(mark) for mark in marks])
+    plane.set_xticks([], minor=True)
+    if max(values) > 4 * min(values):
+        plane.set_yscale("log")
+        plane.set_ylim(min(values) / 1.25, max(values) * 1.25)
+        for axis in (plane.yaxis.set_major_formatter, plane.yaxis.set_minor_formatter):
+            axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
+    else:
+        room = 0.12 * (max(values) - min(values)) or 0.05 * max(values)
+        plane.set_ylim(min(values) - room, max(values) + room)
+    plane.grid()
+    plane.set_xlabel("bytes of all experts, scales and zero points counted (logarithmic)")
+    plane.set_ylabel("perplexity")
+
+
+def _write_names(plane: Any, points: Sequence[Variant], bounds: Box) -> None:
+    """Every point's name beside it, where it covers no other name or point."""
+    spots = [tuple(plane.transData.transform((p.size_bytes, p.perplexity))) for p in points]
+    for point, spot, box in zip(points, spots, place(spots, [p.name for p in points], bounds), strict=True):
+        if box.distance(spot) > 14:
+            start = plane.transData.inverted().transform(spot)
+            end = plane.transData.inverted().transform(box.nearest(spot))
+            plane.plot(*zip(start, end, strict=True), color=svg.MUTED, linewidth=0.8, zorder=1)
+        plane.text(
+            *plane.transData.inverted().transform((box.left, (box.bottom + box.top) / 2)),
+            point.name,
+            va="center_baseline",
+            fontweight="bold" if point.exported else "normal",
+        )

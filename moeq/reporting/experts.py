@@ -1,0 +1,212 @@
+"""Sections 2 to 4: what routing, losses and bits look like, layer by layer and expert by expert."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow.compute
+from numpy.typing import NDArray
+
+from moeq.artifacts.losses import WHOLE, LossTable
+from moeq.artifacts.profile import ExpertProfile
+from moeq.reporting import formats
+from moeq.reporting.charts import Band, loss_chart, similarity_chart, width_chart
+from moeq.reporting.html import Raw, Section, element, figure, items, paragraph, table
+from moeq.reporting.inputs import ReportInputs
+from moeq.reporting.maps import log_map, share_map, width_map
+
+MAP_BITS = 2  # the width whose losses are mapped, where the table has it
+MOST_NAMED = 12
+FALLBACKS = {
+    "borrowed_hessian": "borrowed part of the layer's Hessian, with too few calibration tokens of its own",
+    "raised_damping": "needed more damping for its factorization",
+    "float64": "needed float64 for its factorization",
+    "rounded": "rounded to nearest, since no factorization held",
+}
+
+
+def activation(inputs: ReportInputs) -> Section:
+    """Who is chosen, and whether the prefill predicts the decode."""
+    profile = inputs.profile
+    shares = profile.activation()
+    top = max(float(row.max()) for row in shares)
+    drawing = share_map(
+        "activation", f"Heat map of activation shares, {_size(shares)}; the largest is {formats.share(top)}.", shares
+    )
+    caption = (
+        f"Each cell is the share of its layer's activations that one expert got; an even router would give every "
+        f"expert {formats.share(1 / max(len(row) for row in shares))}. Grey: never chosen. (Paper 000, Figure 2.)"
+    )
+    figures = [figure(drawing, caption), *_similarity(profile)]
+    tokens = f"{int(profile.tokens.sum()):,} tokens in {formats.count(int(profile.tokens.shape[0]), 'sequence')}"
+    top_k = " or ".join(map(str, sorted(set(profile.top_k))))
+    lead = f"Counted on {tokens} of calibration text, the top {top_k} experts a token."
+    return Section(
+        anchor="activation",
+        title="Which experts are chosen",
+        parts=[paragraph(lead, kind="lead"), element("div", *figures, class_="figures")],
+    )
+
+
+def _similarity(profile: ExpertProfile) -> list[Raw]:
+    means = [np.nan if value is None else value for value in profile.similarity()]
+    if np.isnan(means).all():
+        return [paragraph("No sequence has tokens in both prefill and decode, so their similarity is unknown.")]
+    low, high = (np.array([_quantile(counts, part) for counts in profile.counts]) for part in (0.1, 0.9))
+    band = Band(middle=np.array(means), low=low, high=high)
+    drawing = similarity_chart(
+        "similarity",
+        f"Chart of the cosine between prefill and decode by layer, {np.nanmean(means):.3f} on average.",
+        band,
+    )
+    caption = (
+        "Near 1, the experts that a sequence's prefill chose are those that its decode will choose, so they can be "
+        "placed before it starts. Points: mean over sequences; bars: 10-90 % of them. (Paper 000, Figure 4.)"
+    )
+    return [figure(drawing, caption)]
+
+
+def _quantile(counts: np.ndarray, part: float) -> float:
+    """Quantile over sequences of one layer's cosine between prefill and decode; counts [S, 2, E]."""
+    prefill, decode = counts[:, 0].astype(float), counts[:, 1].astype(float)
+    norms = np.linalg.norm(prefill, axis=1) * np.linalg.norm(decode, axis=1)
+    seen = norms > 0
+    return float(np.quantile((prefill * decode).sum(1)[seen] / norms[seen], part)) if seen.any() else float("nan")
+
+
+def losses(inputs: ReportInputs) -> Section:
+    """What every expert loses at every width."""
+    found, methods = inputs.losses, inputs.losses.methods()
+    shown = MAP_BITS if MAP_BITS in found.bits() else found.bits()[0]
+    main = _main_method(found, inputs)
+    relative = {method: found.matrix(method, "relative_loss") for method in methods}
+    bands = {method: _band(layers, found.bits()) for method, layers in relative.items()}
+    curve = loss_chart("losses", f"Chart of relative loss by bits for {', '.join(methods)}.", found.bits(), bands)
+    rows = [layer.get(shown, np.full(1, np.nan)) for layer in relative[main]]
+    at = formats.count(shown, "bit")
+    label = f"Heat map of relative losses at {at} with {main}, {_size(rows)}."
+    drawing = log_map("loss-map", label, rows, f"relative loss at {at}")
+    figures = [
+        figure(
+            curve,
+            "Lower is better. Lines: median over experts; bands: the middle 80 % of them. A wide band means that one "
+            "width for all is a waste.",
+        ),
+        figure(
+            drawing,
+            f"Bright cells are experts that suffer most at {at} ({main}); they are worth more bits if they are also "
+            "chosen often.",
+        ),
+    ]
+    lead = (
+        "Relative loss: squared error of an expert's output on tokens that were not used to quantize it, divided by "
+        "the output's energy."
+    )
+    return Section(
+        anchor="losses",
+        title="What an expert loses",
+        parts=[
+            paragraph(lead, kind="lead"),
+            element("div", *figures, class_="figures"),
+            _loss_table(relative, found.bits()),
+            element("h3", "Fallbacks and coverage"),
+            paragraph(
+                "Figures of experts that calibration hardly reached are less certain than the others.", kind="lead"
+            ),
+            items(_coverage(found, main, inputs.profile)),
+        ],
+    )
+
+
+def _main_method(found: LossTable, inputs: ReportInputs) -> str:
+    """The method that the assignment was made with, else GPTQ, else the first."""
+    wanted = (str(inputs.assignment.parameters.get("quantizer")), "gptq")
+    return next((method for method in wanted if method in found.methods()), found.methods()[0])
+
+
+def _band(layers: Sequence[dict[int, np.ndarray]], widths: Sequence[int]) -> Band:
+    def parts(width: int) -> NDArray[np.float64]:
+        values = np.concatenate([layer[width] for layer in layers if width in layer] or [np.full(1, np.nan)])
+        known = values[np.isfinite(values)]
+        return np.quantile(known, (0.5, 0.1, 0.9)) if known.size else np.full(3, np.nan)
+
+    middle, low, high = np.array([parts(width) for width in widths]).T
+    return Band(middle=middle, low=low, high=high)
+
+
+def _loss_table(relative: dict[str, list[dict[int, np.ndarray]]], widths: Sequence[int]) -> Raw:
+    def mean(method: str, width: int) -> str:
+        values = np.concatenate([layer[width] for layer in relative[method] if width in layer] or [np.full(1, np.nan)])
+        return formats.share(float(np.mean(values)))
+
+    head = ("method", *(formats.count(width, "bit") for width in widths))
+    rows = [(method, *(mean(method, width) for width in widths)) for method in relative]
+    return table("Mean relative loss over all experts; lower is better.", head, rows)
+
+
+def _coverage(found: LossTable, method: str, profile: ExpertProfile) -> list[str]:
+    """Sentences on the experts that calibration hardly reached and on what stood in for it."""
+    whole = _once(found, method)
+    fallbacks = Counter(name for row in whole for name in row["fallback"].split("+") if name != "none")
+    lines = [
+        f"{formats.count(number, 'expert')} of {len(whole):,} {FALLBACKS.get(name, name)} ({name})."
+        for name, number in sorted(fallbacks.items())
+    ] or [f"No fallback was needed for any of the {len(whole):,} experts."]
+    borrowed = sum(row["measured_on"] == "borrowed" for row in whole)
+    lines.append(
+        f"{formats.count(borrowed, 'expert')} of {len(whole):,} had too few held-out tokens, so that the loss was "
+        "measured on other tokens of the layer."
+    )
+    least = min(whole, key=lambda row: (row["calibration_tokens"], row["layer"], row["expert"]))
+    place = f"layer {least['layer']} expert {least['expert']}"
+    lines.append(f"Fewest calibration tokens: {least['calibration_tokens']:,} ({place}).")
+    never = [
+        f"layer {layer} expert {expert}"
+        for layer in range(len(profile.layers))
+        for expert in np.flatnonzero(profile.total(layer)[0] == 0)
+    ]
+    more = f" and {len(never) - MOST_NAMED:,} more" if len(never) > MOST_NAMED else ""
+    names = f" ({', '.join(never[:MOST_NAMED])}{more})" if never else ""
+    return [*lines, f"Never chosen in calibration: {formats.count(len(never), 'expert')}{names}."]
+
+
+def _once(found: LossTable, method: str) -> list[dict[str, Any]]:
+    """One row an expert: what fallbacks and token counts are read from."""
+    field = pyarrow.compute.field
+    wanted = (field("projection") == WHOLE) & (field("method") == method) & (field("bits") == found.bits()[0])
+    return found.table.filter(wanted).to_pylist()  # type: ignore[no-any-return]
+
+
+def bits(inputs: ReportInputs) -> Section:
+    """Which expert got which width, and where it lives."""
+    widths, hot = inputs.assignment.bits(), inputs.assignment.hot()
+    counts = Counter(int(bits) for row in widths for bits in row)
+    by_bits = {width: counts[width] for width in sorted(counts)}
+    total, on_gpu = sum(counts.values()), int(sum(row.sum() for row in hot))
+    text = ", ".join(f"{count:,} at {width}" for width, count in by_bits.items())
+    drawing = width_map("bit-map", f"Map of bits, {_size(widths)}: {text}.", widths, hot)
+    bars = width_chart("widths", f"Bar chart of experts by bits: {text}.", by_bits)
+    where = (
+        f"{on_gpu:,} of {total:,} experts are placed on the GPU (outlined)."
+        if on_gpu
+        else "No expert is placed on the GPU."
+    )
+    figures = [
+        figure(drawing, f"Each cell is one expert and the bits it was given; 16 means left as it was. {where}"),
+        figure(bars, "How many experts got each width: one bar would be a uniform assignment."),
+    ]
+    average = inputs.assignment.average_bits()
+    mean = formats.bits(None if average is None else float(average))
+    lead = f"{inputs.assignment.name}: {inputs.assignment.method}, {mean} bits on average, codes only."
+    return Section(
+        anchor="bits",
+        title="Bits of every expert",
+        parts=[paragraph(lead, kind="lead"), element("div", *figures, class_="figures")],
+    )
+
+
+def _size(rows: Sequence[np.ndarray]) -> str:
+    return f"{formats.count(len(rows), 'layer')} by {formats.count(max(len(row) for row in rows), 'expert')}"

@@ -1,0 +1,73 @@
+"""The whole page: one HTML file that asks for nothing else."""
+
+from __future__ import annotations
+
+from moeq.reporting import experts, speed, summary
+from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, section, table
+from moeq.reporting.inputs import ReportInputs
+from moeq.reporting.style import CSS
+
+
+def render(inputs: ReportInputs) -> str:
+    """The report as one HTML document; its bytes depend only on the artifacts."""
+    sections = [
+        summary.headline(inputs),
+        experts.activation(inputs),
+        experts.losses(inputs),
+        experts.bits(inputs),
+        summary.size_against_perplexity(inputs),
+        speed.estimate(inputs),
+        provenance(inputs),
+    ]
+    title = f"{inputs.manifest.model.name}: {inputs.assignment.name}"
+    head = join(
+        [
+            Raw('<meta charset="utf-8">'),
+            Raw('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+            Raw('<meta name="color-scheme" content="light dark">'),
+            element("title", f"{title} · moeq report"),
+            element("style", Raw(CSS)),
+        ]
+    )
+    links = element("nav", *(element("a", one.title, href=f"#{one.anchor}") for one in sections))
+    top = element("header", element("h1", inputs.manifest.model.name), _subtitle(inputs), links)
+    main = element("main", top, *(section(one) for one in sections))
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{main}</body></html>\n'
+
+
+def _subtitle(inputs: ReportInputs) -> Raw:
+    assignment = inputs.assignment
+    parameters = ", ".join(f"{key} {value}" for key, value in sorted(assignment.parameters.items()))
+    groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size}"
+    grid = "symmetric" if assignment.symmetric else "asymmetric"
+    return paragraph(
+        Raw(f"Experts packed as <b>{escape(assignment.name)}</b>: "),
+        f"{assignment.method} ({parameters}); {groups}, {grid}.",
+        kind="lead",
+    )
+
+
+def provenance(inputs: ReportInputs) -> Section:
+    """What the run was made from, exactly."""
+    stamp = inputs.manifest.model
+    facts = [
+        ("model", stamp.name),
+        ("revision", stamp.revision or "local"),
+        ("model digest", element("span", stamp.digest, class_="digest")),
+        ("moeq", inputs.manifest.moeq_version),
+    ]
+    digests = [(stage, element("span", digest, class_="digest")) for stage, digest in inputs.digests.items()]
+    return Section(
+        anchor="provenance",
+        title="Provenance",
+        parts=[
+            table("The model that was read and the program that read it.", ("what", "value"), facts, texts=2),
+            table(
+                "Digest of what each stage wrote: a run with the same digests gave the same bytes.",
+                ("stage", "digest"),
+                digests,
+                texts=2,
+            ),
+            details("The recipe as it was run", element("pre", inputs.recipe_text or "not found in the run directory")),
+        ],
+    )

@@ -1,0 +1,166 @@
+"""Sections 1 and 5: what the run gave, and how size and perplexity trade."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moeq.artifacts.evaluation import EvalRow
+from moeq.reporting import formats
+from moeq.reporting.charts import Variant, dominated, size_chart
+from moeq.reporting.html import Raw, Row, Section, element, figure, join, paragraph, table
+from moeq.reporting.inputs import ReportInputs
+from moeq.tables import human_bytes
+
+BOTH = (("monde_bwrule", "bandwidth rule"), ("monde_opt", "cost-optimal"))
+
+
+def headline(inputs: ReportInputs) -> Section:
+    """The figures of the exported checkpoint, then every variant beside it."""
+    parts = [element("div", *_tiles(inputs), class_="tiles"), _comparison(inputs)]
+    domains = sorted({name for row in inputs.evaluation.rows for name in row.perplexity_by_domain})
+    if domains:
+        parts.append(_by_domain(inputs, domains))
+    tasks = sorted({name for row in inputs.evaluation.rows for name in row.tasks})
+    if len(tasks) > 1:
+        parts.append(_by_task(inputs, tasks))
+    return Section(anchor="summary", title="What it cost and what it gains", parts=[*parts, _checks(inputs)])
+
+
+def _arrow(old: str, new: str) -> str:
+    return f"{old} → {new}" if old != formats.MISSING else new
+
+
+def _tiles(inputs: ReportInputs) -> list[Raw]:
+    old, new = inputs.original, inputs.exported
+    if new is None:
+        return [_tile("exported checkpoint", "not evaluated", "eval.json has no exported row")]
+    size = _arrow(human_bytes(old.expert_bytes) if old else formats.MISSING, human_bytes(new.expert_bytes))
+    smaller = f"{formats.ratio(old.expert_bytes / new.expert_bytes)} smaller, " if old and new.expert_bytes else ""
+    before = formats.perplexity(old.perplexity if old else None)
+    cost = formats.change(new.perplexity, old.perplexity if old else None)
+    tiles = [
+        _tile("bytes of all experts", size, f"{smaller}scales and zero points counted"),
+        _tile(
+            "perplexity (lower is better)",
+            _arrow(before, formats.perplexity(new.perplexity)) if new.perplexity is not None else "not measured",
+            f"{cost} on {inputs.evaluation.tokens:,} tokens" if cost else "",
+        ),
+        _tile(
+            "accuracy",
+            _arrow(formats.accuracy(old.accuracy if old else None), formats.accuracy(new.accuracy))
+            if new.accuracy is not None
+            else "not measured",
+            _accuracy_note(old, new),
+        ),
+    ]
+    return [*tiles, *_speed_tile(inputs)]
+
+
+def _accuracy_note(old: EvalRow | None, new: EvalRow) -> str:
+    parts = [formats.points(new.accuracy, old.accuracy if old else None), ", ".join(sorted(new.tasks))]
+    return "; ".join(part for part in parts if part)
+
+
+def _speed_tile(inputs: ReportInputs) -> list[Raw]:
+    found = inputs.speed.decode_speedups.get(inputs.assignment.name)
+    if found is None:
+        return []
+    values = " / ".join(formats.ratio(found[key]) for key, _ in BOTH)
+    note = "over MoNDE with its bandwidth rule / cost-optimal"
+    if not inputs.speed.geometry_is_the_models:
+        note += f"; for {inputs.speed.geometry['name']} with this bit mix, not this model"
+    return [_tile("decode speed-up, estimated", values, note)]
+
+
+def _tile(title: str, value: str, note: str) -> Raw:
+    return element("div", element("span", title), element("b", value), element("span", note), class_="tile")
+
+
+def _comparison(inputs: ReportInputs) -> Raw:
+    old = inputs.original
+    rows = [_marked(row, _figures(inputs, row, old)) for row in inputs.evaluation.rows]
+    head = ("assignment", "average bits", "expert bytes", "perplexity", "over original", "accuracy",
+            *(f"decode speed-up, {title}" for _, title in BOTH))  # fmt: skip
+    return table(
+        "Each row is one assignment of the same model: smaller bytes and lower perplexity are better. Average bits "
+        "count codes only; bytes count scales and zero points too. Speed-ups are estimates of the decode step over the "
+        "two MoNDE baselines of the last columns; the cost-optimal one is the harder to beat.",
+        head,
+        rows,
+    )
+
+
+def _figures(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[str]:
+    speed = inputs.speed.decode_speedups.get(row.name, {}) if row.assignment is not None else {}
+    return [
+        "as stored" if row.assignment is None else formats.bits(row.average_bits),
+        human_bytes(row.expert_bytes),
+        formats.perplexity(row.perplexity),
+        "" if row is old else formats.change(row.perplexity, old.perplexity if old else None),
+        formats.accuracy(row.accuracy),
+        *(formats.ratio(speed.get(key)) for key, _ in BOTH),
+    ]
+
+
+def _marked(row: EvalRow, cells: Sequence[str]) -> Row:
+    """A row whose name says whether it is the exported one."""
+    name = join([row.name, element("span", "exported", class_="tag")]) if row.exported else row.name
+    return Row(cells=(name, *cells), kind="exported" if row.exported else "other")
+
+
+def _by_domain(inputs: ReportInputs, domains: Sequence[str]) -> Raw:
+    def cell(row: EvalRow, domain: str) -> str:
+        value = row.perplexity_by_domain.get(domain)
+        reference = inputs.original.perplexity_by_domain.get(domain) if inputs.original else None
+        over = "" if row is inputs.original else formats.change(value, reference)
+        return (
+            join([formats.perplexity(value), element("span", f" {over}", class_="over")])
+            if over
+            else formats.perplexity(value)
+        )
+
+    return _by("Perplexity by domain, with the change against the original: an assignment that calibrated on the wrong "
+               "text shows here as one domain much worse than the others.", inputs, domains, cell)  # fmt: skip
+
+
+def _by_task(inputs: ReportInputs, tasks: Sequence[str]) -> Raw:
+    def cell(row: EvalRow, task: str) -> str:
+        scores = row.tasks.get(task, {})
+        return formats.accuracy(scores.get("acc", scores.get("acc_norm")))
+
+    return _by("Accuracy by task; the table above has their mean.", inputs, tasks, cell)
+
+
+def _by(caption: str, inputs: ReportInputs, names: Sequence[str], cell: Callable[[EvalRow, str], str]) -> Raw:
+    rows = [_marked(row, [cell(row, name) for name in names]) for row in inputs.evaluation.rows]
+    return table(caption, ("assignment", *names), rows)
+
+
+def _checks(inputs: ReportInputs) -> Raw:
+    if inputs.exported is None:
+        return Raw("")
+    return paragraph(
+        "The exported row was measured on the packed checkpoint itself, loaded as a user would load it; its logits "
+        f"differ from those of the dequantized weights by {inputs.evaluation.export_logit_error:.1e} relative. The "
+        "other rows put dequantized weights into the original model.",
+        kind="lead",
+    )
+
+
+def size_against_perplexity(inputs: ReportInputs) -> Section:
+    """The trade-off, with the points that another one beats on both sides hollow."""
+    points = [
+        Variant(name=row.name, size_bytes=row.expert_bytes, perplexity=row.perplexity, exported=row.exported)
+        for row in inputs.evaluation.rows
+        if row.perplexity is not None and row.expert_bytes > 0
+    ]
+    if not points:
+        part = paragraph("No perplexity was measured (eval.perplexity is null), so there is nothing to draw.")
+        return Section(anchor="size", title="Size against perplexity", parts=[part])
+    best = ", ".join(p.name for p, out in zip(points, dominated(points), strict=True) if not out)
+    drawing = size_chart("size", f"Scatter chart of expert bytes against perplexity. Not dominated: {best}.", points)
+    caption = (
+        "Lower left is better. Hollow points are dominated: another one is no larger and no worse, and better in one "
+        "of both. The ringed point is the exported checkpoint."
+    )
+    return Section(anchor="size", title="Size against perplexity", parts=[figure(drawing, caption)])

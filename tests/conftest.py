@@ -1,0 +1,38 @@
+"""Shared fixtures: tiny random models of awkward sizes, and no network."""
+
+from __future__ import annotations
+
+import os
+
+for _name, _value in {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FULL, save_tiny
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not FULL:
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="long sweep: make test-full"))
+
+
+@pytest.fixture(scope="session")
+def tiny_mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "mixtral", "mixtral")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bfloat16, a dense layer before the sparse one, odd numbers of experts."""
+    folder = tmp_path_factory.mktemp("models") / "qwen3_moe"
+    return save_tiny(folder, "qwen3_moe", torch.bfloat16, num_hidden_layers=3, mlp_only_layers=[0])

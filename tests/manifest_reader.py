@@ -1,0 +1,69 @@
+"""The stand-in of another runtime: rebuilds every expert from placement.json and the safetensors, without moeq.
+
+Nothing here imports moeq, torch or safetensors: what it needs to know it reads from the manifest's own description.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DTYPES = {"U8": np.uint8, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
+
+
+def read_tensor(path: Path, key: str) -> tuple[np.ndarray, bytes]:
+    """One tensor of a safetensors file, and its bytes."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        entry = json.loads(stream.read(length))[key]
+        start, stop = entry["data_offsets"]
+        stream.seek(8 + length + start)
+        data = stream.read(stop - start)
+    array = np.frombuffer(data, DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    if entry["dtype"] == "BF16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array, data
+
+
+def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Little-endian bit stream of each row -> codes [rows, count]."""
+    stream = np.unpackbits(packed, axis=1, bitorder="little")[:, : count * bits]
+    return (stream.reshape(len(packed), count, bits) * (1 << np.arange(bits))).sum(-1)
+
+
+def matrix(parts: dict[str, np.ndarray], inputs: int, bits: int, layout: dict[str, Any]) -> np.ndarray:
+    """Values [rows, inputs] of one matrix."""
+    if "dense" in parts:
+        return parts["dense"].astype(np.float64)
+    group = inputs if layout["group_size"] == -1 else min(layout["group_size"], inputs)
+    groups = -(-inputs // group)
+    of = np.arange(inputs) // group
+    zero = np.array(0.5 if bits == 1 else 2.0 ** (bits - 1))
+    if "zeros" in parts:
+        zero = unpack(parts["zeros"], bits, groups)[:, of]
+    codes = unpack(parts["codes"], bits, inputs)
+    return (codes - zero) * parts["scales"].astype(np.float64)[:, of]
+
+
+def read_expert(folder: Path, layer: dict[str, Any], replica: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """The matrices of one replica, after checking its bytes and SHA-256."""
+    digest, size = hashlib.sha256(), 0
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    for stamp in replica["tensors"]:
+        array, data = read_tensor(folder / replica["file"], replica["key_prefix"] + stamp["name"])
+        assert list(array.shape) == stamp["shape"]
+        digest.update(data)
+        size += len(data)
+        projection, part = stamp["name"].split(".")
+        parts.setdefault(projection, {})[part] = array
+    assert (digest.hexdigest(), size) == (replica["sha256"], replica["bytes"])
+    inputs = {
+        "gate_proj": layer["hidden_size"],
+        "up_proj": layer["hidden_size"],
+        "down_proj": layer["intermediate_size"],
+    }
+    return {name: matrix(mine, inputs[name], replica["bits"], layout) for name, mine in parts.items()}

@@ -1,0 +1,84 @@
+"""Text to sequences: shares of domains, packing, padding, determinism."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moeq.bundled import bundled_path
+from moeq.errors import CorpusError
+from moeq.models import corpus
+from moeq.models.loading import load_tokenizer
+from moeq.models.source import open_source
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    return load_tokenizer(open_source("bundled:tiny-mixtral"))
+
+
+def documents(part: str) -> list[corpus.Document]:
+    return corpus.read_documents(corpus.corpus_files("bundled", part), "text")
+
+
+def test_domains_get_equal_shares_and_tokens_repeat(tokenizer: object) -> None:
+    make = lambda: corpus.make_sequences(documents("calibration"), tokenizer, length=64, count=31)  # noqa: E731
+    first, second = make(), make()
+    assert first.digest() == second.digest()
+    assert sorted(first.domains.count(domain) for domain in set(first.domains)) == [10, 10, 11]
+    assert first.mask.all()
+
+
+def test_calibration_and_evaluation_share_no_sequence(tokenizer: object) -> None:
+    rows = [
+        {tuple(row) for row in corpus.make_sequences(documents(part), tokenizer, length=32, count=None).ids.tolist()}
+        for part in ("calibration", "evaluation")
+    ]
+    assert all(rows)
+    assert not rows[0] & rows[1]
+
+
+def test_a_short_domain_leaves_its_share_to_the_others(tokenizer: object) -> None:
+    few = [document for document in documents("calibration") if document.domain != "math"]
+    few += [document for document in documents("calibration") if document.domain == "math"][:4]
+    found = corpus.make_sequences(few, tokenizer, length=64, count=90)
+    shares = {domain: found.domains.count(domain) for domain in set(found.domains)}
+    assert sum(shares.values()) == 90
+    assert shares["math"] < 20 < shares["python"]
+    assert abs(shares["python"] - shares["prose"]) <= 1
+
+
+def test_unpacked_documents_are_padded_and_masked(tokenizer: object) -> None:
+    texts = ["def f():", "a longer document than the first one, it goes on", "x"]
+    rows = [corpus.Document(text=text, domain="d") for text in texts]
+    found = corpus.make_sequences(rows, tokenizer, length=8, count=None, packed=False)
+    assert found.ids.shape == (3, 8)
+    assert found.mask.sum(1).tolist()[1] == 8
+    assert (found.ids[~found.mask] == 2).all()
+
+
+def test_local_files_of_every_kind(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.txt").write_text("plain text")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"body": "json text", "domain": "own"}) + "\n\n")
+    pq.write_table(pa.table({"body": ["parquet text"]}), tmp_path / "c.parquet")
+    found = [
+        document
+        for name in ("a.txt", "b.jsonl", "c.parquet")
+        for document in corpus.read_documents(corpus.corpus_files(str(tmp_path / name), "calibration"), "body")
+    ]
+    assert [(d.text, d.domain) for d in found] == [
+        ("plain text", "a"), ("json text", "own"), ("parquet text", "c"),
+    ]  # fmt: skip
+
+
+def test_too_little_text_says_how_much_there_is(tokenizer: object) -> None:
+    rows = [corpus.Document(text="word " * 300, domain="d")]
+    with pytest.raises(CorpusError, match=r"too short: \d+ sequences of 32 tokens, 1000 are wanted"):
+        corpus.make_sequences(rows, tokenizer, length=32, count=1000)
+
+
+def test_bundled_paths_exist() -> None:
+    assert bundled_path("corpus/evaluation.jsonl").is_file()

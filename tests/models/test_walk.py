@@ -1,0 +1,81 @@
+"""The walk sees what the routers chose, pads are never counted, and lockstep equals one batch at a time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeq.models import loading
+from moeq.models.corpus import Sequences
+from moeq.models.source import open_source
+from moeq.models.walk import walk
+from moeq.stages.profile import count_routing
+
+CPU = torch.device("cpu")
+
+
+def sequences(lengths: list[int], width: int) -> Sequences:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 2048, (len(lengths), width), generator=generator)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    return Sequences(ids=ids.where(mask, torch.tensor(2)), mask=mask, domains=("x",) * len(lengths))
+
+
+@pytest.mark.parametrize("family", ["tiny_mixtral", "tiny_qwen"])
+def test_counts_are_the_routers_own(family: str, request: pytest.FixtureRequest) -> None:
+    source = open_source(str(request.getfixturevalue(family)))
+    model = loading.load_model(source, torch.float32, CPU)
+    _, layers = loading.describe(source)
+    rows = sequences([24] * 6, 24)
+    with torch.no_grad():
+        logits = model(input_ids=rows.ids, output_router_logits=True).router_logits
+    top_k = model.config.num_experts_per_tok
+    prefill = torch.full((6,), 10)
+    for layer, mine in zip(layers, logits, strict=True):
+        inputs = next(found for found in walk(model, layers, rows.batches(4), CPU) if found.layer is layer)
+        counts, scores = count_routing(inputs, 6, prefill)
+        chosen = mine.view(6, 24, -1).topk(top_k, -1).indices
+        wanted = torch.nn.functional.one_hot(chosen, layer.num_experts).sum(2)
+        assert torch.equal(torch.from_numpy(counts[:, 0]), wanted[:, :10].sum(1))
+        assert torch.equal(torch.from_numpy(counts[:, 1]), wanted[:, 10:].sum(1))
+        probabilities = mine.float().softmax(-1).view(6, 24, -1).gather(-1, chosen)
+        weights = probabilities / probabilities.sum(-1, keepdim=True)
+        total = torch.zeros(6, layer.num_experts).double()
+        total.scatter_add_(1, chosen.flatten(1), weights.double().flatten(1))
+        torch.testing.assert_close(torch.from_numpy(scores.sum(1)), total, rtol=1e-4, atol=1e-4)
+
+
+def test_pads_are_never_counted(tiny_mixtral: Path) -> None:
+    source = open_source(str(tiny_mixtral))
+    model = loading.load_model(source, torch.float32, CPU)
+    _, layers = loading.describe(source)
+    lengths = [5, 17, 11]
+    padded = sequences(lengths, 20)
+    together = [count_routing(i, 3, torch.tensor([3, 9, 6])) for i in walk(model, layers, padded.batches(3), CPU)]
+    for row, length in enumerate(lengths):
+        alone = Sequences(
+            ids=padded.ids[row : row + 1, :length], mask=padded.mask[row : row + 1, :length], domains=("x",)
+        )
+        prefill = torch.tensor([[3, 9, 6][row]])
+        for layer, inputs in enumerate(walk(model, layers, alone.batches(1), CPU)):
+            counts, scores = count_routing(inputs, 1, prefill)
+            assert (together[layer][0][row] == counts[0]).all()
+            assert together[layer][1][row] == pytest.approx(scores[0], abs=1e-4)
+            assert counts.sum() == 2 * length
+
+
+def test_lockstep_equals_batch_by_batch_and_leaves_no_hooks(tiny_qwen: Path) -> None:
+    source = open_source(str(tiny_qwen))
+    model = loading.load_model(source, torch.float32, CPU)
+    _, layers = loading.describe(source)
+    assert [layer.num_experts for layer in layers] == [7, 7]
+    rows = sequences([16] * 5, 16)
+    lockstep = [inputs.hidden for inputs in walk(model, layers, rows.batches(2), CPU)]
+    for number, batch in enumerate(rows.batches(2)):
+        for layer, inputs in enumerate(walk(model, layers, [batch], CPU)):
+            start = number * 32
+            assert torch.equal(inputs.hidden, lockstep[layer][start : start + len(inputs.hidden)])
+    stopped = walk(model, layers, rows.batches(2), CPU)
+    next(stopped)
+    stopped.close()
+    assert not any(module._forward_pre_hooks for module in model.modules())

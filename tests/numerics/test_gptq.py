@@ -1,0 +1,125 @@
+"""GPTQ against a plain float64 column-by-column oracle (Frantar et al. 2022, Algorithm 1), at every width."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeq.numerics import gptq, grids
+from moeq.numerics.packed import PackedWeight
+
+BITS = (1, 2, 3, 4, 8)
+
+
+def oracle(weight: Tensor, hessian: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Classic GPTQ: Cholesky factor of the inverse Hessian, one column at a time. Codes and values [N, K]."""
+    work, size = weight.double().clone(), weight.shape[1]
+    damped = hessian.double() + torch.eye(size).double() * 0.01 * hessian.double().diagonal().mean()
+    upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
+    codes = torch.zeros(weight.shape, dtype=torch.uint8)
+    values = torch.zeros(weight.shape, dtype=torch.float64)
+    top = 2**bits - 1
+    for column in range(size):
+        if column % group == 0:
+            block = work[:, column : column + group]
+            low, high = block.amin(1).clamp(max=0), block.amax(1).clamp(min=0)
+            if bits == 1:
+                scale, zero = 2 * block.abs().mean(1), torch.tensor(0.5).double()
+            elif symmetric:
+                scale, zero = 2 * torch.maximum(high, -low) / top, torch.tensor(2.0 ** (bits - 1)).double()
+            else:
+                scale = (high - low) / top
+                zero = (-low / scale.half().double()).round()
+            scale = scale.half().double()
+        code = (work[:, column] / scale + zero).round().clamp(0, top)
+        codes[:, column] = code.to(torch.uint8)
+        values[:, column] = (code - zero) * scale
+        error = (work[:, column] - values[:, column]) / upper[column, column]
+        work[:, column + 1 :] -= error[:, None] * upper[column, column + 1 :]
+    return codes, values
+
+
+def problem(inputs: int, rows: int, experts: int = 3, tokens: int = 500) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(inputs + rows)
+    hidden = torch.randn(experts, tokens, inputs) * torch.linspace(0.2, 2, inputs)
+    hidden = hidden + 0.7 * hidden.roll(1, -1)
+    return 0.05 * torch.randn(experts, rows, inputs), hidden.mT @ hidden / tokens
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("inputs", "rows", "group"), [(96, 24, 32), (200, 10, 64), (300, 7, -1), (70, 5, 64)])
+def test_float64_codes_equal_the_oracle(inputs: int, rows: int, group: int, symmetric: bool) -> None:
+    weight, hessian = problem(inputs, rows)
+    factor = gptq.factorize(hessian.double())
+    found = gptq.quantize(weight, factor.unit_upper, bits=BITS, group_size=group, symmetric=symmetric)
+    for index, bits in enumerate(BITS):
+        for expert in range(len(weight)):
+            codes, values = oracle(weight[expert], hessian[expert], bits, inputs if group == -1 else group, symmetric)
+            assert torch.equal(found.codes[expert, index], codes), bits
+            packed = PackedWeight.of(found, bits, symmetric)
+            torch.testing.assert_close(packed.dequantize()[expert].double(), values, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_float32_loses_no_more_than_the_oracle(bits: int) -> None:
+    weight, hessian = problem(256, 48)
+    factor = gptq.factorize(hessian)
+    assert not factor.failed.any()
+    assert not factor.float64.any()
+    found = gptq.quantize(weight, factor.unit_upper, bits=[bits], group_size=64)
+    values = PackedWeight.of(found, bits, symmetric=False).dequantize().double()
+
+    def loss(expert: int, candidate: Tensor) -> float:
+        error = candidate - weight[expert].double()
+        return float((error @ hessian[expert].double() * error).sum())
+
+    for expert in range(len(weight)):
+        _, best = oracle(weight[expert], hessian[expert], bits, 64, symmetric=False)
+        assert loss(expert, values[expert]) <= 1.01 * loss(expert, best)
+
+
+def test_widths_and_rows_do_not_influence_each_other() -> None:
+    """All widths and gate+up share a factor; each must come out as if it were alone."""
+    weight, hessian = problem(130, 12)
+    factor = gptq.factorize(hessian.double()).unit_upper
+    together = gptq.quantize(weight, factor, bits=BITS, group_size=32)
+    for index, bits in enumerate(BITS):
+        alone = gptq.quantize(weight[:, 4:9], factor, bits=[bits], group_size=32)
+        assert torch.equal(together.codes[:, index, 4:9], alone.codes[:, 0])
+
+
+def test_singular_hessians_fall_back_and_are_counted() -> None:
+    inputs = 48
+    weight = torch.randn(3, 6, inputs)
+    one_token = torch.randn(1, inputs)
+    hessian = torch.stack([torch.eye(inputs), torch.zeros(inputs, inputs), one_token.T @ one_token])
+    factor = gptq.factorize(hessian, damping=1e-12)
+    assert not factor.failed.any()
+    assert factor.damping[0] == 1e-12
+    assert factor.float64[2], "rank one needs float64 or more damping"
+    found = gptq.quantize(weight, factor.unit_upper, bits=[2], group_size=16)
+    rounded = gptq.quantize(weight, None, bits=[2], group_size=16)
+    assert torch.equal(found.codes[1], rounded.codes[1]), "no token: plain rounding"
+
+
+def test_indefinite_hessian_ends_in_plain_rounding() -> None:
+    hessian = -torch.eye(20).unsqueeze(0) + 2 * torch.ones(1, 20, 20)
+    factor = gptq.factorize(hessian)
+    assert factor.failed.all()
+    assert torch.equal(factor.unit_upper[0], torch.eye(20))
+
+
+def test_zero_weights_and_tiny_groups_stay_finite() -> None:
+    weight = torch.zeros(1, 4, 24)
+    weight[0, 1, 3] = 1e-9
+    weight[0, 2] = 70000.0  # its scale at 1 bit does not fit float16
+    for bits in BITS:
+        found = gptq.quantize(weight, None, bits=[bits], group_size=8)
+        values = PackedWeight.of(found, bits, symmetric=False).dequantize()
+        assert torch.isfinite(values).all()
+        assert torch.equal(values[0, 0], torch.zeros(24))
+
+
+def test_decode_with_a_short_last_group() -> None:
+    codes = torch.arange(10).reshape(1, 10) % 4
+    values = grids.decode(codes, torch.tensor([[1.0, 10.0]]), torch.tensor([[1, 2]]), 8)
+    assert values.tolist() == [[-1, 0, 1, 2, -1, 0, 1, 2, -20, -10]]

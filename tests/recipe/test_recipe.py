@@ -1,0 +1,70 @@
+"""Recipes: errors name key, line and nearest key; budgets are exact; shipped recipes load."""
+
+from pathlib import Path
+
+import pytest
+
+from moeq.errors import RecipeError
+from moeq.recipe import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_recipes_load(path: Path) -> None:
+    assert load_recipe(path).recipe_version == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: x\nlosses:\n  grup_size: 3\n", r"line 3: unknown key 'losses.grup_size'; did you mean 'group_size'\?"),
+        ("asign: {}\n", r"line 1: unknown key 'asign'; did you mean 'assign'\?"),
+        ("zzz: 1\n", r"unknown key 'zzz'; known keys here: assign, corpus"),
+        ("corpus:\n  sequences: many\n", r"line 2: corpus.sequences: .*integer.*'many'"),
+        ("losses: {bits: [1, 2, 5]}\n", r"line 1: losses.bits.2: Input should be 1, 2, 3, 4 or 8 \(given 5\)"),
+        ("losses: {bits: [2, 2]}\n", "none twice"),
+        ("losses: {group_size: 0}\n", r"group_size must be -1 .* or at least 8"),
+        ("assign: {average_bits: 7}\n", "average_bits must lie between 1 and 4, not 7"),
+        ("assign: {average_bits: lots}\n", "must be a number such as 2.5 or 5/2"),
+        ("assign: {method: uniform}\n", "method uniform needs bits"),
+        ("assign: {average_bits: 2.5, selector: false}\n", "selector off"),
+        ("losses: {bits: [2, 4]}\nassign: {method: uniform, bits: 3}\n", "assign: 3 bits is not among losses.bits"),
+        ("losses: {methods: [rtn]}\n", "quantizer gptq is not among losses.methods"),
+        (
+            "eval:\n  compare:\n    - {name: a, method: uniform, bitz: 3}\n",
+            r"line 3: unknown key .*did you mean 'bits'",
+        ),
+        ("eval: {compare: [{name: original, method: uniform, bits: 3}]}\n", "needs a name of its own"),
+        ("losses: {working_memory: 3 XB}\n", "unknown unit 'XB'"),
+        ("a: 1\n  b: 2\n", r"line 2: not valid YAML"),
+        ("- 1\n", "a recipe is a mapping"),
+    ],
+)
+def test_errors_say_what_and_where(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message) as caught:
+        load_recipe(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("assign.average_bits", "not key=value"),
+        ("assign.avrage_bits=2", r"--set assign.avrage_bits: unknown key .*did you mean 'average_bits'"),
+        ("assign.average_bits=9", r"--set assign: .*between 1 and 4"),
+        ("name.x=1", "not a section"),
+    ],
+)
+def test_overrides_are_named(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(None, [override, "name=y"] if override.startswith("a") else ["name=y", override])
+
+
+def test_budgets_are_exact_and_sizes_have_units() -> None:
+    recipe = load_recipe(None, ["assign.average_bits=2.1", "losses.working_memory=1.5GiB"])
+    assert recipe.assign.average_bits == "21/10"
+    assert recipe.losses.working_memory == 3 * 2**29

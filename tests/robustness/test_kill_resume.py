@@ -1,0 +1,261 @@
+"""A run that is killed at any moment, changed, damaged or started twice ends as an unbroken one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from robustness.fork_server import ForkServer, Running
+from robustness.runs import digests, partials, snapshot, tiny_recipe, write_recipe
+
+from moeq.artifacts.files import locked
+
+STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
+DIRECTORIES = {"export": "checkpoint"}
+KILLS = 20
+KILLS_A_DIRECTORY = 5
+SEED = 2026
+APART = {"recipe.yaml", ".lock"}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An unbroken run and how long each of its stages took."""
+
+    recipe: Path
+    out: Path
+    seconds: dict[str, float]
+
+
+@pytest.fixture(scope="module")
+def reference(
+    moeq: ForkServer, tiny_model: Path, short_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
+    """Every stage has something to do: lm-eval, replicas of all widths, a second assignment."""
+    folder = tmp_path_factory.mktemp("reference")
+    recipe = tiny_recipe(tiny_model, short_corpus, quantize={"replicas": "all"})
+    recipe["eval"] |= {"tasks": ["moeq_continuation"], "limit": 4}
+    path = write_recipe(folder / "recipe.yaml", recipe)
+    finished = moeq.run("run", path, "--out", folder / "run", "--quiet")
+    assert (finished.code, finished.stderr) == (0, "")
+    seconds = {stage: stage_record(folder / "run", stage)["volatile"]["seconds"] for stage in STAGES}
+    return Reference(path, folder / "run", seconds)
+
+
+def stage_record(run: Path, stage: str) -> dict:
+    return json.loads((run / DIRECTORIES.get(stage, stage) / "stage.json").read_text("utf-8"))
+
+
+def follow(running: Running) -> Iterator[tuple[str, str]]:
+    """(stage, begins | done | skipped) as the run reports it."""
+    while line := running.line():
+        word, *rest = line.split()
+        if word in STAGES:
+            yield word, "skipped" if "skipped" in rest else "done" if rest[:1] == ["done"] else "begins"
+
+
+def kill_during(running: Running, target: str, delay: float) -> str | None:
+    """Kill the process group `delay` seconds after the stage began; the stage that died, None when the run was over."""
+    begun: set[str] = set()
+    over: set[str] = set()
+
+    def note(stage: str, event: str) -> None:
+        (begun if event == "begins" else over).add(stage)
+
+    for stage, event in follow(running):
+        note(stage, event)
+        if stage == target and event == "begins":
+            select.select([], [], [], delay)
+            running.signal(signal.SIGKILL)
+            break
+    for stage, event in follow(running):
+        note(stage, event)
+    code = running.wait().code
+    assert code in {0, -signal.SIGKILL}
+    return None if code == 0 else next((stage for stage in STAGES if stage not in over), "after the last stage")
+
+
+def content(run: Path) -> dict[str, bytes]:
+    """Every file that a digest covers."""
+    return {
+        path.relative_to(run).as_posix(): path.read_bytes()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.name not in APART | {"stage.json"}
+    }
+
+
+def assert_as_unbroken(run: Path, reference: Reference) -> None:
+    assert partials(run) == []
+    assert digests(run) == digests(reference.out)
+    for stage in STAGES:
+        record, unbroken = stage_record(run, stage), stage_record(reference.out, stage)
+        assert {k: v for k, v in record.items() if k != "volatile"} == {
+            k: v for k, v in unbroken.items() if k != "volatile"
+        }
+    found, wanted = content(run), content(reference.out)
+    assert {name for name in wanted if found.get(name) != wanted[name]} == set()
+    assert sorted(found.keys() - wanted.keys()) == [], "left behind by a killed run"
+
+
+def test_killed_at_random_moments(moeq: ForkServer, reference: Reference, tmp_path: Path) -> None:
+    chance = random.Random(SEED)
+    landed: Counter[str] = Counter()
+    directories = 0
+    while landed.total() < KILLS:
+        directories += 1
+        assert directories <= 3 * KILLS // KILLS_A_DIRECTORY, f"kills miss: {dict(landed)}"
+        run = tmp_path / f"run-{directories}"
+        here = 0
+        for target in sorted(chance.choices(STAGES, k=KILLS_A_DIRECTORY), key=STAGES.index):
+            running = moeq.start("run", reference.recipe, "--out", run)
+            died = kill_during(running, target, chance.random() * reference.seconds[target])
+            if died is None:
+                break
+            landed[died] += 1
+            here += 1
+        if here == 0:
+            continue
+        finished = moeq.run("run", reference.recipe, "--out", run, "--quiet")
+        assert (finished.code, finished.stderr) == (0, "")
+        assert_as_unbroken(run, reference)
+        shutil.rmtree(run)
+    print(f"{landed.total()} kills landed in {dict(landed)}")
+    assert len(landed.keys() & set(STAGES)) >= 5, landed
+
+
+def test_killed_at_every_write(moeq: ForkServer, reference: Reference, tmp_path: Path) -> None:
+    """Every attempt finishes two files and dies before it renames its third (the recipe's copy is one of them)."""
+    run, attempts = tmp_path / "run", 0
+    while True:
+        attempts += 1
+        assert attempts < 60, "a run that is killed again and again must get on"
+        finished = moeq.run("run", reference.recipe, "--out", run, "--quiet", die_at_rename=3)
+        if finished.code == 0:
+            break
+        assert finished.code == -signal.SIGKILL
+    assert attempts > len(STAGES)
+    assert_as_unbroken(run, reference)
+
+
+def test_a_finished_run_is_left_alone(moeq: ForkServer, reference: Reference) -> None:
+    before = snapshot(reference.out)
+    running = moeq.start("run", reference.recipe, "--out", reference.out)
+    events = list(follow(running))
+    assert running.wait().code == 0
+    assert events == [(stage, "skipped") for stage in STAGES]
+    after = snapshot(reference.out)
+    before.pop("recipe.yaml")
+    after.pop("recipe.yaml")
+    assert after == before
+
+
+def test_a_changed_key_reruns_what_depends_on_it(moeq: ForkServer, recipe: Path, run_copy: Path) -> None:
+    before = digests(run_copy)
+    running = moeq.start("run", recipe, "--out", run_copy, "--set", "assign.average_bits=3")
+    events = dict(follow(running))
+    assert running.wait().code == 0
+    rerun = ("assign", "quantize", "export", "eval", "estimate", "report")
+    assert events == {stage: "done" if stage in rerun else "skipped" for stage in STAGES}
+    changed = {stage for stage, digest in digests(run_copy).items() if before[stage] != digest}
+    assert changed >= {"assign", "quantize", "checkpoint", "eval", "estimate"}
+
+    running = moeq.start("run", recipe, "--out", run_copy)
+    assert set(dict(follow(running)).values()) == {"done", "skipped"}
+    assert running.wait().code == 0
+    assert digests(run_copy) == before, "back to the first recipe: back to its bytes"
+
+
+DAMAGED = {
+    "profile": "profile/profile.safetensors",
+    "losses": "losses/losses.parquet",
+    "assign": "assign/assignment.json",
+    "quantize": "quantize/experts-layer-001.safetensors",
+    "export": "checkpoint/placement.json",
+    "eval": "eval/eval.json",
+    "estimate": "estimate/estimate.json",
+}
+
+
+@pytest.mark.parametrize("stage", DAMAGED)
+@pytest.mark.parametrize("damage", ["truncated", "deleted", "flipped"])
+def test_a_damaged_output_is_remade(
+    moeq: ForkServer, recipe: Path, finished_run: Path, run_copy: Path, stage: str, damage: str
+) -> None:
+    path = run_copy / DAMAGED[stage]
+    if damage == "deleted":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        path.unlink()  # a hard link may join it to a file of another stage
+        if damage == "flipped":
+            data[len(data) // 2] ^= 1
+        path.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
+    running = moeq.start("run", recipe, "--out", run_copy)
+    events = dict(follow(running))
+    assert running.wait().code == 0
+    assert events[stage] == "done"
+    assert digests(run_copy) == digests(finished_run)
+    for name in DAMAGED.values():
+        assert (run_copy / name).read_bytes() == (finished_run / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_damaged_record_is_remade(
+    moeq: ForkServer, recipe: Path, finished_run: Path, run_copy: Path, stage: str
+) -> None:
+    path = run_copy / DIRECTORIES.get(stage, stage) / "stage.json"
+    path.write_bytes(path.read_bytes()[:50])
+    finished = moeq.run("run", recipe, "--out", run_copy, "--quiet")
+    assert (finished.code, finished.stderr) == (0, "")
+    assert digests(run_copy) == digests(finished_run)
+
+
+def test_two_runs_in_one_directory(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = moeq.start("run", recipe, "--out", run)
+    assert first.line().split()[0] in STAGES
+    first.signal(signal.SIGSTOP)  # it holds the lock for as long as we like
+    for command in (["run", recipe], ["profile", recipe], ["assign"]):
+        second = moeq.run(*command, "--out", run, "--quiet")
+        assert second.code == 8
+        assert second.stderr.splitlines() == [
+            f"moeq: {run}: another moeq run is working here; wait for it or choose another --out"
+        ]
+    first.signal(signal.SIGCONT)
+    assert first.wait().code == 0
+    assert moeq.run("run", recipe, "--out", run, "--quiet").code == 0
+
+
+def test_a_lock_of_a_dead_run_is_free(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    running = moeq.start("run", recipe, "--out", run)
+    assert kill_during(running, "losses", 0) == "losses"
+    assert (run / ".lock").exists()
+    with locked(run):
+        pass
+
+
+def test_interrupted(moeq: ForkServer, recipe: Path, finished_run: Path, tmp_path: Path) -> None:
+    """Ctrl-C: exit 130, one line, nothing half-written, and the same command goes on."""
+    run = tmp_path / "run"
+    for target in ("losses", "quantize", "eval"):
+        running = moeq.start("run", recipe, "--out", run)
+        for stage, event in follow(running):
+            if (stage, event) == (target, "begins"):
+                os.kill(running.pid, signal.SIGINT)
+        finished = running.wait()
+        assert finished.code == 130, finished.stderr
+        assert "Traceback" not in finished.stderr
+        assert finished.stderr.splitlines()[-1] == "interrupted; run the same command to go on"
+        assert partials(run) == []
+    assert moeq.run("run", recipe, "--out", run, "--quiet").code == 0
+    assert digests(run) == digests(finished_run)

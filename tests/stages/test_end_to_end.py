@@ -1,0 +1,176 @@
+"""`moeq run` on random Mixtral and Qwen3-MoE models of awkward sizes: what comes out, loads back and adds up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from manifest_reader import read_expert, read_tensor
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from moeq import inspection, pipeline, results
+from moeq.artifacts.manifest import read_manifest
+from moeq.models.source import open_source
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages import assign, evaluate
+from moeq.stages.context import Context
+
+SMALL = (
+    "corpus.sequences=12", "corpus.sequence_length=48", "corpus.batch_size=5",
+    "eval.perplexity.sequences=6", "eval.perplexity.sequence_length=48",
+    "eval.compare=[{name: uniform-3, method: uniform, bits: 3}, {name: u1, method: uniform, bits: 1, quantizer: rtn}]",
+    "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
+)  # fmt: skip
+CASES = {
+    "mixtral": ("tiny_mixtral", ("losses.group_size=16", "assign.average_bits=5/2", "assign.gpu_experts=1")),
+    "qwen": ("tiny_qwen", ("losses.group_size=-1", "assign.average_bits=2.2", "quantize.replicas=all")),
+    "symmetric": (
+        "tiny_mixtral",
+        ("losses.group_size=24", "losses.symmetric=true", "assign={method: uniform, bits: 4, gpu_experts: 2}"),
+    ),
+}
+
+
+def run(model: Path, out: Path, overrides: tuple[str, ...]) -> Context:
+    recipe = load_recipe(None, [*SMALL, *overrides])
+    context = Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
+    pipeline.run(context)
+    return context
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Context:
+    fixture, overrides = CASES[request.param]
+    return run(request.getfixturevalue(fixture), tmp_path_factory.mktemp("run") / request.param, overrides)
+
+
+def test_manifest_alone_rebuilds_every_expert(finished: Context) -> None:
+    """A reader without moeq gives the dequantized weights, in every replica."""
+    folder = finished.directory("export")
+    manifest: dict[str, Any] = json.loads((folder / "placement.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in manifest["layers"]:
+        module = loaded.get_submodule(layer["name"])
+        assert len(layer["experts"]) == layer["num_experts"]
+        for expert in layer["experts"]:
+            placed = [replica for replica in expert["replicas"] if replica["placed"]]
+            assert [replica["bits"] for replica in placed] == [expert["bits"]]
+            for replica in expert["replicas"]:
+                values = read_expert(folder, layer, replica, manifest["layout"])
+                if replica["placed"]:
+                    gate_up, down = module.get_submodule(str(expert["expert"])).values(torch.float32)
+                    mine = torch.cat([torch.from_numpy(values[name]) for name in ("gate_proj", "up_proj")])
+                    torch.testing.assert_close(gate_up, mine.float(), rtol=1e-6, atol=1e-8)
+                    torch.testing.assert_close(
+                        down, torch.from_numpy(values["down_proj"]).float(), rtol=1e-6, atol=1e-8
+                    )
+    if finished.recipe.quantize.replicas == "all":
+        widths = {tuple(sorted(r["bits"] for r in e["replicas"])) for x in manifest["layers"] for e in x["experts"]}
+        assert widths == {(1, 2, 3, 4, 8, 16)}
+
+
+def test_bytes_on_disk_are_what_the_manifest_states(finished: Context) -> None:
+    folder = finished.directory("export")
+    found = inspection.inspect(folder)
+    totals = read_manifest(folder).totals
+    assert found["placed_expert_bytes"] == totals.placed_expert_bytes == sum(totals.bytes_by_tier.values())
+    assert found["placed_expert_bytes"] == assign.total_bytes(finished, assign.load(finished))
+    headers = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as stream:
+            headers += 8 + int.from_bytes(stream.read(8), "little")
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert files - headers == found["tensor_bytes_on_disk"]
+
+
+def test_logits_equal_the_dequantized_models(finished: Context) -> None:
+    ids = torch.arange(3, 63).reshape(2, 30)
+    packed = AutoModelForCausalLM.from_pretrained(finished.directory("export"), dtype=torch.float32)
+    plain = Context(recipe=finished.recipe, model_name=finished.model_name, out=finished.out)
+    plain.__dict__["dtype"] = torch.float32
+    evaluate.apply_assignment(plain, assign.load(plain))
+    with torch.no_grad():
+        torch.testing.assert_close(packed(ids).logits, plain.model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert evaluate.load(finished).export_logit_error <= evaluate.CHECK_TOLERANCE[finished.dtype]
+
+
+def test_everything_but_the_experts_is_untouched(finished: Context) -> None:
+    source, folder = open_source(finished.model_name), finished.directory("export")
+    rest = {key for key in source.tensors if ".experts." not in key}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert rest
+    for key in rest:
+        original, copy = read_tensor(source.tensors[key].file, key), read_tensor(folder / index[key], key)
+        assert original[1] == copy[1], key
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (folder / name).read_bytes() == (source.path / name).read_bytes()
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == "moeq"
+    assert config == source.config
+
+
+def test_saving_again_keeps_weights_and_the_guard(finished: Context, tmp_path: Path) -> None:
+    ids = torch.arange(3, 33)[None]
+    first = AutoModelForCausalLM.from_pretrained(finished.directory("export"))
+    first.save_pretrained(tmp_path / "again")
+    second, info = AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        assert torch.equal(first(ids).logits, second(ids).logits)
+    for folder in (finished.directory("export"), tmp_path / "again"):
+        code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(folder)!r}); print('RAN')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert "RAN" not in done.stdout
+        assert "size mismatch" in done.stderr
+
+
+def test_evaluated_rows_and_card(finished: Context) -> None:
+    rows = {row["name"]: row for row in results.final_rows(finished)}
+    assert set(rows) == {"original", "run", "uniform-3", "u1"}
+    assert rows["run"]["exported"]
+    assert all(row["perplexity"] > 1 for row in rows.values())
+    assert rows["original"]["expert_bytes"] > rows["uniform-3"]["expert_bytes"] > rows["u1"]["expert_bytes"]
+    card = (finished.directory("export") / "README.md").read_text()
+    assert "import moeq" in card
+    assert str(finished.model_name) in card
+
+
+def test_generation_runs_on_the_export(finished: Context) -> None:
+    from moeq.generation import generate
+
+    options = {"max_new_tokens": 5, "seed": 1, "device": "cpu"}
+    first = generate(finished.directory("export"), "def main", temperature=0.8, **options)
+    again = generate(finished.directory("export"), "def main", temperature=0.8, **options)
+    assert first["text"] == again["text"]
+    assert first["text"].startswith("def main")
+    assert 1 <= first["new_tokens"] <= 5
+
+
+def test_loss_table_is_complete_and_readable_by_others(finished: Context) -> None:
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(finished.directory("losses") / "losses.parquet").to_pandas()
+    experts = sum(layer.num_experts for layer in finished.layers)
+    assert len(table) == experts * 4 * 2 * 5
+    assert table.loss.notna().all()
+    with safe_open(finished.directory("losses") / "replicas" / "layer-000.safetensors", "pt") as handle:
+        assert "gate_proj.3.codes" in handle.keys()  # noqa: SIM118
+
+
+def test_unpacked_corpus_profiles_only_real_tokens(tiny_mixtral: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": "some words " * n}) + "\n" for n in (3, 30, 7, 12, 5, 21))
+    )
+    recipe = load_recipe(None, [*SMALL, f"corpus.source={tmp_path / 'text.jsonl'}", "corpus.packed=false",
+                                "corpus.sequences=6"])  # fmt: skip
+    context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / "run", reporter=Reporter(quiet=True))
+    outcome = pipeline.run(context, ("profile",))[0]
+    assert outcome.record.summary["tokens"] == int(context.calibration.mask.sum()) < context.calibration.ids.numel()

@@ -1,0 +1,98 @@
+"""The command line: flags are frozen, every command has help, imports stay light, JSON goes to standard output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from moeq.cli import app
+from moeq.version import __version__
+
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+STAGE = {"recipe", "--model", "--out", "--set", "--json", "--quiet"}
+FLAGS = {
+    "run": STAGE,
+    **dict.fromkeys(("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report"), STAGE),
+    "inspect": {"path", "--json"},
+    "generate": {"checkpoint", "prompt", "--max-new-tokens", "--temperature", "--seed", "--device", "--json"},
+}
+
+
+def moeq(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moeq", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_flags_are_frozen() -> None:
+    found = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in COMMANDS.items()
+    }
+    assert found == FLAGS
+
+
+@pytest.mark.parametrize("name", list(FLAGS))
+def test_every_command_and_option_has_help(name: str) -> None:
+    command = COMMANDS[name]
+    assert command.help
+    for parameter in command.params:
+        assert parameter.help, f"{name} {parameter.name}"
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['moeq', '--help']\n"
+        "from moeq.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+    assert moeq("--version").stdout.strip() == f"moeq {__version__}"
+
+
+def test_import_registers_with_transformers_whenever_it_is_imported() -> None:
+    check = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m; assert 'moeq' in m"
+    for code in (f"import moeq; {check}", f"import transformers.quantizers.auto; import moeq; {check}"):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_stages_one_by_one_in_json(tiny_mixtral: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "name: one\nmodel: " + str(tiny_mixtral) + "\ncorpus: {sequences: 8, sequence_length: 32}\n"
+        "losses: {group_size: 16}\neval: {perplexity: {sequences: 4, sequence_length: 32}, compare: []}\n"
+    )
+    out = tmp_path / "with space" / "run"
+    first = moeq("profile", str(recipe), "--out", str(out), "--json", "--quiet")
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)["summary"]["layers"] == 2
+    assert first.stderr == ""
+    early = moeq("assign", "--out", str(out), "--model", str(tiny_mixtral))
+    assert early.returncode == 7
+    assert "this stage has not been run; run `moeq losses`" in early.stderr
+    whole = moeq("run", str(recipe), "--out", str(out), "--json")
+    assert whole.returncode == 0, whole.stderr
+    found = json.loads(whole.stdout)
+    assert [stage["skipped"] for stage in found["stages"]] == [True] + [False] * 7
+    assert {row["name"] for row in found["table"]} == {"original", "one"}
+    assert all(Path(path).exists() for path in found["paths"].values())
+    table = moeq("run", str(recipe), "--out", str(out))
+    assert "one *" in table.stdout
+    assert "unchanged, skipped" in table.stderr
+    run = json.loads(moeq("inspect", str(out), "--json").stdout)
+    assert run["kind"] == "moeq run"
+    assert "every size" in moeq("inspect", str(out / "checkpoint")).stdout
+    for name in ("assign/assignment.json", "losses/losses.parquet", "losses", "recipe.yaml", "eval/eval.json"):
+        assert moeq("inspect", str(out / name)).returncode == 0, name
+    text = moeq("generate", str(out / "checkpoint"), "hello", "--max-new-tokens", "3")
+    assert text.stdout.startswith("hello")
