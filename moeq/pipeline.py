@@ -11,7 +11,7 @@ from typing import Any
 
 from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
-from moeq.artifacts.stage import StageRecord, is_current, read_record, write_record
+from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
 from moeq.errors import ArtifactError
 from moeq.models.corpus import corpus_files, files_digest
 from moeq.recipe import Recipe
@@ -27,7 +27,8 @@ RECIPE_COPY = "recipe.yaml"
 class Stage:
     """One stage: what it runs, the sections of the recipe that it reads, the stages whose artifacts it reads.
 
-    text: parts of the corpus that it reads; computes: whether dtype and device decide its digits.
+    text: parts of the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what
+    would make it fail later; apart: files outside its digest; editable: files that people may change by hand.
     """
 
     name: str
@@ -37,8 +38,10 @@ class Stage:
     text: tuple[str, ...] = ()
     computes: bool = False
     extra: Callable[[Context], Any] | None = None
+    check: Callable[[Context], None] | None = None
     clean: Callable[[Context], None] | None = None
     apart: frozenset[str] = frozenset()
+    editable: frozenset[str] = frozenset()
 
 
 STAGES = (
@@ -51,7 +54,14 @@ STAGES = (
         computes=True,
         clean=losses.clean,
     ),
-    Stage(name="assign", run=assign.run, sections=("name", "assign"), after=("profile", "losses")),
+    Stage(
+        name="assign",
+        run=assign.run,
+        sections=("name", "assign"),
+        after=("profile", "losses"),
+        check=assign.check,
+        editable=frozenset({assign.NAME}),
+    ),
     Stage(name="quantize", run=quantize.run, sections=("quantize",), after=("losses", "assign"), computes=True),
     Stage(
         name="export",
@@ -67,6 +77,7 @@ STAGES = (
         after=("profile", "losses", "assign", "export"),
         text=("evaluation",),
         computes=True,
+        check=evaluate.check,
     ),
     Stage(
         name="estimate",
@@ -74,6 +85,7 @@ STAGES = (
         sections=("estimate", "eval", "seed"),
         after=("profile", "losses", "assign"),
         extra=estimate.hardware_digest,
+        check=estimate.check,
     ),
     Stage(
         name="report",
@@ -106,7 +118,7 @@ def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     if stage.extra is not None:
         found["extra"] = digest_of(stage.extra(context))
     for name in stage.after:
-        found[name] = read_record(context.directory(name), name).digest
+        found[name] = current_digest(context.directory(name), name)
     return found
 
 
@@ -119,14 +131,17 @@ def _sections(recipe: Recipe, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: whole[name] for name in names}
 
 
-def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome:
+def run_stage(context: Context, stage: Stage) -> Outcome:
     """Run one stage unless its inputs have not changed; the record is its last write."""
     directory = context.directory(stage.name)
     inputs = _inputs(context, stage)
     key = digest_of([stage.name, inputs])
-    if not force and is_current(directory, stage.name, key):
-        context.reporter.say(f"[dim]{stage.name:9} unchanged, skipped[/dim]")
-        return Outcome(stage=stage.name, skipped=True, seconds=0.0, record=read_record(directory, stage.name))
+    if is_current(directory, stage.name, key, stage.editable):
+        record = read_record(directory, stage.name)
+        edited = current_digest(directory, stage.name) != record.digest
+        note = "edited by hand, kept" if edited else "unchanged, skipped"
+        context.reporter.say(f"[dim]{stage.name:9} {note}[/dim]")
+        return Outcome(stage=stage.name, skipped=True, seconds=0.0, record=record)
     context.reporter.say(f"[bold]{stage.name}[/bold]")
     started = time.monotonic()
     (directory / "stage.json").unlink(missing_ok=True)
@@ -154,7 +169,7 @@ def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME)) -> list[Outco
 
     Raises MoeqError of the failing stage's class; whatever was finished before stays.
     """
-    _prepare(context)
+    _prepare(context, [BY_NAME[name] for name in names])
     with locked(context.out):
         remove_partials(context.out)
         write_text(context.out / RECIPE_COPY, _recipe_text(context))
@@ -163,8 +178,8 @@ def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME)) -> list[Outco
 
 def run_alone(context: Context, name: str) -> Outcome:
     """Run one stage on the artifacts that are there; ArtifactError when one it needs is missing or of another model."""
-    _prepare(context)
     stage = BY_NAME[name]
+    _prepare(context, [stage])
     with locked(context.out):
         remove_partials(context.out)
         for needed in stage.after:
@@ -178,22 +193,40 @@ def run_alone(context: Context, name: str) -> Outcome:
         return run_stage(context, stage)
 
 
-def _prepare(context: Context) -> None:
-    """Everything that can be wrong with model, device and text is found before the first write."""
+def _prepare(context: Context, stages: list[Stage]) -> None:
+    """What can be wrong with model, device, text, tasks and hardware is found before the first write."""
     import torch
 
     if context.recipe.threads is not None:
         torch.set_num_threads(context.recipe.threads)
     torch.manual_seed(context.recipe.seed)
-    for needed in ("layers", "dtype", "tokenizer", "calibration"):
-        getattr(context, needed)
+    needed = ["layers", "dtype"]
+    needed += ["tokenizer"] if any(stage.text for stage in stages) else []
+    needed += ["calibration"] if any("calibration" in stage.text for stage in stages) else []
+    for name in needed:
+        getattr(context, name)
+    for stage in stages:
+        if stage.check is not None:
+            stage.check(context)
 
 
 def _recipe_text(context: Context) -> str:
     import yaml
 
-    data = context.recipe.model_dump(mode="json") | {"model": context.model_name}
+    data = context.recipe.model_dump(mode="json") | {"model": _absolute(context.model_name)}
+    data["corpus"]["source"] = _absolute(data["corpus"]["source"])
+    if data["eval"]["perplexity"] is not None:
+        data["eval"]["perplexity"]["source"] = _absolute(data["eval"]["perplexity"]["source"])
+    for section, key in (("eval", "include_path"), ("estimate", "hardware")):
+        data[section][key] = _absolute(data[section][key])
     return f"# The recipe as it was run, defaults filled in.\n{yaml.safe_dump(data, sort_keys=False)}"
+
+
+def _absolute(name: Any) -> Any:
+    """Paths that exist become absolute, so that the copied recipe works from any directory; other names stay."""
+    if isinstance(name, list):
+        return [_absolute(one) for one in name]
+    return str(Path(name).resolve()) if isinstance(name, str) and Path(name).exists() else name
 
 
 def result_paths(context: Context) -> dict[str, Path]:

@@ -77,8 +77,14 @@ def read_record(directory: Path, stage: str) -> StageRecord:
         raise ArtifactError(first["msg"], where=where, do=remedy) from None
 
 
-def is_current(directory: Path, stage: str, key: str) -> bool:
-    """Whether the stage was finished with this key and all its files are still there at their size."""
+HASHED_BYTES = 16 << 20  # files up to this size are hashed again when a later stage reads them
+
+
+def is_current(directory: Path, stage: str, key: str, editable: frozenset[str] = frozenset()) -> bool:
+    """Whether the stage was finished with this key and all its files are still there at their size.
+
+    `editable` files may have been changed by hand: they only have to be there.
+    """
     if not (directory / RECORD).exists():
         return False
     try:
@@ -86,9 +92,21 @@ def is_current(directory: Path, stage: str, key: str) -> bool:
     except ArtifactError:
         return False  # of another schema version or damaged: `moeq run` makes it again
     return record.key == key and all(
-        (directory / name).is_file() and (directory / name).stat().st_size == stamp.bytes
+        (directory / name).is_file() and (name in editable or (directory / name).stat().st_size == stamp.bytes)
         for name, stamp in record.files.items()
     )
+
+
+def current_digest(directory: Path, stage: str) -> str:
+    """Digest of what a stage's files hold now: small files are hashed again, so that hand edits reach later stages."""
+    record = read_record(directory, stage)
+    found = {}
+    for name, stamp in record.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise ArtifactError("file is missing", where=str(path), do=f"run `moeq {stage}` again")
+        found[name] = sha256_file(path) if path.stat().st_size <= HASHED_BYTES else stamp.sha256
+    return digest_of(found)
 
 
 def write_record(

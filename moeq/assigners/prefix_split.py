@@ -45,24 +45,28 @@ def split(losses: np.ndarray, counts: np.ndarray, budgets: np.ndarray) -> np.nda
     """Best (n4, n3, n2, n1) of every layer, [L, 4].
 
     losses: [L, E, 4] loss at 1, 2, 3, 4 bits of the experts in order of importance (rows beyond a layer's count are
-    ignored); counts: [L] experts to decide on; budgets: [L] increments, each at most 3 * count.
+    ignored); counts: [L] experts to decide on; budgets: [L] increments, each at most 3 * count. Layers with the same
+    count and budget have the same candidates and are scored together.
     """
-    layers, experts, _ = losses.shape
-    own = np.arange(experts) < counts[:, None]  # [L, E]
-    gains = np.where(own[..., None], losses[:, :, :1] - losses, 0.0)
-    prefix = np.concatenate([np.zeros((layers, 1, 4)), gains.cumsum(1)], 1)  # [L, E + 1, 4]
-    four, three = (axis.ravel() for axis in np.meshgrid(np.arange(experts + 1), np.arange(experts + 1), indexing="ij"))
-    two = budgets[:, None] - 3 * four - 2 * three  # [L, C]
-    one = counts[:, None] - four - three - two
-    feasible = (two >= 0) & (one >= 0)
-    upper = np.where(feasible, four + three + two, 0)
-    row = np.arange(layers)[:, None]
-    at_four, at_three = np.broadcast_to(four, two.shape), np.broadcast_to(np.minimum(four + three, experts), two.shape)
-    gain = prefix[row, at_four, 3] + (prefix[row, at_three, 2] - prefix[row, at_four, 2])
-    gain = gain + prefix[row, upper, 1] - prefix[row, at_three, 1]
-    best = np.where(feasible, gain, -np.inf).argmax(1)
-    pick = np.arange(layers)
-    return np.stack([four[best], three[best], two[pick, best], one[pick, best]], 1)
+    result = np.zeros((len(losses), 4), int)
+    for count, budget in sorted(set(zip(counts.tolist(), budgets.tolist(), strict=True))):
+        here = np.flatnonzero((counts == count) & (budgets == budget))
+        runs = candidates(count, budget)
+        gains = losses[here, :count, :1] - losses[here, :count]  # [l, count, 4]
+        prefix = np.concatenate([np.zeros((len(here), 1, 4)), gains.cumsum(1)], 1)
+        to_two, to_three, to_four = prefix[..., 1], prefix[..., 2] - prefix[..., 1], prefix[..., 3] - prefix[..., 2]
+        ends = runs[:, :3].cumsum(1)  # experts that have at least 4, 3, 2 bits
+        total = to_four.take(ends[:, 0], 1) + to_three.take(ends[:, 1], 1) + to_two.take(ends[:, 2], 1)
+        result[here] = runs[total.argmax(1)]
+    return result
+
+
+def candidates(count: int, budget: int) -> np.ndarray:
+    """All (n4, n3, n2, n1) >= 0 that add up to `count` and spend `budget` increments, [C, 4]."""
+    four, three = np.indices((budget // 3 + 1, budget // 2 + 1)).reshape(2, -1)
+    two = budget - 3 * four - 2 * three
+    runs = np.stack([four, three, two, count - four - three - two], 1)
+    return runs[(runs >= 0).all(1)]
 
 
 def assign(inputs: AssignInputs) -> Assignment:

@@ -76,6 +76,8 @@ def open_source(name: str, revision: str | None = None) -> ModelSource:
     """
     path, commit = _resolve(name, revision)
     config = _read_config(path)
+    if Path(name).expanduser().is_dir():
+        name = path.resolve().name  # where it lies on this machine is nobody's business
     return ModelSource(name=name, path=path, revision=commit, config=config, tensors=_read_headers(path))
 
 

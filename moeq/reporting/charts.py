@@ -49,8 +49,10 @@ def similarity_chart(name: str, label: str, band: Band) -> Drawing:
     def fill(figure: Any) -> None:
         plane, layers = _plane(figure), np.arange(len(band.middle))
         known = np.isfinite(band.middle)
-        plane.vlines(layers[known], band.low[known], band.high[known], color=svg.SERIES[0], alpha=0.35, linewidth=4)
-        plane.plot(layers, band.middle, color=svg.SERIES[0], marker="o", markersize=5, linewidth=1.2)
+        thick, large = (4, 5) if len(layers) <= 40 else (2, 3)
+        bars = (layers[known], band.low[known], band.high[known])
+        plane.vlines(*bars, color=svg.SERIES[0], alpha=0.35, linewidth=thick)
+        plane.plot(layers, band.middle, color=svg.SERIES[0], marker="o", markersize=large, linewidth=1.2)
         mean = float(np.mean(band.middle[known]))
         plane.axhline(mean, color=svg.SERIES[1], linewidth=1.2, linestyle=(0, (5, 3)))
         low = min(0.95, np.floor(float(np.nanmin(band.low)) * 20 - 0.2) / 20)
@@ -64,6 +66,7 @@ def similarity_chart(name: str, label: str, band: Band) -> Drawing:
             ha="right",
             color=svg.SERIES[1],
         )
+        plane.yaxis.get_major_locator().set_params(nbins=5)
         plane.set_xlim(-0.5, len(layers) - 0.5)
         plane.set_xticks(ticks(len(layers), (WIDTH - LEFT - RIGHT) / len(layers), 30))
         plane.grid(axis="y")
@@ -105,7 +108,7 @@ def _positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def width_chart(name: str, label: str, counts: Mapping[int, int]) -> Drawing:
     """Bars of experts by width."""
     total, top = sum(counts.values()), max(counts.values())
-    width = LEFT + RIGHT + max(220, 78 * len(counts))
+    width = LEFT + RIGHT + max(220, 92 * len(counts))
 
     def fill(figure: Any) -> None:
         plane = svg.axes(figure, LEFT, BELOW, width - LEFT - RIGHT, 210 - BELOW - ABOVE)
@@ -117,6 +120,7 @@ def width_chart(name: str, label: str, counts: Mapping[int, int]) -> Drawing:
         plane.set_xlim(-0.6, len(counts) - 0.4)
         plane.set_ylim(0, 1.16 * top)
         plane.yaxis.get_major_locator().set_params(integer=True, nbins=5)
+        plane.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         plane.grid(axis="y")
         plane.set_xlabel("bits")
         plane.set_ylabel("experts")

@@ -21,10 +21,10 @@ from moeq.reporting.maps import log_map, share_map, width_map
 MAP_BITS = 2  # the width whose losses are mapped, where the table has it
 MOST_NAMED = 12
 FALLBACKS = {
-    "borrowed_hessian": "borrowed part of the layer's Hessian, with too few calibration tokens of its own",
-    "raised_damping": "needed more damping for its factorization",
-    "float64": "needed float64 for its factorization",
-    "rounded": "rounded to nearest, since no factorization held",
+    "borrowed_hessian": "too few calibration tokens, so part of the layer's Hessian stood in",
+    "raised_damping": "the factorization held only with more damping",
+    "float64": "the factorization held only in float64",
+    "rounded": "no factorization held, so the weights were rounded to nearest",
 }
 
 
@@ -152,12 +152,12 @@ def _coverage(found: LossTable, method: str, profile: ExpertProfile) -> list[str
     whole = _once(found, method)
     fallbacks = Counter(name for row in whole for name in row["fallback"].split("+") if name != "none")
     lines = [
-        f"{formats.count(number, 'expert')} of {len(whole):,} {FALLBACKS.get(name, name)} ({name})."
+        f"{formats.count(number, 'expert')} of {len(whole):,}: {FALLBACKS.get(name, 'a fallback')} ({name})."
         for name, number in sorted(fallbacks.items())
     ] or [f"No fallback was needed for any of the {len(whole):,} experts."]
     borrowed = sum(row["measured_on"] == "borrowed" for row in whole)
     lines.append(
-        f"{formats.count(borrowed, 'expert')} of {len(whole):,} had too few held-out tokens, so that the loss was "
+        f"{formats.count(borrowed, 'expert')} of {len(whole):,} XX
         "measured on other tokens of the layer."
     )
     least = min(whole, key=lambda row: (row["calibration_tokens"], row["layer"], row["expert"]))

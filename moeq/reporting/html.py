@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
-import unicodedata
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+_UNHOLDABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 class Raw(str):
@@ -38,12 +40,8 @@ class Section:
 
 
 def plain(text: str) -> str:
-    """Text without control characters, which neither HTML nor XML can hold."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(letter) else letter for letter in text)
-
-
-def _is_control(letter: str) -> bool:
-    return (letter not in "\n\t" and unicodedata.category(letter) in ("Cc", "Cs")) or letter in "\ufffe\uffff"
+    """Text without the characters that neither HTML nor XML can hold."""
+    return _UNHOLDABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def escape(text: str) -> Raw:
@@ -70,29 +68,31 @@ def items(texts: Iterable[str]) -> Raw:
     return element("ul", *(element("li", text) for text in texts))
 
 
-def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str] | Row], *, texts: int = 1) -> Raw:
-    """A table that scrolls inside its own box. The first `texts` columns are text, the others figures."""
+def table(reading: str, head: Sequence[str], rows: Sequence[Sequence[str] | Row], *, texts: int = 1) -> Raw:
+    """A sentence on how to read a table, and the table, which scrolls inside its own box.
 
-    def cells(values: Sequence[str]) -> Raw:
-        parts = []
-        for index, value in enumerate(values):
-            attributes = {} if index < texts else {"class_": "number"}
-            tag = "th" if index == 0 else "td"
-            parts.append(element(tag, value, **attributes, **({"scope": "row"} if tag == "th" else {})))
-        return join(parts)
-
-    top = [
-        element("th", name, scope="col", **({} if index < texts else {"class_": "number"}))
-        for index, name in enumerate(head)
-    ]
-    body = [
-        element("tr", cells(row.cells), class_=row.kind) if isinstance(row, Row) else element("tr", cells(row))
+    The first `texts` columns are text, the others figures.
+    """
+    top = (element("th", name, scope="col", **_alignment(index, texts)) for index, name in enumerate(head))
+    body = (
+        element("tr", _cells(row.cells, texts), class_=row.kind)
+        if isinstance(row, Row)
+        else element("tr", _cells(row, texts))
         for row in rows
-    ]
-    inner = element(
-        "table", element("caption", caption), element("thead", element("tr", *top)), element("tbody", *body)
     )
-    return element("div", inner, class_="scroll", tabindex="0")
+    inner = element("table", element("thead", element("tr", *top)), element("tbody", *body))
+    box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=reading)
+    return join([paragraph(reading, kind="reading"), box])
+
+
+def _alignment(index: int, texts: int) -> dict[str, str]:
+    return {} if index < texts else {"class_": "number"}
+
+
+def _cells(values: Sequence[str], texts: int) -> Raw:
+    first, *others = values
+    cells = (element("td", value, **_alignment(index, texts)) for index, value in enumerate(others, 1))
+    return join([element("th", first, scope="row"), *cells])
 
 
 def figure(drawing: Drawing, caption: str) -> Raw:

@@ -17,6 +17,7 @@ from moeq.reporting import formats, svg
 from moeq.reporting.html import Drawing
 
 SHARPNESS = 2  # pixels of the picture a point
+SHARE_MAP, LOSS_MAP = "viridis", "plasma"
 ABSENT = (0.55, 0.58, 0.62, 1.0)  # no figure for this expert: grey, which no colour map here holds
 OUTLINE = (1.0, 0.45, 0.0, 1.0)
 WIDTHS = {1: "#fde725", 2: "#7ad151", 3: "#22a884", 4: "#2a788e", 8: "#414487", 16: "#440154"}  # viridis backwards
@@ -61,10 +62,10 @@ def share_map(name: str, label: str, rows: Sequence[np.ndarray]) -> Drawing:
     """Shares from 0 to the largest; experts at exactly 0 are grey."""
     values = stack(rows)
     top = max(float(np.nanmax(values)), 1e-12)
-    colours = _colours("viridis", values / top)
+    colours = _colours(SHARE_MAP, values / top)
     colours[values == 0] = ABSENT
     ticks = [(part, formats.share(part * top)) for part in (0.0, 0.5, 1.0)]
-    return _map(name, label, colours, values, lambda figure: _bar(figure, "viridis", "share of activations", ticks))
+    return _map(name, label, colours, values, lambda figure: _bar(figure, SHARE_MAP, "share of activations", ticks))
 
 
 def log_map(name: str, label: str, rows: Sequence[np.ndarray], quantity: str) -> Drawing:
@@ -74,10 +75,10 @@ def log_map(name: str, label: str, rows: Sequence[np.ndarray], quantity: str) ->
     logs = np.log10(np.where(positive, values, 1.0))
     low, high = (float(logs[positive].min()), float(logs[positive].max())) if positive.any() else (0.0, 1.0)
     high = max(high, low + 1e-6)
-    colours = _colours("cividis", np.where(positive, (logs - low) / (high - low), np.nan))
+    colours = _colours(LOSS_MAP, np.where(positive, (logs - low) / (high - low), np.nan))
     colours[np.isfinite(values) & ~positive] = ABSENT
     ticks = [(part, formats.share(10 ** (low + part * (high - low)), 2)) for part in (0.0, 0.5, 1.0)]
-    return _map(name, label, colours, values, lambda figure: _bar(figure, "cividis", quantity, ticks))
+    return _map(name, label, colours, values, lambda figure: _bar(figure, LOSS_MAP, quantity, ticks))
 
 
 def width_map(name: str, label: str, bits: Sequence[np.ndarray], hot: Sequence[np.ndarray]) -> Drawing:

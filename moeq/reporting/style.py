@@ -37,7 +37,8 @@ figcaption { color: var(--muted); font-size: 0.87rem; max-width: 76ch; margin-to
 svg { display: block; height: auto; font-family: inherit; }
 svg text { font-family: inherit; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; font-size: 0.9rem; margin: 6px 0 14px; font-variant-numeric: tabular-nums; }
-caption { caption-side: top; text-align: left; color: var(--muted); padding: 0 0 6px; max-width: 76ch; }
+.reading { color: var(--muted); font-size: 0.9rem; margin: 14px 0 4px; }
+.keep { white-space: nowrap; }
 th, td { text-align: left; padding: 5px 14px 5px 8px; border-bottom: 1px solid var(--faint); vertical-align: top;
   overflow-wrap: normal; }
 thead th { font-weight: 600; border-bottom: 1.5px solid var(--muted); vertical-align: bottom; }
@@ -58,6 +59,7 @@ summary { cursor: pointer; color: var(--series-1); }
 details pre { background: var(--card); border: 1px solid var(--faint); border-radius: 8px; padding: 12px;
   overflow-x: auto; }
 li { margin: 3px 0; }
+@media (max-width: 640px) { tbody th { white-space: normal; min-width: 9em; } }
 @media (max-width: 480px) { main { padding: 16px 12px 48px; } h1 { font-size: 1.4rem; } .tiles { gap: 8px; } }
 @media print {
   :root { --paper: #fff; --card: #f6f7f9; --ink: #000; --muted: #444; --faint: #ccc; --mark: #e8f1fb; --warn: #fff4dc;

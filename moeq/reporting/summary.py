@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from moeq.artifacts.evaluation import EvalRow
 from moeq.reporting import formats
 from moeq.reporting.charts import Variant, dominated, size_chart
-from moeq.reporting.html import Raw, Row, Section, element, figure, join, paragraph, table
+from moeq.reporting.html import Raw, Row, Section, element, figure, join, paragraph, plain, table
 from moeq.reporting.inputs import ReportInputs
 from moeq.tables import human_bytes
 
@@ -80,7 +80,7 @@ def _comparison(inputs: ReportInputs) -> Raw:
     old = inputs.original
     rows = [_marked(row, _figures(inputs, row, old)) for row in inputs.evaluation.rows]
     head = ("assignment", "average bits", "expert bytes", "perplexity", "over original", "accuracy",
-            *(f"decode speed-up, {title}" for _, title in BOTH))  # fmt: skip
+            *(_two_lines("decode speed-up,", title) for _, title in BOTH))  # fmt: skip
     return table(
         "Each row is one assignment of the same model: smaller bytes and lower perplexity are better. Average bits "
         "count codes only; bytes count scales and zero points too. Speed-ups are estimates of the decode step over the "
@@ -88,6 +88,10 @@ def _comparison(inputs: ReportInputs) -> Raw:
         head,
         rows,
     )
+
+
+def _two_lines(*lines: str) -> Raw:
+    return Raw(" ".join(element("span", line, class_="keep") for line in lines))
 
 
 def _figures(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[str]:
@@ -150,7 +154,7 @@ def _checks(inputs: ReportInputs) -> Raw:
 def size_against_perplexity(inputs: ReportInputs) -> Section:
     """The trade-off, with the points that another one beats on both sides hollow."""
     points = [
-        Variant(name=row.name, size_bytes=row.expert_bytes, perplexity=row.perplexity, exported=row.exported)
+        Variant(name=plain(row.name), size_bytes=row.expert_bytes, perplexity=row.perplexity, exported=row.exported)
         for row in inputs.evaluation.rows
         if row.perplexity is not None and row.expert_bytes > 0
     ]

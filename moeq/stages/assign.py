@@ -25,6 +25,18 @@ def run(context: Context) -> dict[str, Any]:
     return summarize(context, assignment)
 
 
+def check(context: Context) -> None:
+    """AssignmentError when a section asks for more GPU experts than a layer has."""
+    for section in (context.recipe.assign, *context.recipe.eval.compare):
+        for layer in context.layers:
+            if section.gpu_experts > layer.num_experts:
+                raise AssignmentError(
+                    f"gpu_experts is {section.gpu_experts}, the layer has {layer.num_experts} experts",
+                    where=layer.name,
+                    do="lower gpu_experts",
+                )
+
+
 def make(context: Context, config: AssignSection, name: str) -> Assignment:
     """Decide one assignment; AssignmentError when a width it names was not made into replicas."""
     section = context.recipe.losses

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from torch import nn
 
 from moeq.artifacts.stage import ModelStamp
@@ -66,7 +67,9 @@ class Context:
     def model(self) -> nn.Module:
         """The model in full precision. Stages that overwrite its weights must call `drop_model` afterwards."""
         if not self.announced:
-            self.reporter.say(f"  loading {self.model_name} ({str(self.dtype).removeprefix('torch.')}, {self.device})")
+            self.reporter.say(
+                f"  loading {escape(self.model_name)} ({str(self.dtype).removeprefix('torch.')}, {self.device})"
+            )
             self.announced = True
         return loading.load_model(self.source, self.dtype, self.device)
 
@@ -90,6 +93,21 @@ class Context:
             count=section.sequences,
             packed=section.packed,
             where=f"corpus {section.source}",
+        )
+
+    @cached_property
+    def evaluation(self) -> corpus.Sequences | None:
+        """The evaluation text as sequences, None when the recipe wants no perplexity."""
+        section = self.recipe.eval.perplexity
+        if section is None:
+            return None
+        documents = corpus.read_documents(corpus.corpus_files(section.source, "evaluation"), section.text_field)
+        return corpus.make_sequences(
+            documents,
+            self.tokenizer,
+            length=section.sequence_length,
+            count=section.sequences,
+            where=f"eval.perplexity {section.source}",
         )
 
     def compute(self) -> dict[str, str]:

@@ -87,6 +87,14 @@ def run(context: Context) -> dict[str, Any]:
     return summarize(report)
 
 
+def check(context: Context) -> None:
+    """EstimateError for unknown or damaged hardware, an unknown geometry, or one with other numbers of experts."""
+    load_hardware(context.recipe.estimate.hardware)
+    geometry = _geometry(context)
+    for layer in context.layers:
+        _same_experts({layer.num_experts}, geometry)
+
+
 def hardware_digest(context: Context) -> str:
     """Digest of the hardware's constants: an edited hardware file makes the estimate again."""
     name = context.recipe.estimate.hardware
@@ -117,14 +125,17 @@ def _geometry(context: Context) -> ModelGeometry:
 
 
 def _placement(assignment: Assignment, geometry: ModelGeometry) -> Placement:
-    sizes = {len(layer.experts) for layer in assignment.layers}
+    _same_experts({len(layer.experts) for layer in assignment.layers}, geometry)
+    return Placement(name=assignment.name, bits=np.stack(assignment.bits()), hot=np.stack(assignment.hot()))
+
+
+def _same_experts(sizes: set[int], geometry: ModelGeometry) -> None:
     if sizes != {geometry.num_experts}:
         raise EstimateError(
-            f"{geometry.name} has {geometry.num_experts} experts a layer, the assignment {sorted(sizes)}",
+            f"{geometry.name} has {geometry.num_experts} experts a layer, the model {sorted(sizes)}",
             where="estimate.geometry",
             do="use geometry: model",
         )
-    return Placement(name=assignment.name, bits=np.stack(assignment.bits()), hot=np.stack(assignment.hot()))
 
 
 def _popularity(context: Context) -> np.ndarray | None:

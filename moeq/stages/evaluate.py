@@ -11,7 +11,7 @@ from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
-from moeq.evaluation.harness import headline, open_tasks, run_tasks
+from moeq.evaluation.harness import BUNDLED_TASK, headline, open_tasks, run_tasks
 from moeq.evaluation.perplexity import perplexity
 from moeq.models import corpus
 from moeq.models.experts import set_expert_weights
@@ -41,7 +41,7 @@ def run(context: Context) -> dict[str, Any]:
         _Variant(name=own.name, assignment=own, exported=True),
         *(_Variant(name=c.name, assignment=assign.make(context, c, c.name)) for c in section.compare),
     ]
-    sequences = evaluation_sequences(context)
+    sequences = context.evaluation
     manager = open_tasks(section.tasks, section.include_path) if section.tasks else None
     batches = (
         0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
@@ -62,19 +62,12 @@ def run(context: Context) -> dict[str, Any]:
     return summarize(report)
 
 
-def evaluation_sequences(context: Context) -> corpus.Sequences | None:
-    """The evaluation text as sequences, None when the recipe wants no perplexity."""
-    section = context.recipe.eval.perplexity
-    if section is None:
-        return None
-    documents = corpus.read_documents(corpus.corpus_files(section.source, "evaluation"), section.text_field)
-    return corpus.make_sequences(
-        documents,
-        context.tokenizer,
-        length=section.sequence_length,
-        count=section.sequences,
-        where=f"eval.perplexity {section.source}",
-    )
+def check(context: Context) -> None:
+    """EvaluationError or CorpusError for tasks, folders and texts that are not there; CorpusError for too little."""
+    section = context.recipe.eval
+    if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
+        open_tasks(section.tasks, section.include_path)
+    _ = context.evaluation
 
 
 def apply_assignment(context: Context, assignment: Assignment) -> None:

@@ -140,7 +140,7 @@ def test_evaluated_rows_and_card(finished: Context) -> None:
     assert rows["original"]["expert_bytes"] > rows["uniform-3"]["expert_bytes"] > rows["u1"]["expert_bytes"]
     card = (finished.directory("export") / "README.md").read_text()
     assert "import moeq" in card
-    assert str(finished.model_name) in card
+    assert finished.source.name in card
 
 
 def test_generation_runs_on_the_export(finished: Context) -> None:
@@ -174,3 +174,16 @@ def test_unpacked_corpus_profiles_only_real_tokens(tiny_mixtral: Path, tmp_path:
     context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / "run", reporter=Reporter(quiet=True))
     outcome = pipeline.run(context, ("profile",))[0]
     assert outcome.record.summary["tokens"] == int(context.calibration.mask.sum()) < context.calibration.ids.numel()
+
+
+def test_a_hand_edited_assignment_is_kept_and_used(tiny_mixtral: Path, tmp_path: Path) -> None:
+    overrides = ("losses.group_size=16", "assign={method: uniform, bits: 2}")
+    context = run(tiny_mixtral, tmp_path / "run", overrides)
+    path = context.directory("assign") / assign.NAME
+    path.write_text(path.read_text().replace('"bits": 2', '"bits": 8', 3))
+    outcomes = {o.stage: o.skipped for o in pipeline.run(context)}
+    assert outcomes["assign"]
+    assert not outcomes["quantize"]
+    manifest = read_manifest(context.directory("export"))
+    assert [expert.bits for expert in manifest.layers[0].experts] == [8, 8, 8, 2, 2]
+    assert all(o.skipped for o in pipeline.run(context))

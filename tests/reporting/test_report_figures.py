@@ -1,0 +1,150 @@
+"""Drawings one by one: maps, labels, charts, figures as text."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+
+from moeq.reporting import formats
+from moeq.reporting.charts import Variant, dominated, size_chart
+from moeq.reporting.html import Drawing, escape, plain
+from moeq.reporting.labels import Box, place
+from moeq.reporting.maps import ABSENT, OUTLINE, SHARPNESS, Grid, log_map, paint, share_map, ticks, width_map
+
+LARGE = (94, 128)
+
+
+def picture(drawing: Drawing) -> np.ndarray:
+    """The first embedded picture, [height, width, 4]."""
+    data = re.search(r"base64,([A-Za-z0-9+/=\s]+)", drawing.svg)
+    assert data is not None
+    return np.asarray(imread(io.BytesIO(base64.b64decode(data[1]))))
+
+
+def test_a_cell_has_its_own_colour_and_gpu_experts_an_outline() -> None:
+    bits = [np.array([1, 2, 3]), np.array([4, 8, 16])]
+    hot = [np.array([False, False, False]), np.array([False, False, True])]
+    grid = Grid(layers=2, experts=3)
+    image = picture(width_map("m", "label", bits, hot))
+    height, width = grid.cell_height * SHARPNESS, grid.cell_width * SHARPNESS
+    assert image.shape == (2 * height, 3 * width, 4)
+    middles = image[height // 2 :: height, width // 2 :: width].reshape(6, 4)
+    assert len({tuple(colour) for colour in middles}) == 6
+    edge = image[height + 3, 2 * width + width // 2]
+    np.testing.assert_allclose(edge, OUTLINE, atol=0.01)
+    assert not np.allclose(image[3, width // 2], OUTLINE, atol=0.01)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 8), (3, 60), (48, 16), LARGE, (61, 256), (48, 512)])
+def test_maps_of_any_size(shape: tuple[int, int]) -> None:
+    generator = np.random.default_rng(0)
+    bits = list(generator.choice([1, 2, 3, 4, 8, 16], shape))
+    hot = list(generator.random(shape) < 0.5)  # scattered: the worst case for outlines
+    values = list(generator.random(shape))
+    for drawing in (
+        width_map("a", "label", bits, hot),
+        share_map("b", "label", values),
+        log_map("c", "label", values, "loss"),
+    ):
+        ElementTree.fromstring(drawing.svg)
+        assert len(drawing.svg.encode()) < 400_000
+        assert drawing.svg.count("<path") < 40
+    assert drawing.width <= 1100
+
+
+def test_cells_are_written_only_where_they_fit() -> None:
+    small = width_map("a", "label", [np.array([3, 3])], [np.zeros(2, bool)]).svg
+    assert small.count(">3</text>") == 2
+    large = width_map("a", "label", [np.full(128, 3)] * 94, [np.zeros(128, bool)] * 94).svg
+    assert large.count("<text") < 80
+
+
+def test_layers_may_have_unequal_numbers_of_experts() -> None:
+    image = picture(share_map("a", "label", [np.array([0.5, 0.5, 0.0]), np.array([1.0])]))
+    height, width = image.shape[0] // 2, image.shape[1] // 3
+    np.testing.assert_allclose(image[height // 2, 2 * width + width // 2], ABSENT, atol=0.01)  # never chosen
+    assert image[height + height // 2, width + width // 2, 3] == 0  # no such expert
+
+
+@pytest.mark.parametrize("values", [np.zeros((2, 3)), np.full((2, 3), np.nan), np.full((2, 3), 0.5)])
+def test_maps_without_contrast(values: np.ndarray) -> None:
+    ElementTree.fromstring(log_map("a", "label", list(values), "loss").svg)
+
+
+def test_paint_leaves_its_input_alone() -> None:
+    colours = np.full((2, 2, 4), 0.5)
+    paint(colours, Grid(layers=2, experts=2), np.ones((2, 2), bool))
+    assert (colours == 0.5).all()
+
+
+@given(count=st.integers(1, 2000), cell=st.floats(1, 60))
+def test_ticks_are_within_range_and_apart(count: int, cell: float) -> None:
+    found = ticks(count, cell, 30)
+    assert found[0] == 0
+    assert found[-1] < count
+    assert all((b - a) * cell >= 30 for a, b in pairwise(found))
+
+
+def variants(*points: tuple[int, float]) -> list[Variant]:
+    return [Variant(name=f"v{i}", size_bytes=s, perplexity=p, exported=i == 0) for i, (s, p) in enumerate(points)]
+
+
+def test_dominated_means_no_smaller_and_no_better() -> None:
+    assert dominated(variants((1, 9.0), (2, 8.0), (2, 9.0), (3, 8.0))) == [False, False, True, True]
+    assert dominated(variants((1, 9.0), (1, 9.0))) == [False, False]  # equal points do not dominate each other
+
+
+@pytest.mark.parametrize(
+    "points", [[(1000, 9.0)], [(1000, 9.0), (1000, 9.0)], [(10, 5.0), (10**12, 5.1)], [(900, 5.0), (901, 500.0)]]
+)
+def test_size_charts_of_awkward_points(points: list[tuple[int, float]]) -> None:
+    ElementTree.fromstring(size_chart("s", "label", variants(*points)).svg)
+
+
+@given(
+    st.lists(st.tuples(st.floats(60, 540), st.floats(60, 340)), min_size=1, max_size=6, unique=True),
+)
+def test_names_do_not_cover_each_other(spots: list[tuple[float, float]]) -> None:
+    boxes = place(spots, ["a name"] * len(spots), Box(0, 0, 600, 400))
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:index])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (formats.perplexity(None), "\N{EN DASH}"),
+        (formats.perplexity(5.3214), "5.321"),
+        (formats.perplexity(33.389), "33.39"),
+        (formats.perplexity(123456.0), "1.235e+05"),
+        (formats.change(33.5, 33.389), "+0.33 %"),
+        (formats.change(30.0, 33.0), "\N{MINUS SIGN}9.1 %"),
+        (formats.change(33.0, 33.0), "±0.00 %"),
+        (formats.change(None, 33.0), ""),
+        (formats.points(0.593, 0.613), "\N{MINUS SIGN}2.0 points"),
+        (formats.share(0.125), "12.5 %"),
+        (formats.share(1.4986e-05), "0.0015 %"),
+        (formats.share(1e-9), "1.0e-07 %"),
+        (formats.share(float("nan")), "\N{EN DASH}"),
+        (formats.span([4.061, 4.062], formats.ratio), "4.06\N{MULTIPLICATION SIGN}"),
+        (formats.count(1, "expert"), "1 expert"),
+        (formats.count(1234, "expert"), "1,234 experts"),
+    ],
+)
+def test_figures_as_text(text: str, expected: str) -> None:
+    assert text.replace(formats.NARROW_SPACE, " ") == expected
+
+
+@given(st.text())
+def test_escaped_text_is_xml(text: str) -> None:
+    root = ElementTree.fromstring(f'<a b="{escape(text)}">{escape(text)}</a>')
+    assert (root.text or "") == plain(text)

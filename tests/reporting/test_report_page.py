@@ -1,0 +1,188 @@
+"""The page as a whole: well formed, complete, escaped, the same every time, self-contained."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from moeq.reporting.inputs import ReportInputs
+from moeq.reporting.page import render
+
+Make = Callable[..., ReportInputs]
+ANCHORS = ["summary", "activation", "losses", "bits", "size", "estimate", "provenance"]
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+HOSTILE = "<script>alert('$x$ & \"y\"')</script>"
+
+
+class Balanced(HTMLParser):
+    """Fails on a closing tag that does not match; keeps what the tests ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parsed(page: str) -> Balanced:
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def drawings(page: str) -> list[str]:
+    return re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+
+
+def test_all_sections_are_there_in_order_and_linked(make: Make) -> None:
+    found = parsed(render(make()))
+    assert [attributes["id"] for tag, attributes in found.tags if tag == "section"] == ANCHORS
+    links = [attributes["href"] for tag, attributes in found.tags if tag == "a"]
+    assert links == [f"#{anchor}" for anchor in ANCHORS]
+
+
+def test_every_drawing_is_xml_with_a_label_and_a_caption(make: Make) -> None:
+    page = render(make())
+    found = drawings(page)
+    assert len(found) == 6 + 1  # activation, similarity, losses, loss map, bits, widths, size
+    for drawing in found:
+        root = ElementTree.fromstring(drawing)
+        assert root.attrib["role"] == "img"
+        assert len(root.attrib["aria-label"]) > 20
+    assert page.count("<figure") == page.count("<figcaption>") == len(found)
+
+
+def test_ids_are_unique_and_every_reference_has_its_id(make: Make) -> None:
+    page = render(make())
+    ids = re.findall(r'\sid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', page)) <= set(ids)
+
+
+def test_two_renders_give_the_same_bytes(make: Make) -> None:
+    assert render(make()) == render(make())
+
+
+def test_the_users_matplotlib_settings_change_nothing(make: Make) -> None:
+    import matplotlib
+
+    expected = render(make())
+    with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": True}):
+        assert render(make()) == expected
+        assert matplotlib.rcParams["font.size"] == 30
+
+
+def test_names_are_escaped(make: Make) -> None:
+    inputs = replace(make(name=HOSTILE), recipe_text=HOSTILE, digests={HOSTILE: HOSTILE})
+    page = render(inputs)
+    found = parsed(page)
+    assert "script" not in {tag for tag, _ in found.tags}
+    assert "alert('$x$ & \"y\"')" in found.text
+    for drawing in drawings(page):
+        ElementTree.fromstring(drawing)
+
+
+def test_control_characters_do_not_break_the_drawings(make: Make) -> None:
+    page = render(make(name="a\x00b\x1bc"))
+    assert "\x00" not in page
+    assert "\x1b" not in page
+    for drawing in drawings(page):
+        ElementTree.fromstring(drawing)
+
+
+def test_nothing_is_asked_of_the_network(make: Make) -> None:
+    page = render(make())
+    assert not re.search(r"(?:https?:)?//\w", re.sub(r'xmlns(:\w+)?="[^"]*"', "", _without_pictures(page)))
+    assert "@import" not in page
+    assert "<script" not in page
+    assert not re.search(r'\s(?:src|action|srcset)="', page)
+
+
+def _without_pictures(page: str) -> str:
+    return re.sub(r"data:image/png;base64,[A-Za-z0-9+/=\s]*", "", page)
+
+
+def test_the_headline_names_original_and_exported(make: Make) -> None:
+    text = parsed(render(make())).text
+    assert "5.72 MiB → 879 KiB" in text
+    assert "6.67× smaller" in text
+    assert "30.00 → 32.00" in text
+    assert "+6.7\N{NARROW NO-BREAK SPACE}% on 1,234 tokens" in text
+
+
+@pytest.mark.parametrize("missing", [{"perplexity": None, "perplexity_by_domain": {}}, {"accuracy": None, "tasks": {}}])
+def test_what_was_not_measured_is_said(make: Make, with_rows: Make, missing: dict[str, object]) -> None:
+    inputs = make()
+    rows = [row.model_copy(update=missing) for row in inputs.evaluation.rows]
+    found = parsed(render(with_rows(inputs, rows)))
+    assert "not measured" in found.text
+    assert [attributes["id"] for tag, attributes in found.tags if tag == "section"] == ANCHORS
+
+
+@pytest.mark.parametrize("kept", [[0], [1], [2], []])
+def test_few_evaluation_rows(make: Make, with_rows: Make, kept: list[int]) -> None:
+    inputs = make()
+    page = render(with_rows(inputs, [inputs.evaluation.rows[index] for index in kept]))
+    parsed(page)
+    for drawing in drawings(page):
+        ElementTree.fromstring(drawing)
+
+
+def test_another_geometry_is_said_clearly(make: Make) -> None:
+    inputs = make()
+    assert "They are not speeds of org/mixed" in render(inputs)
+    own = replace(inputs.speed, geometry_is_the_models=True)
+    assert "They are not speeds of" not in render(replace(inputs, speed=own))
+
+
+def test_assumptions_and_sensitivity_are_printed_in_full(make: Make) -> None:
+    inputs = make()
+    one = inputs.speed.estimates[0]
+    text = parsed(render(inputs)).text
+    assert all(line in text for line in one.assumptions)
+    assert all(row.change.replace("->", "→") in text for row in one.sensitivity)
+    assert all(constant.source in text for constant in one.hardware_constants)
+
+
+def test_fallbacks_and_unreached_experts_are_counted(make: Make) -> None:
+    text = parsed(render(make(layers=3, experts=5))).text
+    assert "3 experts of 15 borrowed part of the layer's Hessian" in text
+    assert "3 experts of 15 needed more damping" in text
+    assert "Fewest calibration tokens: 0 (layer 0 expert 0)" in text
+    assert "Never chosen in calibration: 3 experts (layer 0 expert 4" in text
+
+
+def test_a_profile_without_decode_tokens(make: Make) -> None:
+    inputs = make()
+    silent = tuple(np.stack([counts[:, 0], 0 * counts[:, 1]], 1) for counts in inputs.profile.counts)
+    page = render(replace(inputs, profile=replace(inputs.profile, counts=silent)))
+    assert "their similarity is unknown" in page
+
+
+def test_a_page_of_94_layers_and_128_experts_stays_small(make: Make) -> None:
+    page = render(make(layers=94, experts=128, gpu=40))
+    for drawing in drawings(page):
+        ElementTree.fromstring(drawing)
+        assert len(drawing.encode()) < 400_000
