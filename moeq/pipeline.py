@@ -28,7 +28,8 @@ class Stage:
     """One stage: what it runs, the sections of the recipe that it reads, the stages whose artifacts it reads.
 
     text: parts of the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what
-    would make it fail later; apart: files outside its digest; editable: files that people may change by hand.
+    would make it fail later; intact: whether what it wrote outside its own directory is still there; apart: files
+    outside its digest; editable: files that people may change by hand.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Stage:
     computes: bool = False
     extra: Callable[[Context], Any] | None = None
     check: Callable[[Context], None] | None = None
+    intact: Callable[[Context], bool] | None = None
     clean: Callable[[Context], None] | None = None
     apart: frozenset[str] = frozenset()
     editable: frozenset[str] = frozenset()
@@ -90,8 +92,9 @@ STAGES = (
     Stage(
         name="report",
         run=report.run,
-        sections=(),
-        after=("profile", "losses", "assign", "export", "eval", "estimate"),
+        sections=tuple(name for name in Recipe.model_fields if name != "model"),
+        after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),
+        intact=report.is_intact,
     ),
 )
 BY_NAME = {stage.name: stage for stage in STAGES}
@@ -136,7 +139,8 @@ def run_stage(context: Context, stage: Stage) -> Outcome:
     directory = context.directory(stage.name)
     inputs = _inputs(context, stage)
     key = digest_of([stage.name, inputs])
-    if is_current(directory, stage.name, key, stage.editable):
+    current = is_current(directory, stage.name, key, stage.editable)
+    if current and (stage.intact is None or stage.intact(context)):
         record = read_record(directory, stage.name)
         edited = current_digest(directory, stage.name) != record.digest
         note = "edited by hand, kept" if edited else "unchanged, skipped"

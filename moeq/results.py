@@ -28,6 +28,7 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
                 "perplexity": row.perplexity,
                 "perplexity_change": change,
                 "accuracy": row.accuracy,
+                "accuracy_stderr": row.accuracy_stderr,
                 "speedup_over_monde_bandwidth_rule": speed.get("monde_bwrule"),
                 "speedup_over_monde_cost_optimal": speed.get("monde_opt"),
             }

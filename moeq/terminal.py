@@ -59,11 +59,16 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], geometry: st
     of = "this model" if geometry == "model" else f"{geometry} with this bit mix"
     console.print(
         "* exported. experts: bytes with scales and zero points. speed-up: estimated decode speed over MoNDE by its "
-        f"bandwidth rule / cost-optimal, for {of}.",
+        f"bandwidth rule / cost-optimal, for {of}.{_error_note(rows)}",
         style="dim",
     )
     for name, path in paths.items():
         console.print(f"{name:11}{path}", soft_wrap=True)
+
+
+def _error_note(rows: list[dict[str, Any]]) -> str:
+    errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
+    return f" acc: standard error {100 * max(errors):.1f} points." if errors else ""
 
 
 def _number(value: float | None, form: str) -> str:

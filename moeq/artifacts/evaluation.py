@@ -18,7 +18,7 @@ REMEDY = "run `moeq eval` again"
 
 
 class EvalRow(BaseModel):
-    """One evaluated variant. `assignment` is None for the original."""
+    """One evaluated variant. `assignment` is None for the original; accuracy is the mean over tasks, with its error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
@@ -29,6 +29,7 @@ class EvalRow(BaseModel):
     perplexity: float | None
     perplexity_by_domain: dict[str, float]
     accuracy: float | None
+    accuracy_stderr: float | None = None
     tasks: dict[str, dict[str, float]]
 
 

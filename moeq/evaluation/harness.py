@@ -13,6 +13,7 @@ from moeq.bundled import bundled_path
 from moeq.errors import EvaluationError, nearest
 
 BUNDLED_TASK = "moeq_continuation"
+BOOTSTRAP = 1000  # resamples, for the standard errors of metrics that have no formula
 
 
 def open_tasks(names: list[str], include_path: str | None) -> Any:
@@ -55,7 +56,12 @@ def run_tasks(
         with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
             harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
             found = lm_eval.simple_evaluate(
-                model=harness, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0, verbosity="ERROR"
+                model=harness,
+                tasks=names,
+                task_manager=manager,
+                limit=limit,
+                bootstrap_iters=BOOTSTRAP,
+                verbosity="ERROR",
             )
     except Exception as error:  # task code and dataset loaders raise anything
         reason = str(error).strip().split("\n")[0]
@@ -77,8 +83,13 @@ def _scores(result: dict[str, Any]) -> dict[str, float]:
     return scores
 
 
-def headline(scores: dict[str, dict[str, float]]) -> float | None:
-    """Mean accuracy over tasks, where there is one."""
-    found = [metrics.get("acc", metrics.get("acc_norm")) for metrics in scores.values()]
-    known = [value for value in found if value is not None]
-    return sum(known) / len(known) if known else None
+def headline(scores: dict[str, dict[str, float]]) -> tuple[float | None, float | None]:
+    """Mean accuracy over the tasks that have one, and its standard error where every one of them has one."""
+    metrics = {task: "acc" if "acc" in found else "acc_norm" for task, found in scores.items()}
+    values = [scores[task][metric] for task, metric in metrics.items() if metric in scores[task]]
+    if not values:
+        return None, None
+    errors = [scores[task].get(f"{metric}_stderr") for task, metric in metrics.items() if metric in scores[task]]
+    known = [error for error in errors if error is not None]
+    error = math.hypot(*known) / len(values) if len(known) == len(values) else None
+    return sum(values) / len(values), error

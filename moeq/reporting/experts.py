@@ -157,8 +157,8 @@ def _coverage(found: LossTable, method: str, profile: ExpertProfile) -> list[str
     ] or [f"No fallback was needed for any of the {len(whole):,} experts."]
     borrowed = sum(row["measured_on"] == "borrowed" for row in whole)
     lines.append(
-        f"{formats.count(borrowed, 'expert')} of {len(whole):,} XX
-        "measured on other tokens of the layer."
+        f"{formats.count(borrowed, 'expert')} of {len(whole):,}: too few held-out tokens, so the loss was measured on "
+        "other tokens of the layer."
     )
     least = min(whole, key=lambda row: (row["calibration_tokens"], row["layer"], row["expert"]))
     place = f"layer {least['layer']} expert {least['expert']}"

@@ -41,6 +41,11 @@ def accuracy(value: float | None) -> str:
     return MISSING if value is None else f"{100 * value:.1f}{NARROW_SPACE}%"
 
 
+def standard_error(value: float | None) -> str:
+    """The standard error of one accuracy, in percentage points; empty when it is not known."""
+    return "" if value is None else f"standard error {100 * value:.1f} points"
+
+
 def share(value: float | None, digits: int = 3) -> str:
     """A share in percent, in scientific notation only below 0.001 %."""
     if value is None or value != value:

@@ -38,7 +38,7 @@ class Grid:
 
     @property
     def cell_width(self) -> int:
-        return min(44, max(2, 880 // self.experts))
+        return min(40, max(2, 880 // self.experts))
 
     @property
     def cell_height(self) -> int:

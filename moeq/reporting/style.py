@@ -59,7 +59,7 @@ summary { cursor: pointer; color: var(--series-1); }
 details pre { background: var(--card); border: 1px solid var(--faint); border-radius: 8px; padding: 12px;
   overflow-x: auto; }
 li { margin: 3px 0; }
-@media (max-width: 640px) { tbody th { white-space: normal; min-width: 9em; } }
+@media (max-width: 640px) { tbody th { white-space: normal; min-width: 11em; } td:not(.number) { min-width: 8em; } }
 @media (max-width: 480px) { main { padding: 16px 12px 48px; } h1 { font-size: 1.4rem; } .tiles { gap: 8px; } }
 @media print {
   :root { --paper: #fff; --card: #f6f7f9; --ink: #000; --muted: #444; --faint: #ccc; --mark: #e8f1fb; --warn: #fff4dc;
@@ -67,6 +67,6 @@ li { margin: 3px 0; }
   body { font-size: 10pt; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   main { max-width: none; padding: 0; } nav { display: none; } .scroll { overflow: visible; }
   svg { min-width: 0 !important; } table { font-size: 8pt; } th, td { padding: 3px 8px 3px 4px; }
-  figure, tr, .tile { break-inside: avoid; } h2, h3 { break-after: avoid; }
+  figure, tr, .tile, .warning { break-inside: avoid; } h2, h3, .reading, .lead { break-after: avoid; }
 }
 """

@@ -57,7 +57,11 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
 
 
 def _accuracy_note(old: EvalRow | None, new: EvalRow) -> str:
-    parts = [formats.points(new.accuracy, old.accuracy if old else None), ", ".join(sorted(new.tasks))]
+    parts = [
+        formats.points(new.accuracy, old.accuracy if old else None),
+        formats.standard_error(new.accuracy_stderr),
+        ", ".join(sorted(new.tasks)),
+    ]
     return "; ".join(part for part in parts if part)
 
 

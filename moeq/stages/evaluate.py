@@ -124,6 +124,7 @@ def _evaluate(
         )
         advance()
     assignment = variant.assignment
+    accuracy, stderr = headline(tasks)
     if assignment is None:
         size = export.original_bytes(context, expert_keys(context.source, *context.described))
     else:
@@ -137,7 +138,8 @@ def _evaluate(
         average_bits=None if average is None else float(average),
         perplexity=measured["perplexity"],
         perplexity_by_domain=measured["by_domain"],
-        accuracy=headline(tasks),
+        accuracy=accuracy,
+        accuracy_stderr=stderr,
         tasks=tasks,
     )
 

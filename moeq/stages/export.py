@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeq.artifacts.files import storage_errors
+from moeq.artifacts.files import write_text
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import read_record
 from moeq.exporters import export
@@ -46,6 +46,4 @@ def original_bytes(context: Context, keys: set[str]) -> int:
 
 def write_card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]] | None = None) -> None:
     """Write the model card; the report stage writes it again with the measured figures."""
-    path = context.directory("export") / CARD
-    with storage_errors(path):
-        path.write_text(model_card.render(manifest, context.source.config, figures or []), "utf-8")
+    write_text(context.directory("export") / CARD, model_card.render(manifest, context.source.config, figures or []))

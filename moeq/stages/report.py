@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import yaml
+
 from moeq.artifacts.evaluation import EvalReport
-from moeq.artifacts.files import storage_errors, write_text
+from moeq.artifacts.files import write_text
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import read_record
 from moeq.reporting.inputs import ReportInputs, SpeedInputs
 from moeq.reporting.page import render
-from moeq.stages import assign, estimate, evaluate, export, losses, profile
+from moeq.runtime.checkpoint import CARD
+from moeq.stages import assign, estimate, evaluate, export, losses, model_card, profile
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 
 NAME = "report.html"
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
-RECIPE = "recipe.yaml"  # the copy that `moeq run` leaves in the run directory
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -60,10 +62,14 @@ def card_figures(report: EvalReport) -> list[dict[str, Any]]:
     return [row.model_dump(include={"name", "expert_bytes", "perplexity", "accuracy"}) for row in rows]
 
 
+def is_intact(context: Context) -> bool:
+    """Whether the checkpoint's card still has the figures: an export that ran again wrote it without them."""
+    card = context.directory("export") / CARD
+    figures = card_figures(evaluate.load(context))
+    manifest = read_manifest(context.directory("export"))
+    return card.is_file() and card.read_text("utf-8") == model_card.render(manifest, context.source.config, figures)
+
+
 def _recipe_text(context: Context) -> str:
-    """The recipe as it was run, empty when only single stages were."""
-    path = context.out / RECIPE
-    if not path.is_file():
-        return ""
-    with storage_errors(path, "read"):
-        return path.read_text("utf-8")
+    """The recipe with its defaults filled in; the model by name, not by where it lies on this machine."""
+    return yaml.safe_dump(context.recipe.model_dump(mode="json") | {"model": context.source.name}, sort_keys=False)

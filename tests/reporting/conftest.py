@@ -34,7 +34,7 @@ def profile_of(layers: int, experts: int) -> ExpertProfile:
     )
 
 
-def losses_of(layers: int, experts: int, widths: tuple[int, ...] = (1, 2, 3, 4)) -> LossTable:
+def losses_of(layers: int, experts: int, widths: tuple[int, ...]) -> LossTable:
     generator = np.random.default_rng(2)
     rows = [
         {
@@ -110,11 +110,13 @@ def estimated() -> Callable[[str], Estimate]:
     return lambda name: found.model_copy(update={"placement": name})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make(estimated: Callable[[str], Estimate]) -> Callable[..., ReportInputs]:
     """Inputs of a report for a number of layers and experts."""
 
-    def build(layers: int = 3, experts: int = 5, name: str = "mixed", gpu: int = 1) -> ReportInputs:
+    def inputs(
+        layers: int = 3, experts: int = 5, name: str = "mixed", gpu: int = 1, widths: tuple[int, ...] = (1, 2, 3, 4)
+    ) -> ReportInputs:
         own, other = assignment_of(name, layers, experts, gpu), assignment_of("uniform-4", layers, experts, 0)
         rows = (
             row_of("original", 6_000_000, 30.0, None),
@@ -127,7 +129,7 @@ def make(estimated: Callable[[str], Estimate]) -> Callable[..., ReportInputs]:
         )
         return ReportInputs(
             profile=profile_of(layers, experts),
-            losses=losses_of(layers, experts),
+            losses=losses_of(layers, experts, widths),
             assignment=own,
             evaluation=EvalReport(rows=rows, tokens=1234, export_logit_error=1e-7),
             manifest=PlacementManifest(
@@ -138,7 +140,7 @@ def make(estimated: Callable[[str], Estimate]) -> Callable[..., ReportInputs]:
             digests={"profile": "a" * 64, "losses": "b" * 64},
         )
 
-    return build
+    return inputs
 
 
 def speed_of(estimates: list[Estimate]) -> SpeedInputs:

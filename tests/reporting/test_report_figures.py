@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
@@ -44,7 +44,7 @@ def test_a_cell_has_its_own_colour_and_gpu_experts_an_outline() -> None:
     assert not np.allclose(image[3, width // 2], OUTLINE, atol=0.01)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (4, 8), (3, 60), (48, 16), LARGE, (61, 256), (48, 512)])
+@pytest.mark.parametrize("shape", [(1, 1), (4, 8), (3, 60), (61, 256), (48, 512), LARGE])
 def test_maps_of_any_size(shape: tuple[int, int]) -> None:
     generator = np.random.default_rng(0)
     bits = list(generator.choice([1, 2, 3, 4, 8, 16], shape))
@@ -144,6 +144,7 @@ def test_figures_as_text(text: str, expected: str) -> None:
     assert text.replace(formats.NARROW_SPACE, " ") == expected
 
 
+@settings(max_examples=40)
 @given(st.text())
 def test_escaped_text_is_xml(text: str) -> None:
     root = ElementTree.fromstring(f'<a b="{escape(text)}">{escape(text)}</a>')

@@ -13,6 +13,7 @@ import pytest
 
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.page import render
+from moeq.stages.report import card_figures
 
 Make = Callable[..., ReportInputs]
 ANCHORS = ["summary", "activation", "losses", "bits", "size", "estimate", "provenance"]
@@ -52,19 +53,24 @@ def parsed(page: str) -> Balanced:
     return parser
 
 
+@pytest.fixture(scope="module")
+def page(make: Make) -> str:
+    """The page of the default run."""
+    return render(make())
+
+
 def drawings(page: str) -> list[str]:
     return re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
 
 
-def test_all_sections_are_there_in_order_and_linked(make: Make) -> None:
-    found = parsed(render(make()))
+def test_all_sections_are_there_in_order_and_linked(page: str) -> None:
+    found = parsed(page)
     assert [attributes["id"] for tag, attributes in found.tags if tag == "section"] == ANCHORS
     links = [attributes["href"] for tag, attributes in found.tags if tag == "a"]
     assert links == [f"#{anchor}" for anchor in ANCHORS]
 
 
-def test_every_drawing_is_xml_with_a_label_and_a_caption(make: Make) -> None:
-    page = render(make())
+def test_every_drawing_is_xml_with_a_label_and_a_caption(page: str) -> None:
     found = drawings(page)
     assert len(found) == 6 + 1  # activation, similarity, losses, loss map, bits, widths, size
     for drawing in found:
@@ -74,23 +80,21 @@ def test_every_drawing_is_xml_with_a_label_and_a_caption(make: Make) -> None:
     assert page.count("<figure") == page.count("<figcaption>") == len(found)
 
 
-def test_ids_are_unique_and_every_reference_has_its_id(make: Make) -> None:
-    page = render(make())
+def test_ids_are_unique_and_every_reference_has_its_id(page: str) -> None:
     ids = re.findall(r'\sid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', page)) <= set(ids)
 
 
-def test_two_renders_give_the_same_bytes(make: Make) -> None:
-    assert render(make()) == render(make())
+def test_two_renders_give_the_same_bytes(page: str, make: Make) -> None:
+    assert render(make()) == page
 
 
-def test_the_users_matplotlib_settings_change_nothing(make: Make) -> None:
+def test_the_users_matplotlib_settings_change_nothing(page: str, make: Make) -> None:
     import matplotlib
 
-    expected = render(make())
     with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": True}):
-        assert render(make()) == expected
+        assert render(make()) == page
         assert matplotlib.rcParams["font.size"] == 30
 
 
@@ -112,8 +116,7 @@ def test_control_characters_do_not_break_the_drawings(make: Make) -> None:
         ElementTree.fromstring(drawing)
 
 
-def test_nothing_is_asked_of_the_network(make: Make) -> None:
-    page = render(make())
+def test_nothing_is_asked_of_the_network(page: str) -> None:
     assert not re.search(r"(?:https?:)?//\w", re.sub(r'xmlns(:\w+)?="[^"]*"', "", _without_pictures(page)))
     assert "@import" not in page
     assert "<script" not in page
@@ -124,8 +127,8 @@ def _without_pictures(page: str) -> str:
     return re.sub(r"data:image/png;base64,[A-Za-z0-9+/=\s]*", "", page)
 
 
-def test_the_headline_names_original_and_exported(make: Make) -> None:
-    text = parsed(render(make())).text
+def test_the_headline_names_original_and_exported(page: str) -> None:
+    text = parsed(page).text
     assert "5.72 MiB → 879 KiB" in text
     assert "6.67× smaller" in text
     assert "30.00 → 32.00" in text
@@ -168,8 +171,8 @@ def test_assumptions_and_sensitivity_are_printed_in_full(make: Make) -> None:
 
 def test_fallbacks_and_unreached_experts_are_counted(make: Make) -> None:
     text = parsed(render(make(layers=3, experts=5))).text
-    assert "3 experts of 15 borrowed part of the layer's Hessian" in text
-    assert "3 experts of 15 needed more damping" in text
+    assert "3 experts of 15: too few calibration tokens, so part of the layer's Hessian stood in" in text
+    assert "3 experts of 15: the factorization held only with more damping" in text
     assert "Fewest calibration tokens: 0 (layer 0 expert 0)" in text
     assert "Never chosen in calibration: 3 experts (layer 0 expert 4" in text
 
@@ -182,7 +185,13 @@ def test_a_profile_without_decode_tokens(make: Make) -> None:
 
 
 def test_a_page_of_94_layers_and_128_experts_stays_small(make: Make) -> None:
-    page = render(make(layers=94, experts=128, gpu=40))
+    page = render(make(layers=94, experts=128, gpu=40, widths=(2,)))
     for drawing in drawings(page):
         ElementTree.fromstring(drawing)
         assert len(drawing.encode()) < 400_000
+
+
+def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:
+    found = card_figures(make().evaluation)
+    assert [row["name"] for row in found] == ["original", "uniform-4", "mixed"]
+    assert set(found[0]) == {"name", "expert_bytes", "perplexity", "accuracy"}

@@ -109,14 +109,16 @@ class ForkServer:
         *arguments: str | Path,
         cwd: Path | str = "/",
         env: dict[str, str] | None = None,
+        stdout: str | None = None,
         file_bytes: int | None = None,
         die_at_rename: int | None = None,
     ) -> Running:
         """Start `moeq ARGUMENTS`.
 
-        file_bytes: no file may grow larger (RLIMIT_FSIZE); die_at_rename: SIGKILL at the n-th os.replace, before it.
+        stdout: a path to print to; file_bytes: no file may grow larger (RLIMIT_FSIZE); die_at_rename: SIGKILL before
+        the n-th os.replace.
         """
-        stdout = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         reading, writing = os.pipe()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._address)
@@ -124,13 +126,14 @@ class ForkServer:
             "arguments": list(map(str, arguments)),
             "cwd": str(cwd),
             "env": env or {},
+            "stdout": stdout,
             "file_bytes": file_bytes,
             "die_at_rename": die_at_rename,
         }
-        socket.send_fds(connection, [json.dumps(request).encode()], [stdout.fileno(), writing])
+        socket.send_fds(connection, [json.dumps(request).encode()], [output.fileno(), writing])
         os.close(writing)
         pid = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
-        return Running(pid, os.fdopen(reading, "r"), connection, stdout)
+        return Running(pid, os.fdopen(reading, "r"), connection, output)
 
     def run(self, *arguments: str | Path, **options: Any) -> Finished:
         return self.start(*arguments, **options).wait()
@@ -179,7 +182,7 @@ def _handle(connection: socket.socket) -> None:
 def _command(request: dict[str, Any], stdout: int, stderr: int) -> None:
     """Become `moeq ARGUMENTS`."""
     os.setpgid(0, 0)
-    os.dup2(stdout, 1)
+    os.dup2(stdout if request["stdout"] is None else os.open(request["stdout"], os.O_WRONLY), 1)
     os.dup2(stderr, 2)
     os.close(stdout)
     os.close(stderr)
@@ -204,10 +207,12 @@ def _command(request: dict[str, Any], stdout: int, stderr: int) -> None:
 
         traceback.print_exc()
         code = 1
-    finally:
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+    except OSError:
+        code = 120  # as the interpreter does
+    os._exit(code)
 
 
 def _die_at_rename(number: int) -> None:
