@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from moeq.artifacts.files import read_json, write_json
-from moeq.artifacts.stage import check_schema_version
-from moeq.errors import ArtifactError
+from moeq.artifacts.files import write_json
+from moeq.artifacts.stage import read_model
 
 SCHEMA_VERSION = 1
 FULL = 16
@@ -81,13 +80,4 @@ def write_assignment(path: Path, assignment: Assignment) -> None:
 
 def read_assignment(path: Path) -> Assignment:
     """Read and validate an assignment; ArtifactError naming the file and the place."""
-    data = read_json(path, remedy=REMEDY)
-    if not isinstance(data, dict):
-        raise ArtifactError("not an assignment", where=str(path), do=REMEDY)
-    check_schema_version(data.get("schema_version"), SCHEMA_VERSION, path, remedy=REMEDY)
-    try:
-        return Assignment.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = f"{path}: {'.'.join(map(str, first['loc']))}"
-        raise ArtifactError(first["msg"], where=where, do=REMEDY) from None
+    return read_model(path, Assignment, SCHEMA_VERSION, remedy=REMEDY)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.files import read_json, write_json
-from moeq.artifacts.stage import check_schema_version
-from moeq.errors import ArtifactError
+from moeq.artifacts.files import write_json
+from moeq.artifacts.stage import read_model
 
 SCHEMA_VERSION = 1
 NAME = "eval.json"
@@ -51,12 +49,4 @@ def write_eval(path: Path, report: EvalReport) -> None:
 
 
 def read_eval(path: Path) -> EvalReport:
-    data: Any = read_json(path, remedy=REMEDY)
-    check_schema_version(
-        data.get("schema_version") if isinstance(data, dict) else None, SCHEMA_VERSION, path, remedy=REMEDY
-    )
-    try:
-        return EvalReport.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ArtifactError(first["msg"], where=f"{path}: {'.'.join(map(str, first['loc']))}", do=REMEDY) from None
+    return read_model(path, EvalReport, SCHEMA_VERSION, remedy=REMEDY)

@@ -11,12 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from moeq.artifacts.assignment import Tier
-from moeq.artifacts.files import read_json, write_json
-from moeq.artifacts.stage import ModelStamp, check_schema_version
-from moeq.errors import ArtifactError
+from moeq.artifacts.files import write_json
+from moeq.artifacts.stage import ModelStamp, read_model
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
 from moeq.version import __version__
 
@@ -116,14 +115,4 @@ def write_manifest(directory: Path, manifest: PlacementManifest) -> None:
 
 def read_manifest(directory: Path) -> PlacementManifest:
     """Read and validate a checkpoint's manifest."""
-    path = directory / NAME
-    data = read_json(path, remedy=REMEDY)
-    if not isinstance(data, dict):
-        raise ArtifactError("not a placement manifest", where=str(path), do=REMEDY)
-    check_schema_version(data.get("schema_version"), SCHEMA_VERSION, path, remedy=REMEDY)
-    try:
-        return PlacementManifest.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = f"{path}: {'.'.join(map(str, first['loc']))}"
-        raise ArtifactError(first["msg"], where=where, do=REMEDY) from None
+    return read_model(directory / NAME, PlacementManifest, SCHEMA_VERSION, remedy=REMEDY)

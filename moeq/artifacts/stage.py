@@ -7,7 +7,7 @@ artifacts before it); its `digest` is that of the bytes it wrote. Dates and timi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -17,6 +17,7 @@ from moeq.version import __version__
 
 SCHEMA_VERSION = 1
 RECORD = "stage.json"
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class ModelStamp(BaseModel):
@@ -59,22 +60,26 @@ def check_schema_version(found: Any, expected: int | str, path: Path, *, remedy:
         )
 
 
+def read_model(path: Path, model: type[Model], schema_version: int, *, remedy: str) -> Model:
+    """Read a JSON artifact into its model; ArtifactError naming the place when it is missing or damaged."""
+    data = read_json(path, remedy=remedy)
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    check_schema_version(found, schema_version, path, remedy=remedy)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"{path}: {'.'.join(map(str, first['loc']))}"
+        raise ArtifactError(first["msg"], where=where, do=remedy) from None
+
+
 def read_record(directory: Path, stage: str) -> StageRecord:
     """Read a stage's record; ArtifactError when it is missing, damaged or of another schema version."""
     path = directory / RECORD
     remedy = f"run `moeq {stage}` or `moeq run` to make it again"
     if not path.exists():
         raise ArtifactError("this stage has not been run", where=str(directory), do=remedy)
-    data = read_json(path, remedy=remedy)
-    if not isinstance(data, dict):
-        raise ArtifactError("not a stage record", where=str(path), do=remedy)
-    check_schema_version(data.get("schema_version"), SCHEMA_VERSION, path, remedy=f"delete {directory} and {remedy}")
-    try:
-        return StageRecord.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = f"{path}: {'.'.join(map(str, first['loc']))}"
-        raise ArtifactError(first["msg"], where=where, do=remedy) from None
+    return read_model(path, StageRecord, SCHEMA_VERSION, remedy=remedy)
 
 
 HASHED_BYTES = 16 << 20  # files up to this size are hashed again when a later stage reads them

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.files import make_directory, read_json, sha256_file, write_json
-from moeq.artifacts.stage import check_schema_version
-from moeq.errors import ArtifactError, EstimateError
+from moeq.artifacts.files import make_directory, sha256_file, write_json
+from moeq.artifacts.stage import read_model
+from moeq.errors import EstimateError
 from moeq.estimator import (
     Estimate,
     Grid,
@@ -164,13 +164,4 @@ def decode_speedups(one: Estimate) -> dict[str, float]:
 
 def load(context: Context) -> EstimateReport:
     """Read estimate.json; ArtifactError when it is missing, damaged or of another schema version."""
-    path = context.directory("estimate") / NAME
-    data = read_json(path, remedy=REMEDY)
-    check_schema_version(
-        data.get("schema_version") if isinstance(data, dict) else None, SCHEMA_VERSION, path, remedy=REMEDY
-    )
-    try:
-        return EstimateReport.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ArtifactError(first["msg"], where=f"{path}: {'.'.join(map(str, first['loc']))}", do=REMEDY) from None
+    return read_model(context.directory("estimate") / NAME, EstimateReport, SCHEMA_VERSION, remedy=REMEDY)
