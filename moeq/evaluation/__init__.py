@@ -1,0 +1,1 @@
+"""Perplexity and lm-eval."""

@@ -1,0 +1,1 @@
+"""With runtime, the only room that knows transformers: sources, loading, experts, text, walking."""

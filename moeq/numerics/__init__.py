@@ -1,0 +1,1 @@
+"""Pure tensor functions: grids, packing, GPTQ."""

@@ -1,0 +1,1 @@
+"""From layer inputs to replicas and losses."""

@@ -1,0 +1,1 @@
+"""Running packed checkpoints in transformers."""

@@ -1,0 +1,1 @@
+"""One module a stage, each with run(context)."""

@@ -133,16 +133,17 @@ def test_killed_at_random_moments(moeq: ForkServer, reference: Reference, tmp_pa
 
 
 def test_killed_at_every_write(moeq: ForkServer, reference: Reference, tmp_path: Path) -> None:
-    """Every attempt finishes two files and dies before it renames its third (the recipe's copy is one of them)."""
-    run, attempts = tmp_path / "run", 0
+    """Dies before each rename of a finished file: one rename later every time, from the start in the next stage."""
+    run, attempts, rename, finished_stages = tmp_path / "run", 0, 1, 0
     while True:
         attempts += 1
-        assert attempts < 60, "a run that is killed again and again must get on"
-        finished = moeq.run("run", reference.recipe, "--out", run, "--quiet", die_at_rename=3)
+        finished = moeq.run("run", reference.recipe, "--out", run, "--quiet", die_at_rename=rename)
         if finished.code == 0:
             break
         assert finished.code == -signal.SIGKILL
-    assert attempts > len(STAGES)
+        before, finished_stages = finished_stages, len(digests(run))
+        rename = 2 if finished_stages > before else rename + 1  # the first is that of the recipe's copy
+    assert attempts > 2 * len(STAGES), "every stage renames an artifact and its record"
     assert_as_unbroken(run, reference)
 
 
