@@ -374,7 +374,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "another version": ("recipe_version: 2\n", ["line 1", "recipe_version"]),
     "two of a name": ("name: a\neval: {compare: [{name: a, method: uniform, bits: 2}]}\n", ["eval.compare"]),
     "bad device": ("device: tpu\n", ["line 1", "device"]),
-    "key twice": ("seed: 1\nseed: 2\n", ["line 2", "seed"]),
+    "key twice": ("seed: 1\nseed: 2\ncorpus: {sequences: 1000000}\n", ["line 2", "seed"]),
     "no YAML": ("a: [1,\nb: 2\n", ["line 3", "not valid YAML"]),
     "tab": ("corpus:\n\tsequences: 3\n", ["line 2", "not valid YAML"]),
     "two documents": ("seed: 1\n---\nseed: 2\n", ["not valid YAML"]),
@@ -811,6 +811,9 @@ def test_generate(moeq: ForkServer, finished_run: Path, tiny_model: Path, tmp_pa
     assert_refused(moeq.run("generate", finished_run, "a"), MODEL, str(finished_run))
     long = moeq.run("generate", checkpoint, "a", "--max-new-tokens", "500")
     assert_refused(long, EVALUATION, "500", "128 positions", "--max-new-tokens")
+    device = moeq.run("generate", checkpoint, "a", "--device", "gpu")
+    assert device.code in {RECIPE, MODEL}, device.stderr
+    assert_refused(device, device.code, "gpu", "cuda")
     fine = moeq.run("generate", checkpoint, "", "--max-new-tokens", "3", "--json")
     assert fine.code == 0, fine.stderr
     assert json.loads(fine.stdout)["new_tokens"] <= 3
@@ -837,6 +840,18 @@ def test_json_error(moeq: ForkServer, recipe: Path, tmp_path: Path, arguments: l
     found = json.loads(finished.stdout)
     assert (found["error"], found["exit_code"]) == (kind, code)
     assert finished.stderr == f"moeq: {found['message']}\n"
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_paths_are_printed_as_they_are(
+    moeq: ForkServer, recipe: Path, finished_run: Path, tmp_path: Path, columns: str
+) -> None:
+    """Blanks, umlauts and what rich would take for markup."""
+    out = Path(shutil.copytree(finished_run, tmp_path / "mön [bold] run"))
+    finished = moeq.run("run", recipe, "--out", out.name, cwd=tmp_path, env={"COLUMNS": columns})
+    assert finished.code == 0, finished.stderr
+    for line in ("checkpoint mön [bold] run/checkpoint", "evaluation mön [bold] run/eval/eval.json"):
+        assert line in finished.stdout.splitlines()
 
 
 def test_the_installed_command(recipe: Path, tmp_path: Path) -> None:
