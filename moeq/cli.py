@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json as jsonlib
 import os
 import sys
@@ -28,14 +30,15 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-RecipeArgument = Annotated[
-    Path | None, typer.Argument(help="YAML recipe; stages take the run directory's own by default.")
-]
+RecipeArgument = Annotated[Path | None, typer.Argument(help="YAML recipe [default: the one in the run directory].")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Model directory, hub id, or bundled:tiny-mixtral.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run directory [default: moeq-out/NAME of the recipe].")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set assign.average_bits=2.5")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Result as JSON on standard output.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress, no messages but errors.")]
+
+
+INTERRUPTED = 130
 
 
 def _version(show: bool) -> None:
@@ -66,14 +69,14 @@ def _context(
     loaded = load_recipe(recipe, overrides or [])
     name = model or loaded.model
     if name is None:
-        raise RecipeError("no model", where=str(recipe or "defaults"), do="give --model or the recipe's model")
+        raise RecipeError("no model", where=str(recipe or "defaults"), do="give a recipe, --model, or --out of a run")
     target = out or Path("moeq-out") / loaded.name
     return Context(recipe=loaded, model_name=name, out=target, reporter=Reporter(quiet=quiet))
 
 
 @app.command()
 def run(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe.")],
+    recipe: RecipeArgument = None,
     model: ModelOption = None,
     out: OutOption = None,
     set_: SetOption = None,
@@ -177,6 +180,8 @@ def _print_json(value: Any) -> None:
 
 def _as_moeq_error(error: Exception) -> MoeqError:
     """An unexpected exception as one line; the traceback goes to a file."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG):
+        return StorageError(error.strerror or str(error), where="standard output", do="free some space")
     if isinstance(error, OSError) and error.filename is not None:
         return StorageError(error.strerror or str(error), where=str(error.filename), do="check the disk and the path")
     with tempfile.NamedTemporaryFile("w", prefix="moeq-", suffix=".log", delete=False) as log:
@@ -189,25 +194,33 @@ def _as_moeq_error(error: Exception) -> MoeqError:
 def main() -> None:
     """Entry point: errors become one line on standard error and an exit code by class, never a traceback."""
     try:
-        app()
-    except KeyboardInterrupt:
-        print("interrupted; run the same command to go on", file=sys.stderr)
-        _leave(130)
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # a full disk or a closed pipe shows here, not when the interpreter has gone
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        code = leaving.code if isinstance(leaving, SystemExit) else INTERRUPTED  # typer makes 130 of an interrupt
+        if code == INTERRUPTED:
+            print("interrupted; run the same command to go on", file=sys.stderr)
+        sys.exit(code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _leave(141)
+        _drop_output()
+        sys.exit(141)
     except Exception as error:
         known = error if isinstance(error, MoeqError) else _as_moeq_error(error)
         if "--json" in sys.argv:
-            _print_json({"error": type(known).__name__, "message": str(known), "exit_code": known.exit_code})
+            with contextlib.suppress(OSError):
+                _print_json({"error": type(known).__name__, "message": str(known), "exit_code": known.exit_code})
+                sys.stdout.flush()
+        if isinstance(known, StorageError):
+            _drop_output()
         print(f"moeq: {known}", file=sys.stderr)
-        _leave(known.exit_code)
+        sys.exit(known.exit_code)
 
 
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code)
+def _drop_output() -> None:
+    """What is still buffered for standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

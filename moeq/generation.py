@@ -20,6 +20,8 @@ def generate(
     """Text, token counts and tokens per second. Raises ModelError, ArtifactError or EvaluationError."""
     if not checkpoint.is_dir():
         raise ModelError("no such checkpoint directory", where=str(checkpoint), do="give RUN/checkpoint of a moeq run")
+    if not (checkpoint / "config.json").is_file() and (checkpoint / "checkpoint").is_dir():
+        raise ModelError("this is a run", where=str(checkpoint), do=f"give {checkpoint / 'checkpoint'}")
     source = open_source(str(checkpoint))
     target = resolve_device(device)
     tokenizer = load_tokenizer(source)

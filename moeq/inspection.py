@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts import evaluation
 from moeq.artifacts import losses as loss_table
 from moeq.artifacts.assignment import read_assignment
 from moeq.artifacts.files import read_json, sha256_file
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest, Replica, read_manifest
-from moeq.artifacts.stage import RECORD, read_record
+from moeq.artifacts.stage import RECORD, StageRecord, current_digest, read_record
 from moeq.errors import ArtifactError
 from moeq.models import loading
 from moeq.models.source import open_source, read_header
@@ -75,6 +76,8 @@ def check_checkpoint(directory: Path) -> dict[str, Any]:
                 where=str(directory),
                 do="export the checkpoint again",
             )
+    if (directory / RECORD).is_file():  # covers what the manifest does not: config, index, other weights, tokenizer
+        _check_files(directory, read_record(directory, "export"))
     return _checkpoint_summary(manifest, on_disk)
 
 
@@ -128,19 +131,15 @@ def _run_directory(path: Path) -> dict[str, Any]:
         if not (directory / RECORD).is_file():
             found[name] = "not run"
             continue
-        found[name] = read_record(directory, name).digest[:16]
+        digest = read_record(directory, name).digest
+        same = current_digest(directory, name) == digest
+        found[name] = digest[:16] if same else f"{digest[:16]}, changed by hand since"
     return found
 
 
 def _stage(path: Path) -> dict[str, Any]:
     record = read_record(path, path.name)
-    for name, stamp in record.files.items():
-        if not (path / name).is_file() or sha256_file(path / name) != stamp.sha256:
-            raise ArtifactError(
-                "missing or changed since the stage wrote it",
-                where=str(path / name),
-                do=f"run `moeq {record.stage}` again",
-            )
+    _check_files(path, record)
     return {
         "kind": f"artifact of moeq {record.stage}",
         "model": record.model.name,
@@ -150,6 +149,15 @@ def _stage(path: Path) -> dict[str, Any]:
         "summary": record.summary,
         "check": "every SHA-256 equals the record",
     }
+
+
+def _check_files(directory: Path, record: StageRecord) -> None:
+    for name, stamp in record.files.items():
+        path = directory / name
+        if not path.is_file() or sha256_file(path) != stamp.sha256:
+            raise ArtifactError(
+                "missing or changed since the stage wrote it", where=str(path), do=f"run `moeq {record.stage}` again"
+            )
 
 
 def _model(path: Path) -> dict[str, Any]:
@@ -195,6 +203,10 @@ def _file(path: Path) -> dict[str, Any]:
                 "layers": len(assignment.layers),
                 "average_bits": None if average is None else float(average),
             }
+        if path.name == evaluation.NAME:
+            report = evaluation.read_eval(path)
+            columns = {"name", "average_bits", "expert_bytes", "perplexity", "accuracy"}
+            return {"kind": "evaluation", "rows": [row.model_dump(include=columns) for row in report.rows]}
         if isinstance(data, dict) and "schema_version" in data:
             return {"kind": f"moeq {path.stem}", "schema_version": data["schema_version"], "keys": sorted(data)}
     raise ArtifactError("not a file that moeq knows", where=str(path), do="give a checkpoint, a run or an artifact")

@@ -134,12 +134,15 @@ def _sections(recipe: Recipe, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: whole[name] for name in names}
 
 
-def run_stage(context: Context, stage: Stage) -> Outcome:
-    """Run one stage unless its inputs have not changed; the record is its last write."""
+def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Outcome:
+    """Run one stage unless its inputs have not changed; the record is its last write.
+
+    keep_edits=False: files that were edited by hand are made again.
+    """
     directory = context.directory(stage.name)
     inputs = _inputs(context, stage)
     key = digest_of([stage.name, inputs])
-    current = is_current(directory, stage.name, key, stage.editable)
+    current = is_current(directory, stage.name, key, stage.editable if keep_edits else frozenset())
     if current and (stage.intact is None or stage.intact(context)):
         record = read_record(directory, stage.name)
         edited = current_digest(directory, stage.name) != record.digest
@@ -175,7 +178,7 @@ def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME)) -> list[Outco
     """
     _prepare(context, [BY_NAME[name] for name in names])
     with locked(context.out):
-        remove_partials(context.out)
+        _remove_partials(context)
         write_text(context.out / RECIPE_COPY, _recipe_text(context))
         return [run_stage(context, BY_NAME[name]) for name in names]
 
@@ -185,7 +188,7 @@ def run_alone(context: Context, name: str) -> Outcome:
     stage = BY_NAME[name]
     _prepare(context, [stage])
     with locked(context.out):
-        remove_partials(context.out)
+        _remove_partials(context)
         for needed in stage.after:
             record = read_record(context.directory(needed), needed)
             if record.model.digest != context.stamp.digest:
@@ -194,7 +197,7 @@ def run_alone(context: Context, name: str) -> Outcome:
                     where=str(context.directory(needed)),
                     do=f"run `moeq {needed}` again or choose another --out",
                 )
-        return run_stage(context, stage)
+        return run_stage(context, stage, keep_edits=False)
 
 
 def _prepare(context: Context, stages: list[Stage]) -> None:
@@ -212,6 +215,10 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
     for stage in stages:
         if stage.check is not None:
             stage.check(context)
+
+
+def _remove_partials(context: Context) -> None:
+    remove_partials(context.out, [RECIPE_COPY, *(context.directory(name).name for name in BY_NAME)])
 
 
 def _recipe_text(context: Context) -> str:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from moeq.errors import RecipeError, nearest
 
-RECIPE_VERSION = 1
+DEFAULT_AVERAGE_BITS = 2
 STORED_WIDTHS = (1, 2, 3, 4, 8)
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -99,6 +99,13 @@ class AssignSection(Section):
     statistics: Literal["all", "prefill", "decode"] = Field("all", description="which positions' routing counts")
     quantizer: Literal["gptq", "rtn"] = Field("gptq", description="whose losses decide and whose replicas are used")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_average(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("method", "prefix-split") == "prefix-split" and "bits" not in data:
+            return {"average_bits": DEFAULT_AVERAGE_BITS} | data
+        return data
+
     @model_validator(mode="after")
     def _check(self) -> AssignSection:
         if self.method == "uniform":
@@ -171,7 +178,7 @@ class Recipe(Section):
     """A whole run."""
 
     recipe_version: Literal[1] = 1
-    name: str = Field("run", min_length=1)
+    name: str = Field("run", max_length=80, pattern=r"^\w[\w.+-]*$")
     model: str | None = Field(None, description="directory, hub id, or bundled:tiny-mixtral; --model overrides it")
     revision: str | None = Field(None, description="hub revision: branch, tag or commit")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -181,7 +188,7 @@ class Recipe(Section):
     corpus: CorpusSection = CorpusSection()
     profile: ProfileSection = ProfileSection()
     losses: LossesSection = LossesSection()
-    assign: AssignSection = AssignSection(average_bits="2")
+    assign: AssignSection = AssignSection()
     quantize: QuantizeSection = QuantizeSection()
     export: ExportSection = ExportSection()
     eval: EvalSection = EvalSection()
@@ -194,6 +201,9 @@ class Recipe(Section):
                 raise ValueError(f"{where}: quantizer {section.quantizer} is not among losses.methods")
             if section.bits not in (None, 16, *self.losses.bits):
                 raise ValueError(f"{where}: {section.bits} bits is not among losses.bits")
+            missing = sorted({1, 2, 3, 4} - set(self.losses.bits))
+            if section.method == "prefix-split" and section.selector and missing:
+                raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")
         names = [self.name, "original", *(c.name for c in self.eval.compare)]
         if len(set(names)) != len(names):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")
@@ -217,6 +227,7 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
+        _refuse_duplicates(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -231,6 +242,20 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise _explain(error, node, where, overrides) from None
+
+
+def _refuse_duplicates(node: Any) -> None:
+    """YAML lets the last of two equal keys win without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+            _refuse_duplicates(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_duplicates(value)
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

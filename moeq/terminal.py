@@ -12,6 +12,7 @@ from moeq.pipeline import Outcome
 from moeq.tables import human_bytes
 
 NARROW = 78  # columns below which the table leaves out what the others imply
+SMALL = 56  # columns below which it leaves out the speed-up, too
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
@@ -32,27 +33,21 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], geometry: st
     wide = console.width >= NARROW
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     table.add_column("assignment", overflow="fold")
-    for title in [
-        "bits",
-        "experts",
-        *(["original"] if wide else []),
-        "ppl",
-        *(["+"] if wide else []),
-        "acc",
-        "speed-up",
-    ]:
+    small = console.width < SMALL
+    titles = ["bits", "experts", *(["original"] if wide else []), "ppl", *(["+"] if wide else []), "acc"]
+    for title in [*titles, *([] if small else ["speed-up"])]:
         table.add_column(title, justify="right", no_wrap=True)
     largest = max(row["expert_bytes"] for row in rows)
     for row in rows:
         cells = [
             f"{row['name']} *" if row["exported"] else row["name"],
-            "16" if row["average_bits"] is None else f"{row['average_bits']:.3g}",
+            "-" if row["average_bits"] is None else f"{row['average_bits']:.3g}",
             human_bytes(row["expert_bytes"]),
             *([f"{row['expert_bytes'] / largest:.1%}"] if wide else []),
             _number(row["perplexity"], "{:.2f}"),
-            *([_number(row["perplexity_change"], "{:.1%}")] if wide else []),
+            *([_number(row["perplexity_change"], "{:+z.1%}")] if wide else []),
             _number(row["accuracy"], "{:.1%}"),
-            _speed(row),
+            *([] if small else [_speed(row)]),
         ]
         table.add_row(*cells, style="bold" if row["exported"] else None)
     console.print(table)
@@ -63,7 +58,7 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], geometry: st
         style="dim",
     )
     for name, path in paths.items():
-        console.print(f"{name:11}{path}", soft_wrap=True)
+        console.print(f"{name:11}{path}", soft_wrap=True, markup=False)
 
 
 def _error_note(rows: list[dict[str, Any]]) -> str:
@@ -85,7 +80,7 @@ def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
     console = Console(highlight=False)
     for key, value in summary.items():
         label = f"{' ' * indent}{str(key).replace('_', ' ')}"
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             console.print(label)
             print_summary(value, indent + 2)
         elif isinstance(value, list) and value and isinstance(value[0], dict):
@@ -98,6 +93,8 @@ def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
 
 
 def _plain(key: str, value: Any) -> str:
+    if value == {} or value == []:
+        return "none"
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
     if isinstance(value, int) and "bytes" in key:

@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from moeq.cli import app
+from moeq.inspection import inspect
 from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
@@ -89,10 +90,17 @@ def test_stages_one_by_one_in_json(tiny_mixtral: Path, tmp_path: Path) -> None:
     table = moeq("run", str(recipe), "--out", str(out))
     assert "one *" in table.stdout
     assert "unchanged, skipped" in table.stderr
-    run = json.loads(moeq("inspect", str(out), "--json").stdout)
-    assert run["kind"] == "moeq run"
-    assert "every size" in moeq("inspect", str(out / "checkpoint")).stdout
-    for name in ("assign/assignment.json", "losses/losses.parquet", "losses", "recipe.yaml", "eval/eval.json"):
-        assert moeq("inspect", str(out / name)).returncode == 0, name
+    assert json.loads(moeq("inspect", str(out), "--json").stdout)["kind"] == "moeq run"
+    assert inspect(out / "checkpoint")["check"].startswith("every size")
+    kinds = {
+        "assign/assignment.json": "assignment",
+        "losses/losses.parquet": "loss table",
+        "losses": "artifact of moeq losses",
+        "recipe.yaml": "recipe",
+        "eval/eval.json": "evaluation",
+        "checkpoint/placement.json": "moeq checkpoint",
+    }
+    for name, kind in kinds.items():
+        assert inspect(out / name)["kind"] == kind, name
     text = moeq("generate", str(out / "checkpoint"), "hello", "--max-new-tokens", "3")
     assert text.stdout.startswith("hello")

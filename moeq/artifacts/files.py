@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,13 @@ from moeq.errors import ArtifactError, StorageError
 
 PARTIAL = ".partial"  # suffix of everything that is not finished
 CHUNK_BYTES = 1 << 22
+
+_DTYPE_NAMES = {  # torch's dtypes as safetensors names them
+    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
+    "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8",
+    "torch.uint16": "U16", "torch.uint32": "U32", "torch.uint64": "U64", "torch.bool": "BOOL",
+    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
 
 _ADVICE = {
     errno.ENOSPC: "free some space or choose another --out",
@@ -65,19 +72,12 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     with storage_errors(path):
         try:
             write(partial)
-            partial.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
             sync(partial)
             os.replace(partial, path)
             sync(path.parent)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def write_text(path: Path, text: str) -> None:
@@ -108,18 +108,35 @@ def read_json(path: Path, *, remedy: str = "make it again") -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors as safetensors, atomically; the bytes depend only on names, values and metadata."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    """Write tensors as safetensors, atomically; the bytes depend only on names, values and metadata.
 
-    def save(partial: Path) -> None:
-        try:
-            save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, partial, dict(metadata or {}))
-        except SafetensorError as error:  # wraps the operating system's error in its text
-            number = next((n for n in _ADVICE if os.strerror(n) in str(error)), errno.EIO)
-            raise OSError(number, os.strerror(number) if number != errno.EIO else str(error)) from error
+    Not through safetensors' own writer: it orders metadata by a random hash, and leaves `.tmp*` files when killed.
+    """
+    write_atomically(path, lambda partial: _write_safetensors(partial, tensors, dict(metadata or {})))
 
-    write_atomically(path, save)
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str]) -> None:
+    """8 bytes length, JSON header padded to 8, then the tensors, widest types first so that all are aligned."""
+    import torch
+
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_NAMES[str(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+            stream.write(memoryview(flat.view(torch.uint8).numpy()))
 
 
 def sha256_file(path: Path) -> str:
@@ -171,13 +188,15 @@ def building(directory: Path) -> Iterator[Path]:
             raise
 
 
-def remove_partials(directory: Path) -> None:
-    """Delete what a killed run left half-written below `directory`."""
-    for path in sorted(directory.rglob(f"*{PARTIAL}"), reverse=True):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+def remove_partials(directory: Path, names: Iterable[str]) -> None:
+    """Delete what a killed run left half-written of `names` in `directory`; nothing else that lies there."""
+    for name in names:
+        found = [directory / f"{name}{PARTIAL}", directory / f"{name}.old{PARTIAL}"]
+        for path in [*found, *sorted((directory / name).rglob(f"*{PARTIAL}"), reverse=True)]:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -105,4 +105,6 @@ def read_losses(path: Path) -> LossTable:
     metadata = table.schema.metadata or {}
     version = metadata.get(b"moeq_schema_version", b"none").decode()
     check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
+    if not table.schema.equals(SCHEMA):
+        raise ArtifactError("not a loss table: other columns", where=str(path), do=REMEDY)
     return LossTable(table)

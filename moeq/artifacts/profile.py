@@ -91,10 +91,11 @@ def read_profile(directory: Path) -> ExpertProfile:
     """Read a profile back; ArtifactError when it is missing, damaged or of another schema version."""
     path = directory / "profile.json"
     table = read_json(path, remedy=REMEDY)
-    check_schema_version(table.get("schema_version"), SCHEMA_VERSION, path, remedy=REMEDY)
+    version = table.get("schema_version") if isinstance(table, dict) else None
+    check_schema_version(version, SCHEMA_VERSION, path, remedy=REMEDY)
     tensors = directory / "profile.safetensors"
-    layers = table["layers"]
     try:
+        layers = table["layers"]
         with safe_open(tensors, "np") as handle:
             return ExpertProfile(
                 layers=tuple(layer["name"] for layer in layers),
@@ -105,3 +106,5 @@ def read_profile(directory: Path) -> ExpertProfile:
             )
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"cannot be read ({error})", where=str(tensors), do=REMEDY) from None
+    except (KeyError, TypeError) as error:
+        raise ArtifactError(f"not a profile ({error!r})", where=str(path), do=REMEDY) from None

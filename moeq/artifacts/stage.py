@@ -97,9 +97,14 @@ def is_current(directory: Path, stage: str, key: str, editable: frozenset[str] =
     except ArtifactError:
         return False  # of another schema version or damaged: `moeq run` makes it again
     return record.key == key and all(
-        (directory / name).is_file() and (name in editable or (directory / name).stat().st_size == stamp.bytes)
+        (directory / name).is_file() and (name in editable or _unchanged(directory / name, stamp))
         for name, stamp in record.files.items()
     )
+
+
+def _unchanged(path: Path, stamp: FileStamp) -> bool:
+    size = path.stat().st_size
+    return size == stamp.bytes and (size > HASHED_BYTES or sha256_file(path) == stamp.sha256)
 
 
 def current_digest(directory: Path, stage: str) -> str:

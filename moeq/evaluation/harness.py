@@ -48,7 +48,9 @@ def run_tasks(
     import lm_eval.evaluator
     from lm_eval.models.huggingface import HFLM
 
-    lm_eval.evaluator.get_git_commit_hash = lambda: None  # it runs git, which complains on the user's terminal
+    # these run git and pip, which takes half a second and complains on the user's terminal
+    lm_eval.evaluator.get_git_commit_hash = lambda: None
+    lm_eval.evaluator.add_env_info = lambda storage: None
     for logger in ("lm_eval", "lm-eval", "datasets"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     captured = io.StringIO()

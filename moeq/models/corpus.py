@@ -80,7 +80,7 @@ def read_documents(files: Sequence[Path], text_field: str) -> list[Document]:
             except (OSError, UnicodeDecodeError) as error:
                 raise CorpusError(f"cannot be read as UTF-8 ({error})", where=str(path), do="convert it") from None
             continue
-        for number, row in enumerate(_rows(path), 1):
+        for number, row in _rows(path):
             text = row.get(text_field) if isinstance(row, dict) else None
             if not isinstance(text, str):
                 keys = ", ".join(row) if isinstance(row, dict) else "no fields"
@@ -93,20 +93,21 @@ def read_documents(files: Sequence[Path], text_field: str) -> list[Document]:
     return [document for document in documents if document.text.strip()]
 
 
-def _rows(path: Path) -> list[Any]:
+def _rows(path: Path) -> list[tuple[int, Any]]:
+    """(row number, row), numbered as an editor does."""
     if path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            return pq.read_table(path).to_pylist()  # type: ignore[no-any-return]
+            return list(enumerate(pq.read_table(path).to_pylist(), 1))
         except (OSError, pa.ArrowException) as error:
             raise CorpusError(f"not a Parquet file ({error})", where=str(path), do="check the file") from None
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"cannot be read as UTF-8 ({error})", where=str(path), do="convert it") from None
-    return [_json_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [(number, _json_row(path, number, line)) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _json_row(path: Path, number: int, line: str) -> Any:

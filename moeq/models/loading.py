@@ -46,7 +46,10 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError("no CUDA device here", where=f"device {device}", do="use device: cpu or auto")
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ModelError("unknown device", where=f"device {device}", do="use auto, cpu or cuda") from None
 
 
 def source_dtype(source: ModelSource) -> torch.dtype:
@@ -108,6 +111,7 @@ def expert_keys(source: ModelSource, model: nn.Module, layers: list[ExpertLayer]
     wanted = {f"{layer.name}.{part}" for layer in layers for part in ("gate_up_proj", "down_proj")}
     prefix = getattr(model, "base_model_prefix", None)
     found = {key for key in source.tensors if rename_source_key(key, renamings, converters, prefix, names)[0] in wanted}
+    _check_shapes(source, found)
     elements = sum(_elements(source.tensors[key].shape) for key in found)
     expected = sum(layer.num_experts * layer.parameters_per_expert for layer in layers)
     if elements != expected:
@@ -119,11 +123,31 @@ def expert_keys(source: ModelSource, model: nn.Module, layers: list[ExpertLayer]
     return found
 
 
+def _check_shapes(source: ModelSource, keys: set[str]) -> None:
+    """The same matrix of all experts of a layer has one shape; transformers would not say which one has another."""
+    alike: dict[str, dict[tuple[int, ...], list[str]]] = {}
+    for key in sorted(keys):
+        parts = key.split(".")
+        last = max((index for index, part in enumerate(parts) if part.isdigit()), default=0)
+        of_all = ".".join([*parts[:last], "*", *parts[last + 1 :]])
+        alike.setdefault(of_all, {}).setdefault(source.tensors[key].shape, []).append(key)
+    for shapes in alike.values():
+        if len(shapes) > 1:
+            odd, usual = (pick(shapes, key=lambda shape: len(shapes[shape])) for pick in (min, max))
+            raise ModelError(
+                f"{shapes[odd][0]} is {list(odd)}, the other experts' are {list(usual)}",
+                where=str(source.path),
+                do=REMEDY,
+            )
+
+
 def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Load for inference; ModelError when any weight is missing, unexpected or of another shape."""
     try:
         with quiet_transformers():
-            model, info = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, output_loading_info=True)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     except Exception as error:
         raise ModelError(f"transformers cannot load it ({_line(error)})", where=str(source.path), do=REMEDY) from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):

@@ -169,18 +169,21 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     except (OSError, ValueError) as error:
         raise ModelError(f"not a safetensors file ({error})", where=str(path), do=damaged) from None
     tensors, end = {}, 0
-    for key, entry in header.items():
-        if key == "__metadata__":
-            continue
-        start, stop = entry["data_offsets"]
-        end = max(end, stop)
-        tensors[key] = TensorHeader(
-            file=path,
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            offset=8 + length + start,
-            bytes=stop - start,
-        )
+    try:
+        for key, entry in header.items():
+            if key == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            end = max(end, stop)
+            tensors[key] = TensorHeader(
+                file=path,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                offset=8 + length + start,
+                bytes=stop - start,
+            )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"not a safetensors file ({error!r})", where=str(path), do=damaged) from None
     if size != 8 + length + end:
         raise ModelError(f"truncated: {size} bytes, its header says {8 + length + end}", where=str(path), do=damaged)
     return tensors

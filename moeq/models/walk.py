@@ -18,7 +18,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
 from moeq.errors import ModelError, QuantizationError
-from moeq.models.experts import ExpertLayer
+from moeq.models.experts import ExpertLayer, stacked_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,7 @@ def walk(
                         where=layer.name,
                         do="report the model's family: its layers are not run in order",
                     )
+                check_weights(model, layer)
                 yield _gather(layer, captured, batches)
     finally:
         for hook in hooks:
@@ -88,6 +89,19 @@ def walk(
         for run in runs:
             if run and not run.dead:
                 run.throw(GreenletExit)
+
+
+def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
+    """QuantizationError naming the expert and the matrix whose weights are not finite."""
+    for projection, stack in stacked_weights(model, layer, slice(None)).items():
+        finite = torch.isfinite(stack).flatten(1).all(1)
+        if not bool(finite.all()):
+            expert = int((~finite).nonzero()[0])
+            raise QuantizationError(
+                "weights are not finite",
+                where=f"{layer.name}, expert {expert}, {projection}",
+                do="check the checkpoint",
+            )
 
 
 def _forward(model: nn.Module, batch: Batch, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moeq.errors import QuantizationError
 from moeq.models import loading
 from moeq.models.corpus import Sequences
 from moeq.models.source import open_source
@@ -79,3 +80,17 @@ def test_lockstep_equals_batch_by_batch_and_leaves_no_hooks(tiny_qwen: Path) -> 
     next(stopped)
     stopped.close()
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_weights_that_are_not_finite_name_layer_expert_and_matrix(tiny_mixtral: Path) -> None:
+    source = open_source(str(tiny_mixtral))
+    model = loading.load_model(source, torch.float32, CPU)
+    _, layers = loading.describe(source)
+    with torch.no_grad():
+        model.get_submodule(layers[1].name).down_proj[3, 0, 0] = torch.inf
+    found = walk(model, layers, sequences([8], 8).batches(1), CPU)
+    assert next(found).layer is layers[0]
+    with pytest.raises(
+        QuantizationError, match=r"layers\.1\.mlp\.experts, expert 3, down_proj: weights are not finite"
+    ):
+        next(found)

@@ -119,10 +119,10 @@ def test_batches_of_experts_change_nothing() -> None:
         )
 
 
-def test_weights_that_are_not_finite_name_the_expert() -> None:
+def test_a_loss_that_is_not_a_number_names_the_expert() -> None:
     weights = layer_weights()
     weights["up_proj"][2, 0, 0] = torch.nan
-    with pytest.raises(QuantizationError, match=r"layers\.0\.experts, expert 2, up_proj: weights are not finite"):
+    with pytest.raises(QuantizationError, match=r"layers\.0\.experts, expert 2, expert: the 1-bit gptq loss"):
         quantize_layer(layer_inputs(), weights, nn.SiLU(), CONFIG)
 
 

@@ -291,7 +291,7 @@ def test_no_model(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     bare = yaml.safe_load(recipe.read_text("utf-8"))
     del bare["model"]
     finished = moeq.run("run", write_recipe(tmp_path / "r.yaml", bare), "--out", tmp_path / "out", "--quiet")
-    assert_refused(finished, RECIPE, "no model", "r.yaml", "give --model")
+    assert_refused(finished, RECIPE, "no model", "r.yaml", "--model")
 
 
 # --- corpus
@@ -356,7 +356,6 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "empty section": ("name: a\ncorpus:\n", ["line 2", "corpus"]),
     "average above 4": ("assign: {average_bits: 7}\n", ["line 1", "average_bits", "between 1 and 4"]),
     "average not a number": ("assign: {average_bits: 5/0}\n", ["line 1", "average_bits"]),
-    "average missing": ("assign: {method: prefix-split}\n", ["line 1", "average_bits"]),
     "uniform without bits": ("assign: {method: uniform}\n", ["line 1", "needs bits"]),
     "bits without a replica": (
         "losses: {bits: [1, 2, 3, 4]}\nassign: {method: uniform, bits: 8}\n",
