@@ -98,7 +98,7 @@ def run(
             }
         )
     elif not quiet:
-        terminal.print_final(rows, paths, context.recipe.estimate.geometry)
+        terminal.print_final(rows, paths, outcomes)
 
 
 def _stage_command(name: str, summary: str) -> Callable[..., None]:

@@ -168,7 +168,11 @@ class GridSection(Section):
 
 class EstimateSection(Section):
     hardware: str = Field("paper-ctxmoe", description="a preset's name or the path of a hardware YAML file")
-    geometry: str = Field("model", description="model: this checkpoint's own; or mixtral-8x7b, mixtral-8x22b")
+    geometry: str | list[str] = Field(
+        "model",
+        description="model: this checkpoint's own; or mixtral-8x7b, mixtral-8x22b; of several, the first that has as "
+        "many experts a layer as the model",
+    )
     popularity: Literal["uniform", "profile"] = "uniform"
     context: int = Field(1024, ge=1)
     grid: GridSection = GridSection()

@@ -27,7 +27,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], geometry: str) -> None:
+def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: list[Outcome]) -> None:
     """The table at the end of a run, and where things are."""
     console = Console(highlight=False)
     wide = console.width >= NARROW
@@ -51,7 +51,8 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], geometry: st
         ]
         table.add_row(*cells, style="bold" if row["exported"] else None)
     console.print(table)
-    of = "this model" if geometry == "model" else f"{geometry} with this bit mix"
+    estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
+    of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
     console.print(
         "* exported. experts: bytes with scales and zero points. speed-up: estimated decode speed over MoNDE by its "
         f"bandwidth rule / cost-optimal, for {of}.{_error_note(rows)}",

@@ -12,6 +12,7 @@ from rich.markup import escape
 from torch import nn
 
 from moeq.artifacts.stage import ModelStamp
+from moeq.errors import CorpusError
 from moeq.models import corpus, loading
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource, open_source
@@ -85,6 +86,7 @@ class Context:
     def calibration(self) -> corpus.Sequences:
         """The calibration sequences that the recipe asks for."""
         section = self.recipe.corpus
+        self._check_length(section.sequence_length, "corpus.sequence_length")
         documents = corpus.read_documents(self.calibration_files, section.text_field)
         return corpus.make_sequences(
             documents,
@@ -101,6 +103,7 @@ class Context:
         section = self.recipe.eval.perplexity
         if section is None:
             return None
+        self._check_length(section.sequence_length, "eval.perplexity.sequence_length")
         documents = corpus.read_documents(corpus.corpus_files(section.source, "evaluation"), section.text_field)
         return corpus.make_sequences(
             documents,
@@ -109,6 +112,17 @@ class Context:
             count=section.sequences,
             where=f"eval.perplexity {section.source}",
         )
+
+    def _check_length(self, length: int, key: str) -> None:
+        """CorpusError when sequences are longer than the positions that the model knows."""
+        config = self.source.config
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
+        if isinstance(positions, int) and length > positions:
+            raise CorpusError(
+                f"{length} tokens are more than the model's {positions} positions",
+                where=key,
+                do=f"set it to {positions} or less",
+            )
 
     def compute(self) -> dict[str, str]:
         """What beside the inputs decides the digits of a result."""

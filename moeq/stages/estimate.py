@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def run(context: Context) -> dict[str, Any]:
     """Write estimate.json; returns the summary."""
     section = context.recipe.estimate
     hardware = load_hardware(section.hardware)
-    geometry = _geometry(context)
+    geometry, is_own = _geometry(context)
     own = assign.load(context)
     assignments = [own, *(assign.make(context, c, c.name) for c in context.recipe.eval.compare)]
     grid = Grid(
@@ -66,7 +66,7 @@ def run(context: Context) -> dict[str, Any]:
                 estimate(
                     geometry,
                     hardware,
-                    _placement(assignment, geometry),
+                    _placement(assignment),
                     group_size=geometry.hidden_size if assignment.group_size == -1 else assignment.group_size,
                     zero_points=not assignment.symmetric,
                     popularity=_popularity(context),
@@ -78,7 +78,7 @@ def run(context: Context) -> dict[str, Any]:
             advance()
     report = EstimateReport(
         geometry=asdict(geometry),
-        geometry_is_the_models=section.geometry == OWN_GEOMETRY,
+        geometry_is_the_models=is_own,
         hardware=section.hardware,
         popularity=section.popularity,
         estimates=tuple(estimates),
@@ -90,9 +90,7 @@ def run(context: Context) -> dict[str, Any]:
 def check(context: Context) -> None:
     """EstimateError for unknown or damaged hardware, an unknown geometry, or one with other numbers of experts."""
     load_hardware(context.recipe.estimate.hardware)
-    geometry = _geometry(context)
-    for layer in context.layers:
-        _same_experts({layer.num_experts}, geometry)
+    _geometry(context)
 
 
 def hardware_digest(context: Context) -> str:
@@ -101,10 +99,23 @@ def hardware_digest(context: Context) -> str:
     return sha256_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json()
 
 
-def _geometry(context: Context) -> ModelGeometry:
-    name = context.recipe.estimate.geometry
-    if name != OWN_GEOMETRY:
-        return load_geometry(name)
+def _geometry(context: Context) -> tuple[ModelGeometry, bool]:
+    """The geometry that the recipe names and whether it is the model's own; of several, the first that fits."""
+    named = context.recipe.estimate.geometry
+    names = [named] if isinstance(named, str) else named
+    experts = {layer.num_experts for layer in context.layers}
+    for name in names:
+        geometry = _own_geometry(context) if name == OWN_GEOMETRY else load_geometry(name)
+        if experts == {geometry.num_experts}:
+            return geometry, name == OWN_GEOMETRY
+    raise EstimateError(
+        f"{', '.join(names) or 'nothing'} has not the model's number of experts a layer, {sorted(experts)}",
+        where="estimate.geometry",
+        do="use geometry: model",
+    )
+
+
+def _own_geometry(context: Context) -> ModelGeometry:
     skeleton, layers = context.described
     shapes = {(layer.num_experts, layer.hidden_size, layer.intermediate_size) for layer in layers}
     if len(shapes) > 1:
@@ -115,27 +126,18 @@ def _geometry(context: Context) -> ModelGeometry:
         )
     experts = expert_keys(context.source, skeleton, layers)
     elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
-    return geometry_from_config(
+    own = geometry_from_config(
         context.source.config,
         num_moe_layers=len(layers),
         num_experts=layers[0].num_experts,
         expert_intermediate_size=layers[0].intermediate_size,
         non_expert_parameters=sum(elements),
     )
+    return replace(own, name=context.source.name)
 
 
-def _placement(assignment: Assignment, geometry: ModelGeometry) -> Placement:
-    _same_experts({len(layer.experts) for layer in assignment.layers}, geometry)
+def _placement(assignment: Assignment) -> Placement:
     return Placement(name=assignment.name, bits=np.stack(assignment.bits()), hot=np.stack(assignment.hot()))
-
-
-def _same_experts(sizes: set[int], geometry: ModelGeometry) -> None:
-    if sizes != {geometry.num_experts}:
-        raise EstimateError(
-            f"{geometry.name} has {geometry.num_experts} experts a layer, the model {sorted(sizes)}",
-            where="estimate.geometry",
-            do="use geometry: model",
-        )
 
 
 def _popularity(context: Context) -> np.ndarray | None:
@@ -151,6 +153,7 @@ def summarize(report: EstimateReport) -> dict[str, Any]:
     """Decode speed-ups of every assignment over both MoNDE baselines and HOBBIT, at the grid's first batch."""
     return {
         "geometry": report.geometry["name"],
+        "geometry_is_the_models": report.geometry_is_the_models,
         "hardware": report.hardware,
         "decode_speedups": {one.placement: decode_speedups(one) for one in report.estimates},
     }

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from moeq import inspection, pipeline, results
 from moeq.artifacts.manifest import read_manifest
+from moeq.errors import CorpusError
 from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -30,7 +31,15 @@ SMALL = (
 )  # fmt: skip
 CASES = {
     "mixtral": ("tiny_mixtral", ("losses.group_size=16", "assign.average_bits=5/2", "assign.gpu_experts=1")),
-    "qwen": ("tiny_qwen", ("losses.group_size=-1", "assign.average_bits=2.2", "quantize.replicas=all")),
+    "qwen": (
+        "tiny_qwen",
+        (
+            "losses.group_size=-1",
+            "assign.average_bits=2.2",
+            "quantize.replicas=all",
+            "estimate.geometry=[mixtral-8x7b, model]",
+        ),
+    ),
     "symmetric": (
         "tiny_mixtral",
         ("losses.group_size=24", "losses.symmetric=true", "assign={method: uniform, bits: 4, gpu_experts: 2}"),
@@ -187,3 +196,22 @@ def test_a_hand_edited_assignment_is_kept_and_used(tiny_mixtral: Path, tmp_path:
     manifest = read_manifest(context.directory("export"))
     assert [expert.bits for expert in manifest.layers[0].experts] == [8, 8, 8, 2, 2]
     assert all(o.skipped for o in pipeline.run(context))
+
+
+def test_the_demo_recipe_runs_on_any_model(tiny_qwen: Path, tmp_path: Path) -> None:
+    overrides = ["corpus.sequence_length=64", "corpus.sequences=12", "eval.perplexity.sequence_length=64",
+                 "eval.perplexity.sequences=6", "eval.limit=2"]  # fmt: skip
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "demo.yaml", overrides)
+    context = Context(recipe=recipe, model_name=str(tiny_qwen), out=tmp_path, reporter=Reporter(quiet=True))
+    outcomes = {outcome.stage: outcome.record.summary for outcome in pipeline.run(context)}
+    assert outcomes["estimate"]["geometry_is_the_models"]
+    assert {row["name"] for row in results.final_rows(context)} >= {"original", "mixed-2.0", "hot4+uniform-2"}
+
+
+def test_sequences_longer_than_the_model_are_refused(tiny_qwen: Path, tmp_path: Path) -> None:
+    for key in ("corpus.sequence_length", "eval.perplexity.sequence_length"):
+        recipe = load_recipe(None, [*SMALL, f"{key}=129"])
+        context = Context(recipe=recipe, model_name=str(tiny_qwen), out=tmp_path / "run", reporter=Reporter(quiet=True))
+        with pytest.raises(CorpusError, match=f"{key}: 129 tokens are more than the model's 128 positions"):
+            pipeline.run(context)
+    assert not (tmp_path / "run").exists()

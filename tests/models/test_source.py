@@ -1,0 +1,76 @@
+"""Where models come from: directories, shards, the hub's cache; stamps tell models apart."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeq.errors import ModelError
+from moeq.models import loading
+from moeq.models.source import open_source
+
+
+def test_a_hub_id_is_found_in_the_cache_and_pinned_to_its_commit(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real hub client, offline, on a cache laid out as it lays it out."""
+    import huggingface_hub.constants
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--some--model"
+    shutil.copytree(tiny_mixtral, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    source = open_source("some/model")
+    assert source.revision == commit
+    assert source.stamp().revision == commit
+    assert source.stamp().digest == open_source(str(tiny_mixtral)).stamp().digest
+    with pytest.raises(ModelError, match="neither a directory here nor to be had from the hub"):
+        open_source("some/other-model")
+    with pytest.raises(ModelError, match="nor to be had from the hub"):
+        open_source("some/model", revision="v2")
+
+
+def shard(folder: Path, out: Path) -> Path:
+    """The same model in two shards and an index."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    (out / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, out / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return out
+
+
+def test_shards_load_as_one_file_does(tiny_mixtral: Path, tmp_path: Path) -> None:
+    source = open_source(str(shard(tiny_mixtral, tmp_path / "sharded")))
+    whole = open_source(str(tiny_mixtral))
+    assert len(source.files) == 2
+    assert set(source.tensors) == set(whole.tensors)
+    cpu = torch.device("cpu")
+    first, second = (loading.load_model(one, torch.float32, cpu).state_dict() for one in (source, whole))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+def test_stamps_change_with_weights_config_and_tokenizer(tiny_mixtral: Path, tmp_path: Path) -> None:
+    stamps = {open_source(str(tiny_mixtral)).stamp().digest}
+    for name, change in (
+        ("model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+        ("config.json", lambda data: data.replace(b"1e-05", b"1e-06")),
+        ("tokenizer_config.json", lambda data: data + b"\n"),
+    ):
+        copy = tmp_path / name
+        shutil.copytree(tiny_mixtral, copy)
+        before = (copy / name).read_bytes()
+        (copy / name).write_bytes(change(before))
+        assert (copy / name).read_bytes() != before
+        stamps.add(open_source(str(copy)).stamp().digest)
+    assert len(stamps) == 4
