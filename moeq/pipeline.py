@@ -13,7 +13,7 @@ from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
 from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
 from moeq.errors import ArtifactError
-from moeq.models.corpus import corpus_files, files_digest
+from moeq.models.corpus import BUNDLED, corpus_files, files_digest
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import assign, estimate, evaluate, export, losses, profile, quantize, report
@@ -27,15 +27,17 @@ RECIPE_COPY = "recipe.yaml"
 class Stage:
     """One stage: what it runs, the sections of the recipe that it reads, the stages whose artifacts it reads.
 
-    text: parts of the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what
-    would make it fail later; intact: whether what it wrote outside its own directory is still there; apart: files
-    outside its digest; editable: files that people may change by hand.
+    revision: raised when the same inputs give other results, so that older artifacts are made again; text: parts of
+    the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what would make it fail
+    later; intact: whether what it wrote outside its own directory is still there; apart: files outside its digest;
+    editable: files that people may change by hand.
     """
 
     name: str
     run: Callable[[Context], dict[str, Any]]
     sections: tuple[str, ...]
     after: tuple[str, ...] = ()
+    revision: int = 1
     text: tuple[str, ...] = ()
     computes: bool = False
     extra: Callable[[Context], Any] | None = None
@@ -141,7 +143,7 @@ def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Out
     """
     directory = context.directory(stage.name)
     inputs = _inputs(context, stage)
-    key = digest_of([stage.name, inputs])
+    key = digest_of([stage.name, stage.revision, inputs])
     current = is_current(directory, stage.name, key, stage.editable if keep_edits else frozenset())
     if current and (stage.intact is None or stage.intact(context)):
         record = read_record(directory, stage.name)
@@ -237,7 +239,7 @@ def _absolute(name: Any) -> Any:
     """Paths that exist become absolute, so that the copied recipe works from any directory; other names stay."""
     if isinstance(name, list):
         return [_absolute(one) for one in name]
-    return str(Path(name).resolve()) if isinstance(name, str) and Path(name).exists() else name
+    return str(Path(name).resolve()) if isinstance(name, str) and name != BUNDLED and Path(name).exists() else name
 
 
 def result_paths(context: Context) -> dict[str, Path]:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,46 @@ BOOTSTRAP = 1000  # resamples, for the standard errors of metrics that have no f
 
 
 def open_tasks(names: list[str], include_path: str | None) -> Any:
-    """lm-eval's task manager, with every named task known to it; EvaluationError for an unknown task or folder."""
+    """lm-eval's task manager, with every named task known to it and its data at hand.
+
+    Raises EvaluationError for an unknown task or folder, and for data that cannot be had.
+    """
     if include_path is not None and not Path(include_path).expanduser().is_dir():
         raise EvaluationError("no such folder of tasks", where=include_path, do="correct eval.include_path")
     from lm_eval.tasks import TaskManager
 
     folders = [str(bundled_path("corpus/lm_eval_tasks"))]
     folders += [str(Path(include_path).expanduser())] if include_path is not None else []
-    local = TaskManager(include_path=folders, include_defaults=False)
-    if all(name in local.all_tasks for name in names):
-        return local  # lm-eval's own thousands of tasks take seconds to index
-    manager = TaskManager(include_path=folders, include_defaults=True)
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if not all(name in manager.all_tasks for name in names):
+        # lm-eval's own thousands of tasks take seconds to index
+        manager = TaskManager(include_path=folders, include_defaults=True)
     for name in names:
         if name not in manager.all_tasks:
             guess = nearest(name, manager.all_tasks)
-            raise EvaluationError(
-                f"no lm-eval task {name!r}", do=f"did you mean {guess!r}?" if guess else "see `lm-eval ls tasks`"
-            )
+            hint = f"did you mean {guess!r}?" if guess else "see `lm-eval ls tasks`"
+            raise EvaluationError(f"no lm-eval task {name!r}", do=hint)
+    with _lm_eval_errors(names):
+        manager.load(names)
     return manager
+
+
+@contextlib.contextmanager
+def _lm_eval_errors(names: list[str]) -> Iterator[None]:
+    """Silence lm-eval and its data loaders; what they raise becomes one line."""
+    for logger in ("lm_eval", "lm-eval", "datasets"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
+            yield
+    except Exception as error:  # task code and dataset loaders raise anything
+        reason = str(error).strip().split("\n")[0]
+        raise EvaluationError(
+            f"lm-eval failed ({type(error).__name__}: {reason})",
+            where=", ".join(names),
+            do="check the task's data; hub data sets need a network or a cache",
+        ) from error
 
 
 def run_tasks(
@@ -42,7 +65,7 @@ def run_tasks(
 ) -> dict[str, dict[str, float]]:
     """Scores {task: {metric: value}} of a loaded model; stderr rows end in `_stderr`.
 
-    Raises EvaluationError when a task cannot be run (its data not at hand, for example).
+    Raises EvaluationError when a task cannot be run.
     """
     import lm_eval
     import lm_eval.evaluator
@@ -51,27 +74,16 @@ def run_tasks(
     # these run git and pip, which takes half a second and complains on the user's terminal
     lm_eval.evaluator.get_git_commit_hash = lambda: None
     lm_eval.evaluator.add_env_info = lambda storage: None
-    for logger in ("lm_eval", "lm-eval", "datasets"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
-            harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-            found = lm_eval.simple_evaluate(
-                model=harness,
-                tasks=names,
-                task_manager=manager,
-                limit=limit,
-                bootstrap_iters=BOOTSTRAP,
-                verbosity="ERROR",
-            )
-    except Exception as error:  # task code and dataset loaders raise anything
-        reason = str(error).strip().split("\n")[0]
-        raise EvaluationError(
-            f"lm-eval failed ({type(error).__name__}: {reason})",
-            where=", ".join(names),
-            do="check the task's data; hub data sets need a network or a cache",
-        ) from error
+    with _lm_eval_errors(names):
+        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        found = lm_eval.simple_evaluate(
+            model=harness,
+            tasks=names,
+            task_manager=manager,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP,
+            verbosity="ERROR",
+        )
     return {name: _scores(result) for name, result in found["results"].items()}
 
 

@@ -8,7 +8,6 @@ Letters: E experts, T tokens, H hidden size, I intermediate size, k experts a to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,10 +124,3 @@ def set_expert_weights(model: nn.Module, layer: ExpertLayer, expert: int, weight
     with torch.no_grad():
         for projection, value in weights.items():
             mine[projection].copy_(value)
-
-
-def iterate_experts(layers: list[ExpertLayer]) -> Iterator[tuple[ExpertLayer, int]]:
-    """Every (layer, expert) in order."""
-    for layer in layers:
-        for expert in range(layer.num_experts):
-            yield layer, expert

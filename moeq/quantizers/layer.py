@@ -5,7 +5,7 @@ Letters: T tokens, E experts, e experts of one batch, H hidden size, I intermedi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,9 +112,15 @@ def expert_batches(layer: ExpertLayer, config: LossesSection) -> Iterator[slice]
         yield slice(start, min(start + step, layer.num_experts))
 
 
-def rtn_batch(batch: dict[str, Tensor], config: LossesSection) -> dict[str, gptq.Quantized]:
-    """Min-max rounding of a batch of experts."""
-    options: dict[str, Any] = {"bits": config.bits, "group_size": config.group_size, "symmetric": config.symmetric}
+def rtn_batch(
+    batch: dict[str, Tensor], config: LossesSection, bits: Sequence[int] | None = None
+) -> dict[str, gptq.Quantized]:
+    """Min-max rounding of a batch of experts, at `bits` or at all of the section's widths."""
+    options: dict[str, Any] = {
+        "bits": bits or config.bits,
+        "group_size": config.group_size,
+        "symmetric": config.symmetric,
+    }
     return {projection: gptq.quantize(weight, None, **options) for projection, weight in batch.items()}
 
 

@@ -84,7 +84,7 @@ class Replicas:
             return {projection: self.store.expert(projection, bits, expert) for projection in PROJECTIONS}
         section = self.context.recipe.losses
         stacks = stacked_weights(self.context.model, self.layer, slice(expert, expert + 1))
-        rounded = rtn_batch({name: stack.float() for name, stack in stacks.items()}, section)
+        rounded = rtn_batch({name: stack.float() for name, stack in stacks.items()}, section, [bits])
         one = {name: PackedWeight.of(result, bits, section.symmetric) for name, result in rounded.items()}
         return {name: _first(packed) for name, packed in one.items()}
 
