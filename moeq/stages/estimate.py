@@ -104,12 +104,14 @@ def _geometry(context: Context) -> tuple[ModelGeometry, bool]:
     named = context.recipe.estimate.geometry
     names = [named] if isinstance(named, str) else named
     experts = {layer.num_experts for layer in context.layers}
+    counts = []
     for name in names:
         geometry = _own_geometry(context) if name == OWN_GEOMETRY else load_geometry(name)
         if experts == {geometry.num_experts}:
             return geometry, name == OWN_GEOMETRY
+        counts.append(f"{name} has {geometry.num_experts} experts a layer")
     raise EstimateError(
-        f"{', '.join(names) or 'nothing'} has not the model's number of experts a layer, {sorted(experts)}",
+        f"{', '.join(counts) or 'none named'}, the model {sorted(experts)}",
         where="estimate.geometry",
         do="use geometry: model",
     )
