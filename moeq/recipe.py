@@ -187,6 +187,9 @@ class Recipe(Section):
     revision: str | None = Field(None, description="hub revision: branch, tag or commit")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    stream: Literal["auto", "always", "never"] = Field(
+        "auto", description="read decoder layers from disk as they run; auto: when the model is over a third of memory"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
     seed: int = Field(0, ge=0)
     corpus: CorpusSection = CorpusSection()

@@ -11,26 +11,36 @@ from torch import Tensor
 
 from moeq.errors import EvaluationError
 from moeq.models.corpus import Sequences
+from moeq.models.streaming import StreamedModel
+from moeq.models.walk import Batch, walk
 
 
 def perplexity(
-    model: Any, sequences: Sequences, batch_size: int, device: torch.device, advance: Callable[[], None]
+    model: Any,
+    sequences: Sequences,
+    batch_size: int,
+    device: torch.device,
+    advance: Callable[[], None],
+    streamed: StreamedModel | None = None,
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of every token but each sequence's first; pads do not count.
 
-    Returns {"perplexity", "tokens", "by_domain": {domain: perplexity}}. `advance` is called once a batch. Raises
-    EvaluationError when the model's outputs are not finite.
+    Returns {"perplexity", "tokens", "by_domain": {domain: perplexity}}. `advance` is called once a batch; a streamed
+    model is read once for all batches. Raises EvaluationError when the model's outputs are not finite.
     """
     total: dict[str, float] = {}
     tokens: dict[str, int] = {}
-    with torch.no_grad():
-        for batch in sequences.batches(batch_size):
-            nll, counted = _batch(model, batch.input_ids.to(device), batch.mask.to(device))
-            for row, index in enumerate(batch.sequences.tolist()):
-                domain = sequences.domains[index]
-                total[domain] = total.get(domain, 0.0) + float(nll[row])
-                tokens[domain] = tokens.get(domain, 0) + int(counted[row])
-            advance()
+
+    def finish(batch: Batch, output: Any) -> None:
+        nll, counted = _score(output.logits, batch.input_ids.to(device), batch.mask.to(device))
+        for row, index in enumerate(batch.sequences.tolist()):
+            domain = sequences.domains[index]
+            total[domain] = total.get(domain, 0.0) + float(nll[row])
+            tokens[domain] = tokens.get(domain, 0) + int(counted[row])
+        advance()
+
+    for _ in walk(model, (), sequences.batches(batch_size), device, streamed=streamed, finish=finish):
+        pass
     if not all(math.isfinite(value) for value in total.values()):
         raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")
     return {
@@ -40,10 +50,8 @@ def perplexity(
     }
 
 
-def _batch(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _score(logits: Tensor, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Summed negative log-likelihood and number of scored tokens of each row, [B] each."""
-    padded = not bool(mask.all())
-    logits = model(input_ids=ids, attention_mask=mask.long() if padded else None, use_cache=False).logits
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")
     scored = mask[:, 1:]
     return (losses.double() * scored).sum(1), scored.sum(1)

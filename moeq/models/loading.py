@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,13 @@ def resolve_device(device: str) -> torch.device:
         return torch.device(device)
     except RuntimeError:
         raise ModelError("unknown device", where=f"device {device}", do="use auto, cpu or cuda") from None
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of the machine, or of the GPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def source_dtype(source: ModelSource) -> torch.dtype:

@@ -1,17 +1,20 @@
 """Walking a model layer by layer with many batches in lockstep.
 
 All batches run up to the experts of one MoE layer and wait there; the caller then sees what the layer's experts are
-about to be given, and the batches go on. `model.forward` is untouched, so masks, rotary embeddings and whatever else a
-family does stay its own; only one layer's inputs are held at a time. Each batch runs in a greenlet: one thread, one at
-a time, in a fixed order, so that results repeat exactly.
+about to be given, and the batches go on. Of a streamed model every decoder layer is read once for all batches.
+`model.forward` is untouched, so masks, rotary embeddings and whatever else a family does stay its own; only one layer's
+inputs are held at a time. Each batch runs in a greenlet: one thread, one at a time, in a fixed order, so that results
+repeat exactly.
 
 Letters: T tokens of all batches (pads taken out), H hidden size, k experts a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -19,6 +22,9 @@ from torch import Tensor, nn
 
 from moeq.errors import ModelError, QuantizationError
 from moeq.models.experts import ExpertLayer, stacked_weights
+
+if TYPE_CHECKING:
+    from moeq.models.streaming import StreamedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,48 +53,64 @@ class LayerInputs:
 
 
 def walk(
-    model: nn.Module, layers: Sequence[ExpertLayer], batches: Sequence[Batch], device: torch.device
+    model: nn.Module,
+    layers: Sequence[ExpertLayer],
+    batches: Sequence[Batch],
+    device: torch.device,
+    *,
+    streamed: StreamedModel | None = None,
+    finish: Callable[[Batch, Any], None] | None = None,
 ) -> Iterator[LayerInputs]:
     """Yield the inputs of every MoE layer in turn, over all batches.
 
-    Raises ModelError when the layers do not run in the order in which they were found, and QuantizationError when
-    activations are not finite.
+    streamed: the blocks of this model are read when all batches have come to them, once each; a layer's weights are
+    there while its inputs are out. finish: called with each batch's output; without it the walk ends after the last
+    layer. Raises ModelError when the layers do not run in the order in which they were found, and QuantizationError
+    when weights or activations are not finite.
     """
     main = getcurrent()
-    captured: list[tuple[ExpertLayer, Tensor, Tensor, Tensor]] = []
 
     def stop_here(layer: ExpertLayer, arguments: tuple[Tensor, ...]) -> None:
-        hidden, experts, weights = arguments[:3]
-        captured.append((layer, hidden.detach(), experts.detach(), weights.detach()))
-        main.switch()
+        main.switch((layer, *(argument.detach() for argument in arguments[:3])))
 
-    hooks = [
-        model.get_submodule(layer.name).register_forward_pre_hook(
-            lambda _, arguments, at=layer: stop_here(at, arguments)
-        )
-        for layer in layers
-    ]
-    runs = [greenlet(lambda batch=batch: _forward(model, batch, device)) for batch in batches]
-    try:
-        with torch.no_grad():
-            for layer in layers:
-                captured.clear()
-                for run in runs:
-                    run.switch()
-                if len(captured) != len(batches) or any(at is not layer for at, *_ in captured):
-                    raise ModelError(
-                        "this MoE layer did not run in its turn",
-                        where=layer.name,
-                        do="report the model's family: its layers are not run in order",
-                    )
-                check_weights(model, layer)
-                yield _gather(layer, captured, batches)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for run in runs:
-            if run and not run.dead:
-                run.throw(GreenletExit)
+    runs = [greenlet(lambda batch=batch: _forward(model, batch, device, finish)) for batch in batches]
+    with ExitStack() as stack:
+        stack.callback(_stop, runs)
+        for layer in layers:
+            hook = lambda _, arguments, at=layer: stop_here(at, arguments)  # noqa: E731
+            stack.callback(model.get_submodule(layer.name).register_forward_pre_hook(hook).remove)
+        if streamed is not None:
+            stack.enter_context(streamed.lockstep(main.switch))
+        done = 0
+        while finish is not None or done < len(layers):
+            with torch.no_grad():
+                events = [run.switch() for run in runs]
+            if all(run.dead for run in runs):
+                if done == len(layers):
+                    return
+                raise _out_of_turn(layers[done].name)
+            if streamed is not None and all(isinstance(event, str) and event == events[0] for event in events):
+                streamed.only(events[0])
+                continue
+            if done == len(layers) or any(not isinstance(event, tuple) or event[0] != layers[done] for event in events):
+                raise _out_of_turn(layers[min(done, len(layers) - 1)].name if layers else "the model")
+            check_weights(model, layers[done])
+            yield _gather(layers[done], events, batches)
+            done += 1
+
+
+def _stop(runs: Sequence[greenlet]) -> None:
+    for run in runs:
+        if run and not run.dead:
+            run.throw(GreenletExit)
+
+
+def _out_of_turn(where: str) -> ModelError:
+    return ModelError(
+        "this MoE layer did not run in its turn",
+        where=where,
+        do="report the model's family: its layers are not run in order",
+    )
 
 
 def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
@@ -104,13 +126,15 @@ def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
             )
 
 
-def _forward(model: nn.Module, batch: Batch, device: torch.device) -> None:
+def _forward(model: nn.Module, batch: Batch, device: torch.device, finish: Callable[[Batch, Any], None] | None) -> None:
     padded = not bool(batch.mask.all())
-    model(
+    output = model(
         input_ids=batch.input_ids.to(device),
         attention_mask=batch.mask.to(device, torch.long) if padded else None,
         use_cache=False,
     )
+    if finish is not None:
+        finish(batch, output)
 
 
 def _gather(

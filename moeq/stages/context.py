@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ from moeq.errors import CorpusError
 from moeq.models import corpus, loading
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource, open_source
+from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
 from moeq.recipe import Recipe
 
@@ -65,18 +68,41 @@ class Context:
         return loading.load_tokenizer(self.source)
 
     @cached_property
+    def streamed(self) -> StreamedModel | None:
+        """The model with its decoder layers on disk, None when it is to be loaded whole."""
+        wanted = self.recipe.stream
+        if wanted == "auto":
+            size = sum(header.bytes for header in self.source.tensors.values())
+            factor = self.dtype.itemsize / loading.source_dtype(self.source).itemsize
+            wanted = "always" if size * factor > loading.memory_bytes(self.device) / 3 else "never"
+        return StreamedModel(self.source, self.dtype, self.device) if wanted == "always" else None
+
+    @cached_property
     def model(self) -> nn.Module:
         """The model in full precision. Stages that overwrite its weights must call `drop_model` afterwards."""
+        how = "streaming" if self.streamed is not None else "loading"
         if not self.announced:
-            self.reporter.say(
-                f"  loading {escape(self.model_name)} ({str(self.dtype).removeprefix('torch.')}, {self.device})"
-            )
+            dtype = str(self.dtype).removeprefix("torch.")
+            self.reporter.say(f"  {how} {escape(self.model_name)} ({dtype}, {self.device})")
             self.announced = True
+        if self.streamed is not None:
+            return self.streamed.model  # type: ignore[no-any-return]
         return loading.load_model(self.source, self.dtype, self.device)
 
     def drop_model(self) -> None:
-        """Forget the loaded model; the next use of `model` loads it again."""
+        """Forget what was done to the model; the next use of `model` has the checkpoint's weights again."""
         self.__dict__.pop("model", None)
+        if self.streamed is not None:
+            self.streamed.overlay = None
+
+    @contextmanager
+    def weights_of(self, layer: ExpertLayer) -> Iterator[nn.Module]:
+        """The model with the weights of one MoE layer in memory."""
+        if self.streamed is None:
+            yield self.model
+        else:
+            with self.streamed.having(layer) as model:
+                yield model
 
     @cached_property
     def calibration_files(self) -> list[Path]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, read_eval, write_eval
@@ -14,7 +15,7 @@ from moeq.errors import EvaluationError
 from moeq.evaluation.harness import BUNDLED_TASK, headline, open_tasks, run_tasks
 from moeq.evaluation.perplexity import perplexity
 from moeq.models import corpus
-from moeq.models.experts import set_expert_weights
+from moeq.models.experts import ExpertLayer, set_expert_weights
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import assign, export
@@ -71,13 +72,20 @@ def check(context: Context) -> None:
 
 
 def apply_assignment(context: Context, assignment: Assignment) -> None:
-    """Overwrite the loaded model's experts by their dequantized replicas."""
-    for layer, widths in zip(context.layers, assignment.bits(), strict=True):
+    """Replace the model's experts by their dequantized replicas: now, or as a streamed model's layers are read."""
+
+    def replace(model: nn.Module, layer: ExpertLayer) -> None:
         replicas = Replicas(context, assignment, layer)
-        for expert, bits in enumerate(widths.tolist()):
+        for expert, bits in enumerate(assignment.bits()[layer.index].tolist()):
             if bits != FULL:
                 values = {name: packed.dequantize() for name, packed in replicas.packed(expert, bits).items()}
-                set_expert_weights(context.model, layer, expert, values)
+                set_expert_weights(model, layer, expert, values)
+
+    if context.streamed is not None:
+        context.streamed.overlay = replace
+        return
+    for layer in context.layers:
+        replace(context.model, layer)
 
 
 def _in_place(context: Context, assignment: Assignment | None) -> Any:
@@ -116,7 +124,14 @@ def _evaluate(
     section = context.recipe.eval
     measured: dict[str, Any] = {"perplexity": None, "by_domain": {}}
     if sequences is not None and section.perplexity is not None:
-        measured = perplexity(model, sequences, section.perplexity.batch_size, context.device, advance)
+        measured = perplexity(
+            model,
+            sequences,
+            section.perplexity.batch_size,
+            context.device,
+            advance,
+            streamed=None if variant.exported else context.streamed,
+        )
     tasks: dict[str, dict[str, float]] = {}
     if section.tasks:
         tasks = run_tasks(

@@ -40,7 +40,7 @@ def run(context: Context) -> dict[str, Any]:
     if len(done) < len(context.layers):
         batches = sequences.batches(context.recipe.corpus.batch_size)
         with context.reporter.bar("losses", len(context.layers)) as advance:
-            for inputs in walk(context.model, context.layers, batches, context.device):
+            for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
                 layer = inputs.layer
                 if layer.index not in done:
                     stacks = stacked_weights(context.model, layer, slice(None))

@@ -22,7 +22,7 @@ def run(context: Context) -> dict[str, Any]:
     counts, scores, top_k = [], [], []
     batches = sequences.batches(context.recipe.corpus.batch_size)
     with context.reporter.bar("profile", len(context.layers)) as advance:
-        for inputs in walk(context.model, context.layers, batches, context.device):
+        for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
             layer_counts, layer_scores = count_routing(inputs, len(sequences), prefill)
             counts.append(layer_counts)
             scores.append(layer_scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from moeq.artifacts.files import make_directory, write_tensors
 from moeq.models.experts import PROJECTIONS, ExpertLayer, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
-from moeq.quantizers.layer import rtn_batch
+from moeq.quantizers.layer import RTN, rtn_batch
 from moeq.runtime.packed_experts import GUARD_DTYPE, GUARD_SHAPES
 from moeq.stages import assign, losses
 from moeq.stages.context import Context
@@ -38,7 +39,8 @@ def run(context: Context) -> dict[str, Any]:
     placed = others = 0
     with context.reporter.bar("quantize", len(context.layers)) as advance:
         for layer in context.layers:
-            tensors, extra = layer_tensors(context, assignment, layer)
+            with needed_weights(context, assignment, layer):
+                tensors, extra = layer_tensors(context, assignment, layer)
             placed += sum(map(_bytes, tensors.values()))
             others += sum(map(_bytes, extra.values()))
             write_tensors(directory / layer_name(layer.index), tensors | guards(layer), METADATA)
@@ -51,6 +53,14 @@ def run(context: Context) -> dict[str, Any]:
 def guards(layer: ExpertLayer) -> dict[str, Tensor]:
     """Tensors of an impossible shape under the original names: loading without moeq must fail."""
     return {f"{layer.name}.{name}": torch.zeros(shape, dtype=GUARD_DTYPE) for name, shape in GUARD_SHAPES.items()}
+
+
+def needed_weights(context: Context, assignment: Assignment, layer: ExpertLayer) -> AbstractContextManager[Any]:
+    """The layer's weights in memory, where some of its experts are made from them rather than from the store."""
+    everything = context.recipe.quantize.replicas == "all" or assignment.parameters.get("quantizer") == RTN
+    if everything or FULL in assignment.bits()[layer.index]:
+        return context.weights_of(layer)
+    return nullcontext()
 
 
 def layer_tensors(
