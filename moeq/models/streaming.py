@@ -8,6 +8,7 @@ calls the model (generate, lm-eval) works on a streamed one.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,13 @@ from moeq.models.loading import REMEDY, load_config, quiet_transformers
 from moeq.models.source import ModelSource
 
 Overlay = Callable[[nn.Module, ExpertLayer], None]  # changes a layer's experts right after it was read
+
+
+def _return_memory() -> None:
+    """Give what was freed back to the system: glibc keeps it otherwise, and a streamed model would grow all the same."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def blocks_of(model: nn.Module, layers: Iterable[ExpertLayer]) -> list[str]:
@@ -152,6 +160,7 @@ class StreamedModel:
                         torch.empty_like(weight, device="meta"), requires_grad=False
                     )
         self.loaded.discard(block)
+        _return_memory()
 
     @contextmanager
     def having(self, layer: ExpertLayer) -> Iterator[nn.Module]:
