@@ -35,7 +35,7 @@ Overlay = Callable[[nn.Module, ExpertLayer], None]  # changes a layer's experts 
 
 
 def _return_memory() -> None:
-    """Give what was freed back to the system: glibc keeps it otherwise, and a streamed model would grow all the same."""
+    """Give what was freed back to the system: glibc keeps it otherwise, and a streamed model would grow too."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
