@@ -83,7 +83,7 @@ def run(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """All stages: profile, losses, assign, quantize, export, eval, estimate, report. Goes on where it was stopped."""
+    """Run all stages below in order; goes on where it was stopped."""
     context = _context(recipe, model, out, set_, quiet)
     from moeq import pipeline, results, terminal
 
