@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeq.numerics.grids import encode, fit_grid, group_count, max_codes, resolved_group_size
+from moeq.numerics.grids import encode, fit_grid, group_count, inverse_scale, max_codes, resolved_group_size
 
 BLOCK = 128  # columns whose feedback from earlier blocks is one matrix product
 SUB_BLOCK = 16  # columns updated by rank-1 steps inside a block
@@ -127,8 +127,7 @@ def quantize(
         original = columns[:, start:stop].repeat(1, 1, widths)  # [E, g, B*N]
         if start:
             feedback = torch.bmm(factor[:, :start, start:stop].mT, residual[:, :start])
-            own = factor[:, start:stop, start:stop].mT
-            moved = torch.linalg.solve_triangular(own, feedback, upper=False, unitriangular=True).add_(original)
+            moved = torch.baddbmm(original, _unit_inverse(factor[:, start:stop, start:stop].mT), feedback)
         else:
             feedback, moved = torch.zeros_like(original), original
         scale, zero = fit_grid(moved.unflatten(-1, (widths, rows)), bits, symmetric)
@@ -154,6 +153,13 @@ def quantize(
     )
 
 
+def _unit_inverse(lower: Tensor) -> Tensor:
+    """Inverses of unit lower triangular matrices [E, g, g]: small; the wide right-hand sides are then one product."""
+    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
+    return inverse
+
+
 def _sweep_group(
     original: Tensor,
     feedback: Tensor,
@@ -170,6 +176,7 @@ def _sweep_group(
     [E, R].
     """
     inputs = original.shape[1]
+    inverse = inverse_scale(scale)
     for start in range(0, inputs, BLOCK):
         stop = min(start + BLOCK, inputs)
         target = original[:, start:stop] + feedback[:, start:stop]
@@ -179,10 +186,10 @@ def _sweep_group(
         for low in range(0, stop - start, SUB_BLOCK):
             high = min(low + SUB_BLOCK, stop - start)
             for column in range(low, high):
-                code = encode(target[:, column], scale, zero, top)
-                codes[:, start + column] = code.to(torch.uint8)
-                left = original[:, start + column] - code.sub_(zero).mul_(scale)
-                residual[:, start + column] = left
+                code = encode(target[:, column], inverse, zero, top)
+                codes[:, start + column].copy_(code)
+                left = residual[:, start + column]
+                torch.sub(original[:, start + column], code.sub_(zero).mul_(scale), out=left)
                 if column + 1 < high:
                     ahead = block[:, column, column + 1 : high]
                     target[:, column + 1 : high].addcmul_(ahead.unsqueeze(-1), left.unsqueeze(1))
@@ -199,7 +206,7 @@ def _round_to_nearest(columns: Tensor, bits: Sequence[int], group_size: int, sym
         part = columns[:, index * group : (index + 1) * group].unsqueeze(2).expand(-1, -1, len(bits), -1)
         scale, zero = fit_grid(part, bits, symmetric)
         top = max_codes(bits, scale).expand(len(bits), rows)
-        all_codes.append(encode(part, scale.unsqueeze(1), zero.unsqueeze(1), top).to(torch.uint8))
+        all_codes.append(encode(part, inverse_scale(scale).unsqueeze(1), zero.unsqueeze(1), top).to(torch.uint8))
         scales.append(scale)
         zeros.append(zero)
     return Quantized(

@@ -68,9 +68,12 @@ def inverse_scale(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, 1 / scale.clamp(min=1e-12), torch.zeros_like(scale))
 
 
-def encode(weight: Tensor, scale: Tensor, zero: Tensor, top: Tensor) -> Tensor:
-    """Nearest code, as a float: clamp(round(w/scale + zero), 0, top). All arguments broadcast together."""
-    codes = torch.round(weight * inverse_scale(scale) + zero).clamp_(min=0)
+def encode(weight: Tensor, inverse: Tensor, zero: Tensor, top: Tensor) -> Tensor:
+    """Nearest code, as a float: clamp(round(w/scale + zero), 0, top); `inverse` is `inverse_scale(scale)`.
+
+    All arguments broadcast together.
+    """
+    codes = torch.addcmul(zero, weight, inverse).round_().clamp_(min=0)
     return torch.minimum(codes, top, out=codes)
 
 
