@@ -144,8 +144,9 @@ def inspect(
 ) -> None:
     """Say what a file or directory is; check a checkpoint's bytes and digests against its manifest."""
     from moeq import inspection, terminal
+    from moeq.progress import Reporter
 
-    found = inspection.inspect(path)
+    found = inspection.inspect(path, Reporter())
     if json:
         _print_json(found)
     else:

@@ -13,15 +13,19 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest, Replica, read_manifest
 from moeq.artifacts.stage import RECORD, StageRecord, current_digest, read_record
 from moeq.errors import ArtifactError
+from moeq.exporters.moeq import tensors_sha256
 from moeq.models import loading
 from moeq.models.source import open_source, read_header
+from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import losses
 from moeq.stages.context import DIRECTORIES
 from moeq.tables import human_bytes
 
+QUIET = Reporter(quiet=True)
 
-def inspect(path: Path) -> dict[str, Any]:
+
+def inspect(path: Path, reporter: Reporter = QUIET) -> dict[str, Any]:
     """Describe a path; a checkpoint is checked byte for byte against its manifest.
 
     Raises ArtifactError (or the error of the kind that it turns out to be) for what is damaged or unknown.
@@ -30,7 +34,7 @@ def inspect(path: Path) -> dict[str, Any]:
         raise ArtifactError("no such file or directory", where=str(path), do="give a path that moeq wrote")
     if path.is_dir():
         if (path / MANIFEST).is_file():
-            return check_checkpoint(path)
+            return check_checkpoint(path, reporter)
         if (path / "recipe.yaml").is_file():
             return _run_directory(path)
         if (path / RECORD).is_file():
@@ -38,26 +42,27 @@ def inspect(path: Path) -> dict[str, Any]:
         if (path / "config.json").is_file():
             return _model(path)
         raise ArtifactError("neither a checkpoint, a run, a stage nor a model", where=str(path), do="give another path")
-    return _file(path)
+    return _file(path, reporter)
 
 
-def check_checkpoint(directory: Path) -> dict[str, Any]:
+def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, Any]:
     """Compare sizes, sums and SHA-256 of every replica with the manifest; ArtifactError at the first difference."""
     manifest = read_manifest(directory)
     headers = {path.name: read_header(path) for path in sorted(directory.glob("*.safetensors"))}
     by_tier: dict[str, int] = {}
     placed = other = 0
-    for layer in manifest.layers:
-        for expert in layer.experts:
-            for replica in expert.replicas:
-                _check_replica(
-                    directory, replica, headers, f"{layer.name}, expert {expert.expert}, {replica.bits} bits"
-                )
-                if replica.placed:
-                    placed += replica.bytes
-                    by_tier[expert.tier] = by_tier.get(expert.tier, 0) + replica.bytes
-                else:
-                    other += replica.bytes
+    with reporter.bar("checking", sum(len(layer.experts) for layer in manifest.layers)) as advance:
+        for layer in manifest.layers:
+            for expert in layer.experts:
+                for replica in expert.replicas:
+                    what = f"{layer.name}, expert {expert.expert}, {replica.bits} bits"
+                    _check_replica(directory, replica, headers, what)
+                    if replica.placed:
+                        placed += replica.bytes
+                        by_tier[expert.tier] = by_tier.get(expert.tier, 0) + replica.bytes
+                    else:
+                        other += replica.bytes
+                advance()
     on_disk = sum(header.bytes for tensors in headers.values() for header in tensors.values())
     totals = manifest.totals
     stated = {
@@ -82,8 +87,6 @@ def check_checkpoint(directory: Path) -> dict[str, Any]:
 
 
 def _check_replica(directory: Path, replica: Replica, headers: dict[str, Any], what: str) -> None:
-    from moeq.exporters.moeq import tensors_sha256
-
     file = headers.get(replica.file)
     again = "export the checkpoint again"
     if file is None:
@@ -177,7 +180,7 @@ def _model(path: Path) -> dict[str, Any]:
     }
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         headers = read_header(path)
         return {"kind": "safetensors", "tensors": len(headers), "tensor_bytes": sum(h.bytes for h in headers.values())}
@@ -190,7 +193,7 @@ def _file(path: Path) -> dict[str, Any]:
             **recipe.model_dump(mode="json", include={"name", "model", "assign"}, exclude_none=True),
         }
     if path.name == MANIFEST:
-        return check_checkpoint(path.parent)
+        return check_checkpoint(path.parent, reporter)
     if path.suffix == ".json":
         data = read_json(path)
         if isinstance(data, dict) and {"layers", "method"} <= set(data):
