@@ -53,6 +53,7 @@ STAGES = (
     Stage(
         name="losses",
         run=losses.run,
+        revision=losses.REVISION,
         sections=("corpus", "losses"),
         text=("calibration",),
         computes=True,

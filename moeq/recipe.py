@@ -14,7 +14,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from moeq.errors import RecipeError, nearest
 
 DEFAULT_AVERAGE_BITS = 2
-STORED_WIDTHS = (1, 2, 3, 4, 8)
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

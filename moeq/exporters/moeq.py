@@ -37,7 +37,18 @@ from moeq.models.source import INDEX, ModelSource, TensorHeader, read_header
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD
 from moeq.runtime.packed_experts import GUARD_SHAPES
 
-METADATA = {"format": "pt"}
+METADATA = {"format": "pt"}  # transformers refuses safetensors without it
+_EXTRA = "replicas-"
+
+
+def layer_name(layer: int) -> str:
+    """File of one layer's experts at their placed widths."""
+    return f"experts-layer-{layer:03d}.safetensors"
+
+
+def extra_name(layer: int) -> str:
+    """File of one layer's other replicas, which transformers does not load."""
+    return f"{_EXTRA}layer-{layer:03d}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +72,7 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
         where = _write_rest(inputs, partial)
         for path in inputs.expert_files:
             place(path, partial / path.name)
-            where |= {} if path.name.startswith("replicas-") else dict.fromkeys(read_header(path), path.name)
+            where |= {} if path.name.startswith(_EXTRA) else dict.fromkeys(read_header(path), path.name)
         headers = {key: header for path in partial.glob("*.safetensors") for key, header in read_header(path).items()}
         total = sum(headers[key].bytes for key in where)
         write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})

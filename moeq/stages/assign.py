@@ -8,7 +8,7 @@ from moeq.artifacts.assignment import FULL, Assignment, read_assignment, write_a
 from moeq.assigners import assign
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import AssignmentError
-from moeq.models.experts import ExpertLayer
+from moeq.models.experts import PROJECTIONS, ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import packed_bytes
 from moeq.recipe import AssignSection
@@ -59,7 +59,7 @@ def expert_bytes(layer: ExpertLayer, bits: int, assignment: Assignment, full_byt
     """Stored bytes of one expert at a width: codes, scales and zero points, or the checkpoint's own weights at 16."""
     if bits == FULL:
         return layer.parameters_per_expert * full_bytes_per_weight
-    shapes = (layer.shape(projection) for projection in ("gate_proj", "up_proj", "down_proj"))
+    shapes = (layer.shape(projection) for projection in PROJECTIONS)
     return sum(packed_bytes(*shape, bits, assignment.group_size, assignment.symmetric) for shape in shapes)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from moeq.artifacts.stage import ModelStamp
 from moeq.errors import CorpusError
+from moeq.evaluation.harness import open_tasks
 from moeq.models import corpus, loading
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource, open_source
@@ -138,6 +139,12 @@ class Context:
             count=section.sequences,
             where=f"eval.perplexity {section.source}",
         )
+
+    @cached_property
+    def task_manager(self) -> Any:
+        """lm-eval's task manager with the recipe's tasks, None when the recipe names none."""
+        section = self.recipe.eval
+        return open_tasks(section.tasks, section.include_path) if section.tasks else None
 
     def _check_length(self, length: int, key: str) -> None:
         """CorpusError when sequences are longer than the positions that the model knows."""

@@ -12,7 +12,7 @@ from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
-from moeq.evaluation.harness import BUNDLED_TASK, headline, open_tasks, run_tasks
+from moeq.evaluation.harness import BUNDLED_TASK, headline, run_tasks
 from moeq.evaluation.perplexity import perplexity
 from moeq.models import corpus
 from moeq.models.experts import ExpertLayer, set_expert_weights
@@ -43,7 +43,7 @@ def run(context: Context) -> dict[str, Any]:
         *(_Variant(name=c.name, assignment=assign.make(context, c, c.name)) for c in section.compare),
     ]
     sequences = context.evaluation
-    manager = open_tasks(section.tasks, section.include_path) if section.tasks else None
+    manager = context.task_manager
     batches = (
         0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
     )
@@ -67,7 +67,7 @@ def check(context: Context) -> None:
     """EvaluationError or CorpusError for tasks, folders and texts that are not there; CorpusError for too little."""
     section = context.recipe.eval
     if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
-        open_tasks(section.tasks, section.include_path)
+        _ = context.task_manager
     _ = context.evaluation
 
 

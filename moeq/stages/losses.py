@@ -20,6 +20,7 @@ from moeq.stages.context import Context
 
 PARTS = ".parts"  # rows of finished layers, until the table is written
 REPLICAS = "replicas"
+REVISION = 1  # raised when the same inputs give other replicas or losses: also for parts that a killed run left
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def clean(context: Context) -> None:
 def _open_parts(directory: Path, context: Context, tokens: str) -> Path:
     """The folder of finished layers' rows; emptied, with the replicas, when it belongs to other inputs."""
     recipe = context.recipe.losses.model_dump(mode="json")
-    key = digest_of([context.stamp.digest, recipe, tokens, context.compute()])
+    key = digest_of([REVISION, context.stamp.digest, recipe, tokens, context.compute()])
     parts = directory / PARTS
     if not (parts / "key").is_file() or (parts / "key").read_text() != key:
         shutil.rmtree(parts, ignore_errors=True)

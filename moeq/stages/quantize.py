@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.files import make_directory, write_tensors
+from moeq.exporters.moeq import METADATA, extra_name, layer_name
 from moeq.models.experts import PROJECTIONS, ExpertLayer, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
@@ -18,16 +19,6 @@ from moeq.quantizers.layer import RTN, rtn_batch
 from moeq.runtime.packed_experts import GUARD_DTYPE, GUARD_SHAPES
 from moeq.stages import assign, losses
 from moeq.stages.context import Context
-
-METADATA = {"format": "pt"}  # transformers refuses safetensors without it
-
-
-def layer_name(layer: int) -> str:
-    return f"experts-layer-{layer:03d}.safetensors"
-
-
-def extra_name(layer: int) -> str:
-    return f"replicas-layer-{layer:03d}.safetensors"
 
 
 def run(context: Context) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_layers_may_have_unequal_numbers_of_experts() -> None:
 
 @pytest.mark.parametrize("values", [np.zeros((2, 3)), np.full((2, 3), np.nan), np.full((2, 3), 0.5)])
 def test_maps_without_contrast(values: np.ndarray) -> None:
-    ElementTree.fromstring(log_map("a", "label", list(values), "loss").svg)
+    assert ElementTree.fromstring(log_map("a", "label", list(values), "loss").svg).tag.endswith("svg")
 
 
 def test_paint_leaves_its_input_alone() -> None:
@@ -107,7 +107,7 @@ def test_dominated_means_no_smaller_and_no_better() -> None:
     "points", [[(1000, 9.0)], [(1000, 9.0), (1000, 9.0)], [(10, 5.0), (10**12, 5.1)], [(900, 5.0), (901, 500.0)]]
 )
 def test_size_charts_of_awkward_points(points: list[tuple[int, float]]) -> None:
-    ElementTree.fromstring(size_chart("s", "label", variants(*points)).svg)
+    assert ElementTree.fromstring(size_chart("s", "label", variants(*points)).svg).tag.endswith("svg")
 
 
 @given(

@@ -148,9 +148,8 @@ def test_what_was_not_measured_is_said(make: Make, with_rows: Make, missing: dic
 def test_few_evaluation_rows(make: Make, with_rows: Make, kept: list[int]) -> None:
     inputs = make()
     page = render(with_rows(inputs, [inputs.evaluation.rows[index] for index in kept]))
-    parsed(page)
-    for drawing in drawings(page):
-        ElementTree.fromstring(drawing)
+    assert [attributes["id"] for tag, attributes in parsed(page).tags if tag == "section"] == ANCHORS
+    assert all(ElementTree.fromstring(drawing).tag.endswith("svg") for drawing in drawings(page))
 
 
 def test_another_geometry_is_said_clearly(make: Make) -> None:
