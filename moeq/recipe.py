@@ -68,6 +68,7 @@ class LossesSection(Section):
     damping: float = Field(0.01, gt=0, le=1)
     borrow_tokens: float = Field(64, ge=0, description="lambda: tokens' worth of the layer's Hessian mixed in")
     min_tokens: int = Field(16, ge=1, description="fewer own tokens than this is reported as a fallback")
+    tokens: Literal["routed", "all"] = Field("routed", description="all: every expert calibrates on all tokens")
     heldout_fraction: float = Field(0.25, gt=0, le=0.5, description="share of sequences kept for measuring")
     max_measured_tokens: int = Field(2048, ge=1, description="held-out tokens an expert is measured on")
     per_projection: bool = Field(True, description="also measure each projection alone")

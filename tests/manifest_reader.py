@@ -50,7 +50,10 @@ def matrix(parts: dict[str, np.ndarray], inputs: int, bits: int, layout: dict[st
 
 
 def read_expert(folder: Path, layer: dict[str, Any], replica: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """The matrices of one replica, after checking its bytes and SHA-256."""
+    """The matrices {projection: [rows, inputs]} and biases {projection.bias: [rows]} of one replica.
+
+    Its bytes and SHA-256 are checked first.
+    """
     digest, size = hashlib.sha256(), 0
     parts: dict[str, dict[str, np.ndarray]] = {}
     for stamp in replica["tensors"]:
@@ -61,9 +64,6 @@ def read_expert(folder: Path, layer: dict[str, Any], replica: dict[str, Any], la
         projection, part = stamp["name"].split(".")
         parts.setdefault(projection, {})[part] = array
     assert (digest.hexdigest(), size) == (replica["sha256"], replica["bytes"])
-    inputs = {
-        "gate_proj": layer["hidden_size"],
-        "up_proj": layer["hidden_size"],
-        "down_proj": layer["intermediate_size"],
-    }
-    return {name: matrix(mine, inputs[name], replica["bits"], layout) for name, mine in parts.items()}
+    inputs = dict.fromkeys(layer["projections"], layer["hidden_size"]) | {"down_proj": layer["intermediate_size"]}
+    found = {name: matrix(parts[name], inputs[name], replica["bits"], layout) for name in layer["projections"]}
+    return found | {f"{name}.bias": mine["bias"] for name, mine in parts.items() if "bias" in mine}

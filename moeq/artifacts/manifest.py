@@ -24,12 +24,14 @@ NAME = "placement.json"
 REMEDY = "export the checkpoint again"
 
 LAYOUT_TEXT = (
-    "Weights are [rows, inputs] per matrix (gate_proj, up_proj, down_proj). Value = (code - zero) * scale of the group "
-    "of `group_size` consecutive inputs (the last group may be shorter; -1: one group a row). `codes` uint8 [rows, "
-    "ceil(inputs*bits/8)]: each row is a little-endian bit stream, code k in bits [k*bits, (k+1)*bits), least "
-    "significant bit first, bit i of the stream is bit i%8 of byte i//8. `scales` float16 [rows, groups]. "
-    "`zeros` uint8 [rows, ceil(groups*bits/8)], packed like codes; absent for 1 bit (zero = 0.5) and for symmetric "
-    "grids (zero = 2^(bits-1)). `dense`: the weights themselves, in the checkpoint's type, shown as 16 bits."
+    "Weights are [rows, inputs] per matrix: gate_proj and up_proj [intermediate, hidden], down_proj [hidden, "
+    "intermediate], whatever the family's own order in memory; a layer's `projections` says which it has. "
+    "Value = (code - zero) * scale of the group of `group_size` consecutive inputs (the last group may be shorter; "
+    "-1: one group a row). `codes` uint8 [rows, ceil(inputs*bits/8)]: each row is a little-endian bit stream, code k "
+    "in bits [k*bits, (k+1)*bits), least significant bit first, bit i of the stream is bit i%8 of byte i//8. `scales` "
+    "float16 [rows, groups]. `zeros` uint8 [rows, ceil(groups*bits/8)], packed like codes; absent for 1 bit "
+    "(zero = 0.5) and for symmetric grids (zero = 2^(bits-1)). `dense`: the weights themselves, in the checkpoint's "
+    "type, shown as 16 bits. `bias`: [rows], in the checkpoint's type, where the family has biases."
 )
 
 
@@ -64,11 +66,17 @@ class PlacedExpert(BaseModel):
 
 
 class PlacedLayer(BaseModel):
+    """One MoE layer. `kind`: how the family keeps and calls its experts (llama4: the routing weight multiplies an
+    expert's input; all others: its output)."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     num_experts: int
     hidden_size: int
     intermediate_size: int
+    projections: tuple[str, ...]
+    biased: bool
+    kind: str
     top_k: int
     experts: tuple[PlacedExpert, ...]
 

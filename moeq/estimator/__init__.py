@@ -2,7 +2,7 @@
 
 from moeq.estimator.devices import Hardware
 from moeq.estimator.estimate import estimate
-from moeq.estimator.geometry import ModelGeometry, geometry_from_config, known_geometries, load_geometry
+from moeq.estimator.geometry import CONFIG_KEYS, ModelGeometry, geometry_from_config, known_geometries, load_geometry
 from moeq.estimator.hardware import known_hardware, load_hardware
 from moeq.estimator.placement import Placement, uniform_placement
 from moeq.estimator.policies import known_policies
@@ -10,6 +10,7 @@ from moeq.estimator.result import Estimate
 from moeq.estimator.workload import Grid
 
 __all__ = [
+    "CONFIG_KEYS",
     "Estimate",
     "Grid",
     "Hardware",

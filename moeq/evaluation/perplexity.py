@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeq.errors import EvaluationError
 from moeq.models.corpus import Sequences
+from moeq.models.forward import ahead
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, walk
 
@@ -32,7 +33,7 @@ def perplexity(
     tokens: dict[str, int] = {}
 
     def finish(batch: Batch, output: Any) -> None:
-        nll, counted = _score(output.logits, batch.input_ids.to(device), batch.mask.to(device))
+        nll, counted = _score(output.logits, batch.input_ids.to(device), batch.mask.to(device), ahead(model))
         for row, index in enumerate(batch.sequences.tolist()):
             domain = sequences.domains[index]
             total[domain] = total.get(domain, 0.0) + float(nll[row])
@@ -50,8 +51,9 @@ def perplexity(
     }
 
 
-def _score(logits: Tensor, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed negative log-likelihood and number of scored tokens of each row, [B] each."""
-    losses = torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")
+def _score(logits: Tensor, ids: Tensor, mask: Tensor, lead: int) -> tuple[Tensor, Tensor]:
+    """Summed negative log-likelihood and number of scored tokens of each row, [B] each; logits at t are of t + lead."""
+    predicted = logits[:, 1 - lead : logits.shape[1] - lead].float().transpose(1, 2)
+    losses = torch.nn.functional.cross_entropy(predicted, ids[:, 1:], reduction="none")
     scored = mask[:, 1:]
     return (losses.double() * scored).sum(1), scored.sum(1)

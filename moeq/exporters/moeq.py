@@ -35,7 +35,7 @@ from moeq.artifacts.manifest import (
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, ModelSource, TensorHeader, read_header
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD
-from moeq.runtime.packed_experts import GUARD_SHAPES
+from moeq.runtime.packed_experts import guard_shapes
 
 METADATA = {"format": "pt"}  # transformers refuses safetensors without it
 _EXTRA = "replicas-"
@@ -153,6 +153,9 @@ def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> Placeme
                 num_experts=layer.num_experts,
                 hidden_size=layer.hidden_size,
                 intermediate_size=layer.intermediate_size,
+                projections=layer.projections,
+                biased=layer.biased,
+                kind=layer.kind.name,
                 top_k=top_k,
                 experts=tuple(experts),
             )
@@ -162,7 +165,7 @@ def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> Placeme
         assignment=inputs.assignment.model_dump(mode="json", include={"name", "method", "parameters"}),
         layout=layout(inputs.assignment.group_size, inputs.assignment.symmetric),
         layers=tuple(layers),
-        totals=_totals(layers, names, headers),
+        totals=_totals(layers, inputs.layers, headers),
         inputs=inputs.digests,
     )
 
@@ -213,7 +216,7 @@ def tensors_sha256(headers: Sequence[TensorHeader]) -> str:
     return digest.hexdigest()
 
 
-def _totals(layers: list[PlacedLayer], names: set[str], headers: dict[str, TensorHeader]) -> Totals:
+def _totals(layers: list[PlacedLayer], sources: list[ExpertLayer], headers: dict[str, TensorHeader]) -> Totals:
     placed = other = 0
     tiers: dict[str, int] = {}
     for layer in layers:
@@ -224,7 +227,7 @@ def _totals(layers: list[PlacedLayer], names: set[str], headers: dict[str, Tenso
                     tiers[expert.tier] = tiers.get(expert.tier, 0) + replica.bytes
                 else:
                     other += replica.bytes
-    guard = sum(headers[f"{name}.{part}"].bytes for name in names for part in GUARD_SHAPES)
+    guard = sum(headers[f"{layer.name}.{part}"].bytes for layer in sources for part in guard_shapes(layer))
     everything = sum(header.bytes for header in headers.values())
     return Totals(
         placed_expert_bytes=placed,

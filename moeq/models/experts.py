@@ -1,85 +1,82 @@
 """Finding the routed experts of a transformers model by structure, and computing one expert.
 
-Pattern P0 of transformers 5 (Mixtral, Qwen3-MoE and about 50 families): a module that holds `gate_up_proj` [E, 2I, H]
-and `down_proj` [E, H, I], no biases, called as `experts(hidden[T, H], top_k_index[T, k], top_k_weights[T, k])`.
-
 Letters: E experts, T tokens, H hidden size, I intermediate size, k experts a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations import moe as hf_moe
 
 from moeq.errors import ModelError
+from moeq.models.kinds import GATED, KINDS, Gate, Kind, Stacked
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+DOWN = "down_proj"
+STACKED = Stacked()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayer:
-    """One MoE layer: its place among the MoE layers, the experts module's path, and its sizes."""
+    """One MoE layer: its place among the MoE layers, the experts module's path, its sizes and its kind.
+
+    projections: the matrices of one expert; biased: whether they have biases; parameters: names of the experts'
+    parameters below the module, as transformers has them.
+    """
 
     index: int
     name: str
     num_experts: int
     hidden_size: int
     intermediate_size: int
+    projections: tuple[str, ...] = GATED
+    biased: bool = False
+    kind: Kind = STACKED
+    parameters: tuple[str, ...] = ("gate_up_proj", "down_proj")
 
     def shape(self, projection: str) -> tuple[int, int]:
         """Rows (outputs) and inputs of one expert's matrix."""
-        if projection == "down_proj":
+        if projection == DOWN:
             return self.hidden_size, self.intermediate_size
         return self.intermediate_size, self.hidden_size
 
     @property
     def parameters_per_expert(self) -> int:
-        return 3 * self.hidden_size * self.intermediate_size
+        """Weights of one expert's matrices, biases apart."""
+        return len(self.projections) * self.hidden_size * self.intermediate_size
+
+    @property
+    def biases_per_expert(self) -> int:
+        return sum(self.shape(projection)[0] for projection in self.projections) if self.biased else 0
 
 
-def refusal(module: nn.Module) -> str | None:
-    """Why an experts module is not of pattern P0, or None when it is."""
-    flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    for flag, wanted in flags.items():
-        if getattr(module, flag, wanted) is not wanted:
-            return f"{flag} is {not wanted}"
-    if getattr(module, "has_post_expert_norm", False):
-        return "it norms each expert's output"
-    stacked = dict(module.named_parameters(recurse=False))
-    if any(name not in stacked or stacked[name].dim() != 3 for name in ("gate_up_proj", "down_proj")):
-        return "its weights are not gate_up_proj [E, 2I, H] and down_proj [E, H, I]"
-    if getattr(type(module), "_apply_gate", None) is not hf_moe._default_apply_gate:
-        return "it has a gate function of its own"
-    return None
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    stacked = [p for _, p in module.named_parameters(recurse=False) if p.dim() == 3]
-    return len(stacked) >= 2 or (hasattr(module, "num_experts") and bool(stacked))
+def kind_of(module: nn.Module) -> Kind | None:
+    """The kind of an experts module, None for every other module."""
+    return next((kind for kind in KINDS if kind.holds(module)), None)
 
 
 def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """All routed-expert layers in order of execution.
 
-    Raises ModelError when there are none (not an MoE) or when one is of a pattern that is not supported yet.
+    Raises ModelError when there are none (not an MoE) or when one is of a kind that is not supported.
     """
     layers: list[ExpertLayer] = []
-    kind = type(model).__name__
+    model_name = type(model).__name__
     for name, module in model.named_modules():
-        if not _holds_experts(module):
+        kind = kind_of(module)
+        if kind is None:
             continue
-        reason = refusal(module)
+        reason = kind.refusal(module)
         if reason is not None:
             raise ModelError(
-                f"experts of this kind ({type(module).__name__}) are not supported yet: {reason}",
-                where=f"{kind}, {name}",
+                f"experts of this kind ({type(module).__name__}) are not supported: {reason}",
+                where=f"{model_name}, {name}",
                 do="see the table of families in the README",
             )
-        experts, hidden, intermediate = module.down_proj.shape
+        experts, hidden, intermediate = kind.sizes(module)
         layers.append(
             ExpertLayer(
                 index=len(layers),
@@ -87,40 +84,64 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
                 num_experts=experts,
                 hidden_size=hidden,
                 intermediate_size=intermediate,
+                projections=kind.projections(module),
+                biased=bool(kind.biases(module, slice(0, 1))),
+                kind=kind,
+                parameters=kind.parameters(module),
             )
         )
     if not layers:
         raise ModelError(
-            "not a Mixture-of-Experts model: no module holds stacked expert weights",
-            where=kind,
+            "not a Mixture-of-Experts model: no module holds routed experts",
+            where=model_name,
             do="moeq quantizes routed experts; use a dense quantizer for this model",
         )
     return layers
 
 
-def activation(model: nn.Module, layer: ExpertLayer) -> nn.Module:
-    """The layer's activation function (act in act(gate) * up)."""
-    found = model.get_submodule(layer.name).act_fn
-    return found  # type: ignore[return-value]
+@dataclass(frozen=True, kw_only=True)
+class ExpertMath:
+    """What an expert computes beside its matrices: the gate, and what follows down_proj (None: nothing)."""
+
+    gate: Gate
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def intermediate(self, hidden: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor]) -> Tensor:
+        """hidden [T, H] through the first matrices and the gate, [T, I]."""
+        return self.gate(first_products(hidden, weights, biases))
+
+    def output(self, intermediate: Tensor, down: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, I] through down_proj [H, I] and what follows it, [T, H]."""
+        result = intermediate @ down.mT
+        result = result if bias is None else result + bias
+        return result if self.finish is None else self.finish(result)
 
 
-def expert_weights(model: nn.Module, layer: ExpertLayer, expert: int) -> dict[str, Tensor]:
-    """One expert's three matrices as views: gate_proj, up_proj [I, H], down_proj [H, I]."""
-    module: Any = model.get_submodule(layer.name)
-    gate, up = module.gate_up_proj.data[expert].chunk(2, 0)
-    return {"gate_proj": gate, "up_proj": up, "down_proj": module.down_proj.data[expert]}
+def first_products(hidden: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the gate is given: {projection: [T, I]} of all matrices but down_proj."""
+    products = {name: hidden @ matrix.mT for name, matrix in weights.items() if name != DOWN}
+    return {name: value + biases[name] if name in biases else value for name, value in products.items()}
+
+
+def expert_math(model: nn.Module, layer: ExpertLayer) -> ExpertMath:
+    """The layer's gate and what follows down_proj."""
+    module = model.get_submodule(layer.name)
+    return ExpertMath(gate=layer.kind.gate(module), finish=layer.kind.finish(module))
 
 
 def stacked_weights(model: nn.Module, layer: ExpertLayer, experts: slice) -> dict[str, Tensor]:
-    """The matrices of some experts: gate_proj, up_proj [e, I, H], down_proj [e, H, I], as views."""
-    module: Any = model.get_submodule(layer.name)
-    gate, up = module.gate_up_proj.data[experts].chunk(2, 1)
-    return {"gate_proj": gate, "up_proj": up, "down_proj": module.down_proj.data[experts]}
+    """The matrices of some experts, {projection: [e, rows, inputs]}, as views where memory allows."""
+    return layer.kind.weights(model.get_submodule(layer.name), experts)
+
+
+def stacked_biases(model: nn.Module, layer: ExpertLayer, experts: slice) -> dict[str, Tensor]:
+    """The biases of some experts, {projection: [e, rows]}; empty where the family has none."""
+    return layer.kind.biases(model.get_submodule(layer.name), experts)
 
 
 def set_expert_weights(model: nn.Module, layer: ExpertLayer, expert: int, weights: dict[str, Tensor]) -> None:
     """Overwrite some of one expert's matrices in place (cast to the model's dtype)."""
-    mine = expert_weights(model, layer, expert)
+    mine: Any = layer.kind.views(model.get_submodule(layer.name), expert)
     with torch.no_grad():
         for projection, value in weights.items():
             mine[projection].copy_(value)

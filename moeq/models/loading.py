@@ -116,12 +116,12 @@ def expert_keys(source: ModelSource, model: nn.Module, layers: list[ExpertLayer]
     renamings = [rule for rule in mapping if not isinstance(rule, WeightConverter)]
     converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
     names = model.state_dict()
-    wanted = {f"{layer.name}.{part}" for layer in layers for part in ("gate_up_proj", "down_proj")}
+    wanted = {f"{layer.name}.{part}" for layer in layers for part in layer.parameters}
     prefix = getattr(model, "base_model_prefix", None)
     found = {key for key in source.tensors if rename_source_key(key, renamings, converters, prefix, names)[0] in wanted}
     _check_shapes(source, found)
     elements = sum(_elements(source.tensors[key].shape) for key in found)
-    expected = sum(layer.num_experts * layer.parameters_per_expert for layer in layers)
+    expected = sum(model.get_parameter(name).numel() for name in wanted)
     if elements != expected:
         raise ModelError(
             f"expert tensors hold {elements} weights, the configuration wants {expected}",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from moeq.errors import ModelError, QuantizationError
 from moeq.models.experts import ExpertLayer, stacked_weights
+from moeq.models.forward import forward
 
 if TYPE_CHECKING:
     from moeq.models.streaming import StreamedModel
@@ -40,8 +41,8 @@ class Batch:
 class LayerInputs:
     """What the experts of one layer are given, pads removed.
 
-    hidden: [T, H]; experts: [T, k] chosen experts; weights: [T, k] routing weights; sequence: [T] row in the corpus;
-    position: [T] index among the real tokens of its sequence.
+    hidden: [T, H]; experts: [T, k] chosen experts, the layer's number of experts or more for none; weights: [T, k]
+    routing weights; sequence: [T] row in the corpus; position: [T] index among the real tokens of its sequence.
     """
 
     layer: ExpertLayer
@@ -70,15 +71,14 @@ def walk(
     """
     main = getcurrent()
 
-    def stop_here(layer: ExpertLayer, arguments: tuple[Tensor, ...]) -> None:
-        main.switch((layer, *(argument.detach() for argument in arguments[:3])))
+    def stop_here(layer: ExpertLayer, seen: tuple[Tensor, Tensor, Tensor]) -> None:
+        main.switch((layer, *(part.detach() for part in seen)))
 
     runs = [greenlet(lambda batch=batch: _forward(model, batch, device, finish)) for batch in batches]
     with ExitStack() as stack:
         stack.callback(_stop, runs)
         for layer in layers:
-            hook = lambda _, arguments, at=layer: stop_here(at, arguments)  # noqa: E731
-            stack.callback(model.get_submodule(layer.name).register_forward_pre_hook(hook).remove)
+            stack.callback(_tap(model, layer, stop_here))
         if streamed is not None:
             stack.enter_context(streamed.lockstep(main.switch))
         done = 0
@@ -97,6 +97,19 @@ def walk(
             check_weights(model, layers[done])
             yield _gather(layers[done], events, batches)
             done += 1
+
+
+def _tap(
+    model: nn.Module, layer: ExpertLayer, stop_here: Callable[[ExpertLayer, tuple[Tensor, Tensor, Tensor]], None]
+) -> Callable[[], None]:
+    """Call stop_here with what the layer's experts are about to be given; returns what takes the hook off."""
+    tap = layer.kind.tap(layer.name)
+    module = model.get_submodule(tap.path)
+    if tap.after:
+        after = lambda own, arguments, output: stop_here(layer, tap.read(own, arguments, output))  # noqa: E731
+        return module.register_forward_hook(after).remove
+    before = lambda own, arguments: stop_here(layer, tap.read(own, arguments, None))  # noqa: E731
+    return module.register_forward_pre_hook(before).remove
 
 
 def _stop(runs: Sequence[greenlet]) -> None:
@@ -128,11 +141,7 @@ def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
 
 def _forward(model: nn.Module, batch: Batch, device: torch.device, finish: Callable[[Batch, Any], None] | None) -> None:
     padded = not bool(batch.mask.all())
-    output = model(
-        input_ids=batch.input_ids.to(device),
-        attention_mask=batch.mask.to(device, torch.long) if padded else None,
-        use_cache=False,
-    )
+    output = forward(model, batch.input_ids.to(device), batch.mask.to(device, torch.long) if padded else None)
     if finish is not None:
         finish(batch, output)
 

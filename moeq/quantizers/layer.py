@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError
-from moeq.models.experts import PROJECTIONS, ExpertLayer
+from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, first_products
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
 from moeq.numerics.grids import decode
@@ -39,13 +39,52 @@ class _Tokens:
 
     hidden: Tensor  # [T, H] float32
     experts: Tensor  # [T, k]
+    scores: Tensor | None  # [T, k] what multiplies an expert's input, where a family does that
     heldout: Tensor  # [T] bool
+    everyone: bool  # whether every expert calibrates on all tokens
     sample: Tensor  # [<= SAMPLE_TOKENS, H] of the calibration rows
     heldout_sample: Tensor
 
+    @classmethod
+    def of(cls, inputs: LayerInputs, config: LossesSection) -> _Tokens:
+        hidden = inputs.hidden.float()
+        stride = heldout_stride(config.heldout_fraction)
+        heldout = (inputs.sequence % stride == stride - 1).to(hidden.device)
+        scores = inputs.weights.to(hidden) if inputs.layer.kind.scales_inputs else None
+        samples = []
+        for side in (~heldout, heldout):
+            rows = thin(side.nonzero().squeeze(1), SAMPLE_TOKENS)
+            samples.append(hidden[rows] if scores is None else hidden[rows] * scores[rows].mean(1, keepdim=True))
+        return cls(
+            hidden=hidden,
+            experts=inputs.experts,
+            scores=scores,
+            heldout=heldout,
+            everyone=config.tokens == "all",
+            sample=samples[0],
+            heldout_sample=samples[1],
+        )
+
+    def count(self, expert: int) -> int:
+        """How many calibration tokens were routed to an expert."""
+        return int(((self.experts == expert).any(1) & ~self.heldout).sum())
+
     def routed(self, expert: int, heldout: bool) -> Tensor:
-        mine = (self.experts == expert).any(1) & (self.heldout if heldout else ~self.heldout)
-        return self.hidden[mine]
+        """The expert's inputs [n, H]: its own tokens, or all calibration tokens where the recipe says so."""
+        side = self.heldout if heldout else ~self.heldout
+        chosen = self.experts == expert
+        mine = side if self.everyone and not heldout else chosen.any(1) & side
+        if self.scores is None:
+            return self.hidden[mine]
+        own = (self.scores * chosen).sum(1)
+        scale = torch.where(chosen.any(1), own, self.scores.mean(1))
+        return self.hidden[mine] * scale[mine].unsqueeze(1)
+
+    def shared(self) -> Tensor:
+        """Mean of x x^T over the calibration tokens, [H, H]."""
+        rows = self.hidden if self.scores is None else self.hidden * self.scores.mean(1, keepdim=True)
+        rows = rows[~self.heldout]
+        return rows.T @ rows / len(rows)
 
 
 def heldout_stride(fraction: float) -> int:
@@ -60,44 +99,59 @@ def thin(rows: Tensor, count: int) -> Tensor:
     return rows[torch.arange(count, device=rows.device) * len(rows) // count]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Experts:
+    """A batch of experts: matrices [e, rows, inputs] and biases [e, rows] in float32, what else they compute."""
+
+    which: slice
+    weights: dict[str, Tensor]
+    biases: dict[str, Tensor]
+    math: ExpertMath
+
+    def one(self, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Matrices and biases of one expert of the batch."""
+        return tuple({name: stack[index] for name, stack in of.items()} for of in (self.weights, self.biases))  # type: ignore[return-value]
+
+    def numbers(self) -> range:
+        return range(self.which.start, self.which.stop)
+
+
+@torch.no_grad()
 def quantize_layer(
-    inputs: LayerInputs, weights: dict[str, Tensor], act_fn: nn.Module, config: LossesSection
+    inputs: LayerInputs,
+    weights: dict[str, Tensor],
+    math: ExpertMath,
+    config: LossesSection,
+    biases: dict[str, Tensor] | None = None,
 ) -> LayerResult:
     """Replicas of every expert at every width and what each one loses on held-out tokens.
 
-    weights: gate_proj, up_proj [E, I, H], down_proj [E, H, I]. Raises QuantizationError naming layer and expert
-    when a loss is not a number.
+    weights: {projection: [E, rows, inputs]} of the layer's projections; biases: {projection: [E, rows]}, which stay as
+    they are. Raises QuantizationError naming layer and expert when a loss is not a number.
     """
     layer = inputs.layer
-    hidden = inputs.hidden.float()
-    stride = heldout_stride(config.heldout_fraction)
-    heldout = (inputs.sequence % stride == stride - 1).to(hidden.device)
-    tokens = _Tokens(
-        hidden=hidden,
-        experts=inputs.experts,
-        heldout=heldout,
-        sample=thin(hidden[~heldout], SAMPLE_TOKENS),
-        heldout_sample=thin(hidden[heldout], SAMPLE_TOKENS),
-    )
-    calibration = hidden[~heldout]
-    shared = calibration.T @ calibration / len(calibration)
+    tokens = _Tokens.of(inputs, config)
+    shared = tokens.shared()
     rows: list[dict[str, Any]] = []
-    stacks: dict[str, dict[int, list[PackedWeight]]] = {p: {b: [] for b in config.bits} for p in PROJECTIONS}
-    for experts in expert_batches(layer, config):
-        batch = {name: stack[experts].float() for name, stack in weights.items()}
-        notes = [
-            {"calibration_tokens": len(tokens.routed(e, heldout=False))} for e in range(experts.start, experts.stop)
-        ]
+    stacks: dict[str, dict[int, list[PackedWeight]]] = {p: {b: [] for b in config.bits} for p in layer.projections}
+    for which in expert_batches(layer, config):
+        batch = _Experts(
+            which=which,
+            weights={name: stack[which].float() for name, stack in weights.items()},
+            biases={name: stack[which].float() for name, stack in (biases or {}).items()},
+            math=math,
+        )
+        notes = [{"calibration_tokens": tokens.count(expert)} for expert in batch.numbers()]
         candidates: dict[str, dict[str, gptq.Quantized]] = {}
         if GPTQ in config.methods:
-            candidates[GPTQ] = _gptq_batch(tokens, batch, experts, shared, act_fn, config, notes)
+            candidates[GPTQ] = _gptq_batch(tokens, batch, shared, config, notes)
             for projection, result in candidates[GPTQ].items():
                 for bits in config.bits:
                     stacks[projection][bits].append(PackedWeight.of(result, bits, config.symmetric))
         if RTN in config.methods:
-            candidates[RTN] = rtn_batch(batch, config)
-        for index, expert in enumerate(range(experts.start, experts.stop)):
-            rows += _measure(tokens, batch, candidates, index, expert, notes[index], act_fn, layer, config)
+            candidates[RTN] = rtn_batch(batch.weights, config)
+        for index in range(len(notes)):
+            rows += _measure(tokens, batch, candidates, index, notes[index], layer, config)
     replicas = {p: {b: _join(parts) for b, parts in widths.items() if parts} for p, widths in stacks.items()}
     return LayerResult(rows=rows, replicas=replicas)
 
@@ -106,7 +160,7 @@ def expert_batches(layer: ExpertLayer, config: LossesSection) -> Iterator[slice]
     """Slices of experts whose Hessians, residuals and codes fit into the working memory (at least one expert)."""
     hidden, inter, widths = layer.hidden_size, layer.intermediate_size, len(config.bits)
     hessians = 4 * 3 * (hidden**2 + inter**2)
-    results = 3 * hidden * inter * (4 + widths * (4 + 1 + 1 + 4))
+    results = len(layer.projections) * hidden * inter * (4 + widths * (4 + 1 + 1 + 4))
     step = max(1, config.working_memory // (hessians + results))
     for start in range(0, layer.num_experts, step):
         yield slice(start, min(start + step, layer.num_experts))
@@ -124,20 +178,8 @@ def rtn_batch(
     return {projection: gptq.quantize(weight, None, **options) for projection, weight in batch.items()}
 
 
-def intermediate(hidden: Tensor, gate: Tensor, up: Tensor, act_fn: nn.Module) -> Tensor:
-    """act(gate x) * (up x): [T, I]."""
-    result: Tensor = act_fn(hidden @ gate.mT) * (hidden @ up.mT)
-    return result
-
-
 def _gptq_batch(
-    tokens: _Tokens,
-    batch: dict[str, Tensor],
-    experts: slice,
-    shared: Tensor,
-    act_fn: nn.Module,
-    config: LossesSection,
-    notes: list[dict[str, Any]],
+    tokens: _Tokens, batch: _Experts, shared: Tensor, config: LossesSection, notes: list[dict[str, Any]]
 ) -> dict[str, gptq.Quantized]:
     """GPTQ of a batch of experts: gate and up share one Hessian, down has its own; fills the notes' fallbacks.
 
@@ -146,10 +188,9 @@ def _gptq_batch(
     """
     first, second = [], []
     lend = config.borrow_tokens
-    for index, expert in enumerate(range(experts.start, experts.stop)):
+    for index, expert in enumerate(batch.numbers()):
         mine = tokens.routed(expert, heldout=False)
-        gate, up = batch["gate_proj"][index], batch["up_proj"][index]
-        own, borrowed = (intermediate(rows, gate, up, act_fn) for rows in (mine, tokens.sample))
+        own, borrowed = (batch.math.intermediate(rows, *batch.one(index)) for rows in (mine, tokens.sample))
         total = max(len(mine) + lend, 1e-9)
         first.append((mine.T @ mine + lend * shared) / total)
         second.append((own.T @ own + lend * (borrowed.T @ borrowed) / len(borrowed)) / total)
@@ -157,12 +198,14 @@ def _gptq_batch(
     options: dict[str, Any] = {"bits": config.bits, "group_size": config.group_size, "symmetric": config.symmetric}
     factor = gptq.factorize(torch.stack(first), config.damping)
     _note(notes, factor, config.damping)
-    both = gptq.quantize(torch.cat([batch["gate_proj"], batch["up_proj"]], 1), factor.unit_upper, **options)
+    names = [name for name in batch.weights if name != DOWN]
+    stack = torch.cat([batch.weights[name] for name in names], 1)
+    both = gptq.quantize(stack, factor.unit_upper, **options)
     factor = gptq.factorize(torch.stack(second), config.damping)
     _note(notes, factor, config.damping)
-    down = gptq.quantize(batch["down_proj"], factor.unit_upper, **options)
-    rows = batch["gate_proj"].shape[1]
-    return {"gate_proj": _rows(both, slice(0, rows)), "up_proj": _rows(both, slice(rows, None)), "down_proj": down}
+    found = {DOWN: gptq.quantize(batch.weights[DOWN], factor.unit_upper, **options)}
+    rows = stack.shape[1] // len(names)
+    return {name: _rows(both, slice(i * rows, (i + 1) * rows)) for i, name in enumerate(names)} | found
 
 
 def _note(notes: list[dict[str, Any]], factor: gptq.Factor, damping: float) -> None:
@@ -202,22 +245,23 @@ def _join(parts: list[PackedWeight]) -> PackedWeight:
 
 def _measure(
     tokens: _Tokens,
-    batch: dict[str, Tensor],
+    batch: _Experts,
     candidates: dict[str, dict[str, gptq.Quantized]],
     index: int,
-    expert: int,
     note: dict[str, Any],
-    act_fn: nn.Module,
     layer: ExpertLayer,
     config: LossesSection,
 ) -> list[dict[str, Any]]:
     """Rows of one expert: its output error with each projection, and all of them, replaced."""
+    expert = batch.numbers()[index]
     own = tokens.routed(expert, heldout=True)
     enough = len(own) >= config.min_tokens
     rows = thin(own if enough else tokens.heldout_sample, config.max_measured_tokens)
-    exact = {name: batch[name][index] for name in PROJECTIONS}
-    gate, up = act_fn(rows @ exact["gate_proj"].mT), rows @ exact["up_proj"].mT
-    target = (gate * up) @ exact["down_proj"].mT
+    exact, biases = batch.one(index)
+    gate, down_bias = batch.math.gate, biases.get(DOWN)
+    products = first_products(rows, exact, biases)
+    inner = gate(products)
+    target = batch.math.output(inner, exact[DOWN], down_bias)
     energy = float(target.square().mean())
     common = {
         "layer": layer.index,
@@ -233,15 +277,14 @@ def _measure(
     for method, quantized in candidates.items():
         fallback = "+".join(note["fallback"]) if method == GPTQ and note["fallback"] else "none"
         for bits in config.bits:
-            values = {name: _values(quantized[name], index, bits) for name in PROJECTIONS}
-            gate_q, up_q = act_fn(rows @ values["gate_proj"].mT), rows @ values["up_proj"].mT
-            outputs = {WHOLE: (gate_q * up_q) @ values["down_proj"].mT}
+            values = {name: _values(quantized[name], index, bits) for name in layer.projections}
+            replaced = first_products(rows, values, biases)
+            outputs = {WHOLE: batch.math.output(gate(replaced), values[DOWN], down_bias)}
             if config.per_projection:
-                outputs |= {
-                    "gate_proj": (gate_q * up) @ exact["down_proj"].mT,
-                    "up_proj": (gate * up_q) @ exact["down_proj"].mT,
-                    "down_proj": (gate * up) @ values["down_proj"].mT,
-                }
+                for name in replaced:
+                    one = gate({**products, name: replaced[name]})
+                    outputs[name] = batch.math.output(one, exact[DOWN], down_bias)
+                outputs[DOWN] = batch.math.output(inner, values[DOWN], down_bias)
             for projection, output in outputs.items():
                 loss = float((output - target).square().mean())
                 if loss != loss:
@@ -250,7 +293,7 @@ def _measure(
                         where=f"{layer.name}, expert {expert}, {projection}",
                         do="use dtype: float32 or raise losses.damping",
                     )
-                names = PROJECTIONS if projection == WHOLE else (projection,)
+                names = layer.projections if projection == WHOLE else (projection,)
                 stored = (packed_bytes(*layer.shape(n), bits, config.group_size, config.symmetric) for n in names)
                 found.append(
                     common

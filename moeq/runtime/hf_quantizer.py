@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -16,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moeq.errors import ArtifactError
 from moeq.models.experts import find_expert_layers
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
-from moeq.runtime.packed_experts import PackedExperts
+from moeq.runtime.packed_experts import PACKED
 
 METHOD = "moeq"
 FORMAT_VERSION = 1
@@ -57,10 +58,14 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
     """Replaces every experts module by a PackedExperts of the checkpoint's widths before weights are loaded."""
 
     requires_calibration = True
+    stacks: tuple[str, ...] = ()  # ends of the names of the parameters that hold experts in the family's own model
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         config = self.quantization_config
         layers = {layer.name: layer for layer in find_expert_layers(model)}
+        self.stacks = tuple(
+            {f"{layer.name.rpartition('.')[2]}.{part}" for layer in layers.values() for part in layer.parameters}
+        )
         if set(layers) != set(config.experts):
             wrong = sorted(set(layers) ^ set(config.experts))[0]
             raise ArtifactError(
@@ -77,17 +82,25 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 )
             original: Any = model.get_submodule(name)
             with torch.device("meta"):
-                packed = PackedExperts(
+                packed = PACKED[layer.kind.name](
                     layer,
                     config.experts[name],
                     group_size=config.group_size,
                     symmetric=config.symmetric,
-                    act_fn=original.act_fn,
-                    dtype=original.down_proj.dtype,
+                    original=original,
+                    dtype=original.get_parameter(layer.parameters[0]).dtype,
                 )
             parent, _dot, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, packed)
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """Without those that make the family's stacks of experts: a packed checkpoint has none."""
+        return [
+            rule
+            for rule in weight_conversions
+            if not (isinstance(rule, WeightConverter) and _makes(rule.target_patterns, self.stacks))
+        ]
 
     def is_serializable(self, **_: Any) -> bool:
         return True
@@ -95,3 +108,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _makes(targets: list[str], stacks: tuple[str, ...]) -> bool:
+    return any(target.rstrip("$").replace("\\", "").endswith(stacks) for target in targets)

@@ -1,11 +1,11 @@
 """The experts module of a packed checkpoint: every expert in its own width, dequantized as it is used.
 
-Stands in for a family's experts module of pattern P0: forward(hidden[T, H], top_k_index[T, k], top_k_weights[T, k]).
-State: `{expert}.{projection}.{codes|scales|zeros}` for packed experts, `{expert}.{projection}.dense` for those left as
-in the checkpoint, and a guard under the original name `gate_up_proj` and `down_proj`, of a shape that no real model
-has: whoever loads the checkpoint without moeq gets an error instead of random experts.
+Stands in for a family's experts module and is called as that one is. State: `{expert}.{projection}.` codes, scales and
+zeros for packed experts, dense for those left as in the checkpoint, bias where the family has biases; and a guard under
+the original parameters' names, of shapes that no real model has: whoever loads the checkpoint without moeq gets an
+error instead of random experts.
 
-Letters: T tokens, H hidden size, I intermediate size, k experts a token.
+Letters: E experts, T tokens, H hidden size, I intermediate size, k experts a token.
 """
 
 from __future__ import annotations
@@ -16,22 +16,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.models.experts import PROJECTIONS, ExpertLayer
+from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
+from moeq.models.kinds import jetmoe, numbered
 from moeq.numerics.packed import PackedWeight, packed_shapes
 
 FULL = 16
-GUARD_SHAPES = {"gate_up_proj": (1, 2, 1), "down_proj": (1, 1, 1)}
 GUARD_DTYPE = torch.float16
 
 
+def guard_shapes(layer: ExpertLayer) -> dict[str, tuple[int, ...]]:
+    """Names below the experts module and shapes of the guard tensors: one for each parameter of a stack, one in all
+    where experts are numbered. An even second axis lets transformers halve it when it writes a checkpoint again."""
+    guarded = layer.parameters if layer.kind.name != "numbered" else layer.parameters[:1]
+    return {name: _guard_shape(name, layer) for name in guarded}
+
+
+def _guard_shape(name: str, layer: ExpertLayer) -> tuple[int, ...]:
+    if layer.kind.name in ("numbered", "dbrx"):
+        return 1, 1
+    return (1, 2) if name.endswith("_bias") else (1, 2, 1) if name.startswith("gate_up") else (1, 1, 1)
+
+
 class PackedLinear(nn.Module):
-    """One matrix of one expert, packed or dense."""
+    """One matrix of one expert, packed or dense, and its bias where there is one."""
 
     def __init__(
-        self, rows: int, inputs: int, bits: int, group_size: int, symmetric: bool, dense_dtype: torch.dtype
+        self,
+        rows: int,
+        inputs: int,
+        bits: int,
+        group_size: int,
+        symmetric: bool,
+        dense_dtype: torch.dtype,
+        biased: bool,
     ) -> None:
         super().__init__()
         self.inputs, self.bits, self.group_size, self.symmetric = inputs, bits, group_size, symmetric
+        self.biased = biased
+        if biased:
+            self.register_buffer("bias", torch.empty(rows, dtype=dense_dtype))
         if bits == FULL:
             self.register_buffer("dense", torch.empty(rows, inputs, dtype=dense_dtype))
             return
@@ -52,23 +75,34 @@ class PackedLinear(nn.Module):
             symmetric=self.symmetric,
         ).dequantize(dtype)
 
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows [T, K] -> [T, N]."""
+        bias = self.get_buffer("bias").to(rows.dtype) if self.biased else None
+        return nn.functional.linear(rows, self.values(rows.dtype), bias)
+
 
 class PackedExpert(nn.Module):
-    """One expert: three matrices of the same width."""
+    """One expert: its matrices, all of the same width."""
 
     def __init__(self, layer: ExpertLayer, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        for projection in PROJECTIONS:
-            self.add_module(projection, PackedLinear(*layer.shape(projection), bits, group_size, symmetric, dtype))
+        for projection in layer.projections:
+            linear = PackedLinear(*layer.shape(projection), bits, group_size, symmetric, dtype, layer.biased)
+            self.add_module(projection, linear)
 
-    def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """gate and up stacked [2I, H], and down [H, I]."""
-        gate, up, down = (self.get_submodule(projection).values(dtype) for projection in PROJECTIONS)  # type: ignore[operator]
-        return torch.cat([gate, up]), down
+    def run(self, rows: Tensor, math: ExpertMath) -> Tensor:
+        """rows [T, H] -> [T, H]."""
+        linears: dict[str, Any] = dict(self.named_children())
+        products = {name: linear(rows) for name, linear in linears.items() if name != DOWN}
+        output: Tensor = linears[DOWN](math.gate(products))
+        return output if math.finish is None else math.finish(output)
 
 
 class PackedExperts(nn.Module):
-    """All experts of one layer, each in its own width."""
+    """All experts of one layer, each in its own width; called with hidden [T, H], indices and weights [T, k].
+
+    What of the original module is not an expert's weight (a norm, a router) is taken over under its name.
+    """
 
     def __init__(
         self,
@@ -77,26 +111,95 @@ class PackedExperts(nn.Module):
         *,
         group_size: int,
         symmetric: bool,
-        act_fn: Any,
+        original: nn.Module,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.num_experts = layer.num_experts
-        self.act_fn = act_fn
+        self.math = ExpertMath(gate=layer.kind.gate(original), finish=layer.kind.finish(original))
+        self.identity_beyond = layer.kind.identity_beyond(original)
+        experts = {name.split(".")[0] for name in layer.parameters}
+        for name, child in original.named_children():
+            if name not in experts:
+                self.add_module(name, child)
+        for name, parameter in original.named_parameters(recurse=False):
+            if name not in experts:
+                self.register_parameter(name, parameter)
         for expert, width in enumerate(bits):
             self.add_module(str(expert), PackedExpert(layer, width, group_size, symmetric, dtype))
-        for name, shape in GUARD_SHAPES.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=GUARD_DTYPE))
+        for name, shape in guard_shapes(layer).items():
+            _register(self, name, torch.zeros(shape, dtype=GUARD_DTYPE))
+
+    def expert(self, number: int, rows: Tensor) -> Tensor:
+        """Output [T, H] of one expert for rows [T, H]."""
+        return self.get_submodule(str(number)).run(rows, self.math)  # type: ignore[operator, no-any-return]
+
+    def weighted_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Sum over each token's experts of routing weight times expert output, [T, H]."""
+        result = torch.zeros_like(hidden)
+        for expert in torch.unique(experts).tolist():
+            beyond = expert >= self.num_experts
+            if beyond and not self.identity_beyond:
+                continue  # the sentinel of expert parallelism, or a token over capacity
+            token, place = torch.where(experts == expert)
+            output = hidden[token] if beyond else self.expert(expert, hidden[token])
+            result.index_add_(0, token, (output * weights[token, place, None]).to(result.dtype))
+        return result
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sum over each token's experts of routing weight times expert output, [T, H]."""
+        """As the family's own module is called; [..., H]."""
+        flat = (part.flatten(0, -2) for part in (hidden_states, top_k_index, top_k_weights))
+        return self.weighted_sum(*flat).view_as(hidden_states)
+
+
+class PackedLlama4(PackedExperts):
+    """Called with every token for every expert, multiplied by its score: rows of zeros come out as zeros."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """[E*T, H] -> [E*T, H]."""
         result = torch.zeros_like(hidden_states)
-        for expert in torch.unique(top_k_index).tolist():
-            if expert >= self.num_experts:
-                continue  # the sentinel of expert parallelism
-            token, place = torch.where(top_k_index == expert)
-            gate_up, down = self.get_submodule(str(expert)).values(hidden_states.dtype)  # type: ignore[operator]
-            gate, up = nn.functional.linear(hidden_states[token], gate_up).chunk(2, dim=-1)
-            output = nn.functional.linear(self.act_fn(gate) * up, down) * top_k_weights[token, place, None]
-            result.index_add_(0, token, output.to(result.dtype))
+        rows = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+        for expert, (mine, into) in enumerate(zip(rows, result.view_as(rows), strict=True)):
+            chosen = mine.any(1).nonzero().squeeze(1)
+            if len(chosen):
+                into[chosen] = self.expert(expert, mine[chosen])
         return result
+
+
+class PackedNumbered(PackedExperts):
+    """Called with a one-hot choice [T, 1, E], all zero for a token over its expert's capacity."""
+
+    def forward(self, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:  # type: ignore[override]
+        """[T, H]."""
+        return self.weighted_sum(*numbered.routing(hidden_states, selected_experts, routing_weights))
+
+
+class PackedJetMoe(PackedExperts):
+    """The block itself: its router and its bias are taken over."""
+
+    def forward(self, layer_input: Tensor) -> Tensor:  # type: ignore[override]
+        """[B, S, H] -> [B, S, H]."""
+        hidden = layer_input.flatten(0, -2)
+        of: Any = self
+        output = self.weighted_sum(*jetmoe.routing(hidden, of.router(hidden)))
+        result: Tensor = output.view_as(layer_input) + of.bias
+        return result
+
+
+PACKED: dict[str, type[PackedExperts]] = {
+    "stacked": PackedExperts,
+    "dbrx": PackedExperts,
+    "llama4": PackedLlama4,
+    "numbered": PackedNumbered,
+    "jetmoe": PackedJetMoe,
+}
+
+
+def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """A buffer under a dotted name, with empty modules on the way."""
+    path, _dot, leaf = name.rpartition(".")
+    for part in path.split(".") if path else ():
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_buffer(leaf, tensor)

@@ -8,7 +8,7 @@ from moeq.artifacts.assignment import FULL, Assignment, read_assignment, write_a
 from moeq.assigners import assign
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import AssignmentError
-from moeq.models.experts import PROJECTIONS, ExpertLayer
+from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import packed_bytes
 from moeq.recipe import AssignSection
@@ -56,11 +56,15 @@ def make(context: Context, config: AssignSection, name: str) -> Assignment:
 
 
 def expert_bytes(layer: ExpertLayer, bits: int, assignment: Assignment, full_bytes_per_weight: int) -> int:
-    """Stored bytes of one expert at a width: codes, scales and zero points, or the checkpoint's own weights at 16."""
+    """Stored bytes of one expert at a width: codes, scales and zero points, or the checkpoint's own weights at 16.
+
+    Biases stay in the checkpoint's type at every width.
+    """
+    biases = layer.biases_per_expert * full_bytes_per_weight
     if bits == FULL:
-        return layer.parameters_per_expert * full_bytes_per_weight
-    shapes = (layer.shape(projection) for projection in PROJECTIONS)
-    return sum(packed_bytes(*shape, bits, assignment.group_size, assignment.symmetric) for shape in shapes)
+        return layer.parameters_per_expert * full_bytes_per_weight + biases
+    shapes = (layer.shape(projection) for projection in layer.projections)
+    return biases + sum(packed_bytes(*shape, bits, assignment.group_size, assignment.symmetric) for shape in shapes)
 
 
 def total_bytes(context: Context, assignment: Assignment) -> int:

@@ -14,6 +14,7 @@ from moeq.artifacts.files import make_directory, sha256_file, write_json
 from moeq.artifacts.stage import read_model
 from moeq.errors import EstimateError
 from moeq.estimator import (
+    CONFIG_KEYS,
     Estimate,
     Grid,
     ModelGeometry,
@@ -129,13 +130,23 @@ def _own_geometry(context: Context) -> ModelGeometry:
     experts = expert_keys(context.source, skeleton, layers)
     elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
     own = geometry_from_config(
-        context.source.config,
+        _config_values(skeleton, layers[0].kind.top_k),
         num_moe_layers=len(layers),
         num_experts=layers[0].num_experts,
         expert_intermediate_size=layers[0].intermediate_size,
         non_expert_parameters=sum(elements),
+        matrices_per_expert=len(layers[0].projections),
     )
     return replace(own, name=context.source.name)
+
+
+def _config_values(model: Any, top_k: int | None) -> dict[str, Any]:
+    """What the geometry reads, through the names that the family's configuration goes by, and from its parts."""
+    config = model.config.get_text_config()
+    values: dict[str, Any] = {"model_type": config.model_type}
+    for of in (*(part for part in vars(config).values() if hasattr(part, "to_dict")), config):
+        values |= {key: getattr(of, key) for key in CONFIG_KEYS if getattr(of, key, None) is not None}
+    return values if top_k is None else values | {"top_k": top_k}
 
 
 def _placement(assignment: Assignment) -> Placement:

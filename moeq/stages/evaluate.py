@@ -16,6 +16,7 @@ from moeq.evaluation.harness import BUNDLED_TASK, headline, run_tasks
 from moeq.evaluation.perplexity import perplexity
 from moeq.models import corpus
 from moeq.models.experts import ExpertLayer, set_expert_weights
+from moeq.models.forward import forward
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import assign, export
@@ -103,11 +104,11 @@ def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
     vocabulary = dequantized.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (2, 32), generator=generator).to(context.device)
     with torch.no_grad():
-        wanted = dequantized(input_ids=ids).logits.float()
+        wanted = forward(dequantized, ids).logits.float()
         context.drop_model()
         del dequantized
         packed = load_checkpoint(context.directory("export"), context.dtype, context.device)
-        found = packed(input_ids=ids).logits.float()
+        found = forward(packed, ids).logits.float()
     error = float((found - wanted).norm() / wanted.norm())
     if not error <= CHECK_TOLERANCE[context.dtype]:
         raise EvaluationError(

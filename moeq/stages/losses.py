@@ -13,7 +13,7 @@ from moeq.artifacts.files import digest_of, make_directory, read_json, write_jso
 from moeq.artifacts.losses import NAME, LossTable, read_losses, write_losses
 from moeq.artifacts.replicas import LayerReplicas, layer_file, write_layer_replicas
 from moeq.errors import CorpusError
-from moeq.models.experts import activation, stacked_weights
+from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import walk
 from moeq.quantizers.layer import heldout_stride, quantize_layer
 from moeq.stages.context import Context
@@ -44,8 +44,13 @@ def run(context: Context) -> dict[str, Any]:
             for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
                 layer = inputs.layer
                 if layer.index not in done:
-                    stacks = stacked_weights(context.model, layer, slice(None))
-                    result = quantize_layer(inputs, stacks, activation(context.model, layer), config)
+                    result = quantize_layer(
+                        inputs,
+                        stacked_weights(context.model, layer, slice(None)),
+                        expert_math(context.model, layer),
+                        config,
+                        stacked_biases(context.model, layer, slice(None)),
+                    )
                     if with_replicas:
                         write_layer_replicas(directory / REPLICAS, layer.index, result.replicas)
                     write_json(parts / f"layer-{layer.index:03d}.json", result.rows)

@@ -12,11 +12,11 @@ from torch import Tensor
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.files import make_directory, write_tensors
 from moeq.exporters.moeq import METADATA, extra_name, layer_name
-from moeq.models.experts import PROJECTIONS, ExpertLayer, stacked_weights
+from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.layer import RTN, rtn_batch
-from moeq.runtime.packed_experts import GUARD_DTYPE, GUARD_SHAPES
+from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, losses
 from moeq.stages.context import Context
 
@@ -43,13 +43,14 @@ def run(context: Context) -> dict[str, Any]:
 
 def guards(layer: ExpertLayer) -> dict[str, Tensor]:
     """Tensors of an impossible shape under the original names: loading without moeq must fail."""
-    return {f"{layer.name}.{name}": torch.zeros(shape, dtype=GUARD_DTYPE) for name, shape in GUARD_SHAPES.items()}
+    shapes = guard_shapes(layer)
+    return {f"{layer.name}.{name}": torch.zeros(shape, dtype=GUARD_DTYPE) for name, shape in shapes.items()}
 
 
 def needed_weights(context: Context, assignment: Assignment, layer: ExpertLayer) -> AbstractContextManager[Any]:
     """The layer's weights in memory, where some of its experts are made from them rather than from the store."""
     everything = context.recipe.quantize.replicas == "all" or assignment.parameters.get("quantizer") == RTN
-    if everything or FULL in assignment.bits()[layer.index]:
+    if everything or layer.biased or FULL in assignment.bits()[layer.index]:
         return context.weights_of(layer)
     return nullcontext()
 
@@ -82,7 +83,7 @@ class Replicas:
     def packed(self, expert: int, bits: int) -> dict[str, PackedWeight]:
         """The three matrices of one expert at a width below 16."""
         if self.store is not None:
-            return {projection: self.store.expert(projection, bits, expert) for projection in PROJECTIONS}
+            return {projection: self.store.expert(projection, bits, expert) for projection in self.layer.projections}
         section = self.context.recipe.losses
         stacks = stacked_weights(self.context.model, self.layer, slice(expert, expert + 1))
         rounded = rtn_batch({name: stack.float() for name, stack in stacks.items()}, section, [bits])
@@ -95,11 +96,18 @@ class Replicas:
         stacks = stacked_weights(self.context.model, self.layer, slice(expert, expert + 1))
         return {name: stack[0].to(dtype).cpu() for name, stack in stacks.items()}
 
+    def biases(self, expert: int) -> dict[str, Tensor]:
+        """One expert's biases in the checkpoint's own type."""
+        dtype = source_dtype(self.context.source)
+        stacks = stacked_biases(self.context.model, self.layer, slice(expert, expert + 1)) if self.layer.biased else {}
+        return {name: stack[0].to(dtype).cpu() for name, stack in stacks.items()}
+
     def tensors(self, expert: int, bits: int, prefix: str) -> dict[str, Tensor]:
         """One replica's tensors under their final names."""
+        found = {f"{prefix}.{name}.bias": bias for name, bias in self.biases(expert).items()}
         if bits == FULL:
-            return {f"{prefix}.{name}.dense": weight for name, weight in self.dense(expert).items()}
-        return {
+            return found | {f"{prefix}.{name}.dense": weight for name, weight in self.dense(expert).items()}
+        return found | {
             f"{prefix}.{name}.{part}": tensor
             for name, packed in self.packed(expert, bits).items()
             for part, tensor in packed.parts().items()

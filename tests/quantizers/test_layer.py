@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError
-from moeq.models.experts import PROJECTIONS, ExpertLayer
+from moeq.models.experts import ExpertLayer, ExpertMath
+from moeq.models.kinds import GATED
+from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
 from moeq.numerics.packed import packed_bytes
 from moeq.quantizers.layer import LayerResult, expert_batches, quantize_layer
@@ -18,6 +20,7 @@ from moeq.stages import losses as losses_stage
 from moeq.stages.context import Context
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=5, hidden_size=40, intermediate_size=24)
+SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
 CONFIG = LossesSection(group_size=16, min_tokens=8)
 TOKENS = 64  # a sequence
 SEQUENCES = 8
@@ -40,7 +43,7 @@ def layer_inputs(seed: int = 0, never: int | None = 4) -> LayerInputs:
 
 def layer_weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {name: 0.1 * torch.randn(LAYER.num_experts, *LAYER.shape(name), generator=generator) for name in PROJECTIONS}
+    return {name: 0.1 * torch.randn(LAYER.num_experts, *LAYER.shape(name), generator=generator) for name in GATED}
 
 
 def row(result: LayerResult, **wanted: object) -> dict[str, object]:
@@ -50,17 +53,17 @@ def row(result: LayerResult, **wanted: object) -> dict[str, object]:
 
 
 def expert_output(weights: dict[str, Tensor], expert: int, rows: Tensor) -> Tensor:
-    gate, up, down = (weights[name][expert] for name in PROJECTIONS)
+    gate, up, down = (weights[name][expert] for name in GATED)
     return (nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
 
 
 def test_loss_is_the_mean_squared_error_on_heldout_tokens() -> None:
     inputs, weights = layer_inputs(), layer_weights()
-    result = quantize_layer(inputs, weights, nn.SiLU(), CONFIG)
+    result = quantize_layer(inputs, weights, SILU, CONFIG)
     heldout = (inputs.sequence % 4 == 3) & (inputs.experts == 1).any(1)
     rows = inputs.hidden[heldout]
     exact = expert_output(weights, 1, rows)
-    stored = {name: result.replicas[name][2].dequantize() for name in PROJECTIONS}
+    stored = {name: result.replicas[name][2].dequantize() for name in GATED}
     wanted = float((expert_output(stored, 1, rows) - exact).square().mean())
     found = row(result, expert=1, projection=WHOLE, method="gptq", bits=2)
     assert found["loss"] == pytest.approx(wanted, rel=1e-4)
@@ -69,23 +72,23 @@ def test_loss_is_the_mean_squared_error_on_heldout_tokens() -> None:
     only_up = {**weights, "up_proj": stored["up_proj"]}
     wanted = float((expert_output(only_up, 1, rows) - exact).square().mean())
     assert row(result, expert=1, projection="up_proj", method="gptq", bits=2)["loss"] == pytest.approx(wanted, rel=1e-4)
-    size = sum(packed_bytes(*LAYER.shape(name), 2, 16, symmetric=False) for name in PROJECTIONS)
-    assert found["bytes"] == size == sum(result.replicas[name][2].nbytes for name in PROJECTIONS) // 5
+    size = sum(packed_bytes(*LAYER.shape(name), 2, 16, symmetric=False) for name in GATED)
+    assert found["bytes"] == size == sum(result.replicas[name][2].nbytes for name in GATED) // 5
 
 
 def test_heldout_tokens_do_not_reach_the_replicas() -> None:
     inputs, weights = layer_inputs(), layer_weights()
-    first = quantize_layer(inputs, weights, nn.SiLU(), CONFIG)
+    first = quantize_layer(inputs, weights, SILU, CONFIG)
     inputs.hidden[inputs.sequence % 4 == 3] *= -3.0
-    second = quantize_layer(inputs, weights, nn.SiLU(), CONFIG)
-    for name in PROJECTIONS:
+    second = quantize_layer(inputs, weights, SILU, CONFIG)
+    for name in GATED:
         assert torch.equal(first.replicas[name][3].codes, second.replicas[name][3].codes)
     pick = {"expert": 0, "projection": WHOLE, "method": "gptq", "bits": 3}
     assert row(first, **pick)["loss"] != row(second, **pick)["loss"]
 
 
 def test_an_expert_that_is_never_chosen_borrows_and_says_so() -> None:
-    result = quantize_layer(layer_inputs(), layer_weights(), nn.SiLU(), CONFIG)
+    result = quantize_layer(layer_inputs(), layer_weights(), SILU, CONFIG)
     idle = row(result, expert=4, projection=WHOLE, method="gptq", bits=2)
     assert (idle["calibration_tokens"], idle["heldout_tokens"]) == (0, 0)
     assert idle["fallback"] == "borrowed_hessian"
@@ -97,18 +100,18 @@ def test_an_expert_that_is_never_chosen_borrows_and_says_so() -> None:
 
 def test_an_expert_without_tokens_and_without_borrowing_is_rounded() -> None:
     config = CONFIG.model_copy(update={"borrow_tokens": 0})
-    result = quantize_layer(layer_inputs(), layer_weights(), nn.SiLU(), config)
+    result = quantize_layer(layer_inputs(), layer_weights(), SILU, config)
     same = (row(result, expert=4, projection=WHOLE, method=method, bits=3)["loss"] for method in ("gptq", "rtn"))
     assert next(same) == next(same)
 
 
 def test_batches_of_experts_change_nothing() -> None:
     inputs, weights = layer_inputs(), layer_weights()
-    whole = quantize_layer(inputs, weights, nn.SiLU(), CONFIG)
+    whole = quantize_layer(inputs, weights, SILU, CONFIG)
     small = CONFIG.model_copy(update={"working_memory": 1})
     assert len(list(expert_batches(LAYER, CONFIG))) == 1
     assert len(list(expert_batches(LAYER, small))) == LAYER.num_experts
-    single = quantize_layer(inputs, weights, nn.SiLU(), small)
+    single = quantize_layer(inputs, weights, SILU, small)
     for a, b in zip(whole.rows, single.rows, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-2)
         assert (a["expert"], a["bits"], a["projection"], a["method"]) == (
@@ -123,7 +126,7 @@ def test_a_loss_that_is_not_a_number_names_the_expert() -> None:
     weights = layer_weights()
     weights["up_proj"][2, 0, 0] = torch.nan
     with pytest.raises(QuantizationError, match=r"layers\.0\.experts, expert 2, expert: the 1-bit gptq loss"):
-        quantize_layer(layer_inputs(), weights, nn.SiLU(), CONFIG)
+        quantize_layer(layer_inputs(), weights, SILU, CONFIG)
 
 
 def test_gptq_beats_rtn_on_the_bundled_model(tmp_path: Path) -> None:

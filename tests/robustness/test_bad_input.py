@@ -123,13 +123,14 @@ def _dense(models: Models) -> Path:
     return model
 
 
-def _gpt_oss(models: Models) -> Path:
-    from transformers import GptOssConfig
+def _doge(models: Models) -> Path:
+    from transformers import DogeConfig
 
     model = models.copy()
     for path in model.glob("model*"):
         path.unlink()
-    GptOssConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_local_experts=4).save_pretrained(model)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    DogeConfig(is_moe=True, num_experts=4, **sizes).save_pretrained(model)
     save_file({"lm_head.weight": torch.zeros(4, 4)}, model / "model.safetensors", {"format": "pt"})
     return model
 
@@ -236,7 +237,7 @@ MODELS: dict[str, tuple[Callable[[Models], Path], str]] = {
         "already quantized",
     ),
     "dense": (_dense, "not a Mixture-of-Experts model"),
-    "unsupported family": (_gpt_oss, "not supported yet"),
+    "unsupported family": (_doge, "are not supported: its experts are single rows"),
     "cut in the data": (_cut(lambda size: size - 100), "truncated"),
     "cut in the header": (_cut(lambda size: 60), "truncated"),
     "cut in the first number": (_cut(lambda size: 4), "truncated"),

@@ -74,12 +74,11 @@ def test_manifest_alone_rebuilds_every_expert(finished: Context) -> None:
             for replica in expert["replicas"]:
                 values = read_expert(folder, layer, replica, manifest["layout"])
                 if replica["placed"]:
-                    gate_up, down = module.get_submodule(str(expert["expert"])).values(torch.float32)
-                    mine = torch.cat([torch.from_numpy(values[name]) for name in ("gate_proj", "up_proj")])
-                    torch.testing.assert_close(gate_up, mine.float(), rtol=1e-6, atol=1e-8)
-                    torch.testing.assert_close(
-                        down, torch.from_numpy(values["down_proj"]).float(), rtol=1e-6, atol=1e-8
-                    )
+                    assert list(values) == layer["projections"]
+                    for name, mine in values.items():
+                        loaded_one = module.get_submodule(f"{expert['expert']}.{name}").values(torch.float32)
+                        wanted = torch.from_numpy(mine).float()
+                        torch.testing.assert_close(loaded_one, wanted, rtol=1e-6, atol=1e-8)
     if finished.recipe.quantize.replicas == "all":
         widths = {tuple(sorted(r["bits"] for r in e["replicas"])) for x in manifest["layers"] for e in x["experts"]}
         assert widths == {(1, 2, 3, 4, 8, 16)}

@@ -1,0 +1,112 @@
+"""What moeq must know of an experts module, whatever its family.
+
+Every matrix is shown as [rows (outputs), inputs], whichever way it lies in memory, under one set of names: gate_proj,
+up_proj [I, H] and down_proj [H, I]; experts without a gate have up_proj and down_proj.
+
+Letters: E experts, e some of them, T tokens, H hidden size, I intermediate size, k experts a token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+NON_GATED = ("up_proj", "down_proj")
+
+Gate = Callable[[dict[str, Tensor]], Tensor]  # {gate_proj, up_proj: [T, I]} -> what goes into down_proj, [T, I]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tap:
+    """Where a layer's routing is seen: a module, before or after it runs, and what its call says.
+
+    read(module, arguments, output) gives hidden [T, H], experts [T, k] (E and more: none) and routing weights [T, k];
+    `output` is None before the module runs.
+    """
+
+    path: str
+    after: bool
+    read: Callable[[nn.Module, tuple[Any, ...], Any], tuple[Tensor, Tensor, Tensor]]
+
+
+class Kind(ABC):
+    """How one sort of experts module lies in memory, is called, and computes.
+
+    scales_inputs: the routing weight multiplies an expert's input instead of its output; top_k: experts a token, where
+    the kind alone decides it.
+    """
+
+    name: ClassVar[str]
+    scales_inputs: ClassVar[bool] = False
+    top_k: ClassVar[int | None] = None
+
+    @abstractmethod
+    def holds(self, module: nn.Module) -> bool:
+        """Whether this module's experts are of this kind."""
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Why a module of this kind cannot be quantized, None when it can."""
+        return None
+
+    @abstractmethod
+    def sizes(self, module: nn.Module) -> tuple[int, int, int]:
+        """E, H, I."""
+
+    def projections(self, module: nn.Module) -> tuple[str, ...]:
+        return GATED
+
+    @abstractmethod
+    def parameters(self, module: nn.Module) -> tuple[str, ...]:
+        """Names of the parameters that hold the routed experts, below the module."""
+
+    @abstractmethod
+    def weights(self, module: nn.Module, experts: slice) -> dict[str, Tensor]:
+        """The matrices of some experts, {projection: [e, rows, inputs]}."""
+
+    def biases(self, module: nn.Module, experts: slice) -> dict[str, Tensor]:
+        """Their biases, {projection: [e, rows]}; empty without."""
+        return {}
+
+    def views(self, module: nn.Module, expert: int) -> dict[str, Tensor]:
+        """One expert's matrices as views of the module's memory, to be overwritten."""
+        return {name: stack[0] for name, stack in self.weights(module, slice(expert, expert + 1)).items()}
+
+    @abstractmethod
+    def gate(self, module: nn.Module) -> Gate:
+        """What lies between the first matrices and down_proj; works on a module whose weights are elsewhere."""
+
+    def finish(self, module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+        """What is done to an expert's output [T, H] before it is weighted, None for nothing."""
+        return None
+
+    def identity_beyond(self, module: nn.Module) -> bool:
+        """Whether indices from E on stand for experts that hand their input through, rather than for none."""
+        return False
+
+    def remarks(self, module: nn.Module) -> tuple[str, ...]:
+        """What sets the module apart from the usual stack, in a word each."""
+        return ()
+
+    def tap(self, path: str) -> Tap:
+        """By default the experts module is called with hidden, indices and weights, in this order."""
+        return Tap(path=path, after=False, read=lambda _, arguments, __: _three(arguments))
+
+
+def _three(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, experts, weights = arguments[:3]
+    return hidden.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)
+
+
+def act_then_multiply(act_fn: Callable[[Tensor], Tensor]) -> Gate:
+    """act(gate) * up."""
+    return lambda parts: act_fn(parts["gate_proj"]) * parts["up_proj"]
+
+
+def act_alone(act_fn: Callable[[Tensor], Tensor]) -> Gate:
+    """act(up), for experts without a gate."""
+    return lambda parts: act_fn(parts["up_proj"])

@@ -1,0 +1,50 @@
+"""Experts that moeq cannot quantize, each with its reason."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from moeq.models.kinds.base import Gate, Kind
+
+
+class Refused(Kind):
+    """Modules that are recognized so that the refusal can say why."""
+
+    name = "refused"
+
+    def holds(self, module: nn.Module) -> bool:
+        return _reason(module) is not None
+
+    def refusal(self, module: nn.Module) -> str | None:
+        return _reason(module)
+
+    def sizes(self, module: nn.Module) -> tuple[int, int, int]:
+        raise NotImplementedError
+
+    def parameters(self, module: nn.Module) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def weights(self, module: nn.Module, experts: slice) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def gate(self, module: nn.Module) -> Gate:
+        raise NotImplementedError
+
+
+def _reason(module: nn.Module) -> str | None:
+    if isinstance(module, nn.ModuleDict) and "expert_0" in module and hasattr(module["expert_0"], "fc1"):
+        return "this transformers runs only its experts 0 and 1 (it one-hot encodes a mask of zeros and ones)"
+    if all(isinstance(getattr(module, name, None), nn.Embedding) for name in ("down_embed", "up_embed")):
+        return "its experts are single rows of two embeddings, not matrices"
+    if type(module).__name__ == "VitPoseBackboneMoeMLP":
+        return "its experts are chosen by the data set, not by a router"
+    if hasattr(module, "text_moe") and hasattr(module, "vision_moe"):
+        return "its text and vision experts share tensors on disk, and no text reaches the vision experts"
+    experts = getattr(module, "experts", None)
+    if isinstance(experts, nn.ModuleList) and len(experts) > 1 and any(_is_mlp(child) for child in experts):
+        return "its experts are a list of modules (code of the checkpoint, not of transformers)"
+    return None
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
