@@ -129,6 +129,15 @@ class WeightReader:
         self.origins: dict[str, list[Origin]] = {}
         self.unexpected: list[str] = []
         self._index()
+        self._check_scales()
+
+    def _check_scales(self) -> None:
+        """ModelError for FP8 codes without scales, which the library would take for the weights themselves."""
+        for key, header in self.source.tensors.items():
+            stem = key.removesuffix("weight")
+            scales = (f"{key}_scale_inv", f"{stem}scale", f"{stem}qscale_weight")
+            if header.dtype == "F8_E4M3" and not any(name in self.source.tensors for name in scales):
+                raise ModelError(f"{key} has no scales", where=str(self.source.path), do=REMEDY)
 
     def _index(self) -> None:
         """Ask the library's rules for the parameter of every key, in the order in which it would load them."""
