@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from moeq.errors import EvaluationError, ModelError
-from moeq.models.loading import compute_dtype, load_tokenizer, quiet_transformers, resolve_device
+from moeq.models.loading import compute_dtype, load_tokenizer, resolve_device
+from moeq.models.messages import quiet_transformers
 from moeq.models.source import open_source
 from moeq.runtime.checkpoint import load_checkpoint
 

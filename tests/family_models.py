@@ -234,10 +234,10 @@ NOT_BUILT = {
 }
 
 
-def configuration(family: str) -> Any:
-    """The family's configuration with tiny sizes."""
+def configuration(family: str, **settings: Any) -> Any:
+    """The family's configuration with tiny sizes; `settings` replace the table's."""
     entry = FAMILIES[family]
-    return _configure(getattr(transformers, entry.config), entry.settings, COMMON)
+    return _configure(getattr(transformers, entry.config), entry.settings | settings, COMMON)
 
 
 def _configure(kind: Any, settings: dict[str, Any], sizes: dict[str, Any]) -> Any:
@@ -256,10 +256,10 @@ def _configure(kind: Any, settings: dict[str, Any], sizes: dict[str, Any]) -> An
     return kind(**values)
 
 
-def build(family: str) -> Any:
+def build(family: str, **settings: Any) -> Any:
     """The model, in float32, in evaluation mode; the same weights every time."""
     torch.manual_seed(11)
-    model = getattr(transformers, FAMILIES[family].model)(configuration(family)).eval()
+    model = getattr(transformers, FAMILIES[family].model)(configuration(family, **settings)).eval()
     _randomize(model)
     return model
 
@@ -279,9 +279,9 @@ def _randomize(model: nn.Module) -> None:
             weight.copy_(first + 0.1 * noise if constant or weight.numel() == 1 else 0.15 * noise)
 
 
-def save(family: str, folder: Path, with_tokenizer: bool = True) -> Path:
+def save(family: str, folder: Path, with_tokenizer: bool = True, **settings: Any) -> Path:
     """The model as a checkpoint directory, with the bundled tokenizer unless told otherwise."""
-    build(family).save_pretrained(folder)
+    build(family, **settings).save_pretrained(folder)
     if with_tokenizer:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(bundled_path("tiny-mixtral") / name, folder / name)

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer, find_expert_layers
+from moeq.models.messages import REMEDY, line, quiet_transformers
 from moeq.models.source import VOCABULARIES, ModelSource
+from moeq.models.weights import DEQUANTIZED, WeightReader, is_dequantized, owner, quantization_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-REMEDY = "check that the directory is a complete transformers checkpoint"
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bars and advice, which belong on nobody's report; errors still raise."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    transformers.utils.logging.disable_progress_bar()
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+AUTOS = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMultimodalLM)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -61,7 +50,9 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def source_dtype(source: ModelSource) -> torch.dtype:
-    """The dtype of most of the checkpoint's weights (float32, bfloat16 or float16)."""
+    """The dtype of most of the checkpoint's weights (float32, bfloat16 or float16); bfloat16 of FP8 and MXFP4 ones."""
+    if is_dequantized(source):
+        return torch.bfloat16
     bytes_by_dtype: dict[str, int] = {}
     for header in source.tensors.values():
         bytes_by_dtype[header.dtype] = bytes_by_dtype.get(header.dtype, 0) + header.bytes
@@ -75,6 +66,14 @@ def source_dtype(source: ModelSource) -> torch.dtype:
     return HEADER_DTYPES[main]
 
 
+def loaded_bytes(source: ModelSource, dtype: torch.dtype) -> int:
+    """Bytes of the whole model in memory in `dtype`; of packed weights, what they unpack to."""
+    if not is_dequantized(source):
+        size = sum(header.bytes for header in source.tensors.values())
+        return size * dtype.itemsize // source_dtype(source).itemsize
+    return sum(_weights_in(source, key) for key in source.tensors if not _is_scale(source, key)) * dtype.itemsize
+
+
 def compute_dtype(source: ModelSource, wanted: str, device: torch.device) -> torch.dtype:
     """`auto` keeps the checkpoint's dtype, except float16 on a CPU, which computes in float32."""
     if wanted != "auto":
@@ -83,52 +82,127 @@ def compute_dtype(source: ModelSource, wanted: str, device: torch.device) -> tor
     return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 
-def load_config(source: ModelSource) -> Any:
-    """The transformers configuration; ModelError for an unknown or inconsistent one."""
+def load_config(source: ModelSource, trust_remote_code: bool = False) -> Any:
+    """The transformers configuration; ModelError for an unknown or inconsistent one.
+
+    trust_remote_code: a checkpoint that brings its own code may run it; without it such a checkpoint is an error.
+    """
+    remote = source.config.get("auto_map", {})
+    if "AutoConfig" in remote and source.config["model_type"] not in CONFIG_MAPPING and not trust_remote_code:
+        raise _needs_trust(source)
     try:
-        return AutoConfig.from_pretrained(source.path)
+        with quiet_transformers():
+            return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises ValueError, KeyError, OSError and its validators' own types
         raise ModelError(
-            f"transformers cannot read the configuration ({_line(error)})", where=str(source.path), do=REMEDY
+            f"transformers cannot read the configuration ({line(error)})", where=str(source.path), do=REMEDY
         ) from error
 
 
-def skeleton(source: ModelSource) -> nn.Module:
-    """The model on the meta device: structure without weights."""
-    config = load_config(source)
-    if getattr(config, "quantization_config", None) is not None:
-        method = config.quantization_config.get("quant_method", "unknown")
+def _needs_trust(source: ModelSource) -> ModelError:
+    return ModelError(
+        f"model type {source.config['model_type']} is not part of transformers and brings its own Python code",
+        where=str(source.path),
+        do="read its .py files; if you trust them, pass --trust-remote-code",
+    )
+
+
+def model_class(source: ModelSource, config: Any, trust_remote_code: bool = False) -> Any:
+    """The transformers class (or Auto class) that makes the model.
+
+    It is the class that the checkpoint names, when transformers has it and it fits the configuration; else the class
+    of a causal language model, of an image-text-to-text model, of an encoder-decoder or of a multimodal one. Raises
+    ModelError when there is none, or when only the checkpoint's own code has it and that is not trusted.
+    """
+    remote = source.config.get("auto_map", {})
+    own = next((auto for auto in AUTOS if auto.__name__ in remote), None)
+    if own is not None and trust_remote_code:
+        return own
+    for name in (config.architectures or [])[:1]:
+        named = getattr(transformers, name, None)
+        headed = "For" in name or name.endswith("LMHeadModel")  # the bare model gives no logits
+        if headed and isinstance(named, type) and isinstance(config, getattr(named, "config_class", None) or ()):
+            return named
+    for auto in AUTOS:
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    if own is not None:
+        raise _needs_trust(source)
+    raise ModelError(
+        f"transformers has no language model of type {source.config['model_type']}",
+        where=str(source.path),
+        do="see the table of families in the README",
+    )
+
+
+def _refuse_quantized(source: ModelSource) -> None:
+    """ModelError for a quantized checkpoint, but for the formats that are dequantized while loading."""
+    declared = quantization_of(source.config)
+    method = (declared or {}).get("quant_method", "unknown")
+    if declared is not None and method not in DEQUANTIZED:
         raise ModelError(f"already quantized ({method})", where=str(source.path), do="give the original checkpoint")
+
+
+def skeleton(source: ModelSource, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The model on the meta device, structure without weights; buffers that are computed are real."""
+    _refuse_quantized(source)
+    config = load_config(source, trust_remote_code)
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    kind = model_class(source, config, trust_remote_code)
+    options = {"trust_remote_code": trust_remote_code} if kind in AUTOS else {}
+    make = kind.from_config if kind in AUTOS else kind._from_config
     try:
         with quiet_transformers(), init_empty_weights(include_buffers=False):
-            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+            return make(config, dtype=dtype, **options).eval()  # type: ignore[no-any-return]
     except Exception as error:
         raise ModelError(
-            f"transformers cannot build it as a causal language model ({_line(error)})",
+            f"transformers cannot build it ({line(error)})",
             where=str(source.path),
             do="see the table of families in the README",
         ) from error
 
 
 def expert_keys(source: ModelSource, model: nn.Module, layers: list[ExpertLayer]) -> set[str]:
-    """The tensors on disk that hold routed experts, through transformers' own renaming rules."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [rule for rule in mapping if not isinstance(rule, WeightConverter)]
-    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-    names = model.state_dict()
-    wanted = {f"{layer.name}.{part}" for layer in layers for part in layer.parameters}
-    prefix = getattr(model, "base_model_prefix", None)
-    found = {key for key in source.tensors if rename_source_key(key, renamings, converters, prefix, names)[0] in wanted}
-    _check_shapes(source, found)
-    elements = sum(_elements(source.tensors[key].shape) for key in found)
-    expected = sum(model.get_parameter(name).numel() for name in wanted)
+    """The tensors on disk that hold the routed experts: matrices, biases, and the scales of packed ones.
+
+    Raises ModelError when the disk has not as many weights as the configuration wants.
+    """
+    names = [f"{layer.name}.{part}" for layer in layers for part in layer.parameters]
+    return keys_of(source, model, {name: model.get_parameter(name).numel() for name in names})
+
+
+def keys_of(source: ModelSource, model: nn.Module, parameters: dict[str, int]) -> set[str]:
+    """The tensors on disk that these parameters (name: number of weights) are made of, their scales included.
+
+    Raises ModelError when the disk has not as many weights as the parameters, or matrices of experts differ in shape.
+    """
+    reader = WeightReader(source, model, torch.float32, torch.device("cpu"))
+    origins = {origin.key: origin for name in parameters for origin in reader.origins.get(name, ())}
+    strays = {name for origin in origins.values() for name in origin.targets} - set(parameters)
+    weights = {key for key in origins if not _is_scale(source, key)}
+    _check_shapes(source, {key for key in weights if len(origins[key].targets) == 1})
+    elements = sum(_weights_in(source, key) for key in weights)
+    expected = sum(parameters.values()) + sum(model.get_parameter(name).numel() for name in strays)
     if elements != expected:
         raise ModelError(
             f"expert tensors hold {elements} weights, the configuration wants {expected}",
             where=str(source.path),
             do=REMEDY,
         )
-    return found
+    return set(origins)
+
+
+def _is_scale(source: ModelSource, key: str) -> bool:
+    return is_dequantized(source) and key.endswith(("_scale_inv", "_scales", ".scale", "activation_scale"))
+
+
+def _weights_in(source: ModelSource, key: str) -> int:
+    """How many weights a tensor on disk holds: a byte of MXFP4 blocks holds two."""
+    header = source.tensors[key]
+    per_byte = 2 if is_dequantized(source) and header.dtype in ("U8", "I8") else 1
+    return _elements(header.shape) * per_byte
 
 
 def _check_shapes(source: ModelSource, keys: set[str]) -> None:
@@ -149,15 +223,25 @@ def _check_shapes(source: ModelSource, keys: set[str]) -> None:
             )
 
 
-def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load for inference; ModelError when any weight is missing, unexpected or of another shape."""
+def load_model(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> nn.Module:
+    """Load for inference; ModelError when any weight is missing, unexpected or of another shape.
+
+    FP8-block and MXFP4 checkpoints are dequantized to `dtype`.
+    """
+    if is_dequantized(source):
+        return _load_dequantized(source, dtype, device, trust_remote_code)
+    config = load_config(source, trust_remote_code)
+    kind = model_class(source, config, trust_remote_code)
+    options = {"trust_remote_code": trust_remote_code} if kind in AUTOS else {}
     try:
         with quiet_transformers():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                source.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            model, info = kind.from_pretrained(
+                source.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except Exception as error:
-        raise ModelError(f"transformers cannot load it ({_line(error)})", where=str(source.path), do=REMEDY) from error
+        raise ModelError(f"transformers cannot load it ({line(error)})", where=str(source.path), do=REMEDY) from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
             first = sorted(map(str, info[problem]))[0]
@@ -169,7 +253,39 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device) ->
     return model.eval().to(device)  # type: ignore[no-any-return]
 
 
-def load_tokenizer(source: ModelSource) -> Any:
+def _load_dequantized(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> nn.Module:
+    model: Any = skeleton(source, dtype, trust_remote_code)
+    reader = WeightReader(source, model, dtype, device)
+    reader.check_unexpected()
+    missing = reader.read(reader.names)
+    for name, others in tied(model).items():
+        there = next((other for other in others if other not in missing), None)
+        if name in missing and there is not None:
+            share(model, name, there)
+    meta = {name for name in missing if model.get_parameter_or_buffer(name).device.type == "meta"}
+    left = sorted(name for name in missing if name in meta or not reader.may_lack(name))
+    if left:
+        raise ModelError(f"{len(left)} missing keys, the first: {left[0]}", where=str(source.path), do=REMEDY)
+    return model.to(device)  # type: ignore[no-any-return]
+
+
+def share(model: Any, name: str, other: str) -> None:
+    """Let a parameter (or buffer) be another one of the model."""
+    module, leaf = owner(model, name)
+    setattr(module, leaf, model.get_parameter_or_buffer(other))
+
+
+def tied(model: Any) -> dict[str, list[str]]:
+    """Parameters that a family ties: each one's name to the names that it may be taken from."""
+    groups: dict[str, list[str]] = {}
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        groups.setdefault(source, [source]).append(target)
+    return {name: [other for other in group if other != name] for group in groups.values() for name in group}
+
+
+def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
     """The model's tokenizer; ModelError when it is missing or broken."""
     if not any((source.path / name).is_file() for name in VOCABULARIES):
         raise ModelError(
@@ -179,18 +295,18 @@ def load_tokenizer(source: ModelSource) -> Any:
         )
     try:
         with quiet_transformers():
-            return AutoTokenizer.from_pretrained(source.path)
+            return AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(
-            f"the tokenizer cannot be loaded ({_line(error)})",
+            f"the tokenizer cannot be loaded ({line(error)})",
             where=str(source.path),
             do="copy the tokenizer files of the model again",
         ) from error
 
 
-def describe(source: ModelSource) -> tuple[nn.Module, list[ExpertLayer]]:
+def describe(source: ModelSource, trust_remote_code: bool = False) -> tuple[nn.Module, list[ExpertLayer]]:
     """Skeleton and expert layers, from the configuration alone."""
-    model = skeleton(source)
+    model = skeleton(source, trust_remote_code=trust_remote_code)
     return model, find_expert_layers(model)
 
 
@@ -199,7 +315,3 @@ def _elements(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -1,35 +1,30 @@
-"""A model whose decoder layers stay on disk: each is read when it is about to run and dropped after it.
+"""A model whose layers stay on disk: each is read when it is about to run and dropped after it.
 
-The structure lies on the meta device; what is not in a decoder layer (embeddings, norms, head) is resident. A layer
-is read lazily from safetensors through transformers' own conversion code, so that renaming, fusing and transposing stay
-the library's. `model.forward` is untouched: rotary embeddings, masks and caches are the family's own, and anything that
-calls the model (generate, lm-eval) works on a streamed one.
+The structure lies on the meta device; what is not in a layer (embeddings, norms, head) is resident. Layers are found by
+structure: decoder and encoder layers, of text and of images. A layer is read lazily from safetensors through
+transformers' own conversion code, so that renaming, fusing and transposing stay the library's. `model.forward` is
+untouched: rotary embeddings, masks and caches are the family's own, and anything that calls the model (generate,
+lm-eval) works on a streamed one.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
-from transformers.modeling_utils import LoadStateDictConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer, find_expert_layers
-from moeq.models.loading import REMEDY, load_config, quiet_transformers
+from moeq.models.loading import share, skeleton, tied
+from moeq.models.messages import REMEDY
 from moeq.models.source import ModelSource
+from moeq.models.weights import WeightReader, owner
 
 Overlay = Callable[[nn.Module, ExpertLayer], None]  # changes a layer's experts right after it was read
 
@@ -41,75 +36,118 @@ def _return_memory() -> None:
         trim(0)
 
 
-def blocks_of(model: nn.Module, layers: Iterable[ExpertLayer]) -> list[str]:
-    """Paths of all entries of the module lists that hold the MoE layers, in order of execution."""
-    lists: dict[str, None] = {}
-    for layer in layers:
-        parts = layer.name.split(".")
-        for end in range(1, len(parts)):
-            if isinstance(model.get_submodule(".".join(parts[:end])), nn.ModuleList):
-                lists[".".join(parts[:end])] = None
-                break
-    return [f"{path}.{index}" for path in lists for index in range(len(model.get_submodule(path)))]  # type: ignore[arg-type]
+def blocks_of(model: nn.Module) -> list[str]:
+    """Paths of all entries of the module lists that hold layers, in order of execution; lists within are not looked at.
+
+    A layer is a module that transformers checkpoints or does not split across devices, or is called Layer or Block.
+    """
+    unsplit = set(getattr(model, "_no_split_modules", None) or ())
+
+    def is_layer(module: nn.Module) -> bool:
+        kind = type(module).__name__
+        return isinstance(module, GradientCheckpointingLayer) or kind in unsplit or kind.endswith(("Layer", "Block"))
+
+    blocks: list[str] = []
+    within: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        layers = isinstance(module, nn.ModuleList) and len(module) > 0 and all(is_layer(entry) for entry in module)
+        if layers and not path.startswith(within):
+            blocks += [f"{path}.{name}" for name, _ in module.named_children()]
+            within = (*within, f"{path}.")
+    return blocks
 
 
 class StreamedModel:
     """The model, its blocks, and how they are read; `bytes_read` counts what was asked of the disk."""
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype, device: torch.device) -> None:
-        """Read what is resident. Raises ModelError when a weight is missing or of another shape."""
+    def __init__(
+        self, source: ModelSource, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    ) -> None:
+        """Read what is resident. Raises ModelError when a weight is missing, unexpected or of another shape."""
         self.source, self.device = source, device
-        with quiet_transformers(), init_empty_weights(include_buffers=False):
-            self.model: Any = AutoModelForCausalLM.from_config(load_config(source), dtype=dtype).eval()
-        self.layers = find_expert_layers(self.model)
-        self.blocks = blocks_of(self.model, self.layers)
-        self.layer_of = {layer.name: layer for layer in self.layers}
-        self.bytes_read = 0
+        self.model: Any = skeleton(source, dtype, trust_remote_code)
+        self.reader = WeightReader(source, self.model, dtype, device)
+        self.reader.check_unexpected()
+        self.blocks = blocks_of(self.model)
         self.overlay: Overlay | None = None
         self.loaded: set[str] = set()
         self._pause: Callable[[str], None] | None = None
-        self._handles = {path: safe_open(path, "pt") for path in source.files}
-        mapping = get_model_conversion_mapping(self.model)
-        self._config = LoadStateDictConfig(
-            dtype=dtype,
-            weight_mapping=mapping,
-            device_map={"": device},
-            dtype_plan=self.model._get_dtype_plan(dtype),
-        )
-        self._keys = self._keys_by_block(mapping)
-        self._read(self._keys[""])
-        self.model.tie_weights()
+        self._names = self._names_by_block()
+        self._tied = tied(self.model)
+        self._pinned: set[str] = set()
+        self._read(self._names[""])
         self._to_device()
-        self._check_resident()
+        self._pin()
         for path in self.blocks:
             block = self.model.get_submodule(path)
             block.register_forward_pre_hook(lambda _, __, at=path: self._enter(at))
             block.register_forward_hook(lambda _, __, ___, at=path: self._leave(at))
 
-    def _keys_by_block(self, mapping: list[Any]) -> dict[str, list[str]]:
-        """Keys on disk of every block; those of no block under the empty name."""
-        renamings = [rule for rule in mapping if not isinstance(rule, WeightConverter)]
-        converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-        names = self.model.state_dict()
+    @cached_property
+    def layers(self) -> list[ExpertLayer]:
+        """The MoE layers; ModelError when the family's experts are not supported."""
+        return find_expert_layers(self.model)
+
+    @property
+    def bytes_read(self) -> int:
+        return self.reader.bytes_read
+
+    def _names_by_block(self) -> dict[str, list[str]]:
+        """Parameters and stored buffers of every block; those of no block under the empty name."""
         found: dict[str, list[str]] = {"": [], **{path: [] for path in self.blocks}}
-        for key in self.source.tensors:
-            target = rename_source_key(key, renamings, converters, self.model.base_model_prefix, names)[0]
-            if target not in names and key in names:
-                target = key
-            if target in names:
-                block = next((path for path in self.blocks if target.startswith(f"{path}.")), "")
-                found[block].append(key)
+        for name in self.model.state_dict():
+            found[self.block_of(name)].append(name)
         return found
 
-    def _read(self, keys: list[str]) -> None:
-        lazy = {key: self._handles[self.source.tensors[key].file].get_slice(key) for key in keys}
-        self.bytes_read += sum(self.source.tensors[key].bytes for key in keys)
-        with quiet_transformers():
-            info, _ = convert_and_load_state_dict_in_model(self.model, lazy, self._config)
-        for problem in ("mismatched_keys", "conversion_errors", "error_msgs"):
-            if getattr(info, problem):
-                first = sorted(map(str, getattr(info, problem)))[0]
-                raise ModelError(f"{problem.replace('_', ' ')}: {first}", where=str(self.source.path), do=REMEDY)
+    def block_of(self, name: str) -> str:
+        """The block that holds a module, parameter or buffer; empty when it is resident."""
+        parts = name.split(".")
+        paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        return next((path for path in paths if path in self._block_set), "")
+
+    @cached_property
+    def _block_set(self) -> set[str]:
+        return set(self.blocks)
+
+    def _read(self, names: list[str]) -> None:
+        """Read parameters; what the disk lacks is taken from what it is tied to."""
+        missing = self.reader.read(names)
+        for name in sorted(missing):
+            other = next((other for other in self._tied.get(name, ()) if other in self.reader.origins), None)
+            if other is not None:
+                self._take(name, other)
+                missing.discard(name)
+        lacking = sorted(name for name in missing if self._on_meta(name) or not self.reader.may_lack(name))
+        if lacking:
+            raise ModelError(
+                f"{len(lacking)} missing keys, the first: {lacking[0]}", where=str(self.source.path), do=REMEDY
+            )
+
+    def _take(self, name: str, other: str) -> None:
+        """Let a parameter be one that lies elsewhere; what is read for it alone does not stay there."""
+        held = not self._on_meta(other)
+        if not held:
+            self.reader.read([other])
+        share(self.model, name, other)
+        if not held and self.block_of(other) not in ("", *self.loaded):
+            self._to_meta(other)
+
+    def _pin(self) -> None:
+        """Parameters of blocks that are tied to resident ones are resident."""
+        for name, others in self._tied.items():
+            resident = next((other for other in others if not self.block_of(other)), None)
+            if self.block_of(name) and resident is not None and name not in self.reader.origins:
+                share(self.model, name, resident)
+                self._pinned.add(name)
+
+    def _on_meta(self, name: str) -> bool:
+        return bool(self.model.get_parameter_or_buffer(name).device.type == "meta")
+
+    def _to_meta(self, name: str) -> None:
+        module, leaf = owner(self.model, name)
+        weight = getattr(module, leaf)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
     def _to_device(self) -> None:
         """Buffers made with the structure (rotary frequencies and the like) go where the weights go."""
@@ -118,31 +156,15 @@ class StreamedModel:
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(self.device)
 
-    def _check_resident(self) -> None:
-        """ModelError when a tensor outside the blocks was not on disk, or a block has none."""
-        inside = tuple(f"{path}." for path in self.blocks)
-        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        missing = [n for n, t in tensors.items() if t.device.type == "meta" and not n.startswith(inside)]
-        missing += [path for path in self.blocks if not self._keys[path]]
-        if missing:
-            raise ModelError(
-                f"{len(missing)} missing keys, the first: {missing[0]}", where=str(self.source.path), do=REMEDY
-            )
-
     def load(self, block: str) -> None:
         """Read a block's weights; ModelError when one is missing or of another shape."""
         if block in self.loaded:
             return
-        self._read(self._keys[block])
-        module = self.model.get_submodule(block)
-        missing = [name for name, weight in module.named_parameters() if weight.device.type == "meta"]
-        if missing:
-            where = str(self.source.path)
-            raise ModelError(f"{len(missing)} missing keys, the first: {block}.{missing[0]}", where=where, do=REMEDY)
+        self._read([name for name in self._names[block] if name not in self._pinned])
         self.loaded.add(block)
         if self.overlay is not None:
-            for name, layer in self.layer_of.items():
-                if name.startswith(f"{block}."):
+            for layer in self.layers:
+                if layer.name.startswith(f"{block}."):
                     self.overlay(self.model, layer)
 
     def only(self, block: str) -> None:
@@ -153,19 +175,16 @@ class StreamedModel:
 
     def drop(self, block: str) -> None:
         """Put a block's weights back on the meta device."""
-        for module in self.model.get_submodule(block).modules():
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    module._parameters[name] = nn.Parameter(
-                        torch.empty_like(weight, device="meta"), requires_grad=False
-                    )
+        for name in self._names[block]:
+            if name not in self._pinned:
+                self._to_meta(name)
         self.loaded.discard(block)
         _return_memory()
 
     @contextmanager
     def having(self, layer: ExpertLayer) -> Iterator[nn.Module]:
         """The model with the block of one MoE layer read."""
-        block = next(path for path in self.blocks if layer.name.startswith(f"{path}."))
+        block = self.block_of(layer.name)
         here = block in self.loaded
         self.load(block)
         try:

@@ -1,0 +1,32 @@
+"""What the room says when transformers fails, and transformers kept quiet."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import transformers
+
+REMEDY = "check that the directory is a complete transformers checkpoint"
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and advice, which belong on nobody's report; errors still raise."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    transformers.utils.logging.disable_progress_bar()
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def line(error: Exception) -> str:
+    """The first line of an exception, with its type."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

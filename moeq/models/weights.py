@@ -1,0 +1,217 @@
+"""Reading tensors of a checkpoint into a model's parameters through transformers' own conversion code.
+
+Which tensors on disk a parameter is made of, renaming, fusing, stacking and transposing are the library's rules; this
+module indexes them by parameter, so that any part of a model can be read alone, and dequantizes FP8-block and MXFP4
+checkpoints on the way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+
+from moeq.errors import ModelError
+from moeq.models.messages import REMEDY, quiet_transformers
+from moeq.models.source import ModelSource
+
+
+class BlockDequantize(Fp8Dequantize):  # type: ignore[misc]
+    """FP8 weights times the scales of their blocks, in float32, cast to the parameter's dtype.
+
+    The library's own operation takes the block to be the shape divided by the scales' shape, which for a matrix that is
+    no multiple of the block is an error or, where it happens to divide, the wrong block; here the last blocks are cut.
+    """
+
+    def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        if quantized.dtype != torch.float8_e4m3fn or block is None or scales.dim() < 2:
+            return super()._dequantize_one(quantized, scales, output_dtype)  # type: ignore[no-any-return]
+        rows, columns = quantized.shape[-2:]
+        if tuple(scales.shape[-2:]) != (-(-rows // block[0]), -(-columns // block[1])):
+            return super()._dequantize_one(quantized, scales, output_dtype)  # type: ignore[no-any-return]
+        exponents = scales.dtype == torch.uint8
+        grid = (scales.float() - 127).exp2() if exponents else scales.float()
+        full = grid.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
+        return (quantized.float() * full).to(output_dtype or torch.bfloat16)
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """As the library's, and tensors without scales are cast to the parameter's dtype too."""
+        dtype = self._get_target_dtype(kwargs.get("model"), kwargs.get("full_layer_name"))
+        found = super().convert(input_dict, **kwargs)
+        return {name: _cast(value, dtype) for name, value in found.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, list):
+        return [_cast(one, dtype) for one in value]
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+class _Fp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"dequantize": BlockDequantize}
+
+
+DEQUANTIZED = {"fp8": _Fp8Quantizer, "mxfp4": Mxfp4HfQuantizer}  # by quant_method: what is dequantized while loading
+
+
+def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The quantization that a config.json declares, for the whole or for its language model; None when none."""
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return dict(found) if found else None
+
+
+def is_dequantized(source: ModelSource) -> bool:
+    """Whether the checkpoint is quantized in a format that is dequantized while it is loaded."""
+    return (quantization_of(source.config) or {}).get("quant_method") in DEQUANTIZED
+
+
+def _quantizer(source: ModelSource) -> Any:
+    declared = quantization_of(source.config)
+    if declared is None or declared.get("quant_method") not in DEQUANTIZED:
+        return None
+    config = AutoQuantizationConfig.from_dict(declared | {"dequantize": True})
+    return DEQUANTIZED[declared["quant_method"]](config, pre_quantized=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """A tensor on disk, the parameters that it is part of, and the converter's pattern that it matched (if any)."""
+
+    key: str
+    targets: tuple[str, ...]
+    pattern: str | None
+
+
+class WeightReader:
+    """Index of a checkpoint by the parameters of a model, and the reading of any part; `bytes_read` counts."""
+
+    def __init__(self, source: ModelSource, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """model: the structure, with meta parameters where nothing was read yet; it is filled in place by `read`."""
+        self.source, self.model = source, model
+        self.bytes_read = 0
+        self.quantizer = _quantizer(source)
+        self.mapping = get_model_conversion_mapping(model, hf_quantizer=self.quantizer)
+        self.converters = {
+            pattern: rule
+            for rule in self.mapping
+            if isinstance(rule, WeightConverter)
+            for pattern in rule.source_patterns
+        }
+        self._config = LoadStateDictConfig(
+            dtype=dtype,
+            weight_mapping=self.mapping,
+            hf_quantizer=self.quantizer,
+            device_map={"": device},
+            dtype_plan=model._get_dtype_plan(dtype),
+        )
+        self._files: dict[Any, Any] = {}
+        self.names = set(model.state_dict())
+        self.origins: dict[str, list[Origin]] = {}
+        self.unexpected: list[str] = []
+        self._index()
+        self._check_scales()
+
+    def _check_scales(self) -> None:
+        """ModelError for FP8 codes without scales, which the library would take for the weights themselves."""
+        for key, header in self.source.tensors.items():
+            stem = key.removesuffix("weight")
+            scales = (f"{key}_scale_inv", f"{stem}scale", f"{stem}qscale_weight")
+            if header.dtype == "F8_E4M3" and not any(name in self.source.tensors for name in scales):
+                raise ModelError(f"{key} has no scales", where=str(self.source.path), do=REMEDY)
+
+    def _index(self) -> None:
+        """Ask the library's rules for the parameter of every key, in the order in which it would load them."""
+        renamings = [rule for rule in self.mapping if not isinstance(rule, WeightConverter)]
+        converters = [rule for rule in self.mapping if isinstance(rule, WeightConverter)]
+        prefix, names = self.model.base_model_prefix, self.model.state_dict()
+        for key in sorted(self.source.tensors, key=dot_natural_key):
+            target, pattern = rename_source_key(key, renamings, converters, prefix, names)
+            if target not in names and key in names:
+                target, pattern = rename_source_key(key, [], [], prefix, names)
+            if target not in names:
+                self.unexpected.append(key)
+                continue
+            targets = [target]
+            if pattern is not None:
+                first, *others = self.converters[pattern].target_patterns
+                targets += [target.replace(first, other) for other in others]
+            origin = Origin(key=key, targets=tuple(targets), pattern=pattern)
+            for name in targets:
+                self.origins.setdefault(name, []).append(origin)
+
+    def keys(self, parameters: Iterable[str]) -> list[str]:
+        """The tensors on disk that these parameters are made of, scales included, each once."""
+        found = (origin.key for name in parameters for origin in self.origins.get(name, ()))
+        return list(dict.fromkeys(found))
+
+    def bytes(self, parameters: Iterable[str]) -> int:
+        """Bytes on disk of these parameters."""
+        return sum(self.source.tensors[key].bytes for key in self.keys(parameters))
+
+    def handle(self, key: str) -> Any:
+        """A lazy view of one tensor on disk; indexing it reads."""
+        path = self.source.tensors[key].file
+        if path not in self._files:
+            self._files[path] = safe_open(path, "pt")
+        return self._files[path].get_slice(key)
+
+    def converter(self, pattern: str) -> Any:
+        """A fresh copy of the converter that owns a pattern."""
+        return deepcopy(self.converters[pattern])
+
+    def read(self, parameters: Iterable[str]) -> set[str]:
+        """Read these parameters (and buffers) into the model; returns those for which the disk has nothing.
+
+        Raises ModelError when one is of another shape or cannot be converted.
+        """
+        wanted = set(parameters)
+        keys = self.keys(wanted)
+        self.bytes_read += sum(self.source.tensors[key].bytes for key in keys)
+        with quiet_transformers():
+            info, _ = convert_and_load_state_dict_in_model(
+                self.model, {key: self.handle(key) for key in keys}, self._config
+            )
+        for problem in ("mismatched_keys", "conversion_errors", "error_msgs"):
+            if getattr(info, problem):
+                first = sorted(map(str, getattr(info, problem)))[0]
+                raise ModelError(f"{problem.replace('_', ' ')}: {first}", where=str(self.source.path), do=REMEDY)
+        return wanted & set(info.missing_keys)
+
+    def check_unexpected(self) -> None:
+        """ModelError when the disk has tensors that are no part of the model (and that its family does not ignore)."""
+        patterns = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"position_ids$"]
+        left = [key for key in self.unexpected if not any(re.search(pattern, key) for pattern in patterns)]
+        if left:
+            raise ModelError(
+                f"{len(left)} unexpected keys, the first: {left[0]}", where=str(self.source.path), do=REMEDY
+            )
+
+    def may_lack(self, name: str) -> bool:
+        """Whether the family expects checkpoints without this parameter or buffer."""
+        return any(re.search(pattern, name) for pattern in self.model._keys_to_ignore_on_load_missing or ())
+
+
+def owner(model: nn.Module, name: str) -> tuple[Any, str]:
+    """The module that holds a parameter or buffer, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf

@@ -1,0 +1,75 @@
+"""FP8-block and MXFP4 checkpoints are dequantized while loading, bit for bit; other quantized ones are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from packed_models import save_fp8, save_mxfp4
+from safetensors.torch import load_file, save_file
+
+from moeq.errors import ModelError
+from moeq.models import loading
+from moeq.models.source import open_source
+from moeq.models.streaming import StreamedModel
+
+CPU = torch.device("cpu")
+IDS = torch.randint(3, 2048, (2, 12), generator=torch.Generator().manual_seed(5))
+
+
+def twins(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Path, Path]:
+    return save_mxfp4(folder, dtype) if kind == "gpt_oss" else save_fp8(folder, kind, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe", "gpt_oss"])
+def test_equal_to_the_dequantized_model(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    plain, packed = (open_source(str(path)) for path in twins(tmp_path, kind, dtype))
+    wanted = loading.load_model(plain, dtype, CPU)
+    whole, streamed = loading.load_model(packed, dtype, CPU), StreamedModel(packed, dtype, CPU)
+    weights = whole.state_dict()
+    for name, weight in wanted.state_dict().items():
+        assert weights[name].dtype == weight.dtype
+        assert torch.equal(weights[name], weight), name
+    with torch.no_grad():
+        logits = wanted(input_ids=IDS).logits
+        assert torch.equal(whole(input_ids=IDS).logits, logits)
+        assert torch.equal(streamed.model(input_ids=IDS).logits, logits)
+    assert streamed.bytes_read == sum(header.bytes for header in packed.tensors.values())
+    assert loading.source_dtype(packed) == torch.bfloat16
+    assert loading.loaded_bytes(packed, dtype) == sum(w.numel() for w in wanted.state_dict().values()) * dtype.itemsize
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+def test_expert_keys_hold_codes_and_scales(kind: str, tmp_path: Path) -> None:
+    source = open_source(str(twins(tmp_path, kind, torch.bfloat16)[1]))
+    model = loading.skeleton(source)
+    stacked = {name: weight.numel() for name, weight in model.named_parameters() if weight.dim() == 3}
+    found = loading.keys_of(source, model, stacked)
+    part = {"deepseek_v3": ".mlp.experts.", "gpt_oss": "_proj_"}[kind]
+    assert found == {key for key in source.tensors if part in key and "bias" not in key}
+    assert any("scale" in key for key in found)
+
+
+def test_a_missing_scale_is_not_passed_over(tmp_path: Path) -> None:
+    folder = save_fp8(tmp_path, "deepseek_v3", torch.bfloat16)[1]
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"o_proj\.weight has no scales"):
+        loading.load_model(open_source(str(folder)), torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "moeq", "compressed-tensors"])
+def test_other_quantized_checkpoints_are_refused_in_one_line(method: str, tiny_mixtral: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_mixtral, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": method}}))
+    source = open_source(str(tmp_path / "model"))
+    for make in (loading.skeleton, lambda it: StreamedModel(it, torch.float32, CPU)):
+        with pytest.raises(ModelError, match=rf"already quantized \({method}\)") as caught:
+            make(source)
+        assert "\n" not in str(caught.value)
