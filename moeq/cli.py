@@ -35,6 +35,9 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="Model director
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run directory [default: moeq-out/NAME of the recipe].")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set assign.average_bits=2.5")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Result as JSON on standard output.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the model's directory brings along.")
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress, no messages but errors.")]
 
 
@@ -57,7 +60,7 @@ def _root(
 
 
 def _context(
-    recipe: Path | None, model: str | None, out: Path | None, overrides: list[str] | None, quiet: bool
+    recipe: Path | None, model: str | None, out: Path | None, overrides: list[str] | None, quiet: bool, trust: bool
 ) -> Context:
     """The run that the options describe."""
     from moeq.progress import Reporter
@@ -66,7 +69,7 @@ def _context(
 
     if recipe is None and out is not None and (out / "recipe.yaml").is_file():
         recipe = out / "recipe.yaml"
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, [*(overrides or []), *(["trust_remote_code=true"] if trust else [])])
     name = model or loaded.model
     if name is None:
         raise RecipeError("no model", where=str(recipe or "defaults"), do="give a recipe, --model, or --out of a run")
@@ -80,11 +83,12 @@ def run(
     model: ModelOption = None,
     out: OutOption = None,
     set_: SetOption = None,
+    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Run all stages below in order; goes on where it was stopped."""
-    context = _context(recipe, model, out, set_, quiet)
+    context = _context(recipe, model, out, set_, quiet, trust_remote_code)
     from moeq import pipeline, results, terminal
 
     outcomes = pipeline.run(context)
@@ -107,10 +111,11 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
         model: ModelOption = None,
         out: OutOption = None,
         set_: SetOption = None,
+        trust_remote_code: TrustOption = False,
         json: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
-        context = _context(recipe, model, out, set_, quiet)
+        context = _context(recipe, model, out, set_, quiet, trust_remote_code)
         from moeq import pipeline, terminal
 
         outcome = pipeline.run_alone(context, name)
@@ -140,13 +145,14 @@ for _name, _summary in STAGE_HELP.items():
 @app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="Checkpoint, run directory, model directory, or any file moeq writes.")],
+    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Say what a file or directory is; check a checkpoint's bytes and digests against its manifest."""
     from moeq import inspection, terminal
     from moeq.progress import Reporter
 
-    found = inspection.inspect(path, Reporter())
+    found = inspection.inspect(path, Reporter(), trust_remote_code)
     if json:
         _print_json(found)
     else:

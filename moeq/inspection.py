@@ -25,7 +25,7 @@ from moeq.tables import human_bytes
 QUIET = Reporter(quiet=True)
 
 
-def inspect(path: Path, reporter: Reporter = QUIET) -> dict[str, Any]:
+def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = False) -> dict[str, Any]:
     """Describe a path; a checkpoint is checked byte for byte against its manifest.
 
     Raises ArtifactError (or the error of the kind that it turns out to be) for what is damaged or unknown.
@@ -40,7 +40,7 @@ def inspect(path: Path, reporter: Reporter = QUIET) -> dict[str, Any]:
         if (path / RECORD).is_file():
             return _stage(path)
         if (path / "config.json").is_file():
-            return _model(path)
+            return _model(path, trust_remote_code)
         raise ArtifactError("neither a checkpoint, a run, a stage nor a model", where=str(path), do="give another path")
     return _file(path, reporter)
 
@@ -163,9 +163,9 @@ def _check_files(directory: Path, record: StageRecord) -> None:
             )
 
 
-def _model(path: Path) -> dict[str, Any]:
+def _model(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     source = open_source(str(path))
-    skeleton, layers = loading.describe(source)
+    skeleton, layers = loading.describe(source, trust_remote_code)
     keys = loading.expert_keys(source, skeleton, layers)
     expert_bytes = sum(source.tensors[key].bytes for key in keys)
     return {

@@ -192,6 +192,7 @@ class Recipe(Section):
     )
     threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
     seed: int = Field(0, ge=0)
+    trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings along")
     corpus: CorpusSection = CorpusSection()
     profile: ProfileSection = ProfileSection()
     losses: LossesSection = LossesSection()

@@ -15,11 +15,11 @@ from moeq.inspection import inspect
 from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
-STAGE = {"recipe", "--model", "--out", "--set", "--json", "--quiet"}
+STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
     "run": STAGE,
     **dict.fromkeys(("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report"), STAGE),
-    "inspect": {"path", "--json"},
+    "inspect": {"path", "--trust-remote-code", "--json"},
     "generate": {"checkpoint", "prompt", "--max-new-tokens", "--temperature", "--seed", "--device", "--json"},
 }
 

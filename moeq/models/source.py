@@ -101,7 +101,7 @@ def _from_hub(name: str, revision: str | None) -> tuple[Path, str | None]:
     """Download (or find in the cache) a hub model; the revision is pinned to its commit."""
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
     try:
         path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises its own, requests' and the operating system's errors

@@ -58,7 +58,7 @@ class Context:
     @cached_property
     def described(self) -> tuple[nn.Module, list[ExpertLayer]]:
         """Skeleton on the meta device and expert layers, from the configuration alone."""
-        return loading.describe(self.source)
+        return loading.describe(self.source, self.recipe.trust_remote_code)
 
     @property
     def layers(self) -> list[ExpertLayer]:
@@ -66,17 +66,18 @@ class Context:
 
     @cached_property
     def tokenizer(self) -> Any:
-        return loading.load_tokenizer(self.source)
+        return loading.load_tokenizer(self.source, self.recipe.trust_remote_code)
 
     @cached_property
     def streamed(self) -> StreamedModel | None:
         """The model with its decoder layers on disk, None when it is to be loaded whole."""
         wanted = self.recipe.stream
         if wanted == "auto":
-            size = sum(header.bytes for header in self.source.tensors.values())
-            factor = self.dtype.itemsize / loading.source_dtype(self.source).itemsize
-            wanted = "always" if size * factor > loading.memory_bytes(self.device) / 3 else "never"
-        return StreamedModel(self.source, self.dtype, self.device) if wanted == "always" else None
+            size = loading.loaded_bytes(self.source, self.dtype)
+            wanted = "always" if size > loading.memory_bytes(self.device) / 3 else "never"
+        if wanted == "never":
+            return None
+        return StreamedModel(self.source, self.dtype, self.device, self.recipe.trust_remote_code)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -88,7 +89,7 @@ class Context:
             self.announced = True
         if self.streamed is not None:
             return self.streamed.model  # type: ignore[no-any-return]
-        return loading.load_model(self.source, self.dtype, self.device)
+        return loading.load_model(self.source, self.dtype, self.device, self.recipe.trust_remote_code)
 
     def drop_model(self) -> None:
         """Forget what was done to the model; the next use of `model` has the checkpoint's weights again."""

@@ -1,0 +1,142 @@
+"""Reading one expert's weights without the rest of its layer.
+
+Letters: E experts, of which one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import ErnieFuseAndSplitTextVisionExperts
+
+from moeq.errors import ModelError
+from moeq.models.loading import tied
+from moeq.models.messages import REMEDY
+from moeq.models.source import ModelSource
+from moeq.models.weights import Origin, WeightReader
+
+
+class _OneExpert:
+    """The model as a family's converter sees it while one expert is converted: stacked parameters hold one."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def get_parameter(self, name: str) -> Tensor:
+        stacked = self._model.get_parameter(name)
+        return torch.empty(1, *stacked.shape[1:], dtype=stacked.dtype, device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class ExpertReader:
+    """Reads experts one by one; `bytes_read` counts what was asked of the disk.
+
+    Of a parameter that stacks experts, tensors that hold one expert are read whole, and of stacked ones only the
+    expert's part. What a family's converter does to a layer (rename, transpose, fuse, interleave, dequantize) is done
+    to the one expert.
+    """
+
+    def __init__(self, source: ModelSource, model: Any) -> None:
+        """model: the structure, such as `loading.skeleton` gives; what is read has the dtype of its parameters."""
+        self.source, self.model = source, model
+        self.bytes_read = 0
+        self._tied = tied(model)
+        self._index = WeightReader(source, model, torch.float32, torch.device("cpu"))
+
+    def read_expert(self, name: str, expert: int) -> Tensor:
+        """`model.get_parameter(name)[expert]` of the loaded model.
+
+        name: a parameter whose first dimension is E, such as `model.layers.0.mlp.experts.down_proj`. Raises ModelError
+        when there is no such expert, or when the tensors on disk do not make it.
+        """
+        parameter = self.model.get_parameter(name)
+        name = self._stored(name)
+        origins = self._index.origins[name]
+        if not 0 <= expert < parameter.shape[0]:
+            raise self._error(f"{name} has {parameter.shape[0]} experts, no number {expert}")
+        tensors: dict[str, list[Tensor]] = {}
+        for origin, rows in self._parts(name, expert):
+            tensors.setdefault(origin.pattern or "", []).append(self._read(origin.key, rows))
+        plain = origins[0].pattern is None
+        value = tensors[""][0][0] if plain else self._convert(name, origins[0], tensors)
+        if value.shape != parameter.shape[1:]:
+            shapes = f"{list(value.shape)}, {list(parameter.shape[1:])} is wanted"
+            raise self._error(f"{name}: expert {expert} is {shapes}")
+        return value.to(parameter.dtype)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """`model.get_parameter(name)[start:stop]` of a parameter that is on disk as it is in memory.
+
+        For families that stack experts along rows, or keep one parameter an expert. Raises ModelError for others.
+        """
+        origin = self._index.origins[self._stored(name)][0]
+        if origin.pattern is not None:
+            raise self._error(f"{name} is not on disk as it is in memory")
+        return self._read(origin.key, slice(start, stop)).to(self.model.get_parameter(name).dtype)
+
+    def bytes_of(self, name: str, expert: int) -> int:
+        """Bytes on disk of one expert's part of a parameter, its scales included."""
+        return sum(self._bytes(origin.key, rows) for origin, rows in self._parts(self._stored(name), expert))
+
+    def _stored(self, name: str) -> str:
+        """The parameter itself, or the one on disk that it is tied to."""
+        stored: str | None = next(
+            (other for other in (name, *self._tied.get(name, ())) if other in self._index.origins), None
+        )
+        if stored is None:
+            raise self._error(f"{name} is not on disk")
+        return stored
+
+    def _parts(self, name: str, expert: int) -> Iterator[tuple[Origin, slice | None]]:
+        """What is to be read for one expert: a tensor, and its rows (None: all of it)."""
+        by_pattern: dict[str | None, list[Origin]] = {}
+        for origin in self._index.origins[name]:
+            by_pattern.setdefault(origin.pattern, []).append(origin)
+        stacked = self.model.get_parameter(name).shape[0]
+        for pattern, mine in by_pattern.items():
+            if pattern is None or "*" not in pattern:
+                yield mine[0], slice(expert, expert + 1)
+                continue
+            if len(mine) != stacked * len(mine[0].targets):  # several targets share the list, in turn
+                raise self._error(f"{name}: {len(mine)} experts on disk, {stacked * len(mine[0].targets)} are wanted")
+            yield mine[mine[0].targets.index(name) * stacked + expert], None
+
+    def _convert(self, name: str, origin: Origin, tensors: dict[str, list[Tensor]]) -> Tensor:
+        """The operations of the family's converter on this expert's tensors alone."""
+        converter = self._index.converter(str(origin.pattern))
+        targets = list(converter.target_patterns)
+        wanted = targets[origin.targets.index(name)]
+        if any(isinstance(operation, ErnieFuseAndSplitTextVisionExperts) for operation in converter.operations):
+            targets = [wanted]  # it deals a list of experts out to its targets; here it has those of one
+        found: dict[str, Any] = dict(tensors)
+        for operation in converter.operations:
+            found = operation.convert(
+                found,
+                source_patterns=converter.source_patterns,
+                target_patterns=targets,
+                full_layer_name=name,
+                model=_OneExpert(self.model),
+                config=self.model.config,
+                missing_keys=None,
+            )
+        value = found[wanted] if wanted in found else next(iter(found.values()))
+        whole: Tensor = value[0] if isinstance(value, list) else value
+        return whole[0]
+
+    def _bytes(self, key: str, rows: slice | None) -> int:
+        header = self.source.tensors[key]
+        return header.bytes if rows is None else header.bytes // header.shape[0] * (rows.stop - rows.start)
+
+    def _read(self, key: str, rows: slice | None) -> Tensor:
+        self.bytes_read += self._bytes(key, rows)
+        view = self._index.handle(key)
+        found: Tensor = view[:] if rows is None else view[rows]
+        return found
+
+    def _error(self, problem: str) -> ModelError:
+        return ModelError(problem, where=str(self.source.path), do=REMEDY)

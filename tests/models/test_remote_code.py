@@ -1,0 +1,114 @@
+"""Checkpoints that bring their own Python code: one clear line without the flag, ordinary models with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import build, save
+from safetensors.torch import save_file
+
+from moeq.errors import ModelError
+from moeq.models import loading
+from moeq.models.source import open_source
+from moeq.models.streaming import StreamedModel
+from moeq.stages.context import Context
+
+CPU = torch.device("cpu")
+IDS = torch.randint(3, 2048, (2, 12), generator=torch.Generator().manual_seed(5))
+RAN = "MOEQ_TEST_REMOTE_CODE_RAN"
+CONFIGURATION = f"""
+import os
+from transformers import MixtralConfig
+
+os.environ["{RAN}"] = "1"
+
+
+class OwnMoeConfig(MixtralConfig):
+    model_type = "own_moe"
+"""
+MODELING = """
+from transformers import MixtralForCausalLM
+
+from .configuration_own_moe import OwnMoeConfig
+
+
+class OwnMoeForCausalLM(MixtralForCausalLM):
+    config_class = OwnMoeConfig
+"""
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Mixtral under another name, with its code in the directory."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.delenv(RAN, raising=False)
+    folder = save("mixtral", tmp_path / "model")
+    save_file(dict(build("mixtral").state_dict()), folder / "model.safetensors", {"format": "pt"})
+    (folder / "configuration_own_moe.py").write_text(CONFIGURATION)
+    (folder / "modeling_own_moe.py").write_text(MODELING)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "own_moe",
+        "architectures": ["OwnMoeForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_own_moe.OwnMoeConfig",
+            "AutoModelForCausalLM": "modeling_own_moe.OwnMoeForCausalLM",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_without_the_flag_no_code_runs(own_code: Path) -> None:
+    source = open_source(str(own_code))
+    for attempt in (
+        lambda: loading.describe(source),
+        lambda: loading.load_model(source, torch.float32, CPU),
+        lambda: StreamedModel(source, torch.float32, CPU),
+    ):
+        with pytest.raises(ModelError, match=r"own_moe is not part .* --trust-remote-code") as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+    assert RAN not in os.environ
+
+
+def test_with_the_flag_the_code_makes_the_model(own_code: Path) -> None:
+    source = open_source(str(own_code))
+    whole = loading.load_model(source, torch.float32, CPU, trust_remote_code=True)
+    streamed = StreamedModel(source, torch.float32, CPU, trust_remote_code=True)
+    assert type(whole).__name__ == type(streamed.model).__name__ == "OwnMoeForCausalLM"
+    with torch.no_grad():
+        wanted = build("mixtral")(input_ids=IDS).logits
+        assert torch.equal(whole(input_ids=IDS).logits, wanted)
+        assert torch.equal(streamed.model(input_ids=IDS).logits, wanted)
+    assert len(loading.describe(source, trust_remote_code=True)[1]) == 3
+    assert loading.load_tokenizer(source, trust_remote_code=True).vocab_size
+    assert os.environ.pop(RAN) == "1"
+
+
+def test_the_command_line_passes_the_flag_on(own_code: Path, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "moeq", "profile", "--model", str(own_code), "--out", str(tmp_path / "run")]
+    arguments += ["--set", "corpus.sequences=4", "--set", "corpus.sequence_length=16"]
+    refused = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert refused.returncode == ModelError.exit_code
+    assert "pass --trust-remote-code" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    done = subprocess.run([*arguments, "--trust-remote-code"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("stream", ["always", "never"])
+def test_the_recipe_passes_it_on(stream: str, own_code: Path, tmp_path: Path) -> None:
+    from moeq.recipe import load_recipe
+
+    recipe = load_recipe(None, ["trust_remote_code=true", f"stream={stream}"])
+    context = Context(recipe=recipe, model_name=str(own_code), out=tmp_path / "run")
+    assert type(context.model).__name__ == "OwnMoeForCausalLM"

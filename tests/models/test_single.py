@@ -1,0 +1,86 @@
+"""One expert read alone equals its part of the loaded model, and only its own bytes are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import FAMILIES, build, save
+from packed_models import save_fp8, save_mxfp4
+
+from moeq.errors import ModelError
+from moeq.models import loading
+from moeq.models.single import ExpertReader
+from moeq.models.source import open_source
+
+CPU = torch.device("cpu")
+UNSTACKED = {"dbrx", "doge", "nllb-moe", "switch_transformers"}  # rows, embeddings, one parameter an expert
+PATTERNS = [  # one family of every way in which experts lie on disk; the others run with the long sweeps
+    "mixtral", "qwen3_moe", "gpt_oss", "llama4", "granitemoe", "aria", "qwen3_vl_moe", "ernie4_5_vl_moe", "jetmoe",
+    "nemotron_h", "inkling_text", "deepseek_v4", "minimax_m3_vl", "longcat_flash", "muse_spark", "phimoe",
+]  # fmt: skip
+
+
+def stacked(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that stack routed experts, biases included."""
+    named = dict(model.named_parameters())
+    holders = {name.rpartition(".")[0] for name, weight in named.items() if weight.dim() == 3 and "expert" in name}
+    holders -= {holder for holder in holders if holder.endswith("shared_experts")}
+    return {name: weight for name, weight in named.items() if name.rpartition(".")[0] in holders and weight.dim() > 1}
+
+
+def check(folder: Path, dtype: torch.dtype = torch.float32) -> int:
+    """Compare every expert; returns how many were compared."""
+    source = open_source(str(folder))
+    whole = loading.load_model(source, dtype, CPU)
+    reader = ExpertReader(source, loading.skeleton(source, dtype))
+    count = 0
+    for name, weight in stacked(whole).items():
+        for expert in range(weight.shape[0]):
+            before = reader.bytes_read
+            assert torch.equal(reader.read_expert(name, expert), weight[expert]), (name, expert)
+            mine = reader.bytes_read - before
+            assert mine == reader.bytes_of(name, expert)
+            assert mine <= weight[expert].numel() * weight.element_size()
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    "family",
+    [f if f in PATTERNS else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES if f not in UNSTACKED],
+)
+def test_every_expert_of_a_family(family: str, tmp_path: Path) -> None:
+    assert check(save(family, tmp_path / "model", with_tokenizer=False)) >= 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+def test_packed_experts_with_their_scales(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save_mxfp4(tmp_path, dtype)[1] if kind == "gpt_oss" else save_fp8(tmp_path, kind, dtype)[1]
+    assert check(folder, dtype) >= 12
+
+
+def test_rows_of_families_that_stack_experts_along_them(tmp_path: Path) -> None:
+    source = open_source(str(save("dbrx", tmp_path / "model")))
+    whole = loading.load_model(source, torch.float32, CPU)
+    reader = ExpertReader(source, loading.skeleton(source, torch.float32))
+    name = "transformer.blocks.1.ffn.experts.mlp.w1"
+    assert torch.equal(reader.read_rows(name, 24, 48), whole.get_parameter(name)[24:48])
+    assert reader.bytes_read == 24 * 40 * 4
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    source = open_source(str(save("mixtral", tmp_path / "model")))
+    reader = ExpertReader(source, loading.skeleton(source))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    with pytest.raises(ModelError, match="has 6 experts, no number 6"):
+        reader.read_expert(name, 6)
+    with pytest.raises(ModelError, match="is not on disk as it is in memory"):
+        reader.read_rows(name, 0, 1)
+
+
+@pytest.mark.parametrize("family", sorted(UNSTACKED))
+def test_the_families_left_out_stack_nothing(family: str) -> None:
+    assert not stacked(build(family))
