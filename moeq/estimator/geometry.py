@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from moeq.errors import EstimateError, nearest
 
 SCALE_BITS = 16
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "top_k")
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd")

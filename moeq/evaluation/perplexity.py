@@ -33,6 +33,12 @@ def perplexity(
     tokens: dict[str, int] = {}
 
     def finish(batch: Batch, output: Any) -> None:
+        if output.logits.shape[-1] <= int(batch.input_ids.max()):
+            raise EvaluationError(
+                f"not a language model: it has {output.logits.shape[-1]} outputs",
+                where=type(model).__name__,
+                do="set eval.perplexity: null and eval.tasks: []",
+            )
         nll, counted = _score(output.logits, batch.input_ids.to(device), batch.mask.to(device), ahead(model))
         for row, index in enumerate(batch.sequences.tolist()):
             domain = sequences.domains[index]

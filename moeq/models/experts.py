@@ -17,6 +17,7 @@ from moeq.models.kinds import GATED, KINDS, Gate, Kind, Stacked
 
 DOWN = "down_proj"
 STACKED = Stacked()
+LEFT_ALONE = ("vision", "visual", "audio")  # experts below modules called so see no token of a text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
     model_name = type(model).__name__
     for name, module in model.named_modules():
         kind = kind_of(module)
-        if kind is None:
+        if kind is None or any(part.startswith(LEFT_ALONE) for part in name.split(".")):
             continue
         reason = kind.refusal(module)
         if reason is not None:

@@ -92,14 +92,17 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 )
             parent, _dot, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, packed)
+            if layer.kind.name == "numbered":  # the family's initialization reaches for experts by name
+                setattr(model.get_submodule(parent), "_is_hf_initialized", True)  # noqa: B010
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """Without those that make the family's stacks of experts: a packed checkpoint has none."""
+        """Without those that only make the family's stacks of experts: a packed checkpoint has none."""
+        left = [name for name, _ in model.named_parameters() if name.endswith(self.stacks)]  # of experts left alone
         return [
             rule
             for rule in weight_conversions
-            if not (isinstance(rule, WeightConverter) and _makes(rule.target_patterns, self.stacks))
+            if left or not (isinstance(rule, WeightConverter) and _makes(rule.target_patterns, self.stacks))
         ]
 
     def is_serializable(self, **_: Any) -> bool:

@@ -143,10 +143,12 @@ def _own_geometry(context: Context) -> ModelGeometry:
 def _config_values(model: Any, top_k: int | None) -> dict[str, Any]:
     """What the geometry reads, through the names that the family's configuration goes by, and from its parts."""
     config = model.config.get_text_config()
-    values: dict[str, Any] = {"model_type": config.model_type}
-    for of in (*(part for part in vars(config).values() if hasattr(part, "to_dict")), config):
-        values |= {key: getattr(of, key) for key in CONFIG_KEYS if getattr(of, key, None) is not None}
-    return values if top_k is None else values | {"top_k": top_k}
+    whole: dict[str, Any] = config.to_dict()
+    values: dict[str, Any] = {}
+    for part in (*(part for part in whole.values() if isinstance(part, dict)), whole):
+        values |= {key: part[key] for key in CONFIG_KEYS if part.get(key) is not None}
+    values |= {name: whole[own] for name, own in config.attribute_map.items() if name in CONFIG_KEYS and own in whole}
+    return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})
 
 
 def _placement(assignment: Assignment) -> Placement:

@@ -20,6 +20,7 @@ from moeq.stages.profile import count_routing
 REFUSED = {
     "doge": "rows of two embeddings",
     "nllb-moe": "only its experts 0 and 1",
+    "diffusion_gemma": "share them",
     "ernie4_5_vl_moe": "share tensors on disk",
 }
 

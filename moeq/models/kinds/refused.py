@@ -38,6 +38,8 @@ def _reason(module: nn.Module) -> str | None:
         return "its experts are single rows of two embeddings, not matrices"
     if type(module).__name__ == "VitPoseBackboneMoeMLP":
         return "its experts are chosen by the data set, not by a router"
+    if type(module).__name__.startswith("DiffusionGemma") and hasattr(module, "gate_up_proj"):
+        return "its encoder and decoder share them, and it is no causal language model"
     if hasattr(module, "text_moe") and hasattr(module, "vision_moe"):
         return "its text and vision experts share tensors on disk, and no text reaches the vision experts"
     experts = getattr(module, "experts", None)
