@@ -210,7 +210,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "inkling_mm_model": vision("Inkling", text_config=MIXED),
     "inkling2": vision("Inkling2", vision_config={"text_hidden_size": 40}),
-    "llama4": vision("Llama4", text_config=LLAMA4, vision_config={"intermediate_size": 44}),
+    "llama4": vision("Llama4", text_config=LLAMA4, vision_config={"intermediate_size": 144}),
     "minimax_m3_vl": vision("MiniMaxM3VL", "MiniMaxM3SparseForConditionalGeneration", text_config=MINIMAX_M3),
     "mistral_large4": vision(
         "MistralLarge4", text_config={**MLA, **MIXED, "kv_source_layers": [0, 1, 1],
@@ -227,6 +227,7 @@ FAMILIES: dict[str, Family] = {
     "step3p7": vision("Step3p7", text_config=MIXED),
     "unlimited_ocr": vision("UnlimitedOcr", vision_config={"sam_config": SAM}),
 }  # fmt: skip
+SEEING = ("gemma4", "glm4v_moe", "ernie4_5_vl_moe", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen3_vl_moe")
 ENCODER_DECODERS = ("nllb-moe", "switch_transformers", "diffusion_gemma")
 NOT_BUILT = {
     "qwen3_omni_moe": "the whole of thinker, talker and vocoder has no forward; its thinker is in the table",
@@ -295,4 +296,31 @@ def inputs(family: str, rows: int = 2, length: int = 12) -> dict[str, torch.Tens
     found = {"input_ids": ids}
     if family in ENCODER_DECODERS:
         found["decoder_input_ids"] = torch.randint(20, VOCABULARY, (rows, length - 3), generator=generator)
+    return found
+
+
+def inputs_with_image(family: str) -> dict[str, torch.Tensor]:
+    """Arguments of forward for one of SEEING: a row of 12 tokens of which four stand for an image of 16 patches."""
+    generator = torch.Generator().manual_seed(19)
+    ids = inputs(family, rows=1)["input_ids"]
+    ids[0, 2:6] = VLM_TOKENS["image_token_id"]
+    of_image = (ids == VLM_TOKENS["image_token_id"]).int()
+    if family == "llama4":
+        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}
+    if family == "gemma4":
+        places = torch.tensor([[[place % 6, place // 6] for place in range(36)]])
+        pixels = torch.randn(1, 36, 48, generator=generator)
+        return {
+            "input_ids": ids, "pixel_values": pixels, "image_position_ids": places, "mm_token_type_ids": of_image,
+        }  # fmt: skip
+    width = 48 if family == "ernie4_5_vl_moe" else 96  # 3 colours of 4 x 4 pixels, of two frames in the others
+    found = {
+        "input_ids": ids,
+        "pixel_values": torch.randn(16, width, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+    if family != "minimax_m3_vl":
+        found["mm_token_type_ids"] = of_image
+    if family == "ernie4_5_vl_moe":
+        found["moe_mm_token_type_ids"] = of_image
     return found
