@@ -1,84 +1,136 @@
-"""Other families of pattern P0, from random tiny models: the whole run, and the export loads back equal.
+"""Every family of transformers: streamed, quantized, exported and loaded, and the record of it.
 
-The README's table of families lists exactly these.
+The record (models/families.json) is what `moeq families` prints and the README shows. The families named in REQUIRED
+are measured in every run of the tests, the others in the long sweeps; MOEQ_RECORD=1 writes what is measured.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import family_models
 import pytest
 import torch
-import transformers
 
 from moeq import inspection, pipeline
-from moeq.bundled import bundled_path
 from moeq.errors import ModelError
+from moeq.models import loading
+from moeq.models.experts import find_expert_layers
+from moeq.models.forward import forward
+from moeq.models.streaming import StreamedModel
+from moeq.models.support import RECORD, Support, families, markdown
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import evaluate
 from moeq.stages.context import Context
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "num_experts_per_tok": 2,
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+REQUIRED = {
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss",
+    "phimoe", "granitemoe", "llama4", "llama4_text", "ernie4_5_moe", "jamba", "qwen3_vl_moe", "switch_transformers",
+    "dbrx", "jetmoe", "nemotron_h", "aria", "longcat_flash", "minimax_m3_vl", "muse_spark", "dots3_note", "doge",
 }  # fmt: skip
-SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "OLMoE": ("Olmoe", {"intermediate_size": 24, "num_experts": 6}),
-    "Qwen2-MoE": (
-        "Qwen2Moe",
-        {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 32, "intermediate_size": 48, "num_experts": 6},
-    ),
-    "DeepSeek-V3": (
-        "DeepseekV3",
-        SHARED
-        | {"intermediate_size": 48, "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
-        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
-    ),
-    "GLM-4-MoE": ("Glm4Moe", SHARED | {"intermediate_size": 48, "head_dim": 8}),
-    "PhiMoE": ("Phimoe", {"intermediate_size": 24, "num_local_experts": 6}),
-    "GraniteMoE": ("GraniteMoe", {"intermediate_size": 24, "num_local_experts": 6}),
-}
 SMALL = (
-    "corpus.sequences=8", "corpus.sequence_length=48", "losses.group_size=16", "eval.perplexity.sequences=4",
-    "eval.perplexity.sequence_length=48", "eval.compare=[]", "estimate.grid.inputs=[128]",
+    "corpus.sequences=8", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[1,2,3,4]",
+    "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "eval.compare=[]", "eval.tasks=[]",
+    "estimate.grid.inputs=[128]",
 )  # fmt: skip
+SETTINGS = {"openai_privacy_filter": ("eval.perplexity=null",)}
+REMARKS = {
+    "openai_privacy_filter": "a token classifier: without perplexity",
+    "dots3_note": "experts of the vision tower stay as they are",
+    "jetmoe": "experts of the attention stay as they are",
+    "switch_transformers": "encoder-decoder: calibrated on the same text on both sides",
+}
 
 
-def save(folder: Path, name: str, sizes: dict[str, Any]) -> Path:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**COMMON | sizes)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+def context_of(family: str, folder: Path) -> Context:
+    recipe = load_recipe(None, [*SMALL, *SETTINGS.get(family, ())])
+    return Context(recipe=recipe, model_name=str(folder / "model"), out=folder / "run", reporter=Reporter(quiet=True))
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.randint(20, family_models.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.15)
-    model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(bundled_path("tiny-mixtral") / file, folder / file)
-    return folder
+        return forward(model, ids).logits
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_runs_and_loads_back(family: str, tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", *FAMILIES[family])
-    context = Context(
-        recipe=load_recipe(None, SMALL), model_name=str(folder), out=tmp_path / "run", reporter=Reporter(quiet=True)
+def streams(context: Context) -> bool:
+    whole = loading.load_model(context.source, torch.float32, CPU)
+    return torch.equal(logits(StreamedModel(context.source, torch.float32, CPU).model), logits(whole))
+
+
+def check_export(context: Context, folder: Path) -> None:
+    """The export loads right, survives save_pretrained, and does not load where moeq is not known."""
+    export = context.directory("export")
+    assert evaluate.load(context).export_logit_error < 2e-6
+    assert inspection.inspect(export)["check"].startswith("every size")
+    packed = load_checkpoint(export, torch.float32, CPU)
+    packed.save_pretrained(folder / "again")
+    assert torch.equal(logits(load_checkpoint(folder / "again", torch.float32, CPU)), logits(packed))
+    for place in (export, folder / "again"):
+        config = json.loads((place / "config.json").read_text("utf-8"))
+        del config["quantization_config"]
+        (place / "config.json").write_text(json.dumps(config))
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            type(packed).from_pretrained(place)
+
+
+def measure(family: str, folder: Path) -> Support:
+    family_models.save(family, folder / "model")
+    context = context_of(family, folder)
+    model = loading.skeleton(context.source, torch.float32)
+    row = Support(
+        model_type=context.source.config["model_type"],
+        model=type(model).__name__,
+        experts="",
+        streamed=streams(context),
+        quantized=False,
+        remark=REMARKS.get(family, ""),
     )
+    try:
+        layers = find_expert_layers(model)
+    except ModelError as refusal:
+        with pytest.raises(ModelError):
+            pipeline.run(context)
+        assert not context.out.exists()
+        reason = str(refusal).partition("are not supported: ")[2].partition(";")[0]
+        return dataclasses.replace(row, experts="refused", remark=reason)
+    words = [layers[0].kind.name, *layers[0].kind.remarks(model.get_submodule(layers[0].name))]
     pipeline.run(context)
-    assert evaluate.load(context).export_logit_error < 1e-5
-    assert inspection.inspect(context.directory("export"))["check"].startswith("every size")
-    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    assert family in readme
+    check_export(context, folder)
+    return dataclasses.replace(row, experts=", ".join(dict.fromkeys(words)), quantized=True)
 
 
-def test_refused_families_say_why_and_write_nothing(tmp_path: Path) -> None:
-    folder = family_models.save("doge", tmp_path / "model")
-    context = Context(recipe=load_recipe(None, SMALL), model_name=str(folder), out=tmp_path / "run")
-    with pytest.raises(ModelError, match="rows of two embeddings"):
-        pipeline.run(context)
-    assert not (tmp_path / "run").exists()
+def record(row: Support) -> None:
+    rows = [] if not RECORD.is_file() else [one for one in families() if one.model != row.model]
+    ordered = sorted([*rows, row], key=lambda one: (one.model_type, one.model))
+    RECORD.write_text(json.dumps([dataclasses.asdict(one) for one in ordered], indent=1) + "\n")
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in REQUIRED else pytest.param(f, marks=pytest.mark.full) for f in sorted(family_models.FAMILIES)]
+)
+def test_the_record_is_what_is_measured(family: str, tmp_path: Path) -> None:
+    row = measure(family, tmp_path)
+    if os.environ.get("MOEQ_RECORD") == "1":
+        record(row)
+    assert row in families()
+    shutil.rmtree(tmp_path)
+
+
+def test_the_record_has_every_family_and_no_other() -> None:
+    classes = {family.model for family in family_models.FAMILIES.values()}
+    assert {row.model for row in families()} == classes
+    assert sum(row.streamed for row in families()) >= 55
+    assert all(row.remark for row in families() if not row.quantized)
+
+
+def test_the_readme_shows_the_record() -> None:
+    assert markdown(families()) in (ROOT / "README.md").read_text("utf-8")
