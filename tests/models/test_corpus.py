@@ -18,7 +18,11 @@ def tokenizer() -> object:
 
 
 def documents(part: str) -> list[corpus.Document]:
-    return corpus.read_documents(corpus.corpus_files("bundled", part), "text")
+    return read("bundled", corpus.Fields(), None, part)
+
+
+def read(source: object, fields: corpus.Fields, tokenizer: object, part: str = "calibration") -> list[corpus.Document]:
+    return corpus.read_documents(corpus.open_sources(str(source), part), fields, tokenizer)
 
 
 def test_domains_get_equal_shares_and_tokens_repeat(tokenizer: object) -> None:
@@ -67,7 +71,7 @@ def test_local_files_of_every_kind(tmp_path: Path) -> None:
     found = [
         document
         for name in ("a.txt", "b.jsonl", "c.parquet")
-        for document in corpus.read_documents(corpus.corpus_files(str(tmp_path / name), "calibration"), "body")
+        for document in read(tmp_path / name, corpus.Fields(text="body"), None)
     ]
     assert [(d.text, d.domain) for d in found] == [
         ("plain text", "a"), ("json text", "own"), ("parquet text", "c"),
