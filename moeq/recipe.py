@@ -94,7 +94,7 @@ class CorpusSection(Section):
     prompt_field: str = Field("prompt", description="field of a row that holds the user's turn")
     response_field: str = Field("response", description="field of a row that holds the answer to the prompt")
     image_field: str | None = Field("image", description="field of a row that holds its image or images; none: ignored")
-    chat_template: bool | Literal["auto"] = Field("auto", description="whether rows are conversations")
+    chat_template: Literal["auto", True, False] = Field("auto", description="whether rows are conversations")
     shuffle: bool = Field(
         False, description="draw documents in an order that the seed decides, not in the files' order"
     )

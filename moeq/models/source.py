@@ -74,20 +74,20 @@ class ModelSource:
         return ModelStamp(name=self.name, revision=self.revision, digest=digest_of(found))
 
 
-def open_source(name: str, revision: str | None = None, *, remote_code: bool = False) -> ModelSource:
+def open_source(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelSource:
     """Resolve a directory, a hub id or `bundled:NAME` and check it.
 
-    remote_code: also download the Python files of a hub model. Raises ModelError: not a model directory, configuration
-    or shards missing, truncated or mismatched; a hub model that is gated, unknown or out of reach.
+    trust_remote_code: also download the Python files of a hub model. Raises ModelError: not a model directory,
+    configuration or shards missing, truncated or mismatched; a hub model that is gated, unknown or out of reach.
     """
-    path, commit = _resolve(name, revision, remote_code)
+    path, commit = _resolve(name, revision, trust_remote_code)
     config = _read_config(path)
     if Path(name).expanduser().is_dir():
         name = path.resolve().name  # where it lies on this machine is nobody's business
     return ModelSource(name=name, path=path, revision=commit, config=config, tensors=_read_headers(path))
 
 
-def _resolve(name: str, revision: str | None, remote_code: bool) -> tuple[Path, str | None]:
+def _resolve(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str | None]:
     if name.startswith(BUNDLED):
         try:
             return bundled_path(name.removeprefix(BUNDLED)), None
@@ -100,15 +100,15 @@ def _resolve(name: str, revision: str | None, remote_code: bool) -> tuple[Path, 
         raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
         raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
-    return _from_hub(name, revision, remote_code)
+    return _from_hub(name, revision, trust_remote_code)
 
 
-def _from_hub(name: str, revision: str | None, remote_code: bool) -> tuple[Path, str | None]:
+def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str | None]:
     """Download (or find in the cache) what a hub model needs; the revision is pinned to its commit.
 
     Configuration and tokenizer first, then the weights that the index names: repositories often hold others beside.
     """
-    patterns = [*SMALL_FILES, *(CODE_FILES if remote_code else ())]
+    patterns = [*SMALL_FILES, *(CODE_FILES if trust_remote_code else ())]
     path = hub.snapshot(name, revision, patterns, error=ModelError)
     hub.snapshot(name, path.name, [*patterns, *_weight_files(path)], error=ModelError)
     return path, path.name

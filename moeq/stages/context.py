@@ -45,7 +45,7 @@ class Context:
     def source(self) -> ModelSource:
         if self.reporter.quiet:
             hub.be_quiet()
-        return open_source(self.model_name, self.recipe.revision)
+        return open_source(self.model_name, self.recipe.revision, trust_remote_code=self.recipe.trust_remote_code)
 
     @cached_property
     def stamp(self) -> ModelStamp:
@@ -126,7 +126,9 @@ class Context:
         documents = self._calibration_documents()
         images = None
         if any(document.image is not None for document in documents):
-            images = corpus.Encoder(corpus.load_processor(self.source.path), section.sequence_length)
+            images = corpus.Encoder(
+                corpus.load_processor(self.source.path, self.recipe.trust_remote_code), section.sequence_length
+            )
         pool = corpus.Pool(
             documents,
             self.tokenizer,

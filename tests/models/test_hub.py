@@ -65,7 +65,7 @@ def test_only_what_is_needed_is_downloaded_and_the_commit_is_pinned(hub: Hub, ti
 
 def test_code_comes_only_when_it_is_allowed(hub: Hub) -> None:
     assert not (open_source(NAME).path / "modeling_tiny.py").exists()
-    assert (open_source(NAME, remote_code=True).path / "modeling_tiny.py").exists()
+    assert (open_source(NAME, trust_remote_code=True).path / "modeling_tiny.py").exists()
 
 
 def test_a_gated_model_needs_the_licence_and_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Coverage: what the profile says is what losses finds; text grows until the experts are covered, and losses follows."""
+"""Coverage: what the profile says, losses finds; text grows until the experts are covered, and losses follows."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_vision_model_is_profiled_on_images(tmp_path: Path, monkeypatch: pytes
     rows: list[dict[str, str]] = [{"image": f"{number}.png", "text": f"picture {number}"} for number in range(4)]
     rows += [{"text": "words " * (4 + number)} for number in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(corpus, "load_processor", lambda _: processor)
+    monkeypatch.setattr(corpus, "load_processor", lambda *_: processor)
     options = (f"corpus.source={tmp_path / 'rows.jsonl'}", "corpus.packed=false", "corpus.sequence_length=64")
     one = context(tmp_path / "model", tmp_path / "run", *options)
     pipeline.run(one, ("profile", "losses"))

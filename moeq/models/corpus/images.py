@@ -90,8 +90,11 @@ def _image(value: Any, where: str, folder: Path | None) -> Path | bytes:
     return path
 
 
-def load_processor(model: Path) -> Any:
-    """The processor of the model in a directory; CorpusError when it has none or it cannot run here."""
+def load_processor(model: Path, trust_remote_code: bool = False) -> Any:
+    """The processor of the model in a directory, which may run code of its own only where that is allowed.
+
+    Raises CorpusError when it has none or it cannot run here.
+    """
     if not any((model / name).is_file() for name in PROCESSOR_FILES):
         raise CorpusError(
             "rows have images, but the model has no image processor",
@@ -101,7 +104,7 @@ def load_processor(model: Path) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(model)
+        return AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code)
     except ImportError as error:
         needs = "torchvision" if "orchvision" in str(error) else "Pillow" if "PIL" in str(error) else str(error)
         raise CorpusError(f"its image processor needs {needs}", where=str(model), do=INSTALL) from error
