@@ -13,7 +13,7 @@ from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
 from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
 from moeq.errors import ArtifactError
-from moeq.models.corpus import BUNDLED, corpus_files, files_digest
+from moeq.models.corpus import BUNDLED, Source, pinned
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import assign, estimate, evaluate, export, losses, profile, quantize, report
@@ -27,6 +27,7 @@ RECIPE_COPY = "recipe.yaml"
 class Stage:
     """One stage: what it runs, the sections of the recipe that it reads, the stages whose artifacts it reads.
 
+    after_growth: stages whose artifacts it also reads when the calibration text grows until experts are covered;
     revision: raised when the same inputs give other results, so that older artifacts are made again; text: parts of
     the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what would make it fail
     later; intact: whether what it wrote outside its own directory is still there; apart: files outside its digest;
@@ -37,6 +38,7 @@ class Stage:
     run: Callable[[Context], dict[str, Any]]
     sections: tuple[str, ...]
     after: tuple[str, ...] = ()
+    after_growth: tuple[str, ...] = ()
     revision: int = 1
     text: tuple[str, ...] = ()
     computes: bool = False
@@ -47,14 +49,26 @@ class Stage:
     apart: frozenset[str] = frozenset()
     editable: frozenset[str] = frozenset()
 
+    def needs(self, recipe: Recipe) -> tuple[str, ...]:
+        """The stages whose artifacts it reads."""
+        return self.after if recipe.corpus.until_covered is None else (*self.after, *self.after_growth)
+
 
 STAGES = (
-    Stage(name="profile", run=profile.run, sections=("corpus", "profile"), text=("calibration",), computes=True),
+    Stage(
+        name="profile",
+        run=profile.run,
+        sections=("corpus", "profile"),
+        text=("calibration",),
+        computes=True,
+        extra=profile.coverage_settings,
+    ),
     Stage(
         name="losses",
         run=losses.run,
         revision=losses.REVISION,
         sections=("corpus", "losses"),
+        after_growth=("profile",),
         text=("calibration",),
         computes=True,
         clean=losses.clean,
@@ -115,26 +129,25 @@ class Outcome:
 
 def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     """Digests of all that a stage's result depends on."""
-    found = {"model": context.stamp.digest, "recipe": digest_of(_sections(context.recipe, stage.sections))}
-    for part in stage.text:
-        source = context.recipe.corpus.source if part == "calibration" else _evaluation_source(context.recipe)
-        found[part] = files_digest(corpus_files(source, part)) if source is not None else "none"
+    found = {"model": context.stamp.digest, "recipe": digest_of(_sections(context.recipe, stage))}
+    found |= {part: context.text_digest(part) for part in stage.text}
     if stage.computes:
         found["compute"] = digest_of(context.compute())
     if stage.extra is not None:
         found["extra"] = digest_of(stage.extra(context))
-    for name in stage.after:
+    for name in stage.needs(context.recipe):
         found[name] = current_digest(context.directory(name), name)
     return found
 
 
-def _evaluation_source(recipe: Recipe) -> str | list[str] | None:
-    return None if recipe.eval.perplexity is None else recipe.eval.perplexity.source
-
-
-def _sections(recipe: Recipe, names: tuple[str, ...]) -> dict[str, Any]:
+def _sections(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+    """What a stage reads of the recipe; where its text lies does not matter, only what it holds."""
     whole = recipe.model_dump(mode="json")
-    return {name: whole[name] for name in names}
+    if "calibration" in stage.text:
+        del whole["corpus"]["source"]
+    if "evaluation" in stage.text and whole["eval"]["perplexity"] is not None:
+        del whole["eval"]["perplexity"]["source"]
+    return {name: whole[name] for name in stage.sections}
 
 
 def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Outcome:
@@ -192,7 +205,7 @@ def run_alone(context: Context, name: str) -> Outcome:
     _prepare(context, [stage])
     with locked(context.out):
         _remove_partials(context)
-        for needed in stage.after:
+        for needed in stage.needs(context.recipe):
             record = read_record(context.directory(needed), needed)
             if record.model.digest != context.stamp.digest:
                 raise ArtifactError(
@@ -228,12 +241,18 @@ def _recipe_text(context: Context) -> str:
     import yaml
 
     data = context.recipe.model_dump(mode="json") | {"model": _absolute(context.model_name)}
-    data["corpus"]["source"] = _absolute(data["corpus"]["source"])
+    data["revision"] = context.source.revision or data["revision"]
+    data["corpus"]["source"] = _pinned(data["corpus"]["source"], context.calibration_sources)
     if data["eval"]["perplexity"] is not None:
-        data["eval"]["perplexity"]["source"] = _absolute(data["eval"]["perplexity"]["source"])
+        data["eval"]["perplexity"]["source"] = _pinned(data["eval"]["perplexity"]["source"], context.evaluation_sources)
     for section, key in (("eval", "include_path"), ("estimate", "hardware")):
         data[section][key] = _absolute(data[section][key])
     return f"# The recipe as it was run, defaults filled in.\n{yaml.safe_dump(data, sort_keys=False)}"
+
+
+def _pinned(source: str | list[str], opened: list[Source]) -> Any:
+    """Files by their absolute path, hub datasets at their commit."""
+    return _absolute(pinned(source, opened))
 
 
 def _absolute(name: Any) -> Any:

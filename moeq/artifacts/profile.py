@@ -3,7 +3,7 @@
 On disk: profile.safetensors with, for layer i, `layer.{i}.counts` int64 [S, 2, E] (P of paper 000: how often expert e
 was among the top k) and `layer.{i}.scores` float64 [S, 2, E] (W: the sum of the routing weights it was given);
 `tokens` int64 [S, 2]. S sequences; the middle axis is prefill, decode. Pads are in none of them. profile.json names
-the layers.
+the layers and the text, and says how many experts of each layer saw too few tokens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,54 @@ from moeq.artifacts.files import read_json, write_json, write_tensors
 from moeq.artifacts.stage import check_schema_version
 from moeq.errors import ArtifactError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PHASES = ("prefill", "decode")
 REMEDY = "run `moeq profile` again"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """How many experts of each layer saw fewer than `min_tokens` tokens of the sequences that losses calibrates on."""
+
+    min_tokens: int
+    below: tuple[int, ...]
+    experts: tuple[int, ...]
+
+    @property
+    def share_below(self) -> float:
+        """Share of all experts that saw fewer."""
+        return sum(self.below) / sum(self.experts)
+
+    @property
+    def share_covered(self) -> float:
+        """Share of all experts that saw at least so many."""
+        return (sum(self.experts) - sum(self.below)) / sum(self.experts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertProfile:
-    """Routing statistics of every MoE layer. counts[l], scores[l]: [S, 2, E_l]; tokens: [S, 2]."""
+    """Routing statistics of every MoE layer. counts[l], scores[l]: [S, 2, E_l]; tokens: [S, 2].
+
+    text: digest of the sequences; corpus: what they were taken from, hub datasets with their commit.
+    """
 
     layers: tuple[str, ...]
     top_k: tuple[int, ...]
     counts: tuple[np.ndarray, ...]
     scores: tuple[np.ndarray, ...]
     tokens: np.ndarray
+    text: str = ""
+    corpus: tuple[str, ...] = ()
+
+    def coverage(self, min_tokens: int, heldout_stride: int) -> Coverage:
+        """Which experts saw fewer than `min_tokens` tokens; every `heldout_stride`-th sequence is not counted."""
+        kept = np.arange(len(self.tokens)) % heldout_stride != heldout_stride - 1
+        seen = [counts[kept].sum((0, 1)) for counts in self.counts]
+        return Coverage(
+            min_tokens=min_tokens,
+            below=tuple(int((counts < min_tokens).sum()) for counts in seen),
+            experts=tuple(len(counts) for counts in seen),
+        )
 
     def total(self, layer: int, phase: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Counts P and scores W of one layer [E], summed over sequences, for one phase or both."""
@@ -60,7 +94,7 @@ class ExpertProfile:
         return result
 
 
-def write_profile(directory: Path, profile: ExpertProfile) -> None:
+def write_profile(directory: Path, profile: ExpertProfile, coverage: Coverage) -> None:
     """Write profile.safetensors and profile.json."""
     tensors: dict[str, torch.Tensor] = {"tokens": torch.from_numpy(profile.tokens)}
     for index in range(len(profile.layers)):
@@ -69,7 +103,14 @@ def write_profile(directory: Path, profile: ExpertProfile) -> None:
     write_tensors(directory / "profile.safetensors", tensors)
     table: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
+        "corpus": list(profile.corpus),
+        "text_digest": profile.text,
         "sequences": int(profile.tokens.shape[0]),
+        "coverage": {
+            "min_tokens": coverage.min_tokens,
+            "experts_below": sum(coverage.below),
+            "share_below": round(coverage.share_below, 8),
+        },
         "tokens": dict(zip(PHASES, map(int, profile.tokens.sum(0)), strict=True)),
         "layers": [
             {
@@ -77,6 +118,8 @@ def write_profile(directory: Path, profile: ExpertProfile) -> None:
                 "num_experts": int(profile.counts[index].shape[-1]),
                 "top_k": profile.top_k[index],
                 "prefill_decode_cosine": similarity,
+                "experts_below_min_tokens": coverage.below[index],
+                "share_below_min_tokens": round(coverage.below[index] / coverage.experts[index], 8),
                 "activation": [round(float(value), 8) for value in activation],
             }
             for index, (name, similarity, activation) in enumerate(
@@ -103,6 +146,8 @@ def read_profile(directory: Path) -> ExpertProfile:
                 counts=tuple(handle.get_tensor(f"layer.{i}.counts") for i in range(len(layers))),
                 scores=tuple(handle.get_tensor(f"layer.{i}.scores") for i in range(len(layers))),
                 tokens=handle.get_tensor("tokens"),
+                text=table["text_digest"],
+                corpus=tuple(table["corpus"]),
             )
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"cannot be read ({error})", where=str(tensors), do=REMEDY) from None

@@ -13,17 +13,22 @@ from moeq.artifacts.files import digest_of, sha256_file
 from moeq.artifacts.stage import ModelStamp
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
+from moeq.models import hub
 
 BUNDLED = "bundled:"
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # of a hub repository
+CODE_FILES = ("*.py",)  # only where the user lets the model bring code
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
     "tekken.json",
 )  # fmt: skip
 VOCABULARIES = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"}
-SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+SIDE_FILES = ("generation_config.json", *PROCESSOR_FILES, *TOKENIZER_FILES)
 WHOLE_BYTES = 64 << 20  # files up to this size are hashed whole, larger ones by samples
 SAMPLE_BYTES, SAMPLES = 64 << 10, 64
 
@@ -69,19 +74,20 @@ class ModelSource:
         return ModelStamp(name=self.name, revision=self.revision, digest=digest_of(found))
 
 
-def open_source(name: str, revision: str | None = None) -> ModelSource:
+def open_source(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelSource:
     """Resolve a directory, a hub id or `bundled:NAME` and check it.
 
-    Raises ModelError: not a model directory, configuration or shards missing, truncated or mismatched.
+    trust_remote_code: also download the Python files of a hub model. Raises ModelError: not a model directory,
+    configuration or shards missing, truncated or mismatched; a hub model that is gated, unknown or out of reach.
     """
-    path, commit = _resolve(name, revision)
+    path, commit = _resolve(name, revision, trust_remote_code)
     config = _read_config(path)
     if Path(name).expanduser().is_dir():
         name = path.resolve().name  # where it lies on this machine is nobody's business
     return ModelSource(name=name, path=path, revision=commit, config=config, tensors=_read_headers(path))
 
 
-def _resolve(name: str, revision: str | None) -> tuple[Path, str | None]:
+def _resolve(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str | None]:
     if name.startswith(BUNDLED):
         try:
             return bundled_path(name.removeprefix(BUNDLED)), None
@@ -94,24 +100,28 @@ def _resolve(name: str, revision: str | None) -> tuple[Path, str | None]:
         raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
         raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
-    return _from_hub(name, revision)
+    return _from_hub(name, revision, trust_remote_code)
 
 
-def _from_hub(name: str, revision: str | None) -> tuple[Path, str | None]:
-    """Download (or find in the cache) a hub model; the revision is pinned to its commit."""
-    from huggingface_hub import snapshot_download
+def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str | None]:
+    """Download (or find in the cache) what a hub model needs; the revision is pinned to its commit.
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
-    try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises its own, requests' and the operating system's errors
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(
-            f"neither a directory here nor to be had from the hub ({type(error).__name__}: {reason})",
-            where=name,
-            do="check the name, the network and the token, or give a local directory",
-        ) from error
+    Configuration and tokenizer first, then the weights that the index names: repositories often hold others beside.
+    """
+    patterns = [*SMALL_FILES, *(CODE_FILES if trust_remote_code else ())]
+    path = hub.snapshot(name, revision, patterns, error=ModelError)
+    hub.snapshot(name, path.name, [*patterns, *_weight_files(path)], error=ModelError)
     return path, path.name
+
+
+def _weight_files(path: Path) -> list[str]:
+    """The shards that the index names, or the one file of a model without an index."""
+    if not (path / INDEX).is_file():
+        return [SINGLE]
+    try:
+        return sorted(set(json.loads((path / INDEX).read_text("utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # the index is judged when the headers are read
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -131,7 +141,7 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
     """Headers of all shards; every tensor that the index names must be there."""
     index = path / INDEX
     if not index.is_file():
-        single = path / "model.safetensors"
+        single = path / SINGLE
         if not single.is_file():
             other = "; it has .bin weights: save it as safetensors first" if list(path.glob("*.bin")) else ""
             raise ModelError(f"no safetensors weights{other}", where=str(path), do="download the weights")

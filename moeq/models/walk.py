@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Token ids [B, S] and a mask of real tokens [B, S]; `sequences` numbers the rows within the corpus [B]."""
+    """Token ids [B, S] and a mask of real tokens [B, S]; `sequences` numbers the rows within the corpus [B].
+
+    extra: what else the model is given, such as the pixels of images.
+    """
 
     input_ids: Tensor
     mask: Tensor
     sequences: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +145,12 @@ def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
 
 def _forward(model: nn.Module, batch: Batch, device: torch.device, finish: Callable[[Batch, Any], None] | None) -> None:
     padded = not bool(batch.mask.all())
-    output = forward(model, batch.input_ids.to(device), batch.mask.to(device, torch.long) if padded else None)
+    extra: dict[str, Tensor] = {}
+    if batch.extra:
+        dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
+        extra = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.extra.items()}
+    mask = batch.mask.to(device, torch.long) if padded else None
+    output = forward(model, batch.input_ids.to(device), mask, **extra)
     if finish is not None:
         finish(batch, output)
 

@@ -13,10 +13,12 @@ import torch
 from rich.markup import escape
 from torch import nn
 
+from moeq.artifacts.files import digest_of
+from moeq.artifacts.profile import read_profile
 from moeq.artifacts.stage import ModelStamp
-from moeq.errors import CorpusError
+from moeq.errors import ArtifactError, CorpusError
 from moeq.evaluation.harness import open_tasks
-from moeq.models import corpus, loading
+from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
@@ -41,7 +43,9 @@ class Context:
 
     @cached_property
     def source(self) -> ModelSource:
-        return open_source(self.model_name, self.recipe.revision)
+        if self.reporter.quiet:
+            hub.be_quiet()
+        return open_source(self.model_name, self.recipe.revision, trust_remote_code=self.recipe.trust_remote_code)
 
     @cached_property
     def stamp(self) -> ModelStamp:
@@ -107,23 +111,75 @@ class Context:
                 yield model
 
     @cached_property
-    def calibration_files(self) -> list[Path]:
-        return corpus.corpus_files(self.recipe.corpus.source, "calibration")
+    def calibration_sources(self) -> list[corpus.Source]:
+        return corpus.open_sources(self.recipe.corpus.source, "calibration")
 
     @cached_property
-    def calibration(self) -> corpus.Sequences:
-        """The calibration sequences that the recipe asks for."""
+    def evaluation_sources(self) -> list[corpus.Source]:
+        section = self.recipe.eval.perplexity
+        return [] if section is None else corpus.open_sources(section.source, "evaluation")
+
+    def calibration_chunks(self) -> Iterator[corpus.Sequences]:
+        """The calibration sequences that the recipe asks for; then, with corpus.until_covered, more and more."""
         section = self.recipe.corpus
         self._check_length(section.sequence_length, "corpus.sequence_length")
-        documents = corpus.read_documents(self.calibration_files, section.text_field)
-        return corpus.make_sequences(
+        documents = self._calibration_documents()
+        images = None
+        if any(document.image is not None for document in documents):
+            images = corpus.Encoder(
+                corpus.load_processor(self.source.path, self.recipe.trust_remote_code), section.sequence_length
+            )
+        pool = corpus.Pool(
             documents,
             self.tokenizer,
             length=section.sequence_length,
-            count=section.sequences,
             packed=section.packed,
             where=f"corpus {section.source}",
+            images=images,
         )
+        limit = section.sequences if section.until_covered is None else section.until_covered.max_sequences
+        yield from pool.chunks(section.sequences, limit)
+
+    def _calibration_documents(self) -> list[corpus.Document]:
+        section = self.recipe.corpus
+        fields = corpus.Fields(
+            text=section.text_field,
+            messages=section.messages_field,
+            prompt=section.prompt_field,
+            response=section.response_field,
+            image=section.image_field,
+            chat=section.chat_template,
+        )
+        most = section.sequences if section.until_covered is None else section.until_covered.max_sequences
+        need = corpus.Need(sequences=most, length=section.sequence_length, packed=section.packed)
+        seed = self.recipe.seed if section.shuffle else None
+        return corpus.read_documents(self.calibration_sources, fields, self.tokenizer, need=need, seed=seed)
+
+    @cached_property
+    def calibration(self) -> corpus.Sequences:
+        """The calibration sequences that the recipe asks for, before they grow."""
+        return next(self.calibration_chunks())
+
+    @cached_property
+    def grown_calibration(self) -> corpus.Sequences:
+        """The sequences that the profile came to; without corpus.until_covered, those that the recipe asks for.
+
+        Raises ArtifactError when the profile was made of other text.
+        """
+        if self.recipe.corpus.until_covered is None:
+            return self.calibration
+        path = self.directory("profile")
+        wanted = read_profile(path)
+        parts, total = [], 0
+        for chunk in self.calibration_chunks():
+            parts.append(chunk)
+            total += len(chunk)
+            if total >= len(wanted.tokens):
+                break
+        found = corpus.join(parts)
+        if found.digest() != wanted.text:
+            raise ArtifactError("made of other sequences", where=str(path), do="run `moeq profile` again")
+        return found
 
     @cached_property
     def evaluation(self) -> corpus.Sequences | None:
@@ -132,7 +188,11 @@ class Context:
         if section is None:
             return None
         self._check_length(section.sequence_length, "eval.perplexity.sequence_length")
-        documents = corpus.read_documents(corpus.corpus_files(section.source, "evaluation"), section.text_field)
+        fields = corpus.Fields(text=section.text_field)
+        need = None
+        if section.sequences is not None:
+            need = corpus.Need(sequences=section.sequences, length=section.sequence_length)
+        documents = corpus.read_documents(self.evaluation_sources, fields, self.tokenizer, need=need)
         return corpus.make_sequences(
             documents,
             self.tokenizer,
@@ -140,6 +200,17 @@ class Context:
             count=section.sequences,
             where=f"eval.perplexity {section.source}",
         )
+
+    def text_digest(self, part: str) -> str:
+        """Digest of all that decides the calibration or evaluation text, beside the recipe's sections."""
+        if part == "evaluation":
+            return corpus.sources_digest(self.evaluation_sources) if self.evaluation_sources else "none"
+        found = {"sources": corpus.sources_digest(self.calibration_sources)}
+        if self.calibration.extra is not None:
+            found["images"] = corpus.images_digest(self._calibration_documents())
+        if self.recipe.corpus.shuffle:
+            found["seed"] = str(self.recipe.seed)
+        return digest_of(found)
 
     @cached_property
     def task_manager(self) -> Any:

@@ -27,7 +27,7 @@ def run(context: Context) -> dict[str, Any]:
     """Write the replica store and losses.parquet; layers that an earlier, killed run finished are kept."""
     config = context.recipe.losses
     directory = context.directory("losses")
-    sequences = context.calibration
+    sequences = context.grown_calibration
     stride = heldout_stride(config.heldout_fraction)
     if len(sequences) < stride:
         raise CorpusError(

@@ -1,21 +1,65 @@
-"""profile: one pass over the calibration text that counts what the routers choose."""
+"""profile: what the routers choose on the calibration text, and whether it reaches every expert."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from moeq.artifacts.profile import ExpertProfile, read_profile, write_profile
+from moeq.artifacts.profile import Coverage, ExpertProfile, read_profile, write_profile
+from moeq.models.corpus import Sequences, join
 from moeq.models.walk import LayerInputs, walk
+from moeq.quantizers.layer import heldout_stride
 from moeq.stages.context import Context
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Write profile.safetensors and profile.json; returns the summary."""
-    sequences = context.calibration
+    """Write profile.safetensors and profile.json; returns the summary.
+
+    With corpus.until_covered the text grows, pass by pass, until enough experts are covered or there is no more.
+    """
+    growth = context.recipe.corpus.until_covered
+    chunks: list[Sequences] = []
+    parts: list[ExpertProfile] = []
+    for chunk in context.calibration_chunks():
+        chunks.append(chunk)
+        parts.append(_count(context, chunk))
+        profile = _joined(parts)
+        coverage = profile.coverage(**coverage_settings(context))
+        covered = growth is None or coverage.share_covered >= growth.share
+        _say(context, coverage, len(profile.tokens))
+        if covered:
+            break
+    if not covered:
+        context.reporter.say("  [yellow]not covered: the maximum or the end of the text is reached[/yellow]")
+    sources = tuple(source.public_name for source in context.calibration_sources)
+    profile = replace(profile, text=join(chunks).digest(), corpus=sources)
+    write_profile(context.directory("profile"), profile, coverage)
+    return summarize(profile, coverage)
+
+
+def coverage_settings(context: Context) -> dict[str, int]:
+    """What decides whether an expert is covered: the tokens it must see, and which sequences losses holds out."""
+    wanted = context.recipe.profile.min_tokens
+    return {
+        "min_tokens": context.recipe.losses.min_tokens if wanted is None else wanted,
+        "heldout_stride": heldout_stride(context.recipe.losses.heldout_fraction),
+    }
+
+
+def _say(context: Context, coverage: Coverage, sequences: int) -> None:
+    context.reporter.say(
+        f"  {sequences} sequences: {coverage.share_covered:.1%} of {sum(coverage.experts)} experts saw at least "
+        f"{coverage.min_tokens} calibration tokens"
+    )
+
+
+def _count(context: Context, sequences: Sequences) -> ExpertProfile:
+    """One pass over some sequences."""
     lengths = sequences.mask.sum(1)
     fraction = context.recipe.profile.prefill_fraction
     prefill = torch.tensor([math.ceil(fraction * int(length)) for length in lengths])  # [S] tokens counted as prefill
@@ -28,15 +72,24 @@ def run(context: Context) -> dict[str, Any]:
             scores.append(layer_scores)
             top_k.append(inputs.experts.shape[1])
             advance()
-    profile = ExpertProfile(
+    return ExpertProfile(
         layers=tuple(layer.name for layer in context.layers),
         top_k=tuple(top_k),
         counts=tuple(counts),
         scores=tuple(scores),
         tokens=torch.stack([prefill, lengths - prefill], 1).numpy(),
     )
-    write_profile(context.directory("profile"), profile)
-    return summarize(profile)
+
+
+def _joined(parts: Sequence[ExpertProfile]) -> ExpertProfile:
+    """Profiles of some sequences, and of those after them, as one."""
+    layers = range(len(parts[0].layers))
+    return replace(
+        parts[0],
+        counts=tuple(np.concatenate([part.counts[layer] for part in parts]) for layer in layers),
+        scores=tuple(np.concatenate([part.scores[layer] for part in parts]) for layer in layers),
+        tokens=np.concatenate([part.tokens for part in parts]),
+    )
 
 
 def count_routing(inputs: LayerInputs, num_sequences: int, prefill: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +106,7 @@ def count_routing(inputs: LayerInputs, num_sequences: int, prefill: torch.Tensor
     return counts.contiguous().numpy(), scores.contiguous().numpy()
 
 
-def summarize(profile: ExpertProfile) -> dict[str, Any]:
+def summarize(profile: ExpertProfile, coverage: Coverage) -> dict[str, Any]:
     """Figures for the terminal and the record."""
     similarity = [value for value in profile.similarity() if value is not None]
     totals = [profile.total(layer)[0] for layer in range(len(profile.layers))]
@@ -63,6 +116,11 @@ def summarize(profile: ExpertProfile) -> dict[str, Any]:
         "tokens": int(profile.tokens.sum()),
         "mean_prefill_decode_cosine": float(np.mean(similarity)) if similarity else None,
         "experts_never_chosen": int(sum((counts == 0).sum() for counts in totals)),
+        "min_tokens": coverage.min_tokens,
+        "share_of_experts_below_min_tokens": coverage.share_below,
+        "most_below_in_a_layer": max(
+            below / experts for below, experts in zip(coverage.below, coverage.experts, strict=True)
+        ),
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,11 @@ def tokenizer() -> object:
 
 
 def documents(part: str) -> list[corpus.Document]:
-    return corpus.read_documents(corpus.corpus_files("bundled", part), "text")
+    return read("bundled", corpus.Fields(), None, part)
+
+
+def read(source: object, fields: corpus.Fields, tokenizer: object, part: str = "calibration") -> list[corpus.Document]:
+    return corpus.read_documents(corpus.open_sources(str(source), part), fields, tokenizer)
 
 
 def test_domains_get_equal_shares_and_tokens_repeat(tokenizer: object) -> None:
@@ -36,6 +41,59 @@ def test_calibration_and_evaluation_share_no_sequence(tokenizer: object) -> None
     ]
     assert all(rows)
     assert not rows[0] & rows[1]
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "digest"),
+    [
+        ("calibration", {"length": 256, "count": 256}, "f8788eee215459529f09f7f6"),
+        ("calibration", {"length": 48, "count": 12, "packed": False}, "125cdc2b621fdc0689b3b752"),
+        ("evaluation", {"length": 256, "count": None}, "1942eab14e11bab105e00fc6"),
+    ],
+)
+def test_the_bundled_tokens_stay_what_they_are(
+    tokenizer: object, part: str, settings: dict[str, Any], digest: str
+) -> None:
+    assert corpus.make_sequences(documents(part), tokenizer, **settings).digest().startswith(digest)
+
+
+def test_a_seed_decides_the_order_of_documents_and_nothing_else(tokenizer: object) -> None:
+    def shuffled(seed: int | None) -> list[corpus.Document]:
+        return corpus.read_documents(corpus.open_sources("bundled", "calibration"), corpus.Fields(), None, seed=seed)
+
+    plain, first, again, other = (shuffled(seed) for seed in (None, 3, 3, 4))
+    assert first == again
+    assert plain != first != other
+    key = lambda document: (document.domain, document.text)  # noqa: E731
+    assert sorted(plain, key=key) == sorted(first, key=key) == sorted(other, key=key)
+
+
+def test_growing_text_begins_with_what_is_taken_without_growth(tokenizer: object) -> None:
+    pool = corpus.Pool(documents("calibration"), tokenizer, length=64)
+    available = len(pool)
+    chunks = list(pool.chunks(12, 100))
+    assert [len(chunk) for chunk in chunks] == [12, 12, 24, 48, 4]
+    assert (
+        chunks[0].digest() == corpus.make_sequences(documents("calibration"), tokenizer, length=64, count=12).digest()
+    )
+    assert len(pool) == available - 100
+    grown = corpus.join(chunks)
+    assert grown.ids.shape == (100, 64)
+    assert [tuple(row) for row in grown.ids[12:24].tolist()] == [tuple(row) for row in chunks[1].ids.tolist()]
+    everything = list(corpus.Pool(documents("calibration"), tokenizer, length=64).chunks(12, 10**6))
+    assert sum(map(len, everything)) == available
+    rows = [tuple(row) for chunk in everything for row in chunk.ids.tolist()]
+    whole = corpus.make_sequences(documents("calibration"), tokenizer, length=64, count=None)
+    assert sorted(rows) == sorted(tuple(row) for row in whole.ids.tolist()), "none twice, none left out"
+
+
+def test_chunks_of_unpacked_documents_are_padded_to_one_width(tokenizer: object) -> None:
+    rows = [corpus.Document(text="word " * (n + 2), domain="d") for n in range(8)]
+    chunks = list(corpus.Pool(rows, tokenizer, length=32, packed=False).chunks(2, 8))
+    grown = corpus.join(chunks)
+    assert grown.mask.sum() == sum(int(chunk.mask.sum()) for chunk in chunks)
+    assert grown.ids.shape[1] == max(chunk.ids.shape[1] for chunk in chunks)
+    assert (grown.ids[~grown.mask] == 2).all()
 
 
 def test_a_short_domain_leaves_its_share_to_the_others(tokenizer: object) -> None:
@@ -64,13 +122,18 @@ def test_local_files_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("plain text")
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": "json text", "domain": "own"}) + "\n\n")
     pq.write_table(pa.table({"body": ["parquet text"]}), tmp_path / "c.parquet")
+    with pa.output_stream(str(tmp_path / "d.jsonl.gz"), compression="gzip") as stream:
+        stream.write(b'{"body": "gzipped \xe2\x80\xa8 text"}\n')
+    with pa.output_stream(str(tmp_path / "e.jsonl.zst"), compression="zstd") as stream:
+        stream.write(b'{"body": "more text"}\n')
     found = [
         document
-        for name in ("a.txt", "b.jsonl", "c.parquet")
-        for document in corpus.read_documents(corpus.corpus_files(str(tmp_path / name), "calibration"), "body")
+        for name in ("a.txt", "b.jsonl", "c.parquet", "d.jsonl.gz", "e.jsonl.zst")
+        for document in read(tmp_path / name, corpus.Fields(text="body"), None)
     ]
     assert [(d.text, d.domain) for d in found] == [
-        ("plain text", "a"), ("json text", "own"), ("parquet text", "c"),
+        ("plain text", "a"), ("json text", "own"), ("parquet text", "c"), ("gzipped \u2028 text", "d"),
+        ("more text", "e"),
     ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moeq.errors import RecipeError
-from moeq.recipe import load_recipe
+from moeq.recipe import HUB_DATASET, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -24,6 +24,25 @@ def test_shipped_recipes_load(path: Path) -> None:
         ("corpus:\n  sequences: many\n", r"line 2: corpus.sequences: .*integer.*'many'"),
         ("losses: {bits: [1, 2, 5]}\n", r"line 1: losses.bits.2: Input should be 1, 2, 3, 4 or 8 \(given 5\)"),
         ("losses: {bits: [2, 2]}\n", "none twice"),
+        (
+            "corpus:\n  source: [bundled, 'hub:a b']\n",
+            r"line 2: corpus.source: 'hub:a b' is not a hub dataset; write hub:ORG",
+        ),
+        (
+            "eval:\n  perplexity: {source: 'hub:a/b:c:d:e'}\n",
+            r"line 2: eval.perplexity.source: .* is not a hub dataset",
+        ),
+        ("corpus:\n  until_covered: {shares: 1}\n", r"line 2: unknown key .*did you mean 'share'"),
+        ("corpus:\n  until_covered: {share: 2}\n", r"line 2: corpus.until_covered.share: .*less than or equal to 1"),
+        (
+            "corpus:\n  until_covered: {max_sequences: 9}\n",
+            r"line 1: corpus: until_covered.max_sequences is 9, below seq",
+        ),
+        (
+            "corpus: {chat_template: maybe}\n",
+            r"line 1: corpus.chat_template: Input should be 'auto', True or False \(given 'maybe'",
+        ),
+        ("profile: {min_tokens: 0}\n", r"line 1: profile.min_tokens: .*greater than or equal to 1"),
         ("losses: {group_size: 0}\n", r"group_size must be -1 .* or at least 8"),
         ("assign: {average_bits: 7}\n", "average_bits must lie between 1 and 4, not 7"),
         ("assign: {average_bits: lots}\n", "must be a number such as 2.5 or 5/2"),
@@ -68,3 +87,30 @@ def test_budgets_are_exact_and_sizes_have_units() -> None:
     recipe = load_recipe(None, ["assign.average_bits=2.1", "losses.working_memory=1.5GiB"])
     assert recipe.assign.average_bits == "21/10"
     assert recipe.losses.working_memory == 3 * 2**29
+
+
+def test_corpora_can_be_set_from_the_command_line() -> None:
+    overrides = ["corpus.until_covered.share=0.5", "corpus.chat_template=true", "corpus.image_field=null",
+                 "corpus.source=hub:allenai/c4@main:en:train", "profile.min_tokens=5"]  # fmt: skip
+    recipe = load_recipe(None, overrides)
+    assert recipe.corpus.until_covered is not None
+    assert (recipe.corpus.until_covered.share, recipe.corpus.until_covered.max_sequences) == (0.5, 2048)
+    assert recipe.corpus.chat_template is True
+    assert recipe.corpus.image_field is None
+    assert recipe.profile.min_tokens == 5
+    assert load_recipe(None, ["corpus.chat_template=auto"]).corpus.chat_template == "auto"
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("hub:wikitext", ("wikitext", None, None, None)),
+        ("hub:allenai/c4:en", ("allenai/c4", None, "en", None)),
+        ("hub:a/b::validation", ("a/b", None, "", "validation")),
+        ("hub:a/b@refs/convert/parquet:default:train_sft", ("a/b", "refs/convert/parquet", "default", "train_sft")),
+    ],
+)
+def test_hub_datasets_are_written_in_one_word(source: str, parts: tuple[str | None, ...]) -> None:
+    match = HUB_DATASET.fullmatch(str(load_recipe(None, [f"corpus.source={source}"]).corpus.source))
+    assert match is not None
+    assert match.group("name", "revision", "config", "split") == parts

@@ -1,0 +1,30 @@
+"""Text (and images) to token sequences: the bundled corpus, local files, datasets on the hub.
+
+The same files, tokenizer, settings and seed always give the same tokens. Domains are kept apart where the files name
+them: sequences are drawn in equal shares from every domain.
+"""
+
+from moeq.models.corpus.documents import Document, Fields, Need, images_digest, read_documents
+from moeq.models.corpus.images import Encoder, ImageRow, load_processor
+from moeq.models.corpus.sequences import Pool, Sequences, join, make_sequences
+from moeq.models.corpus.sources import BUNDLED, Source, open_sources, pinned, sources_digest
+
+__all__ = [
+    "BUNDLED",
+    "Document",
+    "Encoder",
+    "Fields",
+    "ImageRow",
+    "Need",
+    "Pool",
+    "Sequences",
+    "Source",
+    "images_digest",
+    "join",
+    "load_processor",
+    "make_sequences",
+    "open_sources",
+    "pinned",
+    "read_documents",
+    "sources_digest",
+]

@@ -1,0 +1,188 @@
+"""Rows with images: what the model's own processor makes of them, each a sequence of its own.
+
+Image tokens are tokens like any other: the experts of the language part see them, so the statistics count them.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq.errors import CorpusError
+from moeq.models.corpus.chat import rendered
+from moeq.models.source import PROCESSOR_FILES
+
+INSTALL = "pip install 'moeq[vision]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRow:
+    """Images (files or bytes), the text that goes with them, and the row that they stand in.
+
+    messages: a conversation whose contents are lists of parts, images among them; text: what to put after the images
+    when there is no chat template, None when there must be one.
+    """
+
+    images: tuple[Path | bytes, ...]
+    messages: list[dict[str, Any]]
+    text: str | None
+    plain: bool
+    where: str
+
+
+def image_row(
+    value: Any,
+    text: str | None,
+    messages: list[dict[str, Any]] | None,
+    *,
+    where: str,
+    folder: Path | None,
+    plain: bool = False,
+) -> ImageRow:
+    """A row's images with its text or conversation; images that the conversation does not place come first.
+
+    value: a path relative to `folder` (None: there is none, as on the hub), {bytes, path}, or a list of them. plain: no
+    chat template. Raises CorpusError.
+    """
+    images = tuple(_image(one, where, folder) for one in (value if isinstance(value, list) else [value]))
+    turns: list[dict[str, Any]] = messages or [{"role": "user", "content": text or ""}]
+    turns = [turn | {"content": _parts(turn.get("content"))} for turn in turns]
+    placed = sum(part.get("type") == "image" for turn in turns for part in turn["content"])
+    if placed == 0:
+        first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
+        first["content"] = [{"type": "image"} for _ in images] + first["content"]
+    elif placed != len(images):
+        raise CorpusError(f"{placed} places for {len(images)} images", where=where, do="mend the row")
+    return ImageRow(images=images, messages=turns, text=text, plain=plain, where=where)
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if not isinstance(content, list):
+        return [{"type": "text", "text": "" if content is None else str(content)}]
+    return [{key: value for key, value in part.items() if value is not None} for part in content]
+
+
+def _image(value: Any, where: str, folder: Path | None) -> Path | bytes:
+    inside = value.get("bytes") if isinstance(value, dict) else None
+    if isinstance(inside, bytes):
+        return inside
+    name = value.get("path") if isinstance(value, dict) else value
+    if not isinstance(name, str):
+        raise CorpusError(
+            f"an image of type {type(value).__name__}",
+            where=where,
+            do="give a path or {bytes, path}, or set corpus.image_field: null to read text only",
+        )
+    if folder is None:
+        raise CorpusError(
+            f"the image is a path ({name}), not part of the row",
+            where=where,
+            do="use a dataset whose Parquet files hold the images, or local files",
+        )
+    path = folder / name
+    if not path.is_file():
+        raise CorpusError(f"no such image: {path}", where=where, do="give a path relative to the file of the rows")
+    return path
+
+
+def load_processor(model: Path, trust_remote_code: bool = False) -> Any:
+    """The processor of the model in a directory, which may run code of its own only where that is allowed.
+
+    Raises CorpusError when it has none or it cannot run here.
+    """
+    if not any((model / name).is_file() for name in PROCESSOR_FILES):
+        raise CorpusError(
+            "rows have images, but the model has no image processor",
+            where=str(model),
+            do="use a vision-language model, or set corpus.image_field: null to read text only",
+        )
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except ImportError as error:
+        needs = "torchvision" if "orchvision" in str(error) else "Pillow" if "PIL" in str(error) else str(error)
+        raise CorpusError(f"its image processor needs {needs}", where=str(model), do=INSTALL) from error
+    except Exception as error:  # OSError, ValueError, and what a processor's own code raises
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise CorpusError(
+            f"its processor cannot be loaded ({reason})", where=str(model), do="copy the model's processor files again"
+        ) from error
+
+
+class Encoder:
+    """Rows with images to token ids and whatever else the model is given with them."""
+
+    def __init__(self, processor: Any, length: int) -> None:
+        """length: most tokens of a sequence."""
+        self.processor, self.length = processor, length
+
+    def __call__(self, row: ImageRow) -> tuple[list[int], dict[str, Tensor]]:
+        """Ids, and tensors as model.forward takes them for a batch of one.
+
+        What follows the last image is cut at `length`. Raises CorpusError when the images alone are longer.
+        """
+        text = self._text(row)
+        images = [_open(image, row.where) for image in row.images]
+        try:
+            found = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        except Exception as error:  # a processor raises what it likes
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            raise CorpusError(
+                f"the model's processor does not take it ({reason})", where=row.where, do="mend or drop the row"
+            ) from error
+        extra = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        ids: Tensor = extra.pop("input_ids")
+        extra.pop("attention_mask", None)
+        if ids.shape[1] > self.length:
+            self._check_cut(ids[0], row.where)
+            extra = {name: _cut(value, ids.shape, self.length) for name, value in extra.items()}
+        return ids[0, : self.length].tolist(), extra
+
+    def _text(self, row: ImageRow) -> str:
+        tokenizer = self.processor.tokenizer
+        speaker = self.processor if getattr(self.processor, "chat_template", None) else tokenizer
+        if row.text is None or (not row.plain and getattr(speaker, "chat_template", None)):
+            render = lambda: speaker.apply_chat_template(row.messages, tokenize=False)  # noqa: E731
+            return rendered(speaker, render, row.where)
+        token = getattr(self.processor, "image_token", None)
+        if not isinstance(token, str):
+            raise CorpusError(
+                "the model's processor has neither a chat template nor an image token",
+                where=row.where,
+                do="put chat_template.jinja into the model's directory",
+            )
+        return f"{tokenizer.bos_token or ''}{token * len(row.images)}{row.text}{tokenizer.eos_token or ''}"
+
+    def _check_cut(self, ids: Tensor, where: str) -> None:
+        """CorpusError when cutting at the length would cut an image, or when that cannot be told."""
+        token = getattr(self.processor, "image_token_id", None)
+        if token is None or bool((ids[self.length :] == token).any()):
+            raise CorpusError(
+                f"{len(ids)} tokens with its image, sequences have {self.length}",
+                where=where,
+                do="raise corpus.sequence_length, or use smaller images",
+            )
+
+
+def _cut(value: Tensor, shape: torch.Size, length: int) -> Tensor:
+    """A tensor that goes with the ids token by token, cut as they are."""
+    return value[:, :length] if value.shape[:2] == shape and not value.is_floating_point() else value
+
+
+def _open(image: Path | bytes, where: str) -> Any:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise CorpusError("images need Pillow", where=where, do=INSTALL) from None
+    try:
+        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
+            return opened.convert("RGB")
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        named = "" if isinstance(image, bytes) else f" {image}"
+        raise CorpusError(f"the image{named} cannot be read ({error})", where=where, do="check it") from None

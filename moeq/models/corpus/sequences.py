@@ -1,0 +1,226 @@
+"""Documents to sequences of tokens: packing, padding, equal shares of the domains."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq.artifacts.files import digest_of
+from moeq.errors import CorpusError
+from moeq.models.corpus.documents import Document, encode
+from moeq.models.corpus.images import ImageRow
+from moeq.models.walk import Batch
+
+Extra = dict[str, Tensor]  # what model.forward is given beside the ids, for a batch of one
+Row = list[int] | ImageRow
+EncodeImages = Callable[[ImageRow], tuple[list[int], Extra]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Token sequences: ids [S, T] int64, mask [S, T] bool (False where padded), the domain of each.
+
+    extra: of every sequence with images, what goes into the model beside its ids (None: no sequence has images).
+    """
+
+    ids: Tensor
+    mask: Tensor
+    domains: tuple[str, ...]
+    extra: tuple[Extra, ...] | None = None
+    pad: int = 0
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def batches(self, size: int) -> list[Batch]:
+        """Batches of at most `size` sequences, in order; a sequence with images is a batch of its own, without pads."""
+        found = []
+        for start, stop in self._spans(size):
+            extra = self.extra[start] if self.extra is not None else {}
+            width = int(self.mask[start].sum()) if extra else self.ids.shape[1]
+            found.append(
+                Batch(
+                    input_ids=self.ids[start:stop, :width],
+                    mask=self.mask[start:stop, :width],
+                    sequences=torch.arange(start, stop),
+                    extra=extra,
+                )
+            )
+        return found
+
+    def _spans(self, size: int) -> Iterator[tuple[int, int]]:
+        start = 0
+        while start < len(self):
+            stop = min(start + size, len(self))
+            if self.extra is not None:
+                with_images = next((index for index in range(start, stop) if self.extra[index]), stop)
+                stop = max(with_images, start + 1)
+            yield start, stop
+            start = stop
+
+    def digest(self) -> str:
+        """Digest of tokens, mask, domains and, where there are, images."""
+        found: list[Any] = [self.ids.tolist(), self.mask.sum(1).tolist(), list(self.domains)]
+        if self.extra is not None:
+            found.append([{name: _tensor_digest(value) for name, value in extra.items()} for extra in self.extra])
+        return digest_of(found)
+
+
+def _tensor_digest(value: Tensor) -> str:
+    data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{value.dtype} {list(value.shape)}".encode() + data.tobytes()).hexdigest()
+
+
+def join(parts: Sequence[Sequences]) -> Sequences:
+    """Sequences one after another, padded to the longest."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.ids.shape[1] for part in parts)
+    pad = parts[0].pad
+    widen = torch.nn.functional.pad
+    extra = tuple(extra for part in parts for extra in part.extra or ({},) * len(part))
+    return Sequences(
+        ids=torch.cat([widen(part.ids, (0, width - part.ids.shape[1]), value=pad) for part in parts]),
+        mask=torch.cat([widen(part.mask, (0, width - part.mask.shape[1]), value=False) for part in parts]),
+        domains=tuple(domain for part in parts for domain in part.domains),
+        extra=extra if any(extra) else None,
+        pad=pad,
+    )
+
+
+class Pool:
+    """All sequences that documents give, by domain, from which some are taken, none twice."""
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        tokenizer: Any,
+        *,
+        length: int,
+        packed: bool = True,
+        where: str = "corpus",
+        images: EncodeImages | None = None,
+    ) -> None:
+        """Tokenize and cut into sequences of `length` tokens.
+
+        packed: each domain's documents are joined and cut without pads; otherwise every document is one sequence, cut
+        or padded on the right. Rows with images stand alone and are encoded, by `images`, when they are taken. Raises
+        CorpusError when there is no text.
+        """
+        if not documents:
+            raise CorpusError("no text in it", where=where, do="give files with text")
+        self.length, self.where, self.images = length, where, images
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+        self.rows: dict[str, list[Row]] = {}
+        for domain in dict.fromkeys(document.domain for document in documents):
+            mine = [document for document in documents if document.domain == domain]
+            ids = encode([document for document in mine if document.image is None], tokenizer)
+            self.rows[domain] = [*(_packed(ids, length) if packed else _apart(ids, length))]
+            self.rows[domain] += [document.image for document in mine if document.image is not None]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows.values()))
+
+    def take(self, count: int | None) -> Sequences:
+        """`count` sequences (None: all) in equal shares a domain, evenly spaced in each; they leave the pool.
+
+        Raises CorpusError when there are too few.
+        """
+        available = len(self)
+        if count is not None and available < count:
+            raise CorpusError(
+                f"too short: {available} sequences of {self.length} tokens, {count} are wanted",
+                where=self.where,
+                do="give more text, or lower sequences or sequence_length",
+            )
+        if available == 0:
+            raise CorpusError(
+                f"too short: not one sequence of {self.length} tokens",
+                where=self.where,
+                do="give more text or lower sequence_length",
+            )
+        shares = _shares(
+            {domain: len(mine) for domain, mine in self.rows.items()}, available if count is None else count
+        )
+        chosen: list[tuple[str, Row]] = []
+        for domain, mine in self.rows.items():
+            picked = [index * len(mine) // shares[domain] for index in range(shares[domain])]
+            chosen += [(domain, mine[index]) for index in picked]
+            gone = set(picked)
+            self.rows[domain] = [row for index, row in enumerate(mine) if index not in gone]
+        return self._sequences(chosen)
+
+    def chunks(self, first: int, limit: int) -> Iterator[Sequences]:
+        """`first` sequences, then each time as many as there are already, up to `limit` or the end of the text."""
+        yield self.take(first)
+        total = first
+        while count := min(total, limit - total, len(self)):
+            yield self.take(count)
+            total += count
+
+    def _sequences(self, chosen: Sequence[tuple[str, Row]]) -> Sequences:
+        encoded = [self._encode(row) for _, row in chosen]
+        width = max(len(ids) for ids, _ in encoded)
+        ids_tensor = torch.full((len(chosen), width), self.pad, dtype=torch.long)
+        mask = torch.zeros((len(chosen), width), dtype=torch.bool)
+        for index, (ids, _) in enumerate(encoded):
+            ids_tensor[index, : len(ids)] = torch.tensor(ids)
+            mask[index, : len(ids)] = True
+        extra = tuple(extra for _, extra in encoded)
+        return Sequences(
+            ids=ids_tensor,
+            mask=mask,
+            domains=tuple(domain for domain, _ in chosen),
+            extra=extra if any(extra) else None,
+            pad=self.pad,
+        )
+
+    def _encode(self, row: Row) -> tuple[list[int], Extra]:
+        if not isinstance(row, ImageRow):
+            return row, {}
+        if self.images is None:
+            raise CorpusError("a row with an image where only text can be read", where=row.where, do="give text")
+        return self.images(row)
+
+
+def make_sequences(
+    documents: Sequence[Document],
+    tokenizer: Any,
+    *,
+    length: int,
+    count: int | None,
+    packed: bool = True,
+    where: str = "corpus",
+) -> Sequences:
+    """Tokenize and cut into `count` sequences of `length` tokens (None: all of the text), as `Pool` does.
+
+    Raises CorpusError when there is no text or too little of it.
+    """
+    return Pool(documents, tokenizer, length=length, packed=packed, where=where).take(count)
+
+
+def _packed(pieces: Sequence[list[int]], length: int) -> list[list[int]]:
+    stream = [token for piece in pieces for token in piece]
+    return [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
+
+
+def _apart(pieces: Sequence[list[int]], length: int) -> list[list[int]]:
+    return [piece[:length] for piece in pieces if len(piece) >= 2]
+
+
+def _shares(available: dict[str, int], count: int) -> dict[str, int]:
+    """Equal shares of `count`, none above what is available; what is left goes to the domains that have more."""
+    shares = dict.fromkeys(available, 0)
+    left = count
+    while left:
+        open_domains = [domain for domain in available if shares[domain] < available[domain]]
+        for index, domain in enumerate(open_domains):
+            step = min(-(-left // (len(open_domains) - index)), available[domain] - shares[domain])
+            shares[domain] += step
+            left -= step
+    return shares

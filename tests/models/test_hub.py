@@ -1,0 +1,178 @@
+"""Hub models: the client against a hub on this machine and against its own cache; every refusal has its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from models.hub_server import COMMIT, TOKEN, Hub, serving
+from safetensors.torch import load_file, save_file
+
+from moeq.errors import ModelError
+from moeq.models.source import INDEX, open_source
+
+NAME = "org/tiny"
+
+
+@pytest.fixture
+def repository(tiny_mixtral: Path, tmp_path: Path) -> Path:
+    """The tiny model in two shards, with what a repository often holds beside."""
+    folder = tmp_path / "repository"
+    shutil.copytree(tiny_mixtral, folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "consolidated.safetensors").write_bytes(b"x" * 1000)
+    (folder / "original").mkdir()
+    (folder / "original" / "pytorch_model.bin").write_bytes(b"x" * 1000)
+    (folder / "modeling_tiny.py").write_text("raise SystemExit\n")
+    return folder
+
+
+@pytest.fixture
+def hub(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving(tmp_path / "cache", monkeypatch) as hub:
+        hub.repositories[NAME] = repository
+        yield hub
+
+
+def test_only_what_is_needed_is_downloaded_and_the_commit_is_pinned(hub: Hub, tiny_mixtral: Path) -> None:
+    source = open_source(NAME)
+    assert source.revision == COMMIT
+    assert source.stamp().revision == COMMIT
+    shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    assert {path.name for path in source.files} == shards
+    assert shards < hub.fetched()
+    assert {"config.json", "tokenizer.json", INDEX} < hub.fetched()
+    assert not {name for name in hub.fetched() if name.endswith((".py", ".bin"))}
+    assert "consolidated.safetensors" not in hub.fetched()
+    asked = len(hub.requests)
+    assert open_source(NAME, COMMIT).stamp() == source.stamp()
+    assert len(hub.requests) == asked, "a pinned revision in the cache needs no network"
+
+
+def test_code_comes_only_when_it_is_allowed(hub: Hub) -> None:
+    assert not (open_source(NAME).path / "modeling_tiny.py").exists()
+    assert (open_source(NAME, trust_remote_code=True).path / "modeling_tiny.py").exists()
+
+
+def test_a_gated_model_needs_the_licence_and_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated.add(NAME)
+    with pytest.raises(ModelError, match=rf"{NAME}: gated \(401\): no token is set; accept the licence at http://127.*"
+                                         r"/org/tiny, then set HF_TOKEN or run `hf auth login`"):  # fmt: skip
+        open_source(NAME)
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    with pytest.raises(
+        ModelError, match=r"gated \(403\): the token that is set has no access to it; accept the licence"
+    ):
+        open_source(NAME)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.requests.clear()
+    assert open_source(NAME).revision == COMMIT
+    assert {token for *_, token in hub.requests} == {TOKEN}
+
+
+def test_a_token_of_hf_auth_login_is_used(hub: Hub, tmp_path: Path) -> None:
+    hub.gated.add(NAME)
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    (tmp_path / "cache" / "token").write_text(TOKEN)
+    assert open_source(NAME).revision == COMMIT
+
+
+def test_refusals_each_have_their_remedy(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"org/none: neither here nor on the hub, unless it is private or gated"
+                                         r" \(401\); check the name; .*HF_TOKEN"):  # fmt: skip
+        open_source("org/none")
+    with pytest.raises(ModelError, match=r"no revision 'v2' on the hub; give a branch, tag or commit"):
+        open_source(NAME, "v2")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(ModelError, match=r"nor on the hub for the token that is set \(404\); check the name"):
+        open_source("org/none")
+    monkeypatch.setenv("HF_TOKEN", "hf_expired")
+    with pytest.raises(
+        ModelError, match=r"the hub does not know the token \(401\); set HF_TOKEN or run `hf auth login`"
+    ):
+        open_source(NAME)
+
+
+def test_a_dropped_connection_is_resumed_where_it_broke_off(
+    hub: Hub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what the client writes at once: 10 MB
+    shard = "model-00001-of-00002.safetensors"
+    hub.drop_after[shard] = 5000
+    source = open_source(NAME)
+    assert (source.path / shard).read_bytes() == (repository / shard).read_bytes()
+    assert hub.gets(shard) == [None, "bytes=5000-"]
+
+
+def test_an_interrupted_download_goes_on_with_what_is_missing(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import file_download
+
+    missing = "model-00002-of-00002.safetensors"
+    hub.dead.add(missing)
+    monkeypatch.setattr(file_download.time, "sleep", lambda _: None)  # between the client's own attempts
+    with pytest.raises(
+        ModelError, match=r"org/tiny: the download broke off .*; run the same command again; what is already"
+    ):
+        open_source(NAME)
+    hub.dead.clear()
+    hub.requests.clear()
+    assert open_source(NAME).revision == COMMIT
+    assert hub.fetched() == {missing}
+
+
+def test_a_hub_that_is_down_and_one_that_is_out_of_reach(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    hub.broken = 403
+    with pytest.raises(ModelError, match=r"gated \(403\): no token is set; accept the licence"):
+        open_source(NAME)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelError, match=r":9 cannot be reached .*; check the network and the proxy; what .* is kept"):
+        open_source(NAME)
+
+
+def test_a_finished_download_is_used_offline_and_half_a_one_is_refused(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    stamp = open_source(NAME).stamp()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert open_source(NAME).stamp() == stamp
+    snapshot = tmp_path / "cache" / "models--org--tiny" / "snapshots" / COMMIT
+    (snapshot / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(
+        ModelError, match=r"not in the cache at revision .*, or not whole, and HF_HUB_OFFLINE is set; .*unset"
+    ):
+        open_source(NAME)
+
+
+def test_the_command_says_it_in_one_line(hub: Hub, tmp_path: Path) -> None:
+    """A process of its own, told of the hub and the token by its environment alone."""
+    from huggingface_hub import constants
+
+    hub.gated.add(NAME)
+    env = os.environ | {"HF_ENDPOINT": constants.ENDPOINT, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home"),
+                        "HF_TOKEN": "hf_other"}  # fmt: skip
+    command = [sys.executable, "-m", "moeq", "profile", "--model", NAME, "--out", str(tmp_path / "run"), "--quiet"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == ModelError.exit_code
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("moeq: org/tiny: gated (403): the token that is set has no access to it; accept")
+    assert not (tmp_path / "run").exists()
