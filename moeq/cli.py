@@ -160,6 +160,24 @@ def inspect(
 
 
 @app.command()
+def families(
+    name: Annotated[str | None, typer.Argument(help="Part of a model_type or class, such as qwen3.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the families of models: which stream, and which can be quantized, exported and loaded."""
+    from dataclasses import asdict
+
+    from moeq import terminal
+    from moeq.models import support
+
+    rows = support.families(name)
+    if json:
+        _print_json([asdict(row) for row in rows])
+    else:
+        terminal.print_families(rows)
+
+
+@app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that moeq exported.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],

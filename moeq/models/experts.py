@@ -75,7 +75,7 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
             raise ModelError(
                 f"experts of this kind ({type(module).__name__}) are not supported: {reason}",
                 where=f"{model_name}, {name}",
-                do="see the table of families in the README",
+                do="`moeq families` lists what is supported",
             )
         experts, hidden, intermediate = kind.sizes(module)
         layers.append(

@@ -131,7 +131,7 @@ def model_class(source: ModelSource, config: Any, trust_remote_code: bool = Fals
     raise ModelError(
         f"transformers has no language model of type {source.config['model_type']}",
         where=str(source.path),
-        do="see the table of families in the README",
+        do="`moeq families` lists what is supported",
     )
 
 
@@ -160,7 +160,7 @@ def skeleton(source: ModelSource, dtype: torch.dtype | None = None, trust_remote
         raise ModelError(
             f"transformers cannot build it ({line(error)})",
             where=str(source.path),
-            do="see the table of families in the README",
+            do="`moeq families` lists what is supported",
         ) from error
 
 

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeq.errors import ModelError, nearest
+
 RECORD = Path(__file__).with_name("families.json")
 
 
@@ -26,9 +28,18 @@ class Support:
     remark: str = ""
 
 
-def families() -> list[Support]:
-    """The record, by model_type."""
-    return [Support(**row) for row in json.loads(RECORD.read_text("utf-8"))]
+def families(name: str | None = None) -> list[Support]:
+    """The record, by model_type; or those whose model_type or class contains a name (ModelError when none does)."""
+    rows = [Support(**row) for row in json.loads(RECORD.read_text("utf-8"))]
+    if name is None:
+        return rows
+    wanted = name.lower().replace("-", "_")
+    found = [row for row in rows if wanted in row.model_type.replace("-", "_") or wanted in row.model.lower()]
+    if not found:
+        guess = nearest(wanted, [row.model_type for row in rows])
+        hint = f"did you mean {guess!r}?" if guess else "run `moeq families` for the list"
+        raise ModelError("no family of this name", where=name, do=hint)
+    return found
 
 
 def markdown(rows: list[Support]) -> str:

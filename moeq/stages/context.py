@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from moeq.errors import ArtifactError, CorpusError
 from moeq.evaluation.harness import open_tasks
 from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer
+from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
@@ -73,6 +73,12 @@ class Context:
         return loading.load_tokenizer(self.source, self.recipe.trust_remote_code)
 
     @cached_property
+    def expert_reader(self) -> ExpertReader:
+        """Experts read one by one, in the checkpoint's own type."""
+        dtype = loading.source_dtype(self.source)
+        return ExpertReader(self.source, loading.skeleton(self.source, dtype, self.recipe.trust_remote_code))
+
+    @cached_property
     def streamed(self) -> StreamedModel | None:
         """The model with its decoder layers on disk, None when it is to be loaded whole."""
         wanted = self.recipe.stream
@@ -100,15 +106,6 @@ class Context:
         self.__dict__.pop("model", None)
         if self.streamed is not None:
             self.streamed.overlay = None
-
-    @contextmanager
-    def weights_of(self, layer: ExpertLayer) -> Iterator[nn.Module]:
-        """The model with the weights of one MoE layer in memory."""
-        if self.streamed is None:
-            yield self.model
-        else:
-            with self.streamed.having(layer) as model:
-                yield model
 
     @cached_property
     def calibration_sources(self) -> list[corpus.Source]:

@@ -76,7 +76,7 @@ def apply_assignment(context: Context, assignment: Assignment) -> None:
     """Replace the model's experts by their dequantized replicas: now, or as a streamed model's layers are read."""
 
     def replace(model: nn.Module, layer: ExpertLayer) -> None:
-        replicas = Replicas(context, assignment, layer)
+        replicas = Replicas(context, assignment, layer, model)
         for expert, bits in enumerate(assignment.bits()[layer.index].tolist()):
             if bits != FULL:
                 values = {name: packed.dequantize() for name, packed in replicas.packed(expert, bits).items()}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.files import make_directory, write_tensors
@@ -15,7 +14,7 @@ from moeq.exporters.moeq import METADATA, extra_name, layer_name
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
-from moeq.quantizers.layer import RTN, rtn_batch
+from moeq.quantizers.layer import rtn_batch
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, losses
 from moeq.stages.context import Context
@@ -30,8 +29,7 @@ def run(context: Context) -> dict[str, Any]:
     placed = others = 0
     with context.reporter.bar("quantize", len(context.layers)) as advance:
         for layer in context.layers:
-            with needed_weights(context, assignment, layer):
-                tensors, extra = layer_tensors(context, assignment, layer)
+            tensors, extra = layer_tensors(context, assignment, layer)
             placed += sum(map(_bytes, tensors.values()))
             others += sum(map(_bytes, extra.values()))
             write_tensors(directory / layer_name(layer.index), tensors | guards(layer), METADATA)
@@ -45,14 +43,6 @@ def guards(layer: ExpertLayer) -> dict[str, Tensor]:
     """Tensors of an impossible shape under the original names: loading without moeq must fail."""
     shapes = guard_shapes(layer)
     return {f"{layer.name}.{name}": torch.zeros(shape, dtype=GUARD_DTYPE) for name, shape in shapes.items()}
-
-
-def needed_weights(context: Context, assignment: Assignment, layer: ExpertLayer) -> AbstractContextManager[Any]:
-    """The layer's weights in memory, where some of its experts are made from them rather than from the store."""
-    everything = context.recipe.quantize.replicas == "all" or assignment.parameters.get("quantizer") == RTN
-    if everything or layer.biased or FULL in assignment.bits()[layer.index]:
-        return context.weights_of(layer)
-    return nullcontext()
 
 
 def layer_tensors(
@@ -73,40 +63,48 @@ def layer_tensors(
 
 
 class Replicas:
-    """Replicas of one layer's experts: from the store (gptq), made now (rtn), or the checkpoint's own weights (16)."""
+    """Replicas of one layer's experts: from the store (gptq), made now (rtn), or the checkpoint's own weights (16).
 
-    def __init__(self, context: Context, assignment: Assignment, layer: ExpertLayer) -> None:
-        self.context, self.layer = context, layer
+    model: where weights are taken from; without it experts are read from the checkpoint one by one.
+    """
+
+    def __init__(
+        self, context: Context, assignment: Assignment, layer: ExpertLayer, model: nn.Module | None = None
+    ) -> None:
+        self.context, self.layer, self.model = context, layer, model
         self.quantizer = assignment.parameters.get("quantizer", "gptq")
         self.store = losses.store(context, layer.index) if self.quantizer == "gptq" else None
+        self._last: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
 
     def packed(self, expert: int, bits: int) -> dict[str, PackedWeight]:
-        """The three matrices of one expert at a width below 16."""
+        """The matrices of one expert at a width below 16."""
         if self.store is not None:
             return {projection: self.store.expert(projection, bits, expert) for projection in self.layer.projections}
         section = self.context.recipe.losses
-        stacks = stacked_weights(self.context.model, self.layer, slice(expert, expert + 1))
-        rounded = rtn_batch({name: stack.float() for name, stack in stacks.items()}, section, [bits])
+        weights, _ = self.original(expert)
+        as_computed = {name: weight.to(self.context.dtype).float()[None] for name, weight in weights.items()}
+        rounded = rtn_batch(as_computed, section, [bits])
         one = {name: PackedWeight.of(result, bits, section.symmetric) for name, result in rounded.items()}
         return {name: _first(packed) for name, packed in one.items()}
 
-    def dense(self, expert: int) -> dict[str, Tensor]:
-        """The three matrices of one expert in the checkpoint's own type."""
-        dtype = source_dtype(self.context.source)
-        stacks = stacked_weights(self.context.model, self.layer, slice(expert, expert + 1))
-        return {name: stack[0].to(dtype).cpu() for name, stack in stacks.items()}
-
-    def biases(self, expert: int) -> dict[str, Tensor]:
-        """One expert's biases in the checkpoint's own type."""
-        dtype = source_dtype(self.context.source)
-        stacks = stacked_biases(self.context.model, self.layer, slice(expert, expert + 1)) if self.layer.biased else {}
-        return {name: stack[0].to(dtype).cpu() for name, stack in stacks.items()}
+    def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Matrices and biases of one expert in the checkpoint's own type."""
+        if self.model is not None:
+            dtype = source_dtype(self.context.source)
+            which = slice(expert, expert + 1)
+            weights, biases = (of(self.model, self.layer, which) for of in (stacked_weights, stacked_biases))
+            found = [{name: stack[0].to(dtype).cpu() for name, stack in of.items()} for of in (weights, biases)]
+            return found[0], found[1]
+        if self._last is None or self._last[0] != expert:
+            self._last = (expert, *self.context.expert_reader.read(self.layer, expert))
+        return self._last[1], self._last[2]
 
     def tensors(self, expert: int, bits: int, prefix: str) -> dict[str, Tensor]:
         """One replica's tensors under their final names."""
-        found = {f"{prefix}.{name}.bias": bias for name, bias in self.biases(expert).items()}
+        weights, biases = self.original(expert) if bits == FULL or self.layer.biased else ({}, {})
+        found = {f"{prefix}.{name}.bias": bias for name, bias in biases.items()}
         if bits == FULL:
-            return found | {f"{prefix}.{name}.dense": weight for name, weight in self.dense(expert).items()}
+            return found | {f"{prefix}.{name}.dense": weight for name, weight in weights.items()}
         return found | {
             f"{prefix}.{name}.{part}": tensor
             for name, packed in self.packed(expert, bits).items()

@@ -11,6 +11,7 @@ from packed_models import save_fp8, save_mxfp4
 
 from moeq.errors import ModelError
 from moeq.models import loading
+from moeq.models.experts import find_expert_layers, stacked_biases, stacked_weights
 from moeq.models.single import ExpertReader
 from moeq.models.source import open_source
 
@@ -77,3 +78,20 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", sorted(UNSTACKED))
 def test_the_families_left_out_stack_nothing(family: str) -> None:
     assert not stacked(build(family))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "aria", "llama4", "jetmoe", "dbrx", "switch_transformers",
+    "nemotron_h", "longcat_flash", "qwen3_vl_moe", "muse_spark"])  # fmt: skip
+def test_matrices_and_biases_of_one_expert(family: str, tmp_path: Path) -> None:
+    source = open_source(str(save(family, tmp_path / "model", with_tokenizer=False)))
+    whole = loading.load_model(source, torch.float32, CPU)
+    reader = ExpertReader(source, loading.skeleton(source, torch.float32))
+    for layer in find_expert_layers(whole):
+        weights, biases = (of(whole, layer, slice(None)) for of in (stacked_weights, stacked_biases))
+        for expert in range(layer.num_experts):
+            before = reader.bytes_read
+            found = reader.read(layer, expert)
+            assert reader.bytes_read - before == 4 * (layer.parameters_per_expert + layer.biases_per_expert)
+            for mine, all_of_them in zip(found, (weights, biases), strict=True):
+                assert set(mine) == set(all_of_them)
+                assert all(torch.equal(mine[name], all_of_them[name][expert]) for name in mine)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -32,6 +33,14 @@ class Tap:
     path: str
     after: bool
     read: Callable[[nn.Module, tuple[Any, ...], Any], tuple[Tensor, Tensor, Tensor]]
+
+
+class ReadsParts(Protocol):
+    """Reads parts of a module's parameters from disk, by their names below it."""
+
+    def read_expert(self, name: str, expert: int) -> Tensor: ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
 
 
 class Kind(ABC):
@@ -76,6 +85,19 @@ class Kind(ABC):
         """One expert's matrices as views of the module's memory, to be overwritten."""
         return {name: stack[0] for name, stack in self.weights(module, slice(expert, expert + 1)).items()}
 
+    def alone(self, module: nn.Module, expert: int, read: ReadsParts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Matrices and biases of one expert without those of the others, {projection: [rows, inputs]}, [rows].
+
+        `module` may lie on the meta device; `read` reads parts of its parameters.
+        """
+        parts = {name: read.read_expert(name, expert).unsqueeze(0) for name in self.parameters(module)}
+        return self.first(with_parameters(module, parts))
+
+    def first(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Matrices and biases of the first expert."""
+        weights, biases = (of(module, slice(0, 1)) for of in (self.weights, self.biases))
+        return {name: stack[0] for name, stack in weights.items()}, {name: stack[0] for name, stack in biases.items()}
+
     @abstractmethod
     def gate(self, module: nn.Module) -> Gate:
         """What lies between the first matrices and down_proj; works on a module whose weights are elsewhere."""
@@ -100,6 +122,22 @@ class Kind(ABC):
 def _three(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
     hidden, experts, weights = arguments[:3]
     return hidden.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)
+
+
+def with_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+    """A copy of a module with other parameters under some (dotted) names; everything else is shared."""
+    shell = copy(module)
+    shell._parameters, shell._modules = dict(module._parameters), dict(module._modules)
+    below: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        head, dot, rest = name.partition(".")
+        if dot:
+            below.setdefault(head, {})[rest] = tensor
+        else:
+            shell._parameters[head] = nn.Parameter(tensor, requires_grad=False)
+    for head, inner in below.items():
+        shell._modules[head] = with_parameters(module.get_submodule(head), inner)
+    return shell
 
 
 def act_then_multiply(act_fn: Callable[[Tensor], Tensor]) -> Gate:

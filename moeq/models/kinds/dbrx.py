@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moeq.models.kinds.base import Gate, Kind, act_then_multiply
+from moeq.models.kinds.base import Gate, Kind, ReadsParts, act_then_multiply, with_parameters
 
 
 class Dbrx(Kind):
@@ -34,6 +34,14 @@ class Dbrx(Kind):
             for matrix in (of.mlp.w1, of.mlp.v1, of.mlp.w2)
         )
         return {"gate_proj": gate, "up_proj": up, "down_proj": down.mT}
+
+    def alone(self, module: nn.Module, expert: int, read: ReadsParts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        rows = self.sizes(module)[2]
+        names = self.parameters(module)
+        parts = {name: read.read_rows(name, expert * rows, (expert + 1) * rows) for name in names}
+        shell: Any = with_parameters(module, parts)
+        shell.num_experts = 1
+        return self.first(shell)
 
     def remarks(self, module: nn.Module) -> tuple[str, ...]:
         return ("one below the other",)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.models.kinds.base import NON_GATED, Gate, Kind, Tap, act_alone
+from moeq.models.kinds.base import NON_GATED, Gate, Kind, ReadsParts, Tap, act_alone
 
 _LINEARS = {"up_proj": "wi", "down_proj": "wo"}
 
@@ -40,6 +40,12 @@ class Numbered(Kind):
             projection: torch.stack([of[f"expert_{e}"].get_submodule(name).weight.data for e in chosen])
             for projection, name in _LINEARS.items()
         }
+
+    def alone(self, module: nn.Module, expert: int, read: ReadsParts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        _, hidden, inter = self.sizes(module)
+        rows = {"up_proj": inter, "down_proj": hidden}
+        names = {projection: f"expert_{expert}.{name}.weight" for projection, name in _LINEARS.items()}
+        return {projection: read.read_rows(name, 0, rows[projection]) for projection, name in names.items()}, {}
 
     def views(self, module: nn.Module, expert: int) -> dict[str, Tensor]:
         of: Any = module
