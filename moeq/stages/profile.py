@@ -25,7 +25,7 @@ def run(context: Context) -> dict[str, Any]:
     growth = context.recipe.corpus.until_covered
     chunks: list[Sequences] = []
     parts: list[ExpertProfile] = []
-    for chunk in context.calibration_chunks():
+    for chunk in [context.calibration] if growth is None else context.calibration_chunks():
         chunks.append(chunk)
         parts.append(_count(context, chunk))
         profile = _joined(parts)
