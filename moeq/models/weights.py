@@ -74,6 +74,9 @@ class _Fp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
 DEQUANTIZED = {"fp8": _Fp8Quantizer, "mxfp4": Mxfp4HfQuantizer}  # by quant_method: what is dequantized while loading
 
 
+PACKED = {"F8_E4M3": 1, "I8": 2, "U8": 2}  # weights in a byte, by the dtype that headers name
+
+
 def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
     """The quantization that a config.json declares, for the whole or for its language model; None when none."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
@@ -91,6 +94,40 @@ def _quantizer(source: ModelSource) -> Any:
         return None
     config = AutoQuantizationConfig.from_dict(declared | {"dequantize": True})
     return DEQUANTIZED[declared["quant_method"]](config, pre_quantized=True)
+
+
+def _scales_of(key: str) -> tuple[str, ...]:
+    """The names under which the scales of a packed tensor may lie."""
+    if key.endswith("_blocks"):
+        return (f"{key.removesuffix('blocks')}scales",)
+    stem = key.removesuffix("weight")
+    return (f"{key}_scale_inv", *(f"{stem}{name}" for name in ("scale", "qscale_weight") if stem != key))
+
+
+def scale_keys(source: ModelSource) -> set[str]:
+    """The tensors on disk that are scales of packed ones (or of activations); none of a plain checkpoint."""
+    if not is_dequantized(source):
+        return set()
+    packed = [key for key, header in source.tensors.items() if header.dtype in PACKED]
+    found = {scales for key in packed for scales in _scales_of(key)}
+    return {key for key in source.tensors if key in found or key.endswith(".activation_scale")}
+
+
+def read_plain(source: ModelSource, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors as they lie on disk; FP8 ones dequantized to bfloat16, as an unpacked checkpoint has them."""
+    quantizer = _quantizer(source)
+    found: dict[str, Tensor] = {}
+    wanted = set(keys)
+    for file in sorted({source.tensors[key].file for key in wanted}):
+        with safe_open(file, "pt") as handle:
+            found |= {key: handle.get_tensor(key) for key in wanted if source.tensors[key].file == file}
+    for key in found if quantizer is not None else ():
+        name = next((name for name in _scales_of(key) if name in source.tensors), None)
+        if source.tensors[key].dtype == "F8_E4M3" and name is not None:
+            with safe_open(source.tensors[name].file, "pt") as handle:
+                scales = handle.get_tensor(name)
+            found[key] = BlockDequantize(quantizer)._dequantize_one(found[key], scales, torch.bfloat16)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +171,7 @@ class WeightReader:
     def _check_scales(self) -> None:
         """ModelError for FP8 codes without scales, which the library would take for the weights themselves."""
         for key, header in self.source.tensors.items():
-            stem = key.removesuffix("weight")
-            scales = (f"{key}_scale_inv", f"{stem}scale", f"{stem}qscale_weight")
-            if header.dtype == "F8_E4M3" and not any(name in self.source.tensors for name in scales):
+            if header.dtype == "F8_E4M3" and not any(name in self.source.tensors for name in _scales_of(key)):
                 raise ModelError(f"{key} has no scales", where=str(self.source.path), do=REMEDY)
 
     def _index(self) -> None:
