@@ -35,23 +35,28 @@ from moeq.models.source import ModelSource
 
 
 class BlockDequantize(Fp8Dequantize):  # type: ignore[misc]
-    """FP8 weights times the scales of their blocks, in float32, cast to the parameter's dtype.
+    """FP8 weights times the scales of their blocks, in float32, rounded to bfloat16 and cast to the parameter's dtype.
+
+    Always to bfloat16 first, so that a model computes the same in float32 as its unpacked (or exported) checkpoint.
 
     The library's own operation takes the block to be the shape divided by the scales' shape, which for a matrix that is
     no multiple of the block is an error or, where it happens to divide, the wrong block; here the last blocks are cut.
     """
 
     def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+        return self.dequantize(quantized, scales).to(output_dtype or torch.bfloat16)
+
+    def dequantize(self, quantized: Tensor, scales: Tensor) -> Tensor:
+        """The values of codes [M, N] (or stacks of them) with scales [ceil(M/m), ceil(N/n)], in bfloat16."""
         block = self.hf_quantizer.quantization_config.weight_block_size
-        if quantized.dtype != torch.float8_e4m3fn or block is None or scales.dim() < 2:
-            return super()._dequantize_one(quantized, scales, output_dtype)  # type: ignore[no-any-return]
         rows, columns = quantized.shape[-2:]
-        if tuple(scales.shape[-2:]) != (-(-rows // block[0]), -(-columns // block[1])):
-            return super()._dequantize_one(quantized, scales, output_dtype)  # type: ignore[no-any-return]
+        regular = quantized.dtype == torch.float8_e4m3fn and block is not None and scales.dim() >= 2
+        if not regular or tuple(scales.shape[-2:]) != (-(-rows // block[0]), -(-columns // block[1])):
+            return super()._dequantize_one(quantized, scales, torch.bfloat16)  # type: ignore[no-any-return]
         exponents = scales.dtype == torch.uint8
         grid = (scales.float() - 127).exp2() if exponents else scales.float()
         full = grid.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
-        return (quantized.float() * full).to(output_dtype or torch.bfloat16)
+        return (quantized.float() * full).bfloat16()
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """As the library's, and tensors without scales are cast to the parameter's dtype too."""
@@ -126,7 +131,7 @@ def read_plain(source: ModelSource, keys: Iterable[str]) -> dict[str, Tensor]:
         if source.tensors[key].dtype == "F8_E4M3" and name is not None:
             with safe_open(source.tensors[name].file, "pt") as handle:
                 scales = handle.get_tensor(name)
-            found[key] = BlockDequantize(quantizer)._dequantize_one(found[key], scales, torch.bfloat16)
+            found[key] = BlockDequantize(quantizer).dequantize(found[key], scales)
     return found
 
 
