@@ -44,7 +44,7 @@ def save_fp8(folder: Path, family: str, dtype: torch.dtype) -> tuple[Path, Path]
     for name, weight in load_file(plain / "model.safetensors").items():
         if weight.dim() == 2 and "proj" in name:
             stored[name], stored[f"{name}_scale_inv"], full = _blocks_to_fp8(weight)
-            values[name] = full.to(dtype)
+            values[name] = full.to(torch.bfloat16).to(dtype)
         else:
             values[name] = stored[name] = weight if "correction_bias" in name else weight.to(torch.bfloat16).to(dtype)
     declared = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic", "fmt": "e4m3"}

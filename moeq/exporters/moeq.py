@@ -1,7 +1,7 @@
 """The native format: a transformers checkpoint directory with packed experts and a placement manifest.
 
 config.json                      the model's own, with quantization_config (method moeq, every expert's width)
-model-0000i-of-0000n.safetensors everything that is not a routed expert, byte for byte as it was
+model-0000i-of-0000n.safetensors everything that is not a routed expert, byte for byte as it was (FP8: dequantized)
 experts-layer-NNN.safetensors    one MoE layer's experts at their placed widths
 replicas-layer-NNN.safetensors   the other widths, where the recipe asked for them (not loaded by transformers)
 model.safetensors.index.json     key -> file
@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from torch import Tensor
-
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import building, place, write_json, write_tensors
 from moeq.artifacts.manifest import (
@@ -34,6 +31,7 @@ from moeq.artifacts.manifest import (
 )
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, ModelSource, TensorHeader, read_header
+from moeq.models.weights import read_plain, scale_keys
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD
 from moeq.runtime.packed_experts import guard_shapes
 
@@ -100,11 +98,15 @@ def _quantization(inputs: ExportInputs) -> dict[str, Any]:
 
 
 def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
-    """Copy all tensors that are not routed experts into shards, a shard at a time; returns key -> file."""
+    """Copy all tensors that are not routed experts into shards, a shard at a time; returns key -> file.
+
+    Those of a checkpoint that is dequantized while loading are written dequantized.
+    """
     shards: list[list[str]] = [[]]
     size = 0
-    for key in sorted(set(inputs.source.tensors) - inputs.expert_keys):
-        tensor_bytes = inputs.source.tensors[key].bytes
+    for key in sorted(set(inputs.source.tensors) - inputs.expert_keys - scale_keys(inputs.source)):
+        header = inputs.source.tensors[key]
+        tensor_bytes = header.bytes * (2 if header.dtype == "F8_E4M3" else 1)
         if shards[-1] and size + tensor_bytes > inputs.max_shard_bytes:
             shards.append([])
             size = 0
@@ -113,17 +115,9 @@ def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
     where: dict[str, str] = {}
     for number, keys in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(directory / name, _read(inputs.source, keys), METADATA)
+        write_tensors(directory / name, read_plain(inputs.source, keys), METADATA)
         where |= dict.fromkeys(keys, name)
     return where
-
-
-def _read(source: ModelSource, keys: list[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in sorted({source.tensors[key].file for key in keys}):
-        with safe_open(file, "pt") as handle:
-            found |= {key: handle.get_tensor(key) for key in keys if source.tensors[key].file == file}
-    return found
 
 
 def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> PlacementManifest:

@@ -23,7 +23,15 @@ from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.messages import REMEDY, line, quiet_transformers
 from moeq.models.source import VOCABULARIES, ModelSource
-from moeq.models.weights import DEQUANTIZED, WeightReader, is_dequantized, owner, quantization_of
+from moeq.models.weights import (
+    DEQUANTIZED,
+    PACKED,
+    WeightReader,
+    is_dequantized,
+    owner,
+    quantization_of,
+    scale_keys,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -71,7 +79,7 @@ def loaded_bytes(source: ModelSource, dtype: torch.dtype) -> int:
     if not is_dequantized(source):
         size = sum(header.bytes for header in source.tensors.values())
         return size * dtype.itemsize // source_dtype(source).itemsize
-    return sum(_weights_in(source, key) for key in source.tensors if not _is_scale(source, key)) * dtype.itemsize
+    return sum(_weights_in(source, key) for key in set(source.tensors) - scale_keys(source)) * dtype.itemsize
 
 
 def compute_dtype(source: ModelSource, wanted: str, device: torch.device) -> torch.dtype:
@@ -181,7 +189,7 @@ def keys_of(source: ModelSource, model: nn.Module, parameters: dict[str, int]) -
     reader = WeightReader(source, model, torch.float32, torch.device("cpu"))
     origins = {origin.key: origin for name in parameters for origin in reader.origins.get(name, ())}
     strays = {name for origin in origins.values() for name in origin.targets} - set(parameters)
-    weights = {key for key in origins if not _is_scale(source, key)}
+    weights = set(origins) - scale_keys(source)
     _check_shapes(source, {key for key in weights if len(origins[key].targets) == 1})
     elements = sum(_weights_in(source, key) for key in weights)
     expected = sum(parameters.values()) + sum(model.get_parameter(name).numel() for name in strays)
@@ -194,14 +202,10 @@ def keys_of(source: ModelSource, model: nn.Module, parameters: dict[str, int]) -
     return set(origins)
 
 
-def _is_scale(source: ModelSource, key: str) -> bool:
-    return is_dequantized(source) and key.endswith(("_scale_inv", "_scales", ".scale", "activation_scale"))
-
-
 def _weights_in(source: ModelSource, key: str) -> int:
     """How many weights a tensor on disk holds: a byte of MXFP4 blocks holds two."""
     header = source.tensors[key]
-    per_byte = 2 if is_dequantized(source) and header.dtype in ("U8", "I8") else 1
+    per_byte = PACKED.get(header.dtype, 1) if is_dequantized(source) else 1
     return _elements(header.shape) * per_byte
 
 

@@ -35,23 +35,28 @@ from moeq.models.source import ModelSource
 
 
 class BlockDequantize(Fp8Dequantize):  # type: ignore[misc]
-    """FP8 weights times the scales of their blocks, in float32, cast to the parameter's dtype.
+    """FP8 weights times the scales of their blocks, in float32, rounded to bfloat16 and cast to the parameter's dtype.
+
+    Always to bfloat16 first, so that a model computes the same in float32 as its unpacked (or exported) checkpoint.
 
     The library's own operation takes the block to be the shape divided by the scales' shape, which for a matrix that is
     no multiple of the block is an error or, where it happens to divide, the wrong block; here the last blocks are cut.
     """
 
     def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+        return self.dequantize(quantized, scales).to(output_dtype or torch.bfloat16)
+
+    def dequantize(self, quantized: Tensor, scales: Tensor) -> Tensor:
+        """The values of codes [M, N] (or stacks of them) with scales [ceil(M/m), ceil(N/n)], in bfloat16."""
         block = self.hf_quantizer.quantization_config.weight_block_size
-        if quantized.dtype != torch.float8_e4m3fn or block is None or scales.dim() < 2:
-            return super()._dequantize_one(quantized, scales, output_dtype)  # type: ignore[no-any-return]
         rows, columns = quantized.shape[-2:]
-        if tuple(scales.shape[-2:]) != (-(-rows // block[0]), -(-columns // block[1])):
-            return super()._dequantize_one(quantized, scales, output_dtype)  # type: ignore[no-any-return]
+        regular = quantized.dtype == torch.float8_e4m3fn and block is not None and scales.dim() >= 2
+        if not regular or tuple(scales.shape[-2:]) != (-(-rows // block[0]), -(-columns // block[1])):
+            return super()._dequantize_one(quantized, scales, torch.bfloat16)  # type: ignore[no-any-return]
         exponents = scales.dtype == torch.uint8
         grid = (scales.float() - 127).exp2() if exponents else scales.float()
         full = grid.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
-        return (quantized.float() * full).to(output_dtype or torch.bfloat16)
+        return (quantized.float() * full).bfloat16()
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """As the library's, and tensors without scales are cast to the parameter's dtype too."""
@@ -74,6 +79,9 @@ class _Fp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
 DEQUANTIZED = {"fp8": _Fp8Quantizer, "mxfp4": Mxfp4HfQuantizer}  # by quant_method: what is dequantized while loading
 
 
+PACKED = {"F8_E4M3": 1, "I8": 2, "U8": 2}  # weights in a byte, by the dtype that headers name
+
+
 def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
     """The quantization that a config.json declares, for the whole or for its language model; None when none."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
@@ -91,6 +99,40 @@ def _quantizer(source: ModelSource) -> Any:
         return None
     config = AutoQuantizationConfig.from_dict(declared | {"dequantize": True})
     return DEQUANTIZED[declared["quant_method"]](config, pre_quantized=True)
+
+
+def _scales_of(key: str) -> tuple[str, ...]:
+    """The names under which the scales of a packed tensor may lie."""
+    if key.endswith("_blocks"):
+        return (f"{key.removesuffix('blocks')}scales",)
+    stem = key.removesuffix("weight")
+    return (f"{key}_scale_inv", *(f"{stem}{name}" for name in ("scale", "qscale_weight") if stem != key))
+
+
+def scale_keys(source: ModelSource) -> set[str]:
+    """The tensors on disk that are scales of packed ones (or of activations); none of a plain checkpoint."""
+    if not is_dequantized(source):
+        return set()
+    packed = [key for key, header in source.tensors.items() if header.dtype in PACKED]
+    found = {scales for key in packed for scales in _scales_of(key)}
+    return {key for key in source.tensors if key in found or key.endswith(".activation_scale")}
+
+
+def read_plain(source: ModelSource, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors as they lie on disk; FP8 ones dequantized to bfloat16, as an unpacked checkpoint has them."""
+    quantizer = _quantizer(source)
+    found: dict[str, Tensor] = {}
+    wanted = set(keys)
+    for file in sorted({source.tensors[key].file for key in wanted}):
+        with safe_open(file, "pt") as handle:
+            found |= {key: handle.get_tensor(key) for key in wanted if source.tensors[key].file == file}
+    for key in found if quantizer is not None else ():
+        name = next((name for name in _scales_of(key) if name in source.tensors), None)
+        if source.tensors[key].dtype == "F8_E4M3" and name is not None:
+            with safe_open(source.tensors[name].file, "pt") as handle:
+                scales = handle.get_tensor(name)
+            found[key] = BlockDequantize(quantizer).dequantize(found[key], scales)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +176,7 @@ class WeightReader:
     def _check_scales(self) -> None:
         """ModelError for FP8 codes without scales, which the library would take for the weights themselves."""
         for key, header in self.source.tensors.items():
-            stem = key.removesuffix("weight")
-            scales = (f"{key}_scale_inv", f"{stem}scale", f"{stem}qscale_weight")
-            if header.dtype == "F8_E4M3" and not any(name in self.source.tensors for name in scales):
+            if header.dtype == "F8_E4M3" and not any(name in self.source.tensors for name in _scales_of(key)):
                 raise ModelError(f"{key} has no scales", where=str(self.source.path), do=REMEDY)
 
     def _index(self) -> None:

@@ -15,6 +15,7 @@ from moeq.errors import ModelError
 from moeq.models import loading
 from moeq.models.source import open_source
 from moeq.models.streaming import StreamedModel
+from moeq.models.weights import read_plain, scale_keys
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 2048, (2, 12), generator=torch.Generator().manual_seed(5))
@@ -52,6 +53,18 @@ def test_expert_keys_hold_codes_and_scales(kind: str, tmp_path: Path) -> None:
     part = {"deepseek_v3": ".mlp.experts.", "gpt_oss": "_proj_"}[kind]
     assert found == {key for key in source.tensors if part in key and "bias" not in key}
     assert any("scale" in key for key in found)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+def test_plain_tensors_are_those_of_the_dequantized_model(kind: str, tmp_path: Path) -> None:
+    plain, packed = (open_source(str(path)) for path in twins(tmp_path, kind, torch.bfloat16))
+    scales = scale_keys(packed)
+    assert scales == {key for key in packed.tensors if "_scale" in key}
+    assert scale_keys(plain) == set()
+    keys = {key for key in packed.tensors if key in plain.tensors}
+    assert keys | scales | {key for key in packed.tensors if key.endswith("_blocks")} == set(packed.tensors)
+    values, wanted = read_plain(packed, keys), load_file(plain.path / "model.safetensors")
+    assert all(torch.equal(values[key], wanted[key]) and values[key].dtype == wanted[key].dtype for key in keys)
 
 
 def test_a_missing_scale_is_not_passed_over(tmp_path: Path) -> None:
