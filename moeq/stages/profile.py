@@ -28,6 +28,7 @@ def run(context: Context) -> dict[str, Any]:
             scores.append(layer_scores)
             top_k.append(inputs.experts.shape[1])
             advance()
+            del inputs  # before the next layer's are gathered
     profile = ExpertProfile(
         layers=tuple(layer.name for layer in context.layers),
         top_k=tuple(top_k),
