@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from torch import Tensor
-
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.files import building, place, write_json, write_tensors
+from moeq.artifacts.files import building, copy_tensors, place, write_json
 from moeq.artifacts.manifest import (
     PlacedExpert,
     PlacedLayer,
@@ -100,7 +97,7 @@ def _quantization(inputs: ExportInputs) -> dict[str, Any]:
 
 
 def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
-    """Copy all tensors that are not routed experts into shards, a shard at a time; returns key -> file."""
+    """Copy all tensors that are not routed experts into shards, a few megabytes at a time; returns key -> file."""
     shards: list[list[str]] = [[]]
     size = 0
     for key in sorted(set(inputs.source.tensors) - inputs.expert_keys):
@@ -113,17 +110,9 @@ def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
     where: dict[str, str] = {}
     for number, keys in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(directory / name, _read(inputs.source, keys), METADATA)
+        copy_tensors(directory / name, {key: inputs.source.tensors[key] for key in keys}, METADATA)
         where |= dict.fromkeys(keys, name)
     return where
-
-
-def _read(source: ModelSource, keys: list[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in sorted({source.tensors[key].file for key in keys}):
-        with safe_open(file, "pt") as handle:
-            found |= {key: handle.get_tensor(key) for key in keys if source.tensors[key].file == file}
-    return found
 
 
 def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> PlacementManifest:
