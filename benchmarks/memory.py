@@ -1,27 +1,38 @@
-"""Peak memory of profile, losses (RTN) and export on streamed checkpoints of 4 to 32 layers of the same width.
+"""Peak memory of every stage on streamed checkpoints of 4 to 32 layers of the same width.
 
-    python benchmarks/memory.py [--hidden 512] [--intermediate 512] [--experts 32] [--layers 4 8 16 32]
+    python benchmarks/memory.py [--hidden 1024] [--intermediate 1024] [--experts 40] [--layers 4 8 16 32]
 
-Anonymous memory (RssAnon, sampled 50 times a second from /proc) of a fresh process for each checkpoint; mapped file
-pages (RssFile) apart, since the kernel may drop them. Goals: 32 layers take at most a quarter of a layer more than 4;
-the level is at most the resident parts + 2 layers + 1 GB; bytes asked of the disk <= 1.2 of the checkpoint a stage.
-Peer column: plain from_pretrained and nothing else.
+Anonymous memory (RssAnon, sampled 50 times a second from /proc) of a fresh process for each checkpoint, stage by stage;
+mapped file pages (RssFile) apart, since the kernel may drop them. Goals for profile, losses (RTN), assign, quantize and
+export: the largest checkpoint takes at most a quarter of a layer more than the smallest; the level is at most the
+resident parts + 2 layers + 1 GB; a stage that reads weights asks the disk for at most 1.2 of the checkpoint's bytes.
+eval (perplexity alone) is shown beside them: it loads the exported checkpoint whole, as a user would.
+Peer column: plain from_pretrained and nothing else, up to --plain-limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 GIGABYTE = 10**9
-STAGES = ("profile", "losses", "assign", "quantize", "export")
-READING_STAGES = 3  # profile, losses and, for RTN replicas, quantize; export copies what is not an expert
+STAGES = ("profile", "losses", "assign", "quantize", "export")  # the goals are theirs
+SHOWN = ("profile", "losses", "quantize", "export", "eval")
+INDEX, REST = "model.safetensors.index.json", "rest.safetensors"
+READING = ("profile", "losses", "quantize")  # quantize makes RTN replicas from the weights
+OVERRIDES = [
+    "stream=always", "corpus.sequences=16", "corpus.sequence_length=128", "losses.bits=[1,2,3,4]",
+    "losses.methods=[rtn]", "losses.per_projection=false", "losses.working_memory=256MiB", "assign.quantizer=rtn",
+    "eval.compare=[]", "eval.perplexity.sequences=8", "eval.perplexity.sequence_length=128",
+]  # fmt: skip
 
 
 def make(folder: Path, layers: int, options: argparse.Namespace) -> Path:
@@ -54,7 +65,7 @@ def make(folder: Path, layers: int, options: argparse.Namespace) -> Path:
         where.update(dict.fromkeys(tensors, file))
 
     write(
-        "rest.safetensors",
+        REST,
         {"model.embed_tokens.weight": random(2048, hidden), "model.norm.weight": torch.ones(hidden).bfloat16()},
     )
     for layer in range(layers):
@@ -72,7 +83,20 @@ def make(folder: Path, layers: int, options: argparse.Namespace) -> Path:
             for name, shape in (("w1", (inter, hidden)), ("w2", (hidden, inter)), ("w3", (inter, hidden))):
                 tensors[f"{prefix}block_sparse_moe.experts.{expert}.{name}.weight"] = random(*shape)
         write(f"layer-{layer:03d}.safetensors", tensors)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def first_layers(whole: Path, folder: Path, layers: int) -> Path:
+    """The checkpoint cut to its first layers; hard links, so that it takes no disk."""
+    folder.mkdir()
+    where = json.loads((whole / INDEX).read_text())["weight_map"]
+    kept = {key: file for key, file in where.items() if file == REST or int(file[6:9]) < layers}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+    config = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in {*kept.values(), "tokenizer.json", "tokenizer_config.json"}:
+        os.link(whole / name, folder / name)
     return folder
 
 
@@ -82,14 +106,34 @@ def resident() -> dict[str, int]:
     return {name: int(value.split()[0]) * 1024 for name, _, value in rows if name in ("RssAnon", "RssFile")}
 
 
-def watch(peaks: dict[str, int], stop: threading.Event) -> None:
-    while not stop.wait(0.02):
-        for name, value in resident().items():
-            peaks[name] = max(peaks.get(name, 0), value)
+class Peaks:
+    """The highest RssAnon and RssFile above a first level since the last reset, watched from a thread."""
+
+    def __init__(self) -> None:
+        self.start = resident()
+        self.reset()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            for name, value in resident().items():
+                self.highest[name] = max(self.highest[name], value)
+
+    def reset(self) -> None:
+        self.highest = dict(self.start)
+
+    def above(self) -> dict[str, int]:
+        return {name: self.highest[name] - self.start[name] for name in self.start}
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
-def measure(folder: Path, how: str) -> dict[str, float]:
-    """In this process: the stages on a streamed model, or plain from_pretrained; peaks above the level before."""
+def measure(folder: Path, how: str) -> dict[str, dict[str, float]]:
+    """In this process: the stages on a streamed model, or plain from_pretrained; a row for each."""
     from moeq import pipeline
     from moeq.models import loading
     from moeq.models.source import open_source
@@ -99,72 +143,88 @@ def measure(folder: Path, how: str) -> dict[str, float]:
 
     source = open_source(str(folder))
     loading.describe(source)
-    start, peaks, stop = resident(), {}, threading.Event()
-    thread = threading.Thread(target=watch, args=(peaks, stop))
-    thread.start()
-    found: dict[str, float] = {}
-    if how == "moeq":
-        overrides = [
-            "stream=always", "corpus.sequences=16", "corpus.sequence_length=128", "losses.methods=[rtn]",
-            "losses.per_projection=false", "losses.working_memory=256MiB", "assign.quantizer=rtn", "eval.compare=[]",
-        ]  # fmt: skip
-        recipe = load_recipe(None, overrides)
-        out = folder.with_name(folder.name + "-run")
-        context = Context(recipe=recipe, model_name=str(folder), out=out, reporter=Reporter(quiet=True))
-        pipeline.run(context, STAGES)
-        assert context.streamed is not None
-        total = sum(header.bytes for header in source.tensors.values())
-        found["passes"] = context.streamed.bytes_read / total / READING_STAGES
-        shutil.rmtree(out)
-    else:
+    peaks = Peaks()
+    rows: dict[str, dict[str, float]] = {}
+    if how == "plain":
         import torch
 
         model = loading.load_model(source, torch.bfloat16, torch.device("cpu"))
-        found["passes"] = float(model is not None)
-    stop.set()
-    thread.join()
-    return found | {name: float(peaks[name] - start[name]) for name in start}
+        rows[how] = {**peaks.above(), "parameters": model.num_parameters()}
+    else:
+        out = folder.with_name(folder.name + "-run")
+        recipe = load_recipe(None, OVERRIDES)
+        context = Context(recipe=recipe, model_name=str(folder), out=out, reporter=Reporter(quiet=True))
+        total = sum(header.bytes for header in source.tensors.values())
+        for stage in (*STAGES, "eval"):
+            peaks.reset()
+            read, started = context.streamed.bytes_read if rows else 0, time.monotonic()
+            pipeline.run(context, (stage,))
+            passes = (context.streamed.bytes_read - read) / total
+            rows[stage] = {**peaks.above(), "passes": passes, "seconds": time.monotonic() - started}
+        shutil.rmtree(out)
+    peaks.stop()
+    return rows
+
+
+def in_fresh_process(folder: Path, how: str) -> dict[str, dict[str, float]]:
+    done = subprocess.run([sys.executable, __file__, "--one", str(folder), how], stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def verdict(found: dict[int, dict[str, dict[str, float]]], layer_bytes: int, resident_bytes: int) -> bool:
+    """Print the figures and their goals; whether all are met."""
+    highest = {layers: max(rows[stage]["RssAnon"] for stage in STAGES) for layers, rows in found.items()}
+    few, many = min(found), max(found)
+    grown = {stage: (found[many][stage]["RssAnon"] - found[few][stage]["RssAnon"]) / layer_bytes for stage in SHOWN}
+    print(f"growth from {few} to {many} layers, in layers: {', '.join(f'{s} {g:.2f}' for s, g in grown.items())}")
+    growth = (highest[many] - highest[few]) / layer_bytes
+    level, limit = max(highest.values()), resident_bytes + 2 * layer_bytes + GIGABYTE
+    exported, export_limit = max(rows["export"]["RssAnon"] for rows in found.values()), 2 * layer_bytes
+    passes = max(rows[stage]["passes"] for rows in found.values() for stage in READING)
+    print(f"export {exported / 1e6:.0f} MB (goal {export_limit / 1e6:.0f}: two layers)")
+    print(f"bytes asked of the disk, of the checkpoint, a stage: {passes:.2f} at most (goal 1.2)")
+    print(f"growth {growth:.2f} of a layer (goal 0.25); level {level / 1e6:.0f} MB (goal {limit / 1e6:.0f})")
+    return growth <= 0.25 and level <= limit and exported <= export_limit and passes <= 1.2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 512), ("intermediate", 512), ("experts", 32)):
+    for name, default in (("hidden", 1024), ("intermediate", 1024), ("experts", 40)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--plain-limit", type=float, default=4.5, help="GB of the largest checkpoint loaded whole")
+    parser.add_argument("--scratch", type=Path, help="folder for the checkpoints [default: the system's]")
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "HOW"), help="measure in this process")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(Path(options.one[0]), options.one[1])))
         return 0
     layer_bytes = 2 * (3 * options.experts * options.hidden * options.intermediate + 1280 * options.hidden)
-    print(f"one layer {layer_bytes / 1e6:.0f} MB, bfloat16; MB above the level after imports")
-    print("layers  checkpoint   moeq anon  mapped  passes   from_pretrained anon  mapped")
-    peaks = {}
-    passes = 0.0
-    with tempfile.TemporaryDirectory() as scratch:
-        for layers in options.layers:
-            folder = make(Path(scratch) / f"m{layers}", layers, options)
-            row = {}
-            for how in ("moeq", "plain"):
-                command = [sys.executable, __file__, "--one", str(folder), how]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                row[how] = json.loads(done.stdout.splitlines()[-1])
+    print(f"one layer {layer_bytes / 1e6:.0f} MB, bfloat16; peaks of RssAnon in MB above the level after imports")
+    stages = "".join(f"{stage:>9}" for stage in SHOWN)
+    print(f"layers  checkpoint{stages}   mapped   reads of {', '.join(READING)}   seconds   from_pretrained")
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        whole = Path(scratch) / "whole"
+        whole.mkdir()
+        make(whole, max(options.layers), options)
+        for layers in sorted(options.layers):
+            folder = first_layers(whole, Path(scratch) / f"m{layers}", layers)
+            rows = found[layers] = in_fresh_process(folder, "moeq")
+            plain = "not run"
+            if layers * layer_bytes <= options.plain_limit * GIGABYTE:
+                plain = f"{in_fresh_process(folder, 'plain')['plain']['RssAnon'] / 1e6:.0f}"
             shutil.rmtree(folder)
-            ours, plain = row["moeq"], row["plain"]
-            peaks[layers] = ours["RssAnon"]
-            passes = max(passes, ours["passes"])
+            anonymous = "".join(f"{rows[stage]['RssAnon'] / 1e6:9.0f}" for stage in SHOWN)
+            mapped = max(rows[stage]["RssFile"] for stage in STAGES)
+            reads = "  ".join(f"{rows[stage]['passes']:.2f}" for stage in READING)
+            seconds = sum(row["seconds"] for row in rows.values())
+            size = f"{layers * layer_bytes / 1e6:8.0f} MB"
             print(
-                f"{layers:6}  {layers * layer_bytes / 1e6:8.0f} MB  {ours['RssAnon'] / 1e6:9.0f}  "
-                f"{ours['RssFile'] / 1e6:6.0f}  {ours['passes']:6.2f}  {plain['RssAnon'] / 1e6:20.0f}  "
-                f"{plain['RssFile'] / 1e6:6.0f}",
-                flush=True,
+                f"{layers:6} {size}{anonymous}{mapped / 1e6:9.0f}   {reads:>33}{seconds:10.0f}{plain:>18}", flush=True
             )
-    grown = (peaks[max(peaks)] - peaks[min(peaks)]) / layer_bytes
-    level = max(peaks.values())
-    limit = 2 * layer_bytes + GIGABYTE
-    print(f"growth {grown:.2f} of a layer (goal 0.25); level {level / 1e6:.0f} MB (goal {limit / 1e6:.0f} + resident)")
-    print(f"bytes asked of the disk, of the checkpoint, a reading stage: {passes:.2f} (goal 1.2)")
-    return 0 if grown <= 0.25 and level <= limit and passes <= 1.2 else 1
+    resident_bytes = 2 * 2049 * options.hidden
+    return 0 if verdict(found, layer_bytes, resident_bytes) else 1
 
 
 if __name__ == "__main__":

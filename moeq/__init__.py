@@ -16,6 +16,10 @@ from moeq.version import __version__
 # It only works before torch is imported, and only where the user has not chosen.
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # In bfloat16 oneDNN keeps a kernel, and ideep its descriptor, for every number of rows it has seen: 0.6 MB each,
+    # 1024 of either, and experts are given ever new numbers of tokens. A miss costs under a millisecond.
+    for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(_cache, "128")
 
 from moeq import plugin
 

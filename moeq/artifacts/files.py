@@ -11,11 +11,12 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moeq.errors import ArtifactError, StorageError
 
@@ -37,6 +38,21 @@ _ADVICE = {
     errno.EACCES: "check the permissions or choose another --out",
     errno.EPERM: "check the permissions or choose another --out",
 }
+
+
+class StoredTensor(Protocol):
+    """Where a tensor lies on disk: file, dtype as safetensors writes it, shape, offset in the file, bytes."""
+
+    @property
+    def file(self) -> Path: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
 
 
 @contextmanager
@@ -115,28 +131,78 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str,
     write_atomically(path, lambda partial: _write_safetensors(partial, tensors, dict(metadata or {})))
 
 
+def write_in_chunks(
+    path: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int]],
+    chunks: Callable[[str], Iterable[bytes]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors {name: dtype, shape, bytes} atomically, one after the other, each as its chunks come.
+
+    The file is the one that `write_tensors` would make of them.
+    """
+    order, head = _layout(tensors, dict(metadata or {}))
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as stream:
+            stream.write(head)
+            for name in order:
+                stream.writelines(chunks(name))
+
+    write_atomically(path, write)
+
+
+def stored_chunks(tensor: StoredTensor) -> Iterator[bytes]:
+    """The bytes of a tensor in a safetensors file, a few megabytes at a time; ArtifactError when it is cut off."""
+    left = tensor.bytes
+    with storage_errors(tensor.file, "read"), tensor.file.open("rb") as source:
+        source.seek(tensor.offset)
+        while left:
+            chunk = source.read(min(CHUNK_BYTES, left))
+            if not chunk:
+                raise ArtifactError("cut off", where=str(tensor.file), do="make or download it again")
+            left -= len(chunk)
+            yield chunk
+
+
 def _write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str]) -> None:
-    """8 bytes length, JSON header padded to 8, then the tensors, widest types first so that all are aligned."""
     import torch
 
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPE_NAMES[str(tensor.dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    header = {
+        name: (_DTYPE_NAMES[str(tensor.dtype)], tuple(tensor.shape), tensor.numel() * tensor.element_size())
+        for name, tensor in tensors.items()
+    }
+    order, head = _layout(header, metadata)
     with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(head)
         for name in order:
             flat = tensors[name].detach().cpu().contiguous().reshape(-1)
             stream.write(memoryview(flat.view(torch.uint8).numpy()))
+
+
+def _layout(
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: dict[str, str]
+) -> tuple[list[str], bytes]:
+    """The order of tensors (dtype, shape, bytes) in a file and what stands before them.
+
+    8 bytes length, JSON header padded to 8, then the tensors, widest types first so that all are aligned.
+    """
+    order = sorted(tensors, key=lambda name: (-_element_bits(tensors[name][0]), name))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name in order:
+        dtype, shape, size = tensors[name]
+        start, end = end, end + size
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return order, len(text).to_bytes(8, "little") + text
+
+
+def _element_bits(dtype: str) -> int:
+    """Bits of one element of a type as safetensors names it: the first number in the name, 8 for BOOL."""
+    found = re.search(r"[0-9]+", dtype)
+    return int(found[0]) if found else 8
 
 
 def sha256_file(path: Path) -> str:

@@ -11,6 +11,7 @@ and zero points.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,10 @@ class LossTable:
 
     table: pa.Table
 
-    def rows(self) -> list[dict[str, Any]]:
-        return self.table.to_pylist()  # type: ignore[no-any-return]
+    def rows(self, projection: str | None = None) -> list[dict[str, Any]]:
+        """All rows, or those of one projection."""
+        chosen = self.table if projection is None else self.table.filter(pa.compute.field("projection") == projection)
+        return chosen.to_pylist()  # type: ignore[no-any-return]
 
     def methods(self) -> list[str]:
         return sorted(set(self.table["method"].to_pylist()))
@@ -88,9 +91,13 @@ class LossTable:
         return result
 
 
-def write_losses(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows, ordered as given, atomically; the bytes depend only on the rows."""
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+def write_losses(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
+    """Write rows given in parts, ordered as given, atomically; the bytes depend only on the rows.
+
+    Rows are columns as soon as they come: the Python objects of a large model's would take over a gigabyte.
+    """
+    tables = [pa.Table.from_pylist(rows, schema=SCHEMA) for rows in parts]
+    table = pa.concat_tables(tables).combine_chunks()
     write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 

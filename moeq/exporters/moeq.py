@@ -14,11 +14,12 @@ import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.files import building, place, write_json, write_tensors
+from moeq.artifacts.files import building, place, write_in_chunks, write_json
 from moeq.artifacts.manifest import (
     PlacedExpert,
     PlacedLayer,
@@ -31,7 +32,7 @@ from moeq.artifacts.manifest import (
 )
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, ModelSource, TensorHeader, read_header
-from moeq.models.weights import read_plain, scale_keys
+from moeq.models.weights import plain_chunks, plain_header, scale_keys
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD
 from moeq.runtime.packed_experts import guard_shapes
 
@@ -66,19 +67,21 @@ class ExportInputs:
 
 def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
     """Build the checkpoint directory; it replaces an older one only when it is whole."""
-    with building(directory) as partial:
-        where = _write_rest(inputs, partial)
+    with building(directory) as unfinished:
+        where = _write_rest(inputs, unfinished)
         for path in inputs.expert_files:
-            place(path, partial / path.name)
+            place(path, unfinished / path.name)
             where |= {} if path.name.startswith(_EXTRA) else dict.fromkeys(read_header(path), path.name)
-        headers = {key: header for path in partial.glob("*.safetensors") for key, header in read_header(path).items()}
-        total = sum(headers[key].bytes for key in where)
-        write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-        write_json(partial / "config.json", inputs.source.config | {"quantization_config": _quantization(inputs)})
+        headers = {
+            key: header for path in unfinished.glob("*.safetensors") for key, header in read_header(path).items()
+        }
+        total = sum(found[key].bytes for key in where)
+        write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        write_json(unfinished / "config.json", inputs.source.config | {"quantization_config": _quantization(inputs)})
         for path in inputs.source.side_files():
-            shutil.copyfile(path, partial / path.name)
-        manifest = _manifest(inputs, headers)
-        write_manifest(partial, manifest)
+            shutil.copyfile(path, unfinished / path.name)
+        manifest = _manifest(inputs, found)
+        write_manifest(unfinished, manifest)
     return manifest
 
 
@@ -98,15 +101,14 @@ def _quantization(inputs: ExportInputs) -> dict[str, Any]:
 
 
 def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
-    """Copy all tensors that are not routed experts into shards, a shard at a time; returns key -> file.
+    """Copy all tensors that are not routed experts into shards, a few megabytes at a time; returns key -> file.
 
     Those of a checkpoint that is dequantized while loading are written dequantized.
     """
     shards: list[list[str]] = [[]]
     size = 0
     for key in sorted(set(inputs.source.tensors) - inputs.expert_keys - scale_keys(inputs.source)):
-        header = inputs.source.tensors[key]
-        tensor_bytes = header.bytes * (2 if header.dtype == "F8_E4M3" else 1)
+        tensor_bytes = plain_header(inputs.source, key)[2]
         if shards[-1] and size + tensor_bytes > inputs.max_shard_bytes:
             shards.append([])
             size = 0
@@ -115,7 +117,8 @@ def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
     where: dict[str, str] = {}
     for number, keys in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(directory / name, read_plain(inputs.source, keys), METADATA)
+        plain = {key: plain_header(inputs.source, key) for key in keys}
+        write_in_chunks(directory / name, plain, partial(plain_chunks, inputs.source), METADATA)
         where |= dict.fromkeys(keys, name)
     return where
 

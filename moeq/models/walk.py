@@ -69,9 +69,10 @@ def walk(
     """Yield the inputs of every MoE layer in turn, over all batches.
 
     streamed: the blocks of this model are read when all batches have come to them, once each; a layer's weights are
-    there while its inputs are out. finish: called with each batch's output; without it the walk ends after the last
-    layer. Raises ModelError when the layers do not run in the order in which they were found, and QuantizationError
-    when weights or activations are not finite.
+    there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer of both.
+    finish: called with each batch's output; without it the walk ends after the last layer. Raises ModelError when the
+    layers do not run in the order in which they were found, and QuantizationError when weights or activations are not
+    finite.
     """
     main = getcurrent()
 
@@ -87,8 +88,9 @@ def walk(
             stack.enter_context(streamed.lockstep(main.switch))
         done = 0
         while finish is not None or done < len(layers):
+            events: list[Any] = []  # forgets the layer before, which would else lie beside the next one
             with torch.no_grad():
-                events = [run.switch() for run in runs]
+                events += [run.switch() for run in runs]
             if all(run.dead for run in runs):
                 if done == len(layers):
                     return

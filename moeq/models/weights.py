@@ -8,7 +8,7 @@ checkpoints on the way.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
+from moeq.artifacts.files import stored_chunks
 from moeq.errors import ModelError
 from moeq.models.messages import REMEDY, quiet_transformers
 from moeq.models.source import ModelSource
@@ -118,21 +119,33 @@ def scale_keys(source: ModelSource) -> set[str]:
     return {key for key in source.tensors if key in found or key.endswith(".activation_scale")}
 
 
-def read_plain(source: ModelSource, keys: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors as they lie on disk; FP8 ones dequantized to bfloat16, as an unpacked checkpoint has them."""
-    quantizer = _quantizer(source)
-    found: dict[str, Tensor] = {}
-    wanted = set(keys)
-    for file in sorted({source.tensors[key].file for key in wanted}):
-        with safe_open(file, "pt") as handle:
-            found |= {key: handle.get_tensor(key) for key in wanted if source.tensors[key].file == file}
-    for key in found if quantizer is not None else ():
-        name = next((name for name in _scales_of(key) if name in source.tensors), None)
-        if source.tensors[key].dtype == "F8_E4M3" and name is not None:
-            with safe_open(source.tensors[name].file, "pt") as handle:
-                scales = handle.get_tensor(name)
-            found[key] = BlockDequantize(quantizer).dequantize(found[key], scales)
-    return found
+def plain_header(source: ModelSource, key: str) -> tuple[str, tuple[int, ...], int]:
+    """dtype, shape and bytes of a tensor as an unpacked checkpoint has it: FP8 becomes bfloat16."""
+    header = source.tensors[key]
+    if _scales_key(source, key) is None:
+        return header.dtype, header.shape, header.bytes
+    return "BF16", header.shape, 2 * header.bytes
+
+
+def plain_chunks(source: ModelSource, key: str) -> Iterator[bytes]:
+    """The bytes of a tensor as an unpacked checkpoint has it."""
+    scales = _scales_key(source, key)
+    if scales is None:
+        yield from stored_chunks(source.tensors[key])
+        return
+    found = []
+    for name in (key, scales):
+        with safe_open(source.tensors[name].file, "pt") as handle:
+            found.append(handle.get_tensor(name))
+    plain = BlockDequantize(_quantizer(source)).dequantize(*found)
+    yield plain.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _scales_key(source: ModelSource, key: str) -> str | None:
+    """The scales of an FP8 tensor of a checkpoint that is dequantized while loading, None for every other tensor."""
+    if source.tensors[key].dtype != "F8_E4M3" or not is_dequantized(source):
+        return None
+    return next((name for name in _scales_of(key) if name in source.tensors), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from moeq.artifacts.files import digest_of, make_directory, read_json, write_json, write_text
-from moeq.artifacts.losses import NAME, LossTable, read_losses, write_losses
+from moeq.artifacts.losses import NAME, WHOLE, LossTable, read_losses, write_losses
 from moeq.artifacts.replicas import LayerReplicas, layer_file, write_layer_replicas
 from moeq.errors import CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
-from moeq.models.walk import walk
+from moeq.models.walk import LayerInputs, walk
 from moeq.quantizers.layer import heldout_stride, quantize_layer
 from moeq.stages.context import Context
 
@@ -42,22 +42,27 @@ def run(context: Context) -> dict[str, Any]:
         batches = sequences.batches(context.recipe.corpus.batch_size)
         with context.reporter.bar("losses", len(context.layers)) as advance:
             for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
-                layer = inputs.layer
-                if layer.index not in done:
-                    result = quantize_layer(
-                        inputs,
-                        stacked_weights(context.model, layer, slice(None)),
-                        expert_math(context.model, layer),
-                        config,
-                        stacked_biases(context.model, layer, slice(None)),
-                    )
-                    if with_replicas:
-                        write_layer_replicas(directory / REPLICAS, layer.index, result.replicas)
-                    write_json(parts / f"layer-{layer.index:03d}.json", result.rows)
+                if inputs.layer.index not in done:
+                    _finish_layer(context, inputs, directory, parts, with_replicas)
                 advance()
-    rows = [row for layer in context.layers for row in read_json(parts / f"layer-{layer.index:03d}.json")]
-    write_losses(directory / NAME, rows)
+                del inputs  # before the next layer's are gathered
+    write_losses(directory / NAME, (read_json(parts / f"layer-{layer.index:03d}.json") for layer in context.layers))
     return summarize(read_losses(directory / NAME))
+
+
+def _finish_layer(context: Context, inputs: LayerInputs, directory: Path, parts: Path, with_replicas: bool) -> None:
+    """Quantize and measure one layer and write what came out; nothing of it stays in memory."""
+    layer = inputs.layer
+    result = quantize_layer(
+        inputs,
+        stacked_weights(context.model, layer, slice(None)),
+        expert_math(context.model, layer),
+        context.recipe.losses,
+        stacked_biases(context.model, layer, slice(None)),
+    )
+    if with_replicas:
+        write_layer_replicas(directory / REPLICAS, layer.index, result.replicas)
+    write_json(parts / f"layer-{layer.index:03d}.json", result.rows)
 
 
 def clean(context: Context) -> None:
@@ -85,7 +90,7 @@ def _is_done(directory: Path, parts: Path, layer: int, with_replicas: bool) -> b
 
 def summarize(table: LossTable) -> dict[str, Any]:
     """Mean relative loss by method and width, fallbacks and coverage."""
-    whole = [row for row in table.rows() if row["projection"] == "expert"]
+    whole = table.rows(WHOLE)
     relative = {
         method: {
             str(bits): float(

@@ -72,6 +72,7 @@ def _count(context: Context, sequences: Sequences) -> ExpertProfile:
             scores.append(layer_scores)
             top_k.append(inputs.experts.shape[1])
             advance()
+            del inputs  # before the next layer's are gathered
     return ExpertProfile(
         layers=tuple(layer.name for layer in context.layers),
         top_k=tuple(top_k),

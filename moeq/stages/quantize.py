@@ -29,14 +29,19 @@ def run(context: Context) -> dict[str, Any]:
     placed = others = 0
     with context.reporter.bar("quantize", len(context.layers)) as advance:
         for layer in context.layers:
-            tensors, extra = layer_tensors(context, assignment, layer)
-            placed += sum(map(_bytes, tensors.values()))
-            others += sum(map(_bytes, extra.values()))
-            write_tensors(directory / layer_name(layer.index), tensors | guards(layer), METADATA)
-            if extra:
-                write_tensors(directory / extra_name(layer.index), extra, METADATA)
+            sizes = _write_layer(context, assignment, layer, directory)
+            placed, others = placed + sizes[0], others + sizes[1]
             advance()
     return {"placed_expert_bytes": placed, "other_replica_bytes": others}
+
+
+def _write_layer(context: Context, assignment: Assignment, layer: ExpertLayer, directory: Path) -> tuple[int, int]:
+    """Write one layer's files; returns the bytes of its placed experts and of the other replicas."""
+    tensors, extra = layer_tensors(context, assignment, layer)
+    write_tensors(directory / layer_name(layer.index), tensors | guards(layer), METADATA)
+    if extra:
+        write_tensors(directory / extra_name(layer.index), extra, METADATA)
+    return sum(map(_bytes, tensors.values())), sum(map(_bytes, extra.values()))
 
 
 def guards(layer: ExpertLayer) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def loss_table(folder: Path, losses: np.ndarray) -> LossTable:
         }
         for layer in range(2) for expert in range(EXPERTS) for bits in (1, 2, 3, 4)
     ]  # fmt: skip
-    write_losses(folder / "losses.parquet", rows)
+    write_losses(folder / "losses.parquet", [rows])
     return read_losses(folder / "losses.parquet")
 
 

@@ -1,0 +1,76 @@
+"""What must not stay in memory from one layer to the next."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeq import pipeline
+from moeq.models.streaming import StreamedModel
+from moeq.models.walk import LayerInputs
+from moeq.progress import Reporter
+from moeq.quantizers.layer import LayerResult
+from moeq.recipe import load_recipe
+from moeq.stages import quantize
+from moeq.stages.context import Context
+
+MANY_SHAPES = """
+import moeq, re, torch
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+weight = torch.ones(64, 64, dtype=torch.bfloat16)
+def go(rows):
+    for count in rows:
+        torch.nn.functional.linear(torch.ones(count, 64, dtype=torch.bfloat16), weight)
+go(range(1, 200))
+start = anonymous()
+go(range(200, 800))
+print(anonymous() - start)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc here")
+def test_memory_does_not_grow_with_every_number_of_rows() -> None:
+    done = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 50 << 20  # 300 MiB where oneDNN and ideep keep all of them
+
+
+def test_nothing_of_a_layer_is_held_while_the_next_is_read(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[weakref.ref[torch.Tensor]] = []
+    reads: list[str] = []
+    read, write = StreamedModel.load, quantize.write_tensors
+
+    def watched_read(self: StreamedModel, block: str) -> None:
+        if block not in self.loaded:
+            assert not [found for found in gc.get_objects() if type(found) in (LayerInputs, LayerResult)]
+            assert not [tensor for tensor in written if tensor() is not None]
+            reads.append(block)
+        read(self, block)
+
+    def watched_write(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        written.extend(weakref.ref(tensor) for tensor in tensors.values())
+        write(path, tensors, metadata)
+
+    monkeypatch.setattr(StreamedModel, "load", watched_read)
+    monkeypatch.setattr(quantize, "write_tensors", watched_write)
+    recipe = load_recipe(
+        None,
+        [
+            "stream=always", "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16",
+            "assign.quantizer=rtn", "quantize.replicas=all",
+        ],
+    )  # fmt: skip
+    context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / "out", reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses", "assign", "quantize"))
+    assert context.streamed is not None
+    assert len(reads) == 3 * len(context.streamed.blocks)
+    assert written
