@@ -72,9 +72,7 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
         for path in inputs.expert_files:
             place(path, unfinished / path.name)
             where |= {} if path.name.startswith(_EXTRA) else dict.fromkeys(read_header(path), path.name)
-        headers = {
-            key: header for path in unfinished.glob("*.safetensors") for key, header in read_header(path).items()
-        }
+        found = {key: header for path in unfinished.glob("*.safetensors") for key, header in read_header(path).items()}
         total = sum(found[key].bytes for key in where)
         write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
         write_json(unfinished / "config.json", inputs.source.config | {"quantization_config": _quantization(inputs)})

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import WeightConverter, apply_converters
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moeq.errors import ArtifactError
 from moeq.models.experts import find_expert_layers
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
-from moeq.runtime.packed_experts import PACKED
+from moeq.runtime.packed_experts import PACKED, PackedExperts
 
 METHOD = "moeq"
 FORMAT_VERSION = 1
@@ -58,13 +58,14 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
     """Replaces every experts module by a PackedExperts of the checkpoint's widths before weights are loaded."""
 
     requires_calibration = True
+    saved_as_loaded = True
     stacks: tuple[str, ...] = ()  # ends of the names of the parameters that hold experts in the family's own model
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         config = self.quantization_config
         layers = {layer.name: layer for layer in find_expert_layers(model)}
         self.stacks = tuple(
-            {f"{layer.name.rpartition('.')[2]}.{part}" for layer in layers.values() for part in layer.parameters}
+            {f".{layer.name.rpartition('.')[2]}.{part}" for layer in layers.values() for part in layer.parameters}
         )
         if set(layers) != set(config.experts):
             wrong = sorted(set(layers) ^ set(config.experts))[0]
@@ -99,14 +100,17 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
         """Without those that only make the family's stacks of experts: a packed checkpoint has none."""
         left = [name for name, _ in model.named_parameters() if name.endswith(self.stacks)]  # of experts left alone
-        return [
+        kept = [
             rule
             for rule in weight_conversions
             if left or not (isinstance(rule, WeightConverter) and _makes(rule.target_patterns, self.stacks))
         ]
+        self.saved_as_loaded = not _changes_when_saved(kept, model)
+        return kept
 
     def is_serializable(self, **_: Any) -> bool:
-        return True
+        """Not where the family's own conversions would take packed experts for weights of its own when it is saved."""
+        return self.saved_as_loaded
 
     @property
     def is_trainable(self) -> bool:
@@ -114,4 +118,16 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _makes(targets: list[str], stacks: tuple[str, ...]) -> bool:
-    return any(target.rstrip("$").replace("\\", "").endswith(stacks) for target in targets)
+    return any(f".{target}".rstrip("$").replace("\\", "").endswith(stacks) for target in targets)
+
+
+def _changes_when_saved(rules: list[Any], model: nn.Module) -> bool:
+    """Whether a converter, turned round, takes hold of a packed expert's tensor."""
+    names = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, PackedExperts)
+        for name in module.get_submodule("0").state_dict(prefix="0.")
+    ]
+    converters = [rule.reverse_transform() for rule in rules if isinstance(rule, WeightConverter)]
+    return any(apply_converters(name, converters)[1] is not None for name in names)
