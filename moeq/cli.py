@@ -185,13 +185,20 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Continue a prompt with an exported checkpoint: a first look at what came out."""
     from moeq import generation
 
     result = generation.generate(
-        checkpoint, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device
+        checkpoint,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        device=device,
+        trust_remote_code=trust_remote_code,
     )
     if json:
         _print_json(result)

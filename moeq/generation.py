@@ -16,7 +16,14 @@ from moeq.runtime.checkpoint import load_checkpoint
 
 
 def generate(
-    checkpoint: Path, prompt: str, *, max_new_tokens: int, temperature: float, seed: int, device: str
+    checkpoint: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    device: str,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Text, token counts and tokens per second. Raises ModelError, ArtifactError or EvaluationError."""
     if not checkpoint.is_dir():
@@ -25,8 +32,8 @@ def generate(
         raise ModelError("this is a run", where=str(checkpoint), do=f"give {checkpoint / 'checkpoint'}")
     source = open_source(str(checkpoint))
     target = resolve_device(device)
-    tokenizer = load_tokenizer(source)
-    model: Any = load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target)
+    tokenizer = load_tokenizer(source, trust_remote_code)
+    model: Any = load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target, trust_remote_code)
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
     if not ids:

@@ -20,7 +20,16 @@ FLAGS = {
     "run": STAGE,
     **dict.fromkeys(("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report"), STAGE),
     "inspect": {"path", "--trust-remote-code", "--json"},
-    "generate": {"checkpoint", "prompt", "--max-new-tokens", "--temperature", "--seed", "--device", "--json"},
+    "generate": {
+        "checkpoint",
+        "prompt",
+        "--max-new-tokens",
+        "--temperature",
+        "--seed",
+        "--device",
+        "--trust-remote-code",
+        "--json",
+    },
 }
 
 

@@ -59,8 +59,9 @@ class ModelSource:
         return sorted({header.file for header in self.tensors.values()})
 
     def side_files(self) -> list[Path]:
-        """Tokenizer, generation and processor files that an export takes along."""
-        return [self.path / name for name in SIDE_FILES if (self.path / name).is_file()]
+        """Tokenizer, generation and processor files, and code of its own, that an export takes along."""
+        code = sorted(self.path.glob("*.py")) if "auto_map" in self.config else []
+        return [self.path / name for name in SIDE_FILES if (self.path / name).is_file()] + code
 
     def stamp(self) -> ModelStamp:
         """Name, revision and a digest of configuration, tokenizer and weights.

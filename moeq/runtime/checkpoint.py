@@ -15,7 +15,7 @@ from moeq.runtime import hf_quantizer
 CARD = "README.md"
 
 
-def load_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_checkpoint(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
     """Load a checkpoint that moeq exported; ArtifactError when it is not one."""
     source = open_source(str(path))
     method = source.config.get("quantization_config", {}).get("quant_method")
@@ -25,4 +25,4 @@ def load_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> nn.
             where=str(path / "config.json"),
             do="give the checkpoint directory of a moeq run",
         )
-    return load_model(source, dtype, device)
+    return load_model(source, dtype, device, trust_remote_code)

@@ -107,7 +107,9 @@ def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
         wanted = forward(dequantized, ids).logits.float()
         context.drop_model()
         del dequantized
-        packed = load_checkpoint(context.directory("export"), context.dtype, context.device)
+        packed = load_checkpoint(
+            context.directory("export"), context.dtype, context.device, context.recipe.trust_remote_code
+        )
         found = forward(packed, ids).logits.float()
     error = float((found - wanted).norm() / wanted.norm())
     if not error <= CHECK_TOLERANCE[context.dtype]:
