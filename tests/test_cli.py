@@ -20,6 +20,7 @@ FLAGS = {
     "run": STAGE,
     **dict.fromkeys(("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report"), STAGE),
     "inspect": {"path", "--trust-remote-code", "--json"},
+    "families": {"name", "--json"},
     "generate": {
         "checkpoint",
         "prompt",

@@ -22,14 +22,13 @@ from moeq.models import loading
 from moeq.models.experts import find_expert_layers
 from moeq.models.forward import forward
 from moeq.models.streaming import StreamedModel
-from moeq.models.support import RECORD, Support, families, markdown
+from moeq.models.support import RECORD, Support, families
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import evaluate
 from moeq.stages.context import Context
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 REQUIRED = {
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss",
@@ -138,7 +137,3 @@ def test_the_record_has_every_family_and_no_other() -> None:
     assert {row.model for row in families()} == classes
     assert sum(row.streamed for row in families()) >= 55
     assert all(row.remark for row in families() if not row.quantized)
-
-
-def test_the_readme_shows_the_record() -> None:
-    assert markdown(families()) in (ROOT / "README.md").read_text("utf-8")
