@@ -29,9 +29,9 @@ SHOWN = ("profile", "losses", "quantize", "export", "eval")
 INDEX, REST = "model.safetensors.index.json", "rest.safetensors"
 READING = ("profile", "losses", "quantize")  # quantize makes RTN replicas from the weights
 OVERRIDES = [
-    "stream=always", "corpus.sequences=16", "corpus.sequence_length=128", "losses.bits=[1,2,3,4]",
-    "losses.methods=[rtn]", "losses.per_projection=false", "losses.working_memory=256MiB", "assign.quantizer=rtn",
-    "eval.compare=[]", "eval.perplexity.sequences=8", "eval.perplexity.sequence_length=128",
+    "stream=always", "corpus.sequences=16", "corpus.sequence_length=128", "losses.bits=[2]", "losses.methods=[rtn]",
+    "losses.per_projection=false", "losses.working_memory=256MiB", "assign.method=uniform", "assign.bits=2",
+    "assign.quantizer=rtn", "eval.compare=[]", "eval.perplexity.sequences=8", "eval.perplexity.sequence_length=128",
 ]  # fmt: skip
 
 

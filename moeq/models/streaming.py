@@ -162,6 +162,7 @@ class StreamedModel:
             return
         self._read([name for name in self._names[block] if name not in self._pinned])
         self.loaded.add(block)
+        _return_memory()  # the tensors on disk that its parameters were put together from
         if self.overlay is not None:
             for layer in self.layers:
                 if layer.name.startswith(f"{block}."):

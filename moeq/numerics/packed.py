@@ -6,8 +6,8 @@ and for symmetric grids (2**(b-1)). N output rows, K inputs, G groups of inputs,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,6 +77,11 @@ class PackedWeight:
         """The stored tensors by name."""
         found: Mapping[str, Tensor | None] = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """The weight with every part changed: another place, or fewer rows."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros)
 
     @property
     def nbytes(self) -> int:

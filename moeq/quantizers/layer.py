@@ -19,6 +19,7 @@ from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight, packed_bytes
+from moeq.numerics.slab import Slab
 from moeq.recipe import LossesSection
 
 SAMPLE_TOKENS = 1024  # of a layer's tokens, run through every expert for what a rarely routed one borrows
@@ -133,6 +134,7 @@ def quantize_layer(
     tokens = _Tokens.of(inputs, config)
     shared = tokens.shared()
     rows: list[dict[str, Any]] = []
+    slab = Slab()
     stacks: dict[str, dict[int, list[PackedWeight]]] = {p: {b: [] for b in config.bits} for p in layer.projections}
     for which in expert_batches(layer, config):
         batch = _Experts(
@@ -147,12 +149,15 @@ def quantize_layer(
             candidates[GPTQ] = _gptq_batch(tokens, batch, shared, config, notes)
             for projection, result in candidates[GPTQ].items():
                 for bits in config.bits:
-                    stacks[projection][bits].append(PackedWeight.of(result, bits, config.symmetric))
+                    stacks[projection][bits].append(PackedWeight.of(result, bits, config.symmetric).map(slab.keep))
         if RTN in config.methods:
             candidates[RTN] = rtn_batch(batch.weights, config)
         for index in range(len(notes)):
             rows += _measure(tokens, batch, candidates, index, notes[index], layer, config)
-    replicas = {p: {b: _join(parts) for b, parts in widths.items() if parts} for p, widths in stacks.items()}
+    replicas: dict[str, dict[int, PackedWeight]] = {projection: {} for projection in stacks}
+    if GPTQ in config.methods:  # popped, so that the store is not held twice
+        for projection, widths in stacks.items():
+            replicas[projection] = {bits: _join(widths.pop(bits)) for bits in config.bits}
     return LayerResult(rows=rows, replicas=replicas)
 
 
@@ -233,9 +238,9 @@ def _join(parts: list[PackedWeight]) -> PackedWeight:
     first = parts[0]
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return PackedWeight(
-        codes=torch.cat([part.codes for part in parts]).cpu(),
-        scales=torch.cat([part.scales for part in parts]).cpu(),
-        zeros=torch.cat(zeros).cpu() if zeros else None,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=torch.cat(zeros) if zeros else None,
         bits=first.bits,
         group_size=first.group_size,
         inputs=first.inputs,

@@ -57,6 +57,7 @@ def run(context: Context) -> dict[str, Any]:
             else:
                 model = _in_place(context, variant.assignment)
             rows.append(_evaluate(context, model, variant, sequences, manager, advance))
+            del model  # before the next variant's is loaded
     context.drop_model()
     tokens = 0 if sequences is None else int(sequences.mask[:, 1:].sum())
     report = EvalReport(rows=tuple(rows), tokens=tokens, export_logit_error=error)

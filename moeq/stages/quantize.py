@@ -14,6 +14,7 @@ from moeq.exporters.moeq import METADATA, extra_name, layer_name
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
+from moeq.numerics.slab import Slab
 from moeq.quantizers.layer import rtn_batch
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, losses
@@ -55,15 +56,21 @@ def layer_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors of one layer: every expert at its placed width, and (recipe: replicas all) at the other widths."""
     replicas = Replicas(context, assignment, layer)
+    slab = Slab()
+
+    def made(expert: int, width: int, prefix: str) -> dict[str, Tensor]:
+        found = replicas.tensors(expert, width, prefix)
+        return found if width == FULL else {name: slab.keep(tensor) for name, tensor in found.items()}
+
     placed: dict[str, Tensor] = {}
     extra: dict[str, Tensor] = {}
     for expert, bits in enumerate(assignment.bits()[layer.index].tolist()):
         prefix = f"{layer.name}.{expert}"
-        placed |= replicas.tensors(expert, bits, prefix)
+        placed |= made(expert, bits, prefix)
         if context.recipe.quantize.replicas == "all":
             for width in (*context.recipe.losses.bits, FULL):
                 if width != bits:
-                    extra |= replicas.tensors(expert, width, f"{prefix}.bits{width}")
+                    extra |= made(expert, width, f"{prefix}.bits{width}")
     return placed, extra
 
 
@@ -90,7 +97,7 @@ class Replicas:
         as_computed = {name: weight.to(self.context.dtype).float()[None] for name, weight in weights.items()}
         rounded = rtn_batch(as_computed, section, [bits])
         one = {name: PackedWeight.of(result, bits, section.symmetric) for name, result in rounded.items()}
-        return {name: _first(packed) for name, packed in one.items()}
+        return {name: packed.map(lambda part: part[0].cpu()) for name, packed in one.items()}
 
     def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Matrices and biases of one expert in the checkpoint's own type."""
@@ -115,18 +122,6 @@ class Replicas:
             for name, packed in self.packed(expert, bits).items()
             for part, tensor in packed.parts().items()
         }
-
-
-def _first(packed: PackedWeight) -> PackedWeight:
-    return PackedWeight(
-        codes=packed.codes[0].cpu(),
-        scales=packed.scales[0].cpu(),
-        zeros=None if packed.zeros is None else packed.zeros[0].cpu(),
-        bits=packed.bits,
-        group_size=packed.group_size,
-        inputs=packed.inputs,
-        symmetric=packed.symmetric,
-    )
 
 
 def _bytes(tensor: Tensor) -> int:

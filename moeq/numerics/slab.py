@@ -1,0 +1,31 @@
+"""Keeping small results apart from the large temporaries that they are computed from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 64 << 20  # over 32 MiB, glibc maps an allocation by itself, apart from the heap
+ALIGNMENT = 64
+
+
+class Slab:
+    """Copies of tensors in main memory, side by side in a few large blocks.
+
+    A small tensor that is left where it was computed lies in the gap of a freed temporary, which no temporary fits into
+    any more: the heap grows by a temporary (8 bytes a weight in packing) for every matrix, whatever is freed.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of the tensor; it keeps its whole block alive."""
+        size = tensor.numel() * tensor.element_size()
+        if self._used + size > len(self._block):
+            self._block = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8)
+            self._used = 0
+        copy = self._block[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+        self._used += -(-size // ALIGNMENT) * ALIGNMENT
+        return copy.copy_(tensor)
