@@ -10,10 +10,11 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,6 +130,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str,
     Not through safetensors' own writer: it orders metadata by a random hash, and leaves `.tmp*` files when killed.
     """
     write_atomically(path, lambda partial: _write_safetensors(partial, tensors, dict(metadata or {})))
+
+
+def safetensors_layout(
+    tensors: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[list[str], bytes, int]:
+    """How `write_tensors` lays out tensors given by {name: (torch dtype, shape)}: order, header, bytes of the data."""
+    entries = {
+        name: (_DTYPE_NAMES[str(dtype)], tuple(shape), math.prod(shape) * dtype.itemsize)
+        for name, (dtype, shape) in tensors.items()
+    }
+    order, header = _layout(entries, dict(metadata or {}))
+    return order, header, sum(size for _, _, size in entries.values())
 
 
 def write_in_chunks(

@@ -79,13 +79,16 @@ class Context:
         return ExpertReader(self.source, loading.skeleton(self.source, dtype, self.recipe.trust_remote_code))
 
     @cached_property
+    def streams(self) -> bool:
+        """Whether decoder layers stay on disk: as the recipe says; auto: when they are over a third of memory."""
+        if self.recipe.stream != "auto":
+            return self.recipe.stream == "always"
+        return loading.loaded_bytes(self.source, self.dtype) > loading.memory_bytes(self.device) / 3
+
+    @cached_property
     def streamed(self) -> StreamedModel | None:
         """The model with its decoder layers on disk, None when it is to be loaded whole."""
-        wanted = self.recipe.stream
-        if wanted == "auto":
-            size = loading.loaded_bytes(self.source, self.dtype)
-            wanted = "always" if size > loading.memory_bytes(self.device) / 3 else "never"
-        if wanted == "never":
+        if not self.streams:
             return None
         return StreamedModel(self.source, self.dtype, self.device, self.recipe.trust_remote_code)
 
