@@ -142,13 +142,13 @@ def _plan_table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     table.add_column("stage")
     gpu, timed = plan.machine.gpu is not None, plan.rates is not None
-    titles = ["memory", *(["GPU"] if gpu else []), "reads", "writes", "for a time", *(["time"] if timed else [])]
+    titles = ["memory", *(["GPU"] if gpu else []), "reads", "writes", "temp", *(["time"] if timed else [])]
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     short: dict[str, list[str]] = {}
     for one in plan.shortages:
-        short.setdefault(one.stage, []).append(one.resource)
+        short.setdefault(one.stage, []).append(one.resource.removesuffix(" memory"))
     for need in plan.stages:
         lacking = short.get(need.stage, [])
         table.add_row(
@@ -159,7 +159,7 @@ def _plan_table(plan: Plan) -> Table:
             human_bytes(need.written),
             human_bytes(need.temporary) if need.temporary else "-",
             *([human_seconds(need.seconds or 0.0)] if timed else []),
-            f"short: {', '.join(lacking)}" if lacking else "fits",
+            f"short: {' '.join(lacking)}" if lacking else "fits",
             style="bold red" if lacking else None,
         )
     return table

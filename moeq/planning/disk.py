@@ -52,10 +52,10 @@ SUMMARIES = {  # bytes of what a record says about its stage, of which for every
     "profile": (160, 0), "losses": (560, 0), "assign": (270, 0), "quantize": (70, 0), "export": (320, 0),
     "eval": (200, 140), "estimate": (220, 145), "report": (40, 0),
 }  # fmt: skip
-REPORT = 45_000  # bytes of the page before anything is drawn
-REPORT_EXPERT = 35  # of the maps, an expert
-REPORT_LAYER = 900  # of the charts and tables, a layer
-REPORT_ASSIGNMENT = 4_000
+REPORT = 64_400  # bytes of the page before anything is drawn
+REPORT_EXPERT = 40  # of the maps, an expert
+REPORT_LAYER = 2_200  # of the charts and tables, a layer
+REPORT_ASSIGNMENT = 1_500
 
 
 class Disk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -74,20 +75,16 @@ def expert_tokens(sizes: ModelSizes, tokens: int) -> int:
 
 
 def _seconds(action: Callable[[], object], device: torch.device, limit: float = SECONDS) -> float:
-    """Seconds of one call, the fastest of those that fit into the limit (the first call warms up)."""
-    best = float("inf")
+    """Seconds of one call, the mean of those that fit into the limit (the first one warms up, if there are more)."""
+    taken = []
     started = time.perf_counter()
-    for attempt in range(50):
+    while not taken or time.perf_counter() - started < limit:
         begun = time.perf_counter()
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        now = time.perf_counter()
-        if attempt or now - started > limit:
-            best = min(best, now - begun)
-        if now - started > limit:
-            break
-    return best
+        taken.append(time.perf_counter() - begun)
+    return statistics.fmean(taken[1:] or taken)
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
