@@ -76,7 +76,7 @@ def expert_tokens(sizes: ModelSizes, tokens: int) -> int:
 
 def _seconds(action: Callable[[], object], device: torch.device, limit: float = SECONDS) -> float:
     """Seconds of one call, the mean of those that fit into the limit (the first one warms up, if there are more)."""
-    taken = []
+    taken: list[float] = []
     started = time.perf_counter()
     while not taken or time.perf_counter() - started < limit:
         begun = time.perf_counter()
