@@ -148,11 +148,12 @@ def plan(
     model: ModelOption = None,
     out: OutOption = None,
     set_: SetOption = None,
+    trust_remote_code: TrustOption = False,
     probe: Annotated[bool, typer.Option(help="Measure for a few seconds how fast this machine is.")] = True,
     json: JsonOption = False,
 ) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
-    context = _context(recipe, model, out, set_, quiet=True)
+    context = _context(recipe, model, out, set_, True, trust_remote_code)
     from moeq import terminal
     from moeq.planning.make import error_of, make_plan
 

@@ -178,6 +178,18 @@ def stored_chunks(tensor: StoredTensor) -> Iterator[bytes]:
             yield chunk
 
 
+def torch_dtype(name: str) -> Any:
+    """The torch dtype that safetensors calls so."""
+    import torch
+
+    return getattr(torch, next(own for own, written in _DTYPE_NAMES.items() if written == name).removeprefix("torch."))
+
+
+def dtype_name(dtype: Any) -> str:
+    """What safetensors calls a torch dtype."""
+    return _DTYPE_NAMES[str(dtype)]
+
+
 def _write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str]) -> None:
     import torch
 

@@ -22,14 +22,13 @@ import torch
 from moeq.artifacts import evaluation, losses, manifest, profile
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
-from moeq.artifacts.files import canonical_json, safetensors_layout
+from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
 from moeq.artifacts.replicas import SCHEMA_VERSION as STORE_VERSION
 from moeq.artifacts.replicas import layer_file
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.estimator import load_hardware
 from moeq.exporters.moeq import METADATA, extra_name, layer_name
-from moeq.models.experts import PROJECTIONS, ExpertLayer
-from moeq.models.loading import HEADER_DTYPES
+from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, TensorHeader
 from moeq.numerics.packed import packed_shapes
 from moeq.pipeline import BY_NAME, Stage
@@ -39,10 +38,11 @@ from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import GPTQ
 from moeq.recipe import AssignSection, Recipe
 from moeq.runtime.checkpoint import CARD
-from moeq.runtime.packed_experts import GUARD_DTYPE, GUARD_SHAPES
+from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, model_card, report
 from moeq.stages import estimate as estimate_stage
 from moeq.stages import losses as losses_stage
+from moeq.stages import profile as profile_stage
 from moeq.stages.context import Context
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -95,7 +95,7 @@ class Disk:
         if stage == "losses":
             return own + (disk if streams else 0)
         if stage == "quantize":
-            weights = disk if streams and needs_weights(self.recipe) else 0
+            weights = disk if streams and needs_weights(self.sizes, self.recipe) else 0
             return own + weights + self._replicas(self.recipe.assign)
         if stage == "export":
             return own + self.sizes.disk - self.sizes.experts_disk + sum(self._packed().values())
@@ -127,7 +127,7 @@ class Disk:
             model=self.stamp,
             seed=self.recipe.seed,
             key=DIGEST,
-            inputs=dict.fromkeys(_inputs(BY_NAME[stage]), DIGEST),
+            inputs=dict.fromkeys(_inputs(BY_NAME[stage], self.recipe), DIGEST),
             files={name: FileStamp(bytes=size, sha256=DIGEST) for name, size in files.items()},
             digest=DIGEST,
             volatile={"created": "2026-01-01T00:00:00+00:00", "seconds": 1.234},
@@ -149,8 +149,11 @@ class Disk:
             counts=tuple(counts),
             scores=tuple(count.astype(float) for count in counts),
             tokens=np.full((2, 2), self.work.calibration.tokens // 2),
+            text=DIGEST,
+            corpus=tuple(source.public_name for source in self.context.calibration_sources),
         )
-        written = _written(lambda folder: profile.write_profile(folder, made))
+        coverage = made.coverage(**profile_stage.coverage_settings(self.context))
+        written = _written(lambda folder: profile.write_profile(folder, made, coverage))
         return {"profile.safetensors": _file(shapes), "profile.json": written["profile.json"]}
 
     def _losses(self) -> dict[str, int]:
@@ -168,7 +171,7 @@ class Disk:
     def _store(self, layer: ExpertLayer) -> int:
         section = self.recipe.losses
         shapes: Shapes = {}
-        for projection in PROJECTIONS:
+        for projection in layer.projections:
             for bits in section.bits:
                 parts = packed_shapes(*layer.shape(projection), bits, section.group_size, section.symmetric)
                 for part, (shape, dtype) in parts.items():
@@ -179,7 +182,7 @@ class Disk:
                 "group_size": section.group_size,
                 "symmetric": section.symmetric,
             }
-            for projection in PROJECTIONS
+            for projection in layer.projections
         }
         metadata = {
             "moeq_schema_version": str(STORE_VERSION),
@@ -208,7 +211,7 @@ class Disk:
         return files
 
     def _placed(self, layer: ExpertLayer, mine: list[int]) -> int:
-        shapes: Shapes = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in GUARD_SHAPES.items()}
+        shapes: Shapes = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}
         for expert, bits in enumerate(mine):
             shapes |= self._replica(layer, bits, f"{layer.name}.{expert}")
         return _file(shapes, METADATA)
@@ -224,7 +227,9 @@ class Disk:
     def _replica(self, layer: ExpertLayer, bits: int, prefix: str) -> Shapes:
         section = self.recipe.losses
         shapes: Shapes = {}
-        for projection in PROJECTIONS:
+        for projection in layer.projections:
+            if layer.biased:
+                shapes[f"{prefix}.{projection}.bias"] = (self.sizes.source_dtype, (layer.shape(projection)[0],))
             if bits == FULL:
                 shapes[f"{prefix}.{projection}.dense"] = (self.sizes.source_dtype, layer.shape(projection))
                 continue
@@ -244,7 +249,7 @@ class Disk:
             for expert, bits in enumerate(mine):
                 names = self._replica(layer, bits, f"{layer.name}.{expert}")
                 where |= dict.fromkeys(names, layer_name(layer.index))
-            where |= {f"{layer.name}.{name}": layer_name(layer.index) for name in GUARD_SHAPES}
+            where |= {f"{layer.name}.{name}": layer_name(layer.index) for name in guard_shapes(layer)}
         files = dict(experts)
         for name, keys in shards.items():
             dtypes = {key: source.tensors[key] for key in keys}
@@ -297,6 +302,9 @@ class Disk:
                     hidden_size=layer.hidden_size,
                     intermediate_size=layer.intermediate_size,
                     top_k=self.sizes.top_k,
+                    projections=layer.projections,
+                    biased=layer.biased,
+                    kind=layer.kind.name,
                     experts=experts,
                 )
             )
@@ -344,7 +352,7 @@ class Disk:
             prefix = f"{layer.name}.{number}." if width == bits else f"{layer.name}.{number}.bits{width}."
             shapes = self._replica(layer, width, prefix.rstrip("."))
             tensors = tuple(
-                manifest.TensorStamp(name=name.removeprefix(prefix), dtype=_name(dtype), shape=shape)
+                manifest.TensorStamp(name=name.removeprefix(prefix), dtype=dtype_name(dtype), shape=shape)
                 for name, (dtype, shape) in shapes.items()
             )
             found.append(
@@ -413,20 +421,16 @@ def _file(shapes: Shapes, metadata: dict[str, str] | None = None) -> int:
     return len(header) + size
 
 
-def _inputs(stage: Stage) -> list[str]:
+def _inputs(stage: Stage, recipe: Recipe) -> list[str]:
     """Names of the digests in a stage's record."""
     more = [name for name, there in (("compute", stage.computes), ("extra", stage.extra is not None)) if there]
-    return ["model", "recipe", *stage.text, *more, *stage.after]
+    return ["model", "recipe", *stage.text, *more, *stage.needs(recipe)]
 
 
 def _source_file(headers: dict[str, TensorHeader]) -> int:
     """Bytes of a safetensors file that holds tensors as they are in the source."""
-    shapes: Shapes = {name: (HEADER_DTYPES[header.dtype], header.shape) for name, header in headers.items()}
+    shapes: Shapes = {name: (torch_dtype(header.dtype), header.shape) for name, header in headers.items()}
     return _file(shapes, METADATA)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return {"torch.uint8": "U8", "torch.float16": "F16", "torch.bfloat16": "BF16"}.get(str(dtype), "F32")
 
 
 def _written(write: Callable[[Path], None]) -> dict[str, int]:
@@ -439,7 +443,6 @@ def _written(write: Callable[[Path], None]) -> dict[str, int]:
 def _loss_rows(sizes: ModelSizes, recipe: Recipe, count: int) -> Iterator[dict[str, Any]]:
     """The first `count` rows of a loss table with made-up losses."""
     section = recipe.losses
-    projections = (losses.WHOLE, *PROJECTIONS) if section.per_projection else (losses.WHOLE,)
     generator = np.random.default_rng(0)
     order = (
         (layer, expert, method, bits, projection)
@@ -447,7 +450,7 @@ def _loss_rows(sizes: ModelSizes, recipe: Recipe, count: int) -> Iterator[dict[s
         for expert in range(layer.num_experts)
         for method in section.methods
         for bits in section.bits
-        for projection in projections
+        for projection in (losses.WHOLE, *(layer.projections if section.per_projection else ()))
     )
     for layer, expert, method, bits, projection in islice(order, count):
         loss = generator.random(2)

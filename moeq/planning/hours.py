@@ -87,7 +87,7 @@ class Hours:
         return loss_rows(self.sizes, self.recipe) * ROW / 10
 
     def _quantize(self) -> float:
-        reading = self._reading(self.sizes.disk) if self.streams and needs_weights(self.recipe) else 0
+        reading = self._reading(self.sizes.disk) if self.streams and needs_weights(self.sizes, self.recipe) else 0
         return reading + placed_bytes(self.sizes, self.recipe.assign, self.recipe) / self.rates.cached_bytes
 
     def _export(self) -> float:

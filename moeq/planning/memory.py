@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moeq.models.experts import PROJECTIONS, ExpertLayer
+from moeq.models.experts import ExpertLayer
 from moeq.numerics.grids import resolved_group_size
 from moeq.numerics.packed import packed_bytes
 from moeq.planning.result import Term
@@ -182,6 +182,8 @@ class Memory:
     def _routed(self, layer: ExpertLayer) -> int:
         """Calibration tokens of a popular expert: three times the mean."""
         tokens = self.work.calibration.tokens
+        if self.recipe.losses.tokens == "all":
+            return tokens
         return int(min(tokens, 3 * tokens * self.sizes.top_k / layer.num_experts))
 
     def _tables(self) -> Moment:
@@ -198,7 +200,7 @@ class Memory:
         return [[*self._model(), *self._tables()]]
 
     def _quantize(self) -> list[Moment]:
-        from_weights = needs_weights(self.recipe)
+        from_weights = needs_weights(self.sizes, self.recipe)
         largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
         dense = largest.num_experts * largest.parameters_per_expert * self.sizes.source_dtype.itemsize
         share = self.placed / max(1, len(self.sizes.layers))
@@ -266,19 +268,26 @@ class Memory:
         return [[*self._resting(), *self._tables(), rows, manifest, Term(what="figures", bytes=RENDERING)]]
 
 
-def needs_weights(recipe: Recipe) -> bool:
-    """Whether `quantize` makes replicas from the model's weights: all of them, RTN, or some in full precision."""
+def needs_weights(sizes: ModelSizes, recipe: Recipe) -> bool:
+    """Whether `quantize` reads the model: for all replicas, RTN, biases, or experts in full precision."""
     section = recipe.assign
     return (
-        recipe.quantize.replicas == "all" or section.quantizer == RTN or section.gpu_experts > 0 or section.bits == 16
+        any(layer.biased for layer in sizes.layers)
+        or recipe.quantize.replicas == "all"
+        or section.quantizer == RTN
+        or section.gpu_experts > 0
+        or section.bits == 16
     )
 
 
 def loss_rows(sizes: ModelSizes, recipe: Recipe) -> int:
     """Rows of the loss table."""
     section = recipe.losses
-    experts = sum(layer.num_experts for layer in sizes.layers)
-    return experts * len(section.methods) * len(section.bits) * (4 if section.per_projection else 1)
+    each = len(section.methods) * len(section.bits)
+    return sum(
+        each * layer.num_experts * (1 + len(layer.projections) if section.per_projection else 1)
+        for layer in sizes.layers
+    )
 
 
 def store_bytes(layer: ExpertLayer, recipe: Recipe) -> int:
@@ -286,7 +295,7 @@ def store_bytes(layer: ExpertLayer, recipe: Recipe) -> int:
     section = recipe.losses
     one = sum(
         packed_bytes(*layer.shape(projection), bits, section.group_size, section.symmetric)
-        for projection in PROJECTIONS
+        for projection in layer.projections
         for bits in section.bits
     )
     return layer.num_experts * one
@@ -298,7 +307,7 @@ def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int) -> int:
     first = next(expert_batches(layer, section))
     count: int = first.stop - first.start
     hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
-    weights = 3 * hidden * inner
+    weights = layer.parameters_per_expert
     tokens = 4 * (routed + SAMPLE_TOKENS) * (hidden + 3 * inner)
     codes = count * widths * weights
     batch = 4 * count * weights
@@ -307,7 +316,7 @@ def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int) -> int:
         hessians = 4 * count * (hidden * hidden + inner * inner)
         factor = 4 * count * max(hidden * hidden, inner * inner)
         group = resolved_group_size(max(hidden, inner), section.group_size)
-        wide = count * 2 * inner * hidden
+        wide = count * (len(layer.projections) - 1) * inner * hidden
         step = 16 * count * widths * max(group * 2 * inner, group * hidden)
         moments += [
             batch + hessians + tokens,

@@ -8,7 +8,7 @@ import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssignment
 from moeq.assigners.prefix_split import candidates, increments
-from moeq.models.experts import PROJECTIONS, ExpertLayer
+from moeq.models.experts import ExpertLayer
 from moeq.numerics.packed import packed_bytes
 from moeq.planning.sizes import ModelSizes
 from moeq.recipe import AssignSection, Recipe
@@ -17,12 +17,13 @@ TYPICAL = 0.1234567890123456  # stands for a figure of full length
 
 
 def expert_bytes(layer: ExpertLayer, bits: int, recipe: Recipe, full: int) -> int:
-    """Stored bytes of one expert; `full`: bytes of one weight at 16 bits."""
+    """Stored bytes of one expert, biases included; `full`: bytes of one weight at 16 bits."""
+    biases = layer.biases_per_expert * full
     if bits == FULL:
-        return layer.parameters_per_expert * full
+        return layer.parameters_per_expert * full + biases
     section = recipe.losses
-    shapes = (layer.shape(projection) for projection in PROJECTIONS)
-    return sum(packed_bytes(*shape, bits, section.group_size, section.symmetric) for shape in shapes)
+    shapes = (layer.shape(projection) for projection in layer.projections)
+    return biases + sum(packed_bytes(*shape, bits, section.group_size, section.symmetric) for shape in shapes)
 
 
 def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[list[int]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.files import storage_errors, sync
-from moeq.models.experts import PROJECTIONS, ExpertLayer
+from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
 from moeq.numerics.packed import PackedWeight
@@ -104,12 +104,13 @@ def _expert_seconds(sizes: ModelSizes, tokens: int, device: torch.device) -> flo
     layer = sizes.layers[0]
     rows = min(tokens, 512)
     hidden = _random(rows, layer.hidden_size, dtype=sizes.dtype, device=device)
-    first = _random(2 * layer.intermediate_size, layer.hidden_size, dtype=sizes.dtype, device=device)
+    wide = (len(layer.projections) - 1) * layer.intermediate_size
+    first = _random(wide, layer.hidden_size, dtype=sizes.dtype, device=device)
     second = _random(layer.hidden_size, layer.intermediate_size, dtype=sizes.dtype, device=device)
 
     def forward() -> Tensor:
-        gate, up = nn.functional.linear(hidden, first).chunk(2, -1)
-        return nn.functional.linear(nn.functional.silu(gate) * up, second)
+        inner = nn.functional.linear(hidden, first).unflatten(-1, (-1, layer.intermediate_size))
+        return nn.functional.linear(nn.functional.silu(inner).prod(-2), second)
 
     return _seconds(forward, device) * tokens / rows
 
@@ -135,14 +136,15 @@ def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section
     Hessians and intermediate states, two Cholesky factors, the feedback of every width, and the measured outputs.
     """
     hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
+    first = len(layer.projections) - 1
     total = 0.0
     if GPTQ in section.methods:
-        total += 2 * tokens * hidden**2 + 2 * (tokens + sample) * (inner**2 + 2 * hidden * inner)
-        total += (hidden**3 + inner**3) / 3 + widths * (2 * inner * hidden**2 + hidden * inner**2)
-    products = 6 if section.per_projection else 3
+        total += 2 * tokens * hidden**2 + 2 * (tokens + sample) * (inner**2 + first * hidden * inner)
+        total += (hidden**3 + inner**3) / 3 + widths * (first * inner * hidden**2 + hidden * inner**2)
+    products = 2 * first + 2 if section.per_projection else first + 1
     rows = min(heldout, section.max_measured_tokens)
-    total += 2 * rows * hidden * inner * (3 + products * widths * len(section.methods))
-    weights = 3 * hidden * inner * widths * len(section.methods)
+    total += 2 * rows * hidden * inner * (first + 1 + products * widths * len(section.methods))
+    weights = layer.parameters_per_expert * widths * len(section.methods)
     return total + WEIGHT_OPERATIONS * weights
 
 
@@ -159,6 +161,7 @@ def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device:
             layer,
             index=0,
             name="probe",
+            biased=False,
             hidden_size=max(8, layer.hidden_size // shrink),
             intermediate_size=max(8, layer.intermediate_size // shrink),
         )
@@ -178,22 +181,27 @@ def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device:
         sequence=torch.arange(total),
         position=torch.zeros(total, dtype=torch.long),
     )
-    weights = {name: _random(experts, *small.shape(name), dtype=torch.float32, device=device) for name in PROJECTIONS}
+    weights = {
+        name: _random(experts, *small.shape(name), dtype=torch.float32, device=device) for name in small.projections
+    }
+    math = ExpertMath(gate=lambda products: nn.functional.silu(torch.stack(list(products.values()))).prod(0))
     section = section.model_copy(update={"min_tokens": 1})
-    seconds = _seconds(lambda: quantize_layer(inputs, weights, nn.SiLU(), section), device, 2 * SECONDS)
+    seconds = _seconds(lambda: quantize_layer(inputs, weights, math, section), device, 2 * SECONDS)
     return experts * operations / seconds
 
 
 def losses_tokens(sizes: ModelSizes, work: Work, section: LossesSection) -> tuple[float, float]:
     """Mean calibration and held-out tokens of an expert."""
-    routed = work.calibration.tokens * sizes.top_k / sizes.layers[0].num_experts
-    return routed * (1 - section.heldout_fraction), routed * section.heldout_fraction
+    share = sizes.top_k / sizes.layers[0].num_experts
+    calibration = work.calibration.tokens * (1 - section.heldout_fraction)
+    heldout = work.calibration.tokens * section.heldout_fraction
+    return calibration if section.tokens == "all" else calibration * share, heldout * share
 
 
 def _dequantizing(sizes: ModelSizes, section: LossesSection, device: torch.device) -> float:
     """Mean over the widths of the recipe, on the rows of one matrix that make a million weights."""
     layer = sizes.layers[0]
-    rows, inputs = layer.shape("gate_proj")
+    rows, inputs = layer.shape(layer.projections[0])
     rows = max(1, min(rows, 2**20 // inputs))
     weight = _random(1, rows, inputs, dtype=torch.float32, device=device)
     made = gptq.quantize(weight, None, bits=section.bits, group_size=section.group_size, symmetric=section.symmetric)

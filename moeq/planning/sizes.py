@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,20 @@ from torch import nn
 from moeq.errors import CorpusError
 from moeq.estimator import geometry_from_config
 from moeq.evaluation.harness import task_requests
-from moeq.models import corpus, loading
+from moeq.models import loading
+from moeq.models.corpus import Source
+from moeq.models.corpus.rows import COMPRESSED, kind_of
+from moeq.models.corpus.sources import LocalFile
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import blocks_of
+from moeq.models.weights import is_dequantized
 from moeq.stages.context import Context
+from moeq.stages.estimate import config_values
 
 SAMPLE_CHARACTERS = 1 << 16  # of each file, tokenized to learn how many characters a token stands for
 SAMPLE_BYTES = 1 << 20
+COMPRESSION = 4  # of compressed text, taken
+HUB_CHARACTERS = 4  # a token, of text that is not here yet, taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,7 @@ class ModelSizes:
     experts_disk: int
     source_dtype: torch.dtype
     dtype: torch.dtype
+    unpacks: bool  # the checkpoint is FP8 or MXFP4
     block_parameters: tuple[int, ...]  # weights of every decoder block
     expert_parameters: int  # weights of all routed experts
     resident_parameters: int  # weights outside the blocks
@@ -69,20 +78,21 @@ class ModelSizes:
 
     @property
     def casts(self) -> bool:
-        return self.dtype != self.source_dtype
+        """Whether weights are converted while they are read: to another dtype, or from FP8 and MXFP4."""
+        return self.dtype != self.source_dtype or self.unpacks
 
 
 def model_sizes(context: Context) -> ModelSizes:
     """Read the sizes; ModelError for what a run refuses, with its line."""
     skeleton, layers = context.described
     keys = loading.expert_keys(context.source, skeleton, layers)
-    blocks = blocks_of(skeleton, layers)
+    blocks = blocks_of(skeleton)
     by_block = [_weights(skeleton.get_submodule(path)) for path in blocks]
     headers = context.source.tensors
     disk = sum(header.bytes for header in headers.values())
     experts_disk = sum(headers[key].bytes for key in keys)
     geometry = geometry_from_config(
-        context.source.config,
+        config_values(skeleton, layers[0].kind.top_k),
         num_moe_layers=len(layers),
         num_experts=layers[0].num_experts,
         expert_intermediate_size=layers[0].intermediate_size,
@@ -101,6 +111,7 @@ def model_sizes(context: Context) -> ModelSizes:
         experts_disk=experts_disk,
         source_dtype=loading.source_dtype(context.source),
         dtype=context.dtype,
+        unpacks=is_dequantized(context.source),
         block_parameters=tuple(by_block),
         expert_parameters=sum(layer.num_experts * layer.parameters_per_expert for layer in layers),
         resident_parameters=_weights(skeleton) - sum(by_block),
@@ -165,28 +176,27 @@ class Work:
 def work_sizes(context: Context) -> Work:
     """Measure text by its bytes and a tokenized sample of it, tasks by their requests.
 
-    Raises CorpusError for files that are missing or unreadable or for sequences longer than the model's positions,
-    EvaluationError for unknown tasks.
+    Text that grows until experts are covered counts at its largest. Raises CorpusError for files that are missing or
+    unreadable or for sequences longer than the model's positions, EvaluationError for unknown tasks.
     """
     section = context.recipe.corpus
     context.check_length(section.sequence_length, "corpus.sequence_length")
-    per_token = []
-    tokens, ratio = _text_tokens(context, context.calibration_files, section.text_field)
-    per_token.append(ratio)
-    calibration = Text(
-        sequences=section.sequences, length=section.sequence_length, batch=section.batch_size, whole=tokens
-    )
+    most = section.sequences if section.until_covered is None else section.until_covered.max_sequences
+    wanted = most * section.sequence_length
+    fields = (section.text_field, section.messages_field)
+    tokens, ratio = _text_tokens(context, context.calibration_sources, fields, wanted)
+    calibration = Text(sequences=most, length=section.sequence_length, batch=section.batch_size, whole=tokens)
     perplexity = context.recipe.eval.perplexity
     evaluation = None
     if perplexity is not None:
-        context.check_length(perplexity.sequence_length, "eval.perplexity.sequence_length")
-        files = corpus.corpus_files(perplexity.source, "evaluation")
-        tokens, ratio = _text_tokens(context, files, perplexity.text_field)
-        per_token.append(ratio)
         length = perplexity.sequence_length
+        context.check_length(length, "eval.perplexity.sequence_length")
+        wanted = (perplexity.sequences or 0) * length
+        tokens, other = _text_tokens(context, context.evaluation_sources, (perplexity.text_field,), wanted)
+        ratio = min(ratio, other)
         count = perplexity.sequences if perplexity.sequences is not None else max(1, tokens // length)
         evaluation = Text(sequences=count, length=length, batch=perplexity.batch_size, whole=tokens)
-    return Work(calibration=calibration, evaluation=evaluation, tasks=_tasks(context, min(per_token)))
+    return Work(calibration=calibration, evaluation=evaluation, tasks=_tasks(context, ratio))
 
 
 def _tasks(context: Context, characters_per_token: float) -> Tasks | None:
@@ -209,50 +219,67 @@ def _tasks(context: Context, characters_per_token: float) -> Tasks | None:
     )
 
 
-def _text_tokens(context: Context, files: list[Path], field: str) -> tuple[int, float]:
-    """About how many tokens the files hold, and characters a token, from a sample of each file."""
+def _text_tokens(
+    context: Context, sources: Sequence[Source], fields: tuple[str, ...], wanted: int
+) -> tuple[int, float]:
+    """About how many tokens are read, and characters a token, from a sample of each file.
+
+    Of a hub dataset as many tokens are read as are wanted; nothing of it is downloaded here.
+    """
     characters = tokens = 0.0
-    for path in files:
-        size, sample = _sample(path, field)
+    for source in sources:
+        if not isinstance(source, LocalFile):
+            tokens += wanted
+            characters += wanted * HUB_CHARACTERS
+            continue
+        size, sample = _sample(source.path, fields)
         found = sum(map(len, context.tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"]))
         length = sum(map(len, sample))
         if not length or not found:
-            raise CorpusError("no text in it", where=str(path), do="give files with text")
+            raise CorpusError("no text in it", where=source.name, do="give files with text")
         characters += size
         tokens += size * found / length
     return int(tokens), characters / tokens
 
 
-def _sample(path: Path, field: str) -> tuple[float, list[str]]:
+def _sample(path: Path, fields: tuple[str, ...]) -> tuple[float, list[str]]:
     """About how many characters of text a file holds, and evenly spaced pieces of its beginning."""
     try:
-        texts, share = _parquet(path, field) if path.suffix == ".parquet" else _lines(path, field)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot be read ({error})", where=str(path), do="check the file and text_field") from None
+        texts, share = _parquet(path, fields) if kind_of(path.name) == ".parquet" else _beginning(path, fields)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise CorpusError(f"cannot be read ({error})", where=str(path), do="check the file") from None
     length = sum(map(len, texts))
     step = max(1, length // SAMPLE_CHARACTERS)
     return length / share, texts[::step] or texts[:1]
 
 
-def _lines(path: Path, field: str) -> tuple[list[str], float]:
-    """Texts at the beginning of a .txt or .jsonl file, and which share of the file they are."""
-    with path.open("rb") as stream:
-        raw = stream.read(SAMPLE_BYTES)
-    size = path.stat().st_size
-    if path.suffix == ".txt":
-        text = raw.decode("utf-8", errors="ignore")
-        pieces = [text[start : start + 4096] for start in range(0, len(text), 4096)]
-        return pieces, len(raw) / max(1, size)
+def _beginning(path: Path, fields: tuple[str, ...]) -> tuple[list[str], float]:
+    """Texts at the beginning of a .txt, .json or .jsonl file, and which share of the file they are."""
+    packed = path.suffix in COMPRESSED
+    with pa.input_stream(str(path), compression="detect" if packed else None) as stream:
+        raw: bytes = stream.read(SAMPLE_BYTES)
+    size = path.stat().st_size * (COMPRESSION if packed and len(raw) == SAMPLE_BYTES else 1)
+    size = max(size, len(raw)) if len(raw) == SAMPLE_BYTES else len(raw)
     lines = raw.splitlines()
+    if kind_of(path.name) == ".txt" or raw.lstrip().startswith(b"["):
+        text = raw.decode("utf-8", errors="ignore")
+        return [text[start : start + 4096] for start in range(0, len(text), 4096)], len(raw) / max(1, size)
     if len(raw) < size and len(lines) > 1:
         lines = lines[:-1]  # cut in the middle
     used = sum(len(line) + 1 for line in lines)
-    return [str(json.loads(line)[field]) for line in lines if line.strip()], min(1.0, used / max(1, size))
+    return [_text_of(json.loads(line), fields) for line in lines if line.strip()], min(1.0, used / max(1, size))
 
 
-def _parquet(path: Path, field: str) -> tuple[list[str], float]:
+def _parquet(path: Path, fields: tuple[str, ...]) -> tuple[list[str], float]:
     """The first rows' texts and which share of all rows they are."""
-    file = pq.ParquetFile(path)
-    first = next(file.iter_batches(batch_size=256, columns=[field]), None)
-    texts = [] if first is None else [str(text) for text in first[field].to_pylist()]
-    return texts, len(texts) / max(1, file.metadata.num_rows)
+    with pq.ParquetFile(path) as file:
+        there = [field for field in fields if field in file.schema_arrow.names]
+        first = next(file.iter_batches(batch_size=256, columns=there or None), None)
+        rows = [] if first is None else first.to_pylist()
+        return [_text_of(row, fields) for row in rows], len(rows) / max(1, file.metadata.num_rows)
+
+
+def _text_of(row: Any, fields: tuple[str, ...]) -> str:
+    """A row's text; of conversations, the JSON of it stands for what a chat template makes."""
+    found = next((row[field] for field in fields if field in row), row) if isinstance(row, dict) else row
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)

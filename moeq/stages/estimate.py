@@ -141,7 +141,7 @@ def _own_geometry(context: Context) -> ModelGeometry:
     experts = expert_keys(context.source, skeleton, layers)
     elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
     own = geometry_from_config(
-        _config_values(skeleton, layers[0].kind.top_k),
+        config_values(skeleton, layers[0].kind.top_k),
         num_moe_layers=len(layers),
         num_experts=layers[0].num_experts,
         expert_intermediate_size=layers[0].intermediate_size,
@@ -151,7 +151,7 @@ def _own_geometry(context: Context) -> ModelGeometry:
     return replace(own, name=context.source.name)
 
 
-def _config_values(model: Any, top_k: int | None) -> dict[str, Any]:
+def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
     """What the geometry reads, through the names that the family's configuration goes by, and from its parts."""
     config = model.config.get_text_config()
     whole: dict[str, Any] = config.to_dict()

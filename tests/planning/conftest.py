@@ -70,6 +70,12 @@ def save_sparse(folder: Path, *, layers: int, experts: int, hidden: int, inner: 
 
 
 @pytest.fixture(scope="session")
+def sparse_small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 GiB: 6 layers of 128 experts 4096 x 1024."""
+    return save_sparse(tmp_path_factory.mktemp("sparse") / "small", layers=6, experts=128, hidden=4096, inner=1024)
+
+
+@pytest.fixture(scope="session")
 def sparse_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """217 GiB: 70 layers of 128 experts 4096 x 1024."""
     return save_sparse(tmp_path_factory.mktemp("sparse") / "big", layers=70, experts=128, hidden=4096, inner=1024)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import family_models
 import pytest
 
 from moeq import pipeline
@@ -41,6 +44,29 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     )
     pipeline.run(context)
     return context
+
+
+FAMILIES = ("gpt_oss", "nemotron_h", "switch_transformers")  # biases, two matrices, experts by number
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_kinds_of_experts_take_the_foretold_bytes(family: str, tmp_path: Path) -> None:
+    overrides = (*SMALL, "losses.group_size=16", "assign={method: uniform, bits: 3}", "quantize.replicas=all")
+    context = Context(
+        recipe=load_recipe(None, list(overrides)),
+        model_name=str(family_models.save(family, tmp_path / "model")),
+        out=tmp_path / "run",
+        reporter=Reporter(quiet=True),
+    )
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    disk = foretold(context)
+    for stage in ("profile", "losses", "quantize", "export"):
+        folder = context.directory(stage)
+        for name, size in disk.lasting(stage).items():
+            if name.endswith(".safetensors"):
+                assert size == (folder / name).stat().st_size, (stage, name)
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        assert abs(sum(disk.lasting(stage).values()) - written) <= 0.02 * written + 600, stage
 
 
 def foretold(context: Context) -> Disk:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import family_models
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -22,6 +23,10 @@ from moeq.recipe import load_recipe
 from moeq.stages.context import Context
 
 GIB = 2**30
+FAMILIES = (
+    "mixtral", "gpt_oss", "nemotron_h", "llama4", "qwen3_vl_moe", "dbrx", "jetmoe", "switch_transformers",
+    "longcat_flash", "deepseek_v3", "granitemoe", "aria",
+)  # fmt: skip
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "eval.perplexity.sequences=4",
     "eval.perplexity.sequence_length=32", "eval.compare=[]", "estimate.grid.inputs=[128]",
@@ -170,18 +175,18 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(tiny_mixtral: Path,
 
 
 def test_refused_families_are_refused_in_one_line(tmp_path: Path) -> None:
-    from transformers import GptOssConfig
-
-    from moeq.bundled import bundled_path
-
-    folder = tmp_path / "gpt-oss"
-    GptOssConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_local_experts=4,
-                 architectures=["GptOssForCausalLM"]).save_pretrained(folder)  # fmt: skip
-    header = json.dumps({"x": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    (folder / "tokenizer.json").write_bytes((bundled_path("tiny-mixtral") / "tokenizer.json").read_bytes())
-    with pytest.raises(ModelError, match="are not supported yet"):
+    folder = family_models.save("doge", tmp_path / "doge")
+    with pytest.raises(ModelError, match="its experts are single rows of two embeddings, not matrices"):
         make_plan(context_of(folder, tmp_path), probe=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_supported_kind_of_experts_is_planned(family: str, tmp_path: Path) -> None:
+    folder = family_models.save(family, tmp_path / family)
+    plan = make_plan(context_of(folder, tmp_path), probe=False)
+    assert plan.fits
+    assert plan.model["bytes"] == plan.model["expert_bytes"] + plan.model["other_bytes"]
+    assert plan.model["placed_expert_bytes"] < plan.model["expert_bytes"]
 
 
 def test_formats_say_what_they_cannot_carry(
@@ -211,17 +216,17 @@ def test_every_format_has_a_rule() -> None:
 
 
 def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> None:
-    from moeq.models.corpus import make_sequences, read_documents
+    from moeq.models.corpus import Fields, make_sequences, read_documents
 
     context = context_of(tiny_mixtral, tmp_path)
     work = sizes.work_sizes(context)
-    files = context.calibration_files
-    everything = make_sequences(read_documents(files, "text"), context.tokenizer, length=32, count=None)
+    documents = read_documents(context.calibration_sources, Fields(), context.tokenizer)
+    everything = make_sequences(documents, context.tokenizer, length=32, count=None)
     assert 0.9 < work.calibration.whole / everything.ids.numel() < 1.1
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    rows = [{"text": document.text, "domain": document.domain} for document in documents]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "text.parquet")
     (tmp_path / "text.txt").write_text("\n".join(row["text"] for row in rows))
     for name in ("text.parquet", "text.txt"):
