@@ -10,13 +10,15 @@ from __future__ import annotations
 from moeq.planning.disk import Disk
 from moeq.planning.memory import loss_rows, needs_weights
 from moeq.planning.placed import placed_bytes
-from moeq.planning.probe import PASSES, Rates, expert_tokens, losses_operations, losses_tokens
+from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import SAMPLE_TOKENS
+from moeq.quantizers.layer import RTN, SAMPLE_TOKENS
 from moeq.recipe import Recipe
 
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
 EXPERT_CALLS = 1e-4  # and for one expert of it
+PACKED_CALLS = 1e-3  # and for one packed expert, unpacked in a batch or replaced in place
+LOADING = 0.7  # seconds of building and filling a model, whatever its size
 TOKENIZING = 1e-6  # seconds a token
 ROW = 3e-5  # seconds a row of the loss table: made, written, read and summed up
 LIBRARY = 3.0  # seconds of loading the model's classes, the tokenizer and, for eval, lm-eval
@@ -88,7 +90,8 @@ class Hours:
 
     def _quantize(self) -> float:
         reading = self._reading(self.sizes.disk) if self.streams and needs_weights(self.sizes, self.recipe) else 0
-        return reading + placed_bytes(self.sizes, self.recipe.assign, self.recipe) / self.rates.cached_bytes
+        rounding = self._rounding() if self.recipe.assign.quantizer == RTN else 0
+        return reading + rounding + placed_bytes(self.sizes, self.recipe.assign, self.recipe) / self.rates.cached_bytes
 
     def _export(self) -> float:
         rest = self.sizes.disk - self.sizes.experts_disk
@@ -106,7 +109,10 @@ class Hours:
             forwards += self._forward(tasks.batch * tasks.mean_tokens, tasks.batches * tasks.steps, head=True)
             batches += tasks.batches * tasks.steps
         dequantizing = sizes.expert_parameters / self.rates.dequantized_weights
-        in_place = (1 + compare) * forwards + compare * dequantizing
+        dequantizing += sum(layer.num_experts for layer in sizes.layers) * PACKED_CALLS
+        sections = [self.recipe.assign, *self.recipe.eval.compare]
+        rounding = sum(section.quantizer == RTN for section in sections) * self._rounding()
+        in_place = (1 + compare) * forwards + compare * dequantizing + rounding
         packed = forwards + batches * dequantizing
         reads = 2.0 + compare
         if self.streams:
@@ -114,7 +120,12 @@ class Hours:
             reads = (1 + compare) * walks + 1
             in_place += compare * dequantizing * max(0, walks - 1)
         library = 0 if tasks is None else LIBRARY
-        return library + reads * self._reading(sizes.disk) + dequantizing + in_place + packed
+        loading = LOADING * (1 if self.streams else 3 + compare)
+        return library + loading + reads * self._reading(sizes.disk) + dequantizing + in_place + packed
+
+    def _rounding(self) -> float:
+        """Seconds of rounding and packing every expert once at one width."""
+        return WEIGHT_OPERATIONS * self.sizes.expert_parameters / self.rates.losses_flops
 
     def _estimate(self) -> float:
         return self.disk.estimating * (1 + len(self.recipe.eval.compare))
