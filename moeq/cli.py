@@ -143,6 +143,34 @@ for _name, _summary in STAGE_HELP.items():
 
 
 @app.command()
+def plan(
+    recipe: RecipeArgument = None,
+    model: ModelOption = None,
+    out: OutOption = None,
+    set_: SetOption = None,
+    trust_remote_code: TrustOption = False,
+    probe: Annotated[bool, typer.Option(help="Measure for a few seconds how fast this machine is.")] = True,
+    json: JsonOption = False,
+) -> None:
+    """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
+    context = _context(recipe, model, out, set_, True, trust_remote_code)
+    from moeq import terminal
+    from moeq.planning.make import error_of, make_plan
+
+    made = make_plan(context, probe=probe)
+    error = error_of(made)
+    if json:
+        _print_json(made.as_json())
+        if error is not None:
+            print(f"moeq: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code)
+        return
+    terminal.print_plan(made)
+    if error is not None:
+        raise error
+
+
+@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="Checkpoint, run directory, model directory, or any file moeq writes.")],
     trust_remote_code: TrustOption = False,

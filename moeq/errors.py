@@ -12,6 +12,7 @@
 | 8 | StorageError | the disk: full, read-only, in use |
 | 9 | EvaluationError | evaluation: tasks, generation |
 | 10 | EstimateError | hardware files and the performance estimate |
+| 11 | PlanError | a plan that does not fit: memory, disk, or a format that cannot carry the recipe |
 | 130 | | interrupted |
 """
 
@@ -71,6 +72,10 @@ class EvaluationError(MoeqError):
 
 class EstimateError(MoeqError):
     exit_code = 10
+
+
+class PlanError(MoeqError):
+    exit_code = 11
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

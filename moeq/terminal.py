@@ -10,7 +10,8 @@ from rich.table import Table
 
 from moeq.models.support import Support
 from moeq.pipeline import Outcome
-from moeq.tables import human_bytes
+from moeq.planning.result import Plan
+from moeq.tables import human_bytes, human_seconds
 
 NARROW = 78  # columns below which the table leaves out what the others imply
 WIDE = 130  # columns from which the table of families shows everything
@@ -100,6 +101,76 @@ def _number(value: float | None, form: str) -> str:
 def _speed(row: dict[str, Any]) -> str:
     rule, best = row["speedup_over_monde_bandwidth_rule"], row["speedup_over_monde_cost_optimal"]
     return "-" if rule is None else f"{rule:.1f}x / {best:.1f}x"
+
+
+def print_plan(plan: Plan) -> None:
+    """The model, what every stage needs beside what there is, and the verdict of each."""
+    console = Console(highlight=False)
+    model = plan.model
+    how = "streamed" if model["streamed"] else "loaded whole"
+    experts = "/".join(map(str, model["experts_a_layer"]))
+    console.print(
+        f"{model['name']} ({model['kind']}): {model['decoder_layers']} layers, {model['moe_layers']} of them with "
+        f"{experts} experts {', '.join(model['expert_shape'])}, top {model['top_k']}; {model['dtype']}, computes in "
+        f"{model['compute_dtype']} on {model['device']}, {how}",
+        markup=False,
+    )
+    console.print(
+        f"{human_bytes(model['bytes'])}: experts {human_bytes(model['expert_bytes'])} (placed: "
+        f"{human_bytes(model['placed_expert_bytes'])}), the rest {human_bytes(model['other_bytes'])}; largest "
+        f"layer {human_bytes(model['largest_decoder_layer_bytes'])}, outside the layers "
+        f"{human_bytes(model['resident_bytes'])}"
+    )
+    console.print(_plan_table(plan))
+    there = plan.machine
+    gpu = "" if there.gpu is None else f", {human_bytes(there.gpu)} of GPU memory"
+    console.print(
+        f"here: {human_bytes(there.ram)} of memory{gpu}, {human_bytes(there.disk)} on the disk of {there.disk_path}; "
+        f"the run leaves {human_bytes(sum(need.written for need in plan.stages))} there",
+        markup=False,
+    )
+    if plan.rates is not None:
+        console.print(_rates_line(plan.rates), style="dim")
+    for note in plan.notes:
+        console.print(f"note: {note}", style="dim", markup=False)
+    if plan.fits:
+        seconds = [need.seconds for need in plan.stages if need.seconds is not None]
+        console.print(f"it fits{f', in about {human_seconds(sum(seconds))}' if seconds else ''}", style="bold")
+
+
+def _plan_table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("stage")
+    gpu, timed = plan.machine.gpu is not None, plan.rates is not None
+    titles = ["memory", *(["GPU"] if gpu else []), "reads", "writes", "temp", *(["time"] if timed else [])]
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    short: dict[str, list[str]] = {}
+    for one in plan.shortages:
+        short.setdefault(one.stage, []).append(one.resource.removesuffix(" memory"))
+    for need in plan.stages:
+        lacking = short.get(need.stage, [])
+        table.add_row(
+            need.stage,
+            human_bytes(need.ram),
+            *([human_bytes(need.gpu)] if gpu else []),
+            human_bytes(need.read),
+            human_bytes(need.written),
+            human_bytes(need.temporary) if need.temporary else "-",
+            *([human_seconds(need.seconds or 0.0)] if timed else []),
+            f"short: {' '.join(lacking)}" if lacking else "fits",
+            style="bold red" if lacking else None,
+        )
+    return table
+
+
+def _rates_line(rates: dict[str, float]) -> str:
+    return (
+        f"measured: products {rates['matrix_flops'] / 1e9:.3g} GFLOP/s, losses {rates['losses_flops'] / 1e9:.3g} "
+        f"GFLOP/s, unpacking {rates['dequantized_weights'] / 1e6:.3g} M weights/s, disk reads "
+        f"{human_bytes(rates['read_bytes'])}/s, writes {human_bytes(rates['write_bytes'])}/s"
+    )
 
 
 def print_summary(summary: dict[str, Any], indent: int = 0) -> None:

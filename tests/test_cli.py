@@ -31,6 +31,7 @@ FLAGS = {
         "--trust-remote-code",
         "--json",
     },
+    "plan": {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--probe", "--json"},
 }
 
 

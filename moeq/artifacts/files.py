@@ -10,10 +10,11 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,6 +132,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str,
     write_atomically(path, lambda partial: _write_safetensors(partial, tensors, dict(metadata or {})))
 
 
+def safetensors_layout(
+    tensors: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[list[str], bytes, int]:
+    """How `write_tensors` lays out tensors given by {name: (torch dtype, shape)}: order, header, bytes of the data."""
+    entries = {
+        name: (_DTYPE_NAMES[str(dtype)], tuple(shape), math.prod(shape) * dtype.itemsize)
+        for name, (dtype, shape) in tensors.items()
+    }
+    order, header = _layout(entries, dict(metadata or {}))
+    return order, header, sum(size for _, _, size in entries.values())
+
+
 def write_in_chunks(
     path: Path,
     tensors: Mapping[str, tuple[str, tuple[int, ...], int]],
@@ -163,6 +176,18 @@ def stored_chunks(tensor: StoredTensor) -> Iterator[bytes]:
                 raise ArtifactError("cut off", where=str(tensor.file), do="make or download it again")
             left -= len(chunk)
             yield chunk
+
+
+def torch_dtype(name: str) -> Any:
+    """The torch dtype that safetensors calls so."""
+    import torch
+
+    return getattr(torch, next(own for own, written in _DTYPE_NAMES.items() if written == name).removeprefix("torch."))
+
+
+def dtype_name(dtype: Any) -> str:
+    """What safetensors calls a torch dtype."""
+    return _DTYPE_NAMES[str(dtype)]
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str]) -> None:

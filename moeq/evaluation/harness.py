@@ -14,6 +14,7 @@ from moeq.bundled import bundled_path
 from moeq.errors import EvaluationError, nearest
 
 BUNDLED_TASK = "moeq_continuation"
+GENERATED = 256  # tokens that lm-eval generates where a task names no limit
 BOOTSTRAP = 1000  # resamples, for the standard errors of metrics that have no formula
 
 
@@ -58,6 +59,23 @@ def _lm_eval_errors(names: list[str]) -> Iterator[None]:
             where=", ".join(names),
             do="check the task's data; hub data sets need a network or a cache",
         ) from error
+
+
+def task_requests(manager: Any, names: list[str], limit: int | None) -> list[tuple[int, int]]:
+    """Characters (context and continuation) and generated tokens of every request that the tasks make of a model.
+
+    Raises EvaluationError when a task cannot build its requests.
+    """
+    found: list[tuple[int, int]] = []
+    with _lm_eval_errors(names):
+        for task in manager.load(names)["tasks"].values():
+            task.build_all_requests(limit=limit, rank=0, world_size=1)
+            for one in task.instances:
+                text = sum(len(part) for part in one.args if isinstance(part, str))
+                options = next((part for part in one.args if isinstance(part, dict)), {})
+                wanted = options.get("max_gen_toks", GENERATED) if one.request_type == "generate_until" else 0
+                found.append((text, int(wanted)))
+    return found
 
 
 def run_tasks(

@@ -79,13 +79,16 @@ class Context:
         return ExpertReader(self.source, loading.skeleton(self.source, dtype, self.recipe.trust_remote_code))
 
     @cached_property
+    def streams(self) -> bool:
+        """Whether decoder layers stay on disk: as the recipe says; auto: when they are over a third of memory."""
+        if self.recipe.stream != "auto":
+            return self.recipe.stream == "always"
+        return loading.loaded_bytes(self.source, self.dtype) > loading.memory_bytes(self.device) / 3
+
+    @cached_property
     def streamed(self) -> StreamedModel | None:
         """The model with its decoder layers on disk, None when it is to be loaded whole."""
-        wanted = self.recipe.stream
-        if wanted == "auto":
-            size = loading.loaded_bytes(self.source, self.dtype)
-            wanted = "always" if size > loading.memory_bytes(self.device) / 3 else "never"
-        if wanted == "never":
+        if not self.streams:
             return None
         return StreamedModel(self.source, self.dtype, self.device, self.recipe.trust_remote_code)
 
@@ -119,7 +122,7 @@ class Context:
     def calibration_chunks(self) -> Iterator[corpus.Sequences]:
         """The calibration sequences that the recipe asks for; then, with corpus.until_covered, more and more."""
         section = self.recipe.corpus
-        self._check_length(section.sequence_length, "corpus.sequence_length")
+        self.check_length(section.sequence_length, "corpus.sequence_length")
         documents = self._calibration_documents()
         images = None
         if any(document.image is not None for document in documents):
@@ -184,7 +187,7 @@ class Context:
         section = self.recipe.eval.perplexity
         if section is None:
             return None
-        self._check_length(section.sequence_length, "eval.perplexity.sequence_length")
+        self.check_length(section.sequence_length, "eval.perplexity.sequence_length")
         fields = corpus.Fields(text=section.text_field)
         need = None
         if section.sequences is not None:
@@ -215,7 +218,7 @@ class Context:
         section = self.recipe.eval
         return open_tasks(section.tasks, section.include_path) if section.tasks else None
 
-    def _check_length(self, length: int, key: str) -> None:
+    def check_length(self, length: int, key: str) -> None:
         """CorpusError when sequences are longer than the positions that the model knows."""
         config = self.source.config
         positions = (config.get("text_config") or config).get("max_position_embeddings")

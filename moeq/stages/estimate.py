@@ -52,46 +52,57 @@ class EstimateReport(BaseModel):
 
 def run(context: Context) -> dict[str, Any]:
     """Write estimate.json; returns the summary."""
-    section = context.recipe.estimate
-    hardware = load_hardware(section.hardware)
-    geometry, is_own = _geometry(context)
     own = assign.load(context)
     assignments = [own, *(assign.make(context, c, c.name) for c in context.recipe.eval.compare)]
-    grid = Grid(
-        inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
-    )
+    popularity = _popularity(context)
+    geometry, is_own = chosen_geometry(context)
     estimates = []
     with context.reporter.bar("estimate", len(assignments)) as advance:
         for assignment in assignments:
-            estimates.append(
-                estimate(
-                    geometry,
-                    hardware,
-                    _placement(assignment),
-                    group_size=geometry.hidden_size if assignment.group_size == -1 else assignment.group_size,
-                    zero_points=not assignment.symmetric,
-                    popularity=_popularity(context),
-                    grid=grid,
-                    context=section.context,
-                    seed=context.recipe.seed,
-                )
-            )
+            estimates.append(of_assignment(context, geometry, assignment, popularity))
             advance()
-    report = EstimateReport(
+    report = report_on(context, geometry, is_own, estimates)
+    write_json(make_directory(context.directory("estimate")) / NAME, report.model_dump(mode="json"))
+    return summarize(report)
+
+
+def of_assignment(
+    context: Context, geometry: ModelGeometry, assignment: Assignment, popularity: np.ndarray | None
+) -> Estimate:
+    """The estimate of one assignment; popularity: each expert's share of its layer's activations, None: all alike."""
+    section = context.recipe.estimate
+    grid = Grid(
+        inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
+    )
+    return estimate(
+        geometry,
+        load_hardware(section.hardware),
+        _placement(assignment),
+        group_size=geometry.hidden_size if assignment.group_size == -1 else assignment.group_size,
+        zero_points=not assignment.symmetric,
+        popularity=popularity,
+        grid=grid,
+        context=section.context,
+        seed=context.recipe.seed,
+    )
+
+
+def report_on(context: Context, geometry: ModelGeometry, is_own: bool, estimates: list[Estimate]) -> EstimateReport:
+    """Estimates with what they were made for."""
+    section = context.recipe.estimate
+    return EstimateReport(
         geometry=asdict(geometry),
         geometry_is_the_models=is_own,
         hardware=section.hardware,
         popularity=section.popularity,
         estimates=tuple(estimates),
     )
-    write_json(make_directory(context.directory("estimate")) / NAME, report.model_dump(mode="json"))
-    return summarize(report)
 
 
 def check(context: Context) -> None:
     """EstimateError for unknown or damaged hardware, an unknown geometry, or one with other numbers of experts."""
     load_hardware(context.recipe.estimate.hardware)
-    _geometry(context)
+    chosen_geometry(context)
 
 
 def hardware_digest(context: Context) -> str:
@@ -100,7 +111,7 @@ def hardware_digest(context: Context) -> str:
     return sha256_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json()
 
 
-def _geometry(context: Context) -> tuple[ModelGeometry, bool]:
+def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:
     """The geometry that the recipe names and whether it is the model's own; of several, the first that fits."""
     named = context.recipe.estimate.geometry
     names = [named] if isinstance(named, str) else named
@@ -130,7 +141,7 @@ def _own_geometry(context: Context) -> ModelGeometry:
     experts = expert_keys(context.source, skeleton, layers)
     elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
     own = geometry_from_config(
-        _config_values(skeleton, layers[0].kind.top_k),
+        config_values(skeleton, layers[0].kind.top_k),
         num_moe_layers=len(layers),
         num_experts=layers[0].num_experts,
         expert_intermediate_size=layers[0].intermediate_size,
@@ -140,7 +151,7 @@ def _own_geometry(context: Context) -> ModelGeometry:
     return replace(own, name=context.source.name)
 
 
-def _config_values(model: Any, top_k: int | None) -> dict[str, Any]:
+def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
     """What the geometry reads, through the names that the family's configuration goes by, and from its parts."""
     config = model.config.get_text_config()
     whole: dict[str, Any] = config.to_dict()

@@ -1,0 +1,68 @@
+"""Whether the target format can carry what the recipe will assign, and whether the recipe's stages fit together.
+
+A rule is a function of what is asked of a format that returns why it cannot carry it, or None; RULES has one for every
+exporter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moeq.artifacts.assignment import FULL
+from moeq.models.experts import ExpertLayer
+from moeq.numerics.packing import SUPPORTED_BITS
+from moeq.pipeline import STAGES
+from moeq.quantizers.layer import heldout_stride
+from moeq.stages.context import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a format is asked to carry: the widths of every layer's experts, and the grid."""
+
+    layers: tuple[ExpertLayer, ...]
+    widths: tuple[tuple[int, ...], ...]
+    group_size: int
+    symmetric: bool
+    all_replicas: bool
+
+
+def native(asked: Asked) -> str | None:
+    """The native format carries any mix of the widths that can be packed, and dense experts."""
+    known = {*SUPPORTED_BITS, FULL}
+    foreign = sorted({bits for layer in asked.widths for bits in layer} - known)
+    return f"it packs 1 to 8 bits and 16, not {foreign}" if foreign else None
+
+
+Rule = Callable[[Asked], str | None]
+RULES: dict[str, Rule] = {"moeq": native}
+
+
+def check_stages(context: Context) -> None:
+    """What the stages themselves would refuse before the first write, in their own words; text is not tokenized.
+
+    The checks of eval are those of `planning.sizes.work_sizes`: files, lengths and tasks.
+    """
+    for stage in STAGES:
+        if stage.check is not None and stage.name != "eval":
+            stage.check(context)
+
+
+def refusals(context: Context, asked: Asked) -> list[str]:
+    """Lines that say why the run would end without a checkpoint: the format, widths without losses, too little text."""
+    found = []
+    recipe = context.recipe
+    rule = RULES.get(recipe.export.format)
+    reason = "moeq plan has no rule for it" if rule is None else rule(asked)
+    if reason is not None:
+        found.append(f"export.format {recipe.export.format} cannot carry it: {reason}; choose another format")
+    missing = sorted({bits for layer in asked.widths for bits in layer} - {FULL, *recipe.losses.bits})
+    if missing:
+        found.append(f"assign uses {missing} bits, which losses does not make; add them to losses.bits")
+    stride = heldout_stride(recipe.losses.heldout_fraction)
+    if recipe.corpus.sequences < stride:
+        found.append(
+            f"{recipe.corpus.sequences} sequences leave none to measure on; raise corpus.sequences to {stride}"
+        )
+    return found

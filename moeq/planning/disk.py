@@ -1,0 +1,463 @@
+"""What every stage reads from the disk and leaves on it, file by file.
+
+Exact where a file's size follows from shapes (replica store, packed experts, weights that are copied, routing counts,
+index, configuration). Tables and JSON hold figures that nobody knows yet: there, artifacts of the same shape with
+made-up figures are written into a temporary directory, or into memory, and their size taken.
+report.html is an estimate.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeq.artifacts import evaluation, losses, manifest, profile
+from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.evaluation import EvalReport, EvalRow
+from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
+from moeq.artifacts.replicas import SCHEMA_VERSION as STORE_VERSION
+from moeq.artifacts.replicas import layer_file
+from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
+from moeq.estimator import load_hardware
+from moeq.exporters.moeq import METADATA, extra_name, layer_name
+from moeq.models.experts import ExpertLayer
+from moeq.models.source import INDEX, TensorHeader
+from moeq.numerics.packed import packed_shapes
+from moeq.pipeline import BY_NAME, Stage
+from moeq.planning.memory import loss_rows, needs_weights, store_bytes
+from moeq.planning.placed import TYPICAL, expert_bytes, placed_bytes, stand_in, widths
+from moeq.planning.sizes import ModelSizes, Work
+from moeq.quantizers.layer import GPTQ
+from moeq.recipe import AssignSection, Recipe
+from moeq.runtime.checkpoint import CARD
+from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
+from moeq.stages import assign, model_card, report
+from moeq.stages import estimate as estimate_stage
+from moeq.stages import losses as losses_stage
+from moeq.stages import profile as profile_stage
+from moeq.stages.context import Context
+
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+DIGEST = "0" * 64
+SAMPLE_ROWS = 20_000  # of the loss table: of a larger one, this many rows are written and the size scaled
+SUMMARIES = {  # bytes of what a record says about its stage, of which for every assignment
+    "profile": (160, 0), "losses": (560, 0), "assign": (270, 0), "quantize": (70, 0), "export": (320, 0),
+    "eval": (200, 140), "estimate": (220, 145), "report": (40, 0),
+}  # fmt: skip
+REPORT = 64_400  # bytes of the page before anything is drawn
+REPORT_EXPERT = 40  # of the maps, an expert
+REPORT_LAYER = 2_200  # of the charts and tables, a layer
+REPORT_ASSIGNMENT = 1_500
+
+
+class Disk:
+    """Files of every stage of one run."""
+
+    def __init__(self, context: Context, sizes: ModelSizes, work: Work) -> None:
+        self.context, self.sizes, self.work, self.recipe = context, sizes, work, context.recipe
+        self.sections = [(self.recipe.name, self.recipe.assign), *((c.name, c) for c in self.recipe.eval.compare)]
+        self.own = stand_in(sizes, self.recipe.assign, self.recipe, self.recipe.name)
+        self.stamp = ModelStamp(name=context.source.name, revision=context.source.revision, digest=DIGEST)
+        self.estimating = 0.0  # seconds that the estimate of one assignment took
+        self._files: dict[str, dict[str, int]] = {}
+        self._cache: dict[tuple[Any, ...], int] = {}
+
+    def lasting(self, stage: str) -> dict[str, int]:
+        """Bytes of the files that a stage leaves, by name, its record among them."""
+        if stage not in self._files:
+            files: dict[str, int] = getattr(self, f"_{stage}")()
+            self._files[stage] = files | {RECORD: self._record(stage, files)}
+        return self._files[stage]
+
+    def linked(self, stage: str) -> int:
+        """Bytes of files that are hard links to an earlier stage's: packed experts in the checkpoint."""
+        return sum(self._packed().values()) if stage == "export" else 0
+
+    def temporary(self, stage: str) -> int:
+        """Bytes that are gone when the stage ends: rows of the loss table as JSON."""
+        return loss_rows(self.sizes, self.recipe) * 420 if stage == "losses" else 0
+
+    def read(self, stage: str) -> int:
+        """Bytes that a stage reads, hashing what it wrote included."""
+        files = self.lasting(stage)
+        own = sum(files.values())
+        streams, disk = self.context.streams, self.sizes.disk
+        if stage == "profile":
+            return own + disk
+        if stage == "losses":
+            return own + (disk if streams else 0)
+        if stage == "quantize":
+            weights = disk if streams and needs_weights(self.sizes, self.recipe) else 0
+            return own + weights + self._replicas(self.recipe.assign)
+        if stage == "export":
+            return own + self.sizes.disk - self.sizes.experts_disk + sum(self._packed().values())
+        if stage == "eval":
+            passes = self._passes() * (1 + len(self.recipe.eval.compare)) + 1 if streams else 2 + len(self.sections)
+            stores = sum(self._replicas(section) for _, section in self.sections)
+            return int(own + disk * passes) + stores + sum(self.lasting("export").values())
+        return own
+
+    def _passes(self) -> float:
+        """How often a streamed model is read for one assignment: once for the perplexity, once a batch of requests."""
+        tasks = self.work.tasks
+        once = 0 if self.work.evaluation is None else 1
+        return once + (0 if tasks is None else tasks.batches * tasks.steps)
+
+    def _replicas(self, section: AssignSection) -> int:
+        """Bytes that are read from the store for one assignment."""
+        if section.quantizer != GPTQ:
+            return 0
+        if section is self.recipe.assign and self.recipe.quantize.replicas == "all":
+            return sum(store_bytes(layer, self.recipe) for layer in self.sizes.layers)
+        full = self.sizes.source_dtype.itemsize
+        dense = section.gpu_experts * sum(layer.parameters_per_expert for layer in self.sizes.layers) * full
+        return placed_bytes(self.sizes, section, self.recipe) - dense
+
+    def _record(self, stage: str, files: dict[str, int]) -> int:
+        record = StageRecord(
+            stage=stage,
+            model=self.stamp,
+            seed=self.recipe.seed,
+            key=DIGEST,
+            inputs=dict.fromkeys(_inputs(BY_NAME[stage], self.recipe), DIGEST),
+            files={name: FileStamp(bytes=size, sha256=DIGEST) for name, size in files.items()},
+            digest=DIGEST,
+            volatile={"created": "2026-01-01T00:00:00+00:00", "seconds": 1.234},
+        )
+        summary, each = SUMMARIES[stage]
+        return len(canonical_json(record.model_dump(mode="json"))) + summary + each * len(self.sections)
+
+    def _profile(self) -> dict[str, int]:
+        sequences = self.work.calibration.sequences
+        shapes: Shapes = {"tokens": (torch.int64, (sequences, 2))}
+        for layer in self.sizes.layers:
+            shapes[f"layer.{layer.index}.counts"] = (torch.int64, (sequences, 2, layer.num_experts))
+            shapes[f"layer.{layer.index}.scores"] = (torch.float64, (sequences, 2, layer.num_experts))
+        generator = np.random.default_rng(0)
+        counts = [generator.integers(10_000, 99_999, (2, 2, layer.num_experts)) for layer in self.sizes.layers]
+        made = profile.ExpertProfile(
+            layers=tuple(layer.name for layer in self.sizes.layers),
+            top_k=(self.sizes.top_k,) * len(counts),
+            counts=tuple(counts),
+            scores=tuple(count.astype(float) for count in counts),
+            tokens=np.full((2, 2), self.work.calibration.tokens // 2),
+            text=DIGEST,
+            corpus=tuple(source.public_name for source in self.context.calibration_sources),
+        )
+        coverage = made.coverage(**profile_stage.coverage_settings(self.context))
+        written = _written(lambda folder: profile.write_profile(folder, made, coverage))
+        return {"profile.safetensors": _file(shapes), "profile.json": written["profile.json"]}
+
+    def _losses(self) -> dict[str, int]:
+        rows = loss_rows(self.sizes, self.recipe)
+        made = list(_loss_rows(self.sizes, self.recipe, min(rows, SAMPLE_ROWS)))
+        size = _written(lambda folder: losses.write_losses(folder / losses.NAME, made))[losses.NAME]
+        files = {losses.NAME: size * rows // len(made)}
+        if GPTQ in self.recipe.losses.methods:
+            for layer in self.sizes.layers:
+                name = layer_file(Path(losses_stage.REPLICAS), layer.index).as_posix()
+                key = ("store", layer.num_experts, layer.hidden_size, layer.intermediate_size)
+                files[name] = self._cached(key, lambda layer=layer: self._store(layer))  # type: ignore[misc]
+        return files
+
+    def _store(self, layer: ExpertLayer) -> int:
+        section = self.recipe.losses
+        shapes: Shapes = {}
+        for projection in layer.projections:
+            for bits in section.bits:
+                parts = packed_shapes(*layer.shape(projection), bits, section.group_size, section.symmetric)
+                for part, (shape, dtype) in parts.items():
+                    shapes[f"{projection}.{bits}.{part}"] = (dtype, (layer.num_experts, *shape))
+        described = {
+            projection: {
+                "inputs": layer.shape(projection)[1],
+                "group_size": section.group_size,
+                "symmetric": section.symmetric,
+            }
+            for projection in layer.projections
+        }
+        metadata = {
+            "moeq_schema_version": str(STORE_VERSION),
+            "projections": json.dumps(described, sort_keys=True),
+        }
+        return _file(shapes, metadata)
+
+    def _assign(self) -> dict[str, int]:
+        text = canonical_json(self.own.model_dump(mode="json"))
+        schema = canonical_json(Assignment.model_json_schema())
+        return {assign.NAME: len(text.encode()), "assignment.schema.json": len(schema.encode())}
+
+    def _quantize(self) -> dict[str, int]:
+        files: dict[str, int] = {}
+        for layer, mine in zip(self.sizes.layers, widths(self.sizes, self.recipe.assign, self.recipe), strict=True):
+            key = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name), tuple(mine))
+            files[layer_name(layer.index)] = self._cached(
+                ("placed", *key),
+                lambda layer=layer, mine=mine: self._placed(layer, mine),  # type: ignore[misc]
+            )
+            if self.recipe.quantize.replicas == "all":
+                files[extra_name(layer.index)] = self._cached(
+                    ("extra", *key),
+                    lambda layer=layer, mine=mine: self._extra(layer, mine),  # type: ignore[misc]
+                )
+        return files
+
+    def _placed(self, layer: ExpertLayer, mine: list[int]) -> int:
+        shapes: Shapes = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}
+        for expert, bits in enumerate(mine):
+            shapes |= self._replica(layer, bits, f"{layer.name}.{expert}")
+        return _file(shapes, METADATA)
+
+    def _extra(self, layer: ExpertLayer, mine: list[int]) -> int:
+        shapes: Shapes = {}
+        for expert, bits in enumerate(mine):
+            for width in (*self.recipe.losses.bits, FULL):
+                if width != bits:
+                    shapes |= self._replica(layer, width, f"{layer.name}.{expert}.bits{width}")
+        return _file(shapes, METADATA)
+
+    def _replica(self, layer: ExpertLayer, bits: int, prefix: str) -> Shapes:
+        section = self.recipe.losses
+        shapes: Shapes = {}
+        for projection in layer.projections:
+            if layer.biased:
+                shapes[f"{prefix}.{projection}.bias"] = (self.sizes.source_dtype, (layer.shape(projection)[0],))
+            if bits == FULL:
+                shapes[f"{prefix}.{projection}.dense"] = (self.sizes.source_dtype, layer.shape(projection))
+                continue
+            parts = packed_shapes(*layer.shape(projection), bits, section.group_size, section.symmetric)
+            shapes |= {f"{prefix}.{projection}.{part}": (dtype, shape) for part, (shape, dtype) in parts.items()}
+        return shapes
+
+    def _packed(self) -> dict[str, int]:
+        """The files of packed experts, which quantize writes and export takes over."""
+        return {name: size for name, size in self.lasting("quantize").items() if name != RECORD}
+
+    def _export(self) -> dict[str, int]:
+        source, experts = self.context.source, self._packed()
+        shards = self._rest()
+        where = {key: name for name, keys in shards.items() for key in keys}
+        for layer, mine in zip(self.sizes.layers, widths(self.sizes, self.recipe.assign, self.recipe), strict=True):
+            for expert, bits in enumerate(mine):
+                names = self._replica(layer, bits, f"{layer.name}.{expert}")
+                where |= dict.fromkeys(names, layer_name(layer.index))
+            where |= {f"{layer.name}.{name}": layer_name(layer.index) for name in guard_shapes(layer)}
+        files = dict(experts)
+        for name, keys in shards.items():
+            dtypes = {key: source.tensors[key] for key in keys}
+            files[name] = _source_file(dtypes)
+        index = canonical_json({"metadata": {"total_size": self.sizes.disk}, "weight_map": where})
+        files[INDEX] = len(index.encode())
+        experts_block = {layer.name: list(mine) for layer, mine in zip(
+            self.sizes.layers, widths(self.sizes, self.recipe.assign, self.recipe), strict=True)}  # fmt: skip
+        block = manifest.layout(self.own.group_size, self.own.symmetric)
+        quantization = {
+            "quant_method": "moeq", "format_version": 1, "layout": block["name"], "layout_version": block["version"],
+            "group_size": self.own.group_size, "symmetric": self.own.symmetric, "experts": experts_block,
+        }  # fmt: skip
+        files["config.json"] = len(canonical_json(source.config | {"quantization_config": quantization}).encode())
+        files |= {path.name: path.stat().st_size for path in source.side_files()}
+        return files | self._manifest()
+
+    def _rest(self) -> dict[str, list[str]]:
+        """Shards of what is not a routed expert, as the exporter fills them."""
+        source = self.context.source
+        experts = self.sizes.expert_keys
+        shards: list[list[str]] = [[]]
+        size = 0
+        for key in sorted(set(source.tensors) - experts):
+            if shards[-1] and size + source.tensors[key].bytes > self.recipe.export.max_shard:
+                shards.append([])
+                size = 0
+            shards[-1].append(key)
+            size += source.tensors[key].bytes
+        return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": keys for number, keys in enumerate(shards, 1)}
+
+    def _manifest(self) -> dict[str, int]:
+        """placement.json, its schema and the model card, from the first layer's share of a manifest."""
+        layers = []
+        for layer, choices in zip(self.sizes.layers, self.own.layers, strict=True):
+            experts = tuple(
+                manifest.PlacedExpert(
+                    expert=number,
+                    tier=choice.tier,
+                    bits=choice.bits,
+                    importance=choice.importance,
+                    replicas=tuple(self._stamped(layer, number, choice.bits)),
+                )
+                for number, choice in enumerate(choices.experts)
+            )
+            layers.append(
+                manifest.PlacedLayer(
+                    name=layer.name,
+                    num_experts=layer.num_experts,
+                    hidden_size=layer.hidden_size,
+                    intermediate_size=layer.intermediate_size,
+                    top_k=self.sizes.top_k,
+                    projections=layer.projections,
+                    biased=layer.biased,
+                    kind=layer.kind.name,
+                    experts=experts,
+                )
+            )
+            if len(layers) == 2:
+                break
+        placed = placed_bytes(self.sizes, self.recipe.assign, self.recipe)
+        totals = manifest.Totals(
+            placed_expert_bytes=placed,
+            other_replica_bytes=0,
+            non_expert_bytes=self.sizes.disk - self.sizes.experts_disk,
+            guard_bytes=6 * len(self.sizes.layers),
+            bytes_by_tier={"ndp": placed},
+        )
+
+        def make(some: list[manifest.PlacedLayer]) -> manifest.PlacementManifest:
+            return manifest.PlacementManifest(
+                model=self.stamp,
+                assignment=self.own.model_dump(mode="json", include={"name", "method", "parameters"}),
+                layout=manifest.layout(self.own.group_size, self.own.symmetric),
+                layers=tuple(some),
+                totals=totals,
+                inputs={"assign": DIGEST, "quantize": DIGEST},
+            )
+
+        def size(some: list[manifest.PlacedLayer]) -> int:
+            return len(canonical_json(make(some).model_dump(mode="json", exclude_none=True)).encode())
+
+        whole, first = size(layers), size(layers[:1])
+        schema = canonical_json(manifest.PlacementManifest.model_json_schema())
+        figures = [
+            {"name": name, "expert_bytes": placed, "perplexity": 12.345, "accuracy": 0.5}
+            for name in ("original", *(name for name, _ in self.sections))
+        ]
+        return {
+            manifest.NAME: whole + (whole - first) * (len(self.sizes.layers) - len(layers)),
+            "placement.schema.json": len(schema.encode()),
+            CARD: len(model_card.render(make(layers), self.context.source.config, figures).encode()),
+        }
+
+    def _stamped(self, layer: ExpertLayer, number: int, bits: int) -> list[manifest.Replica]:
+        """Replicas of one expert as the manifest names them."""
+        others = (*self.recipe.losses.bits, FULL) if self.recipe.quantize.replicas == "all" else ()
+        found = []
+        for width in [bits, *(other for other in others if other != bits)]:
+            prefix = f"{layer.name}.{number}." if width == bits else f"{layer.name}.{number}.bits{width}."
+            shapes = self._replica(layer, width, prefix.rstrip("."))
+            tensors = tuple(
+                manifest.TensorStamp(name=name.removeprefix(prefix), dtype=dtype_name(dtype), shape=shape)
+                for name, (dtype, shape) in shapes.items()
+            )
+            found.append(
+                manifest.Replica(
+                    bits=width,
+                    placed=width == bits,
+                    file=layer_name(layer.index) if width == bits else extra_name(layer.index),
+                    key_prefix=prefix,
+                    tensors=tensors,
+                    bytes=sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in shapes.values()),
+                    sha256=DIGEST,
+                )
+            )
+        return found
+
+    def _eval(self) -> dict[str, int]:
+        rows = []
+        scores = {
+            task: dict.fromkeys(("acc", "acc_norm", "acc_norm_stderr", "acc_stderr"), TYPICAL)
+            for task in self.recipe.eval.tasks
+        }
+        for name, section in [("original", None), *self.sections]:
+            rows.append(
+                EvalRow(
+                    name=name,
+                    exported=name == self.recipe.name,
+                    assignment=None if section is None else stand_in(self.sizes, section, self.recipe, name),
+                    expert_bytes=self.sizes.experts_disk,
+                    average_bits=2.5,
+                    perplexity=12.345678901234567,
+                    perplexity_by_domain=dict.fromkeys(("math", "prose", "python"), 12.345678901234567),
+                    accuracy=TYPICAL,
+                    accuracy_stderr=TYPICAL,
+                    tasks=scores,
+                )
+            )
+        report = EvalReport(rows=tuple(rows), tokens=10**6, export_logit_error=1.2345678901234567e-07)
+        return {evaluation.NAME: len(canonical_json(report.model_dump(mode="json")).encode())}
+
+    def _estimate(self) -> dict[str, int]:
+        """One estimate of the recipe's own assignment: the others' take as many bytes."""
+        geometry, is_own = estimate_stage.chosen_geometry(self.context)
+        load_hardware(self.recipe.estimate.hardware)  # the first time, units are read
+        started = time.perf_counter()
+        made = estimate_stage.of_assignment(self.context, geometry, self.own, None)
+        self.estimating = time.perf_counter() - started
+        report = estimate_stage.report_on(self.context, geometry, is_own, [made])
+        none = estimate_stage.report_on(self.context, geometry, is_own, [])
+        one, empty = (len(canonical_json(some.model_dump(mode="json")).encode()) for some in (report, none))
+        return {estimate_stage.NAME: empty + (one - empty) * len(self.sections)}
+
+    def _report(self) -> dict[str, int]:
+        experts = sum(layer.num_experts for layer in self.sizes.layers)
+        size = REPORT + REPORT_EXPERT * experts + REPORT_LAYER * len(self.sizes.layers)
+        return {report.NAME: size + REPORT_ASSIGNMENT * len(self.sections)}
+
+    def _cached(self, key: tuple[Any, ...], make: Callable[[], int]) -> int:
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+
+def _file(shapes: Shapes, metadata: dict[str, str] | None = None) -> int:
+    """Bytes of a safetensors file."""
+    _, header, size = safetensors_layout(shapes, metadata)
+    return len(header) + size
+
+
+def _inputs(stage: Stage, recipe: Recipe) -> list[str]:
+    """Names of the digests in a stage's record."""
+    more = [name for name, there in (("compute", stage.computes), ("extra", stage.extra is not None)) if there]
+    return ["model", "recipe", *stage.text, *more, *stage.needs(recipe)]
+
+
+def _source_file(headers: dict[str, TensorHeader]) -> int:
+    """Bytes of a safetensors file that holds tensors as they are in the source."""
+    shapes: Shapes = {name: (torch_dtype(header.dtype), header.shape) for name, header in headers.items()}
+    return _file(shapes, METADATA)
+
+
+def _written(write: Callable[[Path], None]) -> dict[str, int]:
+    """Sizes of the files that `write` puts into a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="moeq-plan-") as folder:
+        write(Path(folder))
+        return {path.name: path.stat().st_size for path in Path(folder).iterdir()}
+
+
+def _loss_rows(sizes: ModelSizes, recipe: Recipe, count: int) -> Iterator[dict[str, Any]]:
+    """The first `count` rows of a loss table with made-up losses."""
+    section = recipe.losses
+    generator = np.random.default_rng(0)
+    order = (
+        (layer, expert, method, bits, projection)
+        for layer in sizes.layers
+        for expert in range(layer.num_experts)
+        for method in section.methods
+        for bits in section.bits
+        for projection in (losses.WHOLE, *(layer.projections if section.per_projection else ()))
+    )
+    for layer, expert, method, bits, projection in islice(order, count):
+        loss = generator.random(2)
+        yield {
+            "layer": layer.index, "layer_name": layer.name, "expert": expert, "projection": projection,
+            "method": method, "bits": bits, "group_size": section.group_size, "symmetric": section.symmetric,
+            "loss": loss[0], "relative_loss": loss[1], "calibration_tokens": 3 * expert, "heldout_tokens": expert,
+            "fallback": "none", "measured_on": "heldout",
+            "bytes": expert_bytes(layer, bits, recipe, sizes.source_dtype.itemsize),
+        }  # fmt: skip

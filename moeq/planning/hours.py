@@ -1,0 +1,134 @@
+"""How long every stage will take, from measured rates and what it does.
+
+A forward pass of a batch: products of everything but the experts, every expert once on its share of the tokens,
+attention, and passes over the hidden states. Reading a checkpoint a second time comes from the page cache when it fits
+there. What the stages write is hashed once more for their records.
+"""
+
+from __future__ import annotations
+
+from moeq.planning.disk import Disk
+from moeq.planning.memory import loss_rows, needs_weights
+from moeq.planning.placed import placed_bytes
+from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
+from moeq.planning.sizes import ModelSizes, Work
+from moeq.quantizers.layer import RTN, SAMPLE_TOKENS
+from moeq.recipe import Recipe
+
+CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
+EXPERT_CALLS = 1e-4  # and for one expert of it
+PACKED_CALLS = 1e-3  # and for one packed expert, unpacked in a batch or replaced in place
+LOADING = 0.7  # seconds of building and filling a model, whatever its size
+TOKENIZING = 1e-6  # seconds a token
+ROW = 3e-5  # seconds a row of the loss table: made, written, read and summed up
+LIBRARY = 3.0  # seconds of loading the model's classes, the tokenizer and, for eval, lm-eval
+REPORT = 1.0
+REPORT_EXPERT = 5e-4
+
+
+class Hours:
+    """Seconds of every stage."""
+
+    def __init__(
+        self, sizes: ModelSizes, work: Work, recipe: Recipe, disk: Disk, rates: Rates, *, streams: bool, free: int
+    ) -> None:
+        """free: bytes of memory that are left for the page cache."""
+        self.sizes, self.work, self.recipe, self.disk, self.rates = sizes, work, recipe, disk, rates
+        self.streams, self.cached = streams, sizes.disk < free
+
+    def seconds(self, stage: str) -> float:
+        """Seconds of a stage, its files written, synced and hashed."""
+        files = self.disk.lasting(stage)
+        made = sum(files.values()) - self.disk.linked(stage)
+        storing = made / self.rates.write_bytes + sum(files.values()) / self.rates.hash_bytes
+        doing: float = getattr(self, f"_{stage}")()
+        return doing + storing
+
+    def _reading(self, size: float, *, first: bool = False) -> float:
+        """Seconds of reading and stacking weights."""
+        rate = self.rates.cached_bytes if self.cached and not first else self.rates.read_bytes
+        return size / rate + size / self.rates.cached_bytes
+
+    def _forward(self, tokens: float, batches: float, *, head: bool) -> float:
+        """Seconds of running batches of `tokens` tokens through the whole model."""
+        sizes, rates = self.sizes, self.rates
+        share = tokens / self.work.calibration.batch_tokens
+        dense = 2 * tokens * sizes.other_block_parameters / rates.matrix_flops
+        routed = expert_tokens(sizes, int(tokens)) / expert_tokens(sizes, self.work.calibration.batch_tokens)
+        experts = sum(layer.num_experts for layer in sizes.layers) * (rates.expert_seconds * routed + EXPERT_CALLS)
+        blocks = len(sizes.block_parameters)
+        passes = PASSES * tokens * sizes.hidden_size * sizes.dtype.itemsize / rates.elementwise_bytes
+        layers = blocks * (rates.attention_seconds * share + passes + CALLS)
+        logits = tokens * sizes.vocabulary
+        last = 2 * logits * sizes.hidden_size / rates.matrix_flops + 8 * logits * 4 / rates.elementwise_bytes
+        return batches * (dense + experts + layers + (last if head else 0))
+
+    def _profile(self) -> float:
+        text = self.work.calibration
+        tokenizing = text.whole * TOKENIZING
+        if self.work.evaluation is not None:
+            tokenizing += self.work.evaluation.whole * TOKENIZING
+        walk = self._forward(text.batch_tokens, text.batches, head=False)
+        return LIBRARY / 3 + tokenizing + self._reading(self.sizes.disk, first=True) + walk
+
+    def _losses(self) -> float:
+        text, section = self.work.calibration, self.recipe.losses
+        tokens, heldout = losses_tokens(self.sizes, self.work, section)
+        sample = min(SAMPLE_TOKENS, int(text.tokens * (1 - section.heldout_fraction)))
+        operations = sum(
+            layer.num_experts * losses_operations(layer, tokens, heldout, section, sample)
+            for layer in self.sizes.layers
+        )
+        shared = 2 * text.tokens * self.sizes.hidden_size**2 * len(self.sizes.layers) / self.rates.matrix_flops
+        reading = self._reading(self.sizes.disk) if self.streams else 0
+        walk = self._forward(text.batch_tokens, text.batches, head=False)
+        rows = loss_rows(self.sizes, self.recipe) * ROW
+        return reading + walk + shared + operations / self.rates.losses_flops + rows
+
+    def _assign(self) -> float:
+        return loss_rows(self.sizes, self.recipe) * ROW / 10
+
+    def _quantize(self) -> float:
+        reading = self._reading(self.sizes.disk) if self.streams and needs_weights(self.sizes, self.recipe) else 0
+        rounding = self._rounding() if self.recipe.assign.quantizer == RTN else 0
+        return reading + rounding + placed_bytes(self.sizes, self.recipe.assign, self.recipe) / self.rates.cached_bytes
+
+    def _export(self) -> float:
+        rest = self.sizes.disk - self.sizes.experts_disk
+        placed = placed_bytes(self.sizes, self.recipe.assign, self.recipe)
+        return self._reading(rest) + placed / self.rates.hash_bytes
+
+    def _eval(self) -> float:
+        sizes, compare = self.sizes, len(self.recipe.eval.compare)
+        text, tasks = self.work.evaluation, self.work.tasks
+        forwards = batches = 0.0
+        if text is not None:
+            forwards += self._forward(text.batch_tokens, text.batches, head=True)
+            batches += text.batches
+        if tasks is not None:
+            forwards += self._forward(tasks.batch * tasks.mean_tokens, tasks.batches * tasks.steps, head=True)
+            batches += tasks.batches * tasks.steps
+        dequantizing = sizes.expert_parameters / self.rates.dequantized_weights
+        dequantizing += sum(layer.num_experts for layer in sizes.layers) * PACKED_CALLS
+        sections = [self.recipe.assign, *self.recipe.eval.compare]
+        rounding = sum(section.quantizer == RTN for section in sections) * self._rounding()
+        in_place = (1 + compare) * forwards + compare * dequantizing + rounding
+        packed = forwards + batches * dequantizing
+        reads = 2.0 + compare
+        if self.streams:
+            walks = (0 if text is None else 1) + (0 if tasks is None else tasks.batches * tasks.steps)
+            reads = (1 + compare) * walks + 1
+            in_place += compare * dequantizing * max(0, walks - 1)
+        library = 0 if tasks is None else LIBRARY
+        loading = LOADING * (1 if self.streams else 3 + compare)
+        return library + loading + reads * self._reading(sizes.disk) + dequantizing + in_place + packed
+
+    def _rounding(self) -> float:
+        """Seconds of rounding and packing every expert once at one width."""
+        return WEIGHT_OPERATIONS * self.sizes.expert_parameters / self.rates.losses_flops
+
+    def _estimate(self) -> float:
+        return self.disk.estimating * (1 + len(self.recipe.eval.compare))
+
+    def _report(self) -> float:
+        return REPORT + REPORT_EXPERT * sum(layer.num_experts for layer in self.sizes.layers)

@@ -1,0 +1,64 @@
+"""What this machine has free: memory (the machine's or its cgroup's), GPU memory, disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from moeq.planning.probe import existing
+from moeq.planning.result import Machine
+
+CGROUP = Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for none
+
+
+def machine(out: Path, device: torch.device) -> Machine:
+    """What is free now; on the disk, what an earlier run left in `out` counts as free: it is replaced."""
+    folder = existing(out)
+    lying = sum(path.stat().st_blocks * 512 for path in out.rglob("*") if path.is_file()) if out.is_dir() else 0
+    gpu = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+    return Machine(
+        ram=available_ram(),
+        gpu=gpu,
+        disk=shutil.disk_usage(folder).free + lying,
+        disk_path=str(folder),
+    )
+
+
+def available_ram(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """The lesser of MemAvailable and what the process's cgroup, or one above it, still allows."""
+    rows = (line.partition(":") for line in meminfo.read_text().splitlines())
+    free = next(int(value.split()[0]) * 1024 for name, _, value in rows if name == "MemAvailable")
+    return min([free, *_cgroup_room(root)])
+
+
+def _cgroup_room(root: Path) -> list[int]:
+    """Limit less usage of every cgroup (v2, or v1's memory controller) that holds this process; caches not counted."""
+    found = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        names = ("memory.max", "memory.current") if not controllers else (
+            "memory.limit_in_bytes", "memory.usage_in_bytes"
+        )  # fmt: skip
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = (root if not controllers else root / "memory") / path.lstrip("/")
+        for here in (folder, *folder.parents):
+            limit, used = here / names[0], here / names[1]
+            if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
+                most = int(limit.read_text())
+                if most < UNLIMITED:
+                    found.append(most - int(used.read_text()) + _file_cache(here / "memory.stat"))
+            if here == root:
+                break
+    return found
+
+
+def _file_cache(stat: Path) -> int:
+    """Bytes of file pages that count as used but can be dropped."""
+    if not stat.is_file():
+        return 0
+    rows = dict(line.split(" ", 1) for line in stat.read_text().splitlines() if " " in line)
+    return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))

@@ -1,0 +1,161 @@
+"""Makes the plan of a run: sizes, needs of every stage, what the machine has, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from moeq.errors import PlanError
+from moeq.planning import capability
+from moeq.planning.disk import Disk
+from moeq.planning.hours import Hours
+from moeq.planning.machine import machine
+from moeq.planning.memory import STAGES, Memory, peak
+from moeq.planning.placed import placed_bytes, widths
+from moeq.planning.probe import measure
+from moeq.planning.result import Machine, Need, Plan, Shortage, Term
+from moeq.planning.sizes import ModelSizes, Work, model_sizes, work_sizes
+from moeq.stages.context import Context
+from moeq.tables import human_bytes
+
+FEW = 0.9  # of the sequences that are wanted: an estimate of less text than this is worth a note
+
+
+def make_plan(context: Context, *, probe: bool) -> Plan:
+    """Plan a whole run. Reads configuration, headers and samples of text; with `probe`, measures for a few seconds.
+
+    Raises what the run itself would raise first: ModelError for a model that is refused, AssignmentError, CorpusError,
+    EvaluationError, EstimateError.
+    """
+    recipe = context.recipe
+    sizes = model_sizes(context)
+    capability.check_stages(context)
+    work = work_sizes(context)
+    placed = placed_bytes(sizes, recipe.assign, recipe)
+    asked = capability.Asked(
+        layers=sizes.layers,
+        widths=tuple(map(tuple, widths(sizes, recipe.assign, recipe))),
+        group_size=recipe.losses.group_size,
+        symmetric=recipe.losses.symmetric,
+        all_replicas=recipe.quantize.replicas == "all",
+    )
+    gpu = context.device.type == "cuda"
+    model = Memory(sizes, work, recipe, streams=context.streams, gpu=gpu, placed=placed)
+    disk = Disk(context, sizes, work)
+    there = machine(context.out, context.device)
+    rates = hours = None
+    if probe:
+        rates = measure(sizes, work, recipe, context.source.files, context.out, context.device)
+        hours = Hours(sizes, work, recipe, disk, rates, streams=context.streams, free=there.ram // 2)
+    needs = tuple(
+        Need(
+            stage=stage,
+            ram_terms=peak(model.moments(stage), gpu=False),
+            gpu_terms=peak(model.moments(stage), gpu=True),
+            read=disk.read(stage),
+            lasting=disk.lasting(stage),
+            linked=disk.linked(stage),
+            temporary=disk.temporary(stage),
+            seconds=None if hours is None else hours.seconds(stage),
+        )
+        for stage in STAGES
+    )
+    return Plan(
+        recipe=recipe.name,
+        model=_describe(context, sizes, placed),
+        stages=needs,
+        machine=there,
+        rates=None if rates is None else asdict(rates),
+        refusals=tuple(capability.refusals(context, asked)),
+        shortages=tuple(shortages(needs, there)),
+        notes=tuple(_notes(context, sizes, work, probe)),
+    )
+
+
+def shortages(needs: tuple[Need, ...], there: Machine) -> list[Shortage]:
+    """Every stage and resource of which more is needed than there is; of the disk, the stage at which it runs full."""
+    found = []
+    lying = 0
+    full = False
+    for need in needs:
+        if need.ram > there.ram:
+            found.append(_short(need.stage, "memory", need.ram, there.ram, need.ram_terms))
+        if there.gpu is not None and need.gpu > there.gpu:
+            found.append(_short(need.stage, "GPU memory", need.gpu, there.gpu, need.gpu_terms))
+        lying += need.written
+        if lying + need.temporary > there.disk and not full:
+            full = True
+            most = max(lying + need.temporary, sum(other.written for other in needs))
+            do = f"choose an --out on another disk than {there.disk_path}"
+            found.append(Shortage(stage=need.stage, resource="disk", need=most, have=there.disk, do=do))
+    return found
+
+
+def _short(stage: str, resource: str, need: int, have: int, terms: tuple[Term, ...]) -> Shortage:
+    """A shortage of memory with the levers of the terms that matter, the largest first."""
+    levers = [
+        term.lever for term in sorted(terms, key=lambda term: -term.bytes) if term.lever and term.bytes > need / 20
+    ]
+    do = f"use {' and '.join(dict.fromkeys(levers))}" if levers else "use a machine with more"
+    return Shortage(stage=stage, resource=resource, need=need, have=have, do=do)
+
+
+def error_of(plan: Plan) -> PlanError | None:
+    """The plan's verdict as an error, None when the run fits; shortages after the first are counted."""
+    if plan.refusals:
+        return PlanError(plan.refusals[0])
+    if not plan.shortages:
+        return None
+    first = max(plan.shortages, key=lambda one: one.need / max(1, one.have))
+    others = sorted({one.stage for one in plan.shortages} - {first.stage})
+    more = f" (short as well: {', '.join(others)})" if others else ""
+    return PlanError(first.line() + more, where="does not fit", do=first.do)
+
+
+def _describe(context: Context, sizes: ModelSizes, placed: int) -> dict[str, Any]:
+    item = sizes.source_dtype.itemsize
+    experts = [layer.num_experts for layer in sizes.layers]
+    return {
+        "name": context.source.name,
+        "kind": context.source.config["model_type"],
+        "decoder_layers": len(sizes.block_parameters),
+        "moe_layers": len(sizes.layers),
+        "experts_a_layer": sorted(set(experts)),
+        "top_k": sizes.top_k,
+        "expert_shape": sorted({f"{one.hidden_size} x {one.intermediate_size}" for one in sizes.layers}),
+        "dtype": _short_name(sizes.source_dtype),
+        "compute_dtype": _short_name(sizes.dtype),
+        "device": str(context.device),
+        "bytes": sizes.disk,
+        "expert_bytes": sizes.experts_disk,
+        "other_bytes": sizes.disk - sizes.experts_disk,
+        "largest_decoder_layer_bytes": max(sizes.block_parameters) * item,
+        "resident_bytes": sizes.resident_parameters * item,
+        "placed_expert_bytes": placed,
+        "streamed": context.streams,
+    }
+
+
+def _short_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _notes(context: Context, sizes: ModelSizes, work: Work, probe: bool) -> list[str]:
+    """What the reader should know about the figures."""
+    found = []
+    text = work.calibration
+    if text.whole < FEW * text.tokens:
+        found.append(
+            f"corpus: about {text.whole} tokens, {text.tokens} are wanted; the run will refuse unless that is wrong"
+        )
+    if context.streams and work.tasks is not None:
+        passes = round(work.tasks.batches * work.tasks.steps)
+        found.append(
+            f"eval.tasks read the streamed model {passes} times for each assignment "
+            f"({human_bytes(passes * sizes.disk)}); a larger eval.batch_size or fewer items make it less"
+        )
+    if probe:
+        found.append("the rate of reading may be flattered by the page cache, that of writing by the disk's own")
+    return found

@@ -1,0 +1,330 @@
+"""Peak memory of every stage: what the code holds at its fullest moments, in words and bytes.
+
+Each stage is a list of moments; the one with the largest sum counts. A term lies on the device that computes, or in the
+machine's memory where it always does (text, packed results, tables). Letters: T tokens of all batches, t of one batch,
+H hidden size, I intermediate size, E experts, W widths; d bytes of a number of the computing dtype.
+
+What is held, and where the code holds it:
+- a walk (models/walk.py): of every token its residual and the experts' input, since all batches stop there, and the
+  inputs of one layer, of the layer before it and the pieces that are being joined;
+- a streamed model (models/streaming.py): what is not in a decoder block, one block, two thirds of its experts again
+  while they are stacked, all of it once more where the dtype changes; `losses` also holds the experts before it;
+- losses (quantizers/layer.py): the layer's tokens in float32 and three quarters of them again, the packed replicas and
+  their parts, and one batch of experts under losses.working_memory;
+- what a stage freed stays with the allocator in part and is there beside what later stages hold;
+- eval (stages/evaluate.py): a loaded model is dropped only when the next one has been loaded; logits in float32, the
+  exported checkpoint whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moeq.models.experts import ExpertLayer
+from moeq.numerics.grids import resolved_group_size
+from moeq.numerics.packed import packed_bytes
+from moeq.planning.result import Term
+from moeq.planning.sizes import ModelSizes, Work
+from moeq.quantizers.layer import GPTQ, RTN, SAMPLE_TOKENS, expert_batches
+from moeq.recipe import Recipe
+
+MIB = 2**20
+PROGRAM = 380 * MIB  # the interpreter with torch, transformers, pyarrow, lm-eval and matplotlib; measured 290 to 355
+HEADER = 1300  # bytes of one tensor's entry in the tables of headers and names
+TOKEN = 100  # bytes of one token while text is tokenized: ids as Python lists, twice, and the tokenizer's own
+ROW = 1300  # bytes of one row of the loss table as a Python dictionary
+STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
+REPLICA = 9000  # bytes of one replica in the manifest: nine tensors' stamps as objects and as JSON
+ESTIMATE = 150 * MIB  # arrays of the estimator's policies
+RENDERING = 150 * MIB  # figures of the report
+CACHES = 200 * MIB  # kernels' primitive caches and the allocator's arenas once a model has run
+KEPT = {True: 0.25, False: 0.7}  # of freed memory that the allocator keeps, streamed (it is asked to return) and loaded
+KEPT_MOST = 2**30  # larger blocks go back to the system at once
+HELD_PER_TOKEN = (
+    3  # hidden states a token that a stopped batch keeps: residual, the experts' input, a copy between them
+)
+CAPTURED = 3  # copies of a layer's inputs while they are joined: pieces, whole, and the layer's before it
+
+STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
+Moment = list[Term]
+
+
+def peak(moments: Iterable[Moment], *, gpu: bool) -> tuple[Term, ...]:
+    """The terms of the fullest moment in the GPU's memory or the machine's."""
+    sides = [tuple(term for term in moment if term.gpu == gpu and term.bytes) for moment in moments]
+    return max(sides, key=lambda terms: sum(term.bytes for term in terms), default=())
+
+
+class Memory:
+    """Moments of every stage of one recipe on one model."""
+
+    def __init__(self, sizes: ModelSizes, work: Work, recipe: Recipe, *, streams: bool, gpu: bool, placed: int) -> None:
+        """placed: bytes of the experts as the recipe's assignment packs them."""
+        self.sizes, self.work, self.recipe = sizes, work, recipe
+        self.streams, self.gpu, self.placed = streams, gpu, placed
+        self.d = sizes.dtype.itemsize
+        self.token = sizes.hidden_size * self.d
+
+    def moments(self, stage: str) -> list[Moment]:
+        """What is in memory at the fullest moments of a stage of a whole run."""
+        found: list[Moment] = getattr(self, f"_{stage}")()
+        earlier = STAGES[: STAGES.index(stage)]
+        freed = max((self._transient(before) for before in earlier), default=0)
+        always = [
+            Term(what="program", bytes=PROGRAM + CACHES),
+            Term(what="headers", bytes=self.sizes.tensors * HEADER),
+            Term(what="kept by the allocator", bytes=int(min(KEPT[self.streams] * freed, KEPT_MOST))),
+        ]
+        return [[*always, *moment] for moment in found]
+
+    def _transient(self, stage: str) -> int:
+        """Bytes of the machine's memory that a stage frees again, at most."""
+        moments: list[Moment] = getattr(self, f"_{stage}")()
+        fullest = max(sum(term.bytes for term in moment if not term.gpu) for moment in moments)
+        return fullest - sum(term.bytes for term in self._model() if not term.gpu)
+
+    def _term(self, what: str, size: float, lever: str | None = None) -> Term:
+        """A term on the device that computes."""
+        return Term(what=what, bytes=int(size), gpu=self.gpu, lever=lever)
+
+    def _model(self) -> Moment:
+        """What a stage holds of the model before it reads a block."""
+        if self.streams:
+            return [self._term("resident weights", self.sizes.resident)]
+        return [self._term("model", self.sizes.whole, "stream: always")]
+
+    def _loading(self) -> Moment:
+        """The model, or its next block, while it is being read."""
+        joined = 2 * self.sizes.largest_experts / 3
+        if self.streams:
+            block = self.sizes.largest_block
+            cast = block if self.sizes.casts else 0
+            return [
+                *self._model(),
+                self._term("decoder block", block),
+                self._term("experts being stacked", joined + cast),
+            ]
+        cast = self.sizes.whole if self.sizes.casts else 0
+        reading = [
+            Term(what="model while it is read", bytes=self.sizes.whole, lever="stream: always"),
+            Term(what="experts being stacked", bytes=int(joined + cast), lever="stream: always"),
+        ]
+        return [*reading, *self._model()] if self.gpu else reading
+
+    def _block(self) -> Moment:
+        return [self._term("decoder block", self.sizes.largest_block)] if self.streams else []
+
+    def _text(self, tokens: int) -> Moment:
+        return [Term(what="text", bytes=tokens * TOKEN, lever="a smaller corpus")]
+
+    def _forward(self, tokens: int, length: int) -> Term:
+        """Activations of one batch inside one decoder layer."""
+        sizes = self.sizes
+        inner = max(layer.intermediate_size for layer in sizes.layers)
+        experts = sizes.top_k * (2 * sizes.hidden_size + 3 * inner) * self.d
+        attention = 6 * max(sizes.hidden_size, sizes.num_heads * sizes.head_dim) * self.d
+        dense = 4 * 4 * sizes.hidden_size * self.d  # a dense feed-forward part, taken as four times as wide
+        mask = length * self.d  # of padded batches: a row of the mask a token
+        size = tokens * (max(experts, dense) + attention + 2 * self.token + mask)
+        return self._term("activations of a batch", size, "a smaller batch_size")
+
+    def _stopped(self, copies: float) -> Term:
+        tokens = self.work.calibration.tokens
+        return self._term("stopped batches", tokens * copies * self.token, "fewer corpus.sequences")
+
+    def _captured(self, copies: float) -> Term:
+        tokens = self.work.calibration.tokens
+        size = tokens * (copies * self.token + 12 * self.sizes.top_k + 16)
+        return self._term("inputs of a layer", size, "fewer corpus.sequences")
+
+    def _profile(self) -> list[Moment]:
+        text = self.work.calibration
+        counts = sum(layer.num_experts for layer in self.sizes.layers) * text.sequences * 2 * 16
+        tables = Term(what="routing counts", bytes=counts)
+        return [
+            self._text(max(text.whole, 0 if self.work.evaluation is None else self.work.evaluation.whole)),
+            [*self._loading(), self._stopped(2), self._captured(1), tables],
+            [
+                *self._model(), *self._block(), self._stopped(HELD_PER_TOKEN), self._captured(CAPTURED),
+                self._forward(text.batch_tokens, text.length), tables,
+            ],
+        ]  # fmt: skip
+
+    def _losses(self) -> list[Moment]:
+        text, section = self.work.calibration, self.recipe.losses
+        largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
+        before = [self._term("experts of the layer before", self.sizes.largest_experts)] if self.streams else []
+        packed = store_bytes(largest, self.recipe) if GPTQ in section.methods else 0
+        rows = loss_rows(self.sizes, self.recipe)
+        tokens = text.tokens * self.sizes.hidden_size * 4
+        floats = (0 if self.d == 4 else tokens) + int(tokens * (1 - section.heldout_fraction))
+        return [
+            [
+                *self._loading(), *before, self._stopped(2), self._captured(1),
+                Term(what="packed replicas of a layer", bytes=packed),
+            ],
+            [
+                *self._model(), *self._block(), self._stopped(HELD_PER_TOKEN), self._captured(CAPTURED),
+                self._forward(text.batch_tokens, text.length), *before,
+                Term(what="packed replicas of a layer", bytes=packed),
+            ],
+            [
+                *self._model(), *self._block(), self._stopped(HELD_PER_TOKEN), self._captured(1),
+                self._term("tokens in float32", floats, "fewer corpus.sequences"),
+                self._term("packed replicas of a layer", packed),
+                Term(what="packed replicas, joined", bytes=packed),
+                self._term("batch of experts", batch_bytes(largest, self.recipe, self._routed(largest)),
+                           "a smaller losses.working_memory"),
+            ],
+            [*self._model(), Term(what="rows of the loss table", bytes=rows * (2 * ROW + STORED_ROW))],
+        ]  # fmt: skip
+
+    def _routed(self, layer: ExpertLayer) -> int:
+        """Calibration tokens of a popular expert: three times the mean."""
+        tokens = self.work.calibration.tokens
+        if self.recipe.losses.tokens == "all":
+            return tokens
+        return int(min(tokens, 3 * tokens * self.sizes.top_k / layer.num_experts))
+
+    def _tables(self) -> Moment:
+        rows = loss_rows(self.sizes, self.recipe)
+        counts = sum(layer.num_experts for layer in self.sizes.layers) * self.work.calibration.sequences * 2 * 16
+        experts = sum(layer.num_experts for layer in self.sizes.layers)
+        named = 1 + len(self.recipe.eval.compare)
+        return [
+            Term(what="loss table and profile", bytes=3 * rows * STORED_ROW + 2 * counts),
+            Term(what="assignments", bytes=experts * named * 2500),
+        ]
+
+    def _assign(self) -> list[Moment]:
+        return [[*self._model(), *self._tables()]]
+
+    def _quantize(self) -> list[Moment]:
+        from_weights = needs_weights(self.sizes, self.recipe)
+        largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
+        dense = largest.num_experts * largest.parameters_per_expert * self.sizes.source_dtype.itemsize
+        share = self.placed / max(1, len(self.sizes.layers))
+        every = store_bytes(largest, self.recipe) + dense if self.recipe.quantize.replicas == "all" else share
+        one = self._term("one expert", 16 * largest.parameters_per_expert) if from_weights else self._term("", 0)
+        reading = self._loading() if from_weights else self._model()
+        held = [*self._model(), *(self._block() if from_weights else [])]
+        return [reading, [*held, *self._tables(), Term(what="packed experts of a layer", bytes=int(every)), one]]
+
+    def _export(self) -> list[Moment]:
+        experts = sum(layer.num_experts for layer in self.sizes.layers)
+        widths = len(self.recipe.losses.bits) + 1 if self.recipe.quantize.replicas == "all" else 1
+        return [[*self._model(), *self._tables(), Term(what="manifest", bytes=experts * widths * REPLICA)]]
+
+    def _eval(self) -> list[Moment]:
+        text, tasks, sizes = self.work.evaluation, self.work.tasks, self.sizes
+        held = sum(text.whole * TOKEN for text in [text] if text is not None)
+        tables = [*self._tables(), Term(what="text", bytes=held // 4)]
+        rest = sizes.whole - sizes.expert_parameters * self.d
+        exported = self._term("exported checkpoint", rest + self.placed * 1.02, "run the stages before eval alone")
+        largest = max(layer.parameters_per_expert for layer in sizes.layers)
+        one = self._term("one expert, dequantized", 12 * largest)
+        before = [] if self.streams else [
+            self._term("model of the assignment before", sizes.whole, "stream: always")
+        ]  # fmt: skip
+        moments = [[*self._loading(), *before, *tables]]
+        if self.streams:
+            moments += [[*self._model(), exported, *tables, Term(what="being read", bytes=int(0.1 * self.placed))]]
+        else:
+            moments += [[*self._model(), exported, *tables]]
+        for tokens, length, lever in self._passes():
+            logits = self._term("logits", tokens * sizes.vocabulary * (self.d + 12), lever)
+            running = [self._forward(tokens, length), logits, one, *tables]
+            lockstep = 0 if not self.streams or text is None else text.tokens * 2 * self.token
+            stopped = self._term("stopped batches", lockstep, "fewer eval.perplexity.sequences")
+            moments += [[*self._model(), *self._block(), stopped, *running]]
+            moments += [[*(self._model() if self.streams else before), exported, *running]]
+            if self.streams:
+                moments += [[*self._loading(), stopped, one, *tables]]
+        if tasks is not None:
+            moments[-1].append(Term(what="requests", bytes=tasks.requests * 6000))
+        return moments
+
+    def _passes(self) -> list[tuple[int, int, str]]:
+        """Tokens and length of the batches that eval runs, and what makes them smaller."""
+        text, tasks = self.work.evaluation, self.work.tasks
+        found = [(64, 32, "")]
+        if text is not None:
+            found.append((text.batch_tokens, text.length, "a smaller eval.perplexity.batch_size"))
+        if tasks is not None:
+            found.append((tasks.batch * tasks.most_tokens, tasks.most_tokens, "a smaller eval.batch_size"))
+        return found
+
+    def _resting(self) -> Moment:
+        return [self._term("resident weights", self.sizes.resident)] if self.streams else []
+
+    def _estimate(self) -> list[Moment]:
+        return [[*self._resting(), *self._tables(), Term(what="estimator", bytes=ESTIMATE)]]
+
+    def _report(self) -> list[Moment]:
+        section = self.recipe.losses
+        once = loss_rows(self.sizes, self.recipe) // (len(section.methods) * (4 if section.per_projection else 1))
+        manifest = self._export()[0][-1]
+        rows = Term(what="rows of the loss table", bytes=once * ROW)
+        return [[*self._resting(), *self._tables(), rows, manifest, Term(what="figures", bytes=RENDERING)]]
+
+
+def needs_weights(sizes: ModelSizes, recipe: Recipe) -> bool:
+    """Whether `quantize` reads the model: for all replicas, RTN, biases, or experts in full precision."""
+    section = recipe.assign
+    return (
+        any(layer.biased for layer in sizes.layers)
+        or recipe.quantize.replicas == "all"
+        or section.quantizer == RTN
+        or section.gpu_experts > 0
+        or section.bits == 16
+    )
+
+
+def loss_rows(sizes: ModelSizes, recipe: Recipe) -> int:
+    """Rows of the loss table."""
+    section = recipe.losses
+    each = len(section.methods) * len(section.bits)
+    return sum(
+        each * layer.num_experts * (1 + len(layer.projections) if section.per_projection else 1)
+        for layer in sizes.layers
+    )
+
+
+def store_bytes(layer: ExpertLayer, recipe: Recipe) -> int:
+    """Bytes of the packed replicas of one layer, all experts at all widths."""
+    section = recipe.losses
+    one = sum(
+        packed_bytes(*layer.shape(projection), bits, section.group_size, section.symmetric)
+        for projection in layer.projections
+        for bits in section.bits
+    )
+    return layer.num_experts * one
+
+
+def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int) -> int:
+    """Bytes of the tensors that one batch of experts has in memory at most; `routed`: tokens of its busiest expert."""
+    section = recipe.losses
+    first = next(expert_batches(layer, section))
+    count: int = first.stop - first.start
+    hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
+    weights = layer.parameters_per_expert
+    tokens = 4 * (routed + SAMPLE_TOKENS) * (hidden + 3 * inner)
+    codes = count * widths * weights
+    batch = 4 * count * weights
+    moments = [tokens + batch]
+    if GPTQ in section.methods:
+        hessians = 4 * count * (hidden * hidden + inner * inner)
+        factor = 4 * count * max(hidden * hidden, inner * inner)
+        group = resolved_group_size(max(hidden, inner), section.group_size)
+        wide = count * (len(layer.projections) - 1) * inner * hidden
+        step = 16 * count * widths * max(group * 2 * inner, group * hidden)
+        moments += [
+            batch + hessians + tokens,
+            batch + hessians + 5 * factor + codes,
+            batch + hessians + 2 * factor + wide * (8 + 6 * widths) + step + codes,
+        ]
+    packing = 20 * count * hidden * inner
+    both = codes * len(section.methods)
+    measured = 4 * section.max_measured_tokens * (2 * hidden + 7 * inner) + 8 * weights
+    moments += [batch + both + packing, batch + both + 2 * codes // 3, batch + both + measured]
+    return max(moments)

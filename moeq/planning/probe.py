@@ -1,0 +1,256 @@
+"""A few seconds of measuring: how fast this machine does what the stages will ask of it, at the model's own shapes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from moeq.artifacts.files import storage_errors, sync
+from moeq.models.experts import ExpertLayer, ExpertMath
+from moeq.models.walk import LayerInputs
+from moeq.numerics import gptq
+from moeq.numerics.packed import PackedWeight
+from moeq.planning.sizes import ModelSizes, Work
+from moeq.quantizers.layer import GPTQ, SAMPLE_TOKENS, quantize_layer
+from moeq.recipe import LossesSection, Recipe
+
+SECONDS = 0.4  # of each measurement, about
+SLICE_BYTES = 64 << 20  # read of the checkpoint and written beside the run
+MOST_OPERATIONS = 3e10  # of the experts in the probe of losses: larger ones are scaled down
+PASSES = 40  # elementwise operations over the hidden states in one decoder layer: norms, rotary, residuals, softmax
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What was measured.
+
+    matrix_flops: floating-point operations a second of products in the computing dtype, a batch of tokens wide;
+    expert_seconds: one expert's forward on its share of a batch; attention_seconds: one layer's attention over a batch;
+    elementwise_bytes: bytes a second of one pass over the hidden states; losses_flops: operations a second of `losses`
+    (replicas, losses and packing together, float32); dequantized_weights: weights a second; bytes a second of reading
+    the checkpoint from the disk and again from the page cache, of writing and of hashing.
+    """
+
+    matrix_flops: float
+    expert_seconds: float
+    attention_seconds: float
+    elementwise_bytes: float
+    losses_flops: float
+    dequantized_weights: float
+    read_bytes: float
+    cached_bytes: float
+    write_bytes: float
+    hash_bytes: float
+
+
+def measure(sizes: ModelSizes, work: Work, recipe: Recipe, files: list[Path], out: Path, device: torch.device) -> Rates:
+    """Measure every rate; StorageError when `out` cannot be written."""
+    tokens = work.calibration.batch_tokens
+    read, cached = _reading(max(files, key=lambda path: path.stat().st_size))
+    return Rates(
+        matrix_flops=_matrix_flops(sizes, tokens, device),
+        expert_seconds=_expert_seconds(sizes, expert_tokens(sizes, tokens), device),
+        attention_seconds=_attention_seconds(sizes, work, device),
+        elementwise_bytes=_elementwise(sizes, tokens, device),
+        losses_flops=_losses_flops(sizes, work, recipe.losses, device),
+        dequantized_weights=_dequantizing(sizes, recipe.losses, device),
+        read_bytes=read,
+        cached_bytes=cached,
+        write_bytes=_writing(out),
+        hash_bytes=_hashing(),
+    )
+
+
+def expert_tokens(sizes: ModelSizes, tokens: int) -> int:
+    """Mean number of a batch's tokens that one expert is given."""
+    return max(1, tokens * sizes.top_k // sizes.layers[0].num_experts)
+
+
+def _seconds(action: Callable[[], object], device: torch.device, limit: float = SECONDS) -> float:
+    """Seconds of one call, the mean of those that fit into the limit (the first one warms up, if there are more)."""
+    taken: list[float] = []
+    started = time.perf_counter()
+    while not taken or time.perf_counter() - started < limit:
+        begun = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - begun)
+    return statistics.fmean(taken[1:] or taken)
+
+
+def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5).to(dtype)
+
+
+def _matrix_flops(sizes: ModelSizes, tokens: int, device: torch.device) -> float:
+    rows = min(tokens, 2048)
+    hidden = _random(rows, sizes.hidden_size, dtype=sizes.dtype, device=device)
+    weight = _random(sizes.hidden_size, sizes.hidden_size, dtype=sizes.dtype, device=device)
+    seconds = _seconds(lambda: nn.functional.linear(hidden, weight), device)
+    return 2 * rows * sizes.hidden_size**2 / seconds
+
+
+def _expert_seconds(sizes: ModelSizes, tokens: int, device: torch.device) -> float:
+    """One expert's forward; measured on at most 512 tokens, beyond which time grows with the tokens."""
+    layer = sizes.layers[0]
+    rows = min(tokens, 512)
+    hidden = _random(rows, layer.hidden_size, dtype=sizes.dtype, device=device)
+    wide = (len(layer.projections) - 1) * layer.intermediate_size
+    first = _random(wide, layer.hidden_size, dtype=sizes.dtype, device=device)
+    second = _random(layer.hidden_size, layer.intermediate_size, dtype=sizes.dtype, device=device)
+
+    def forward() -> Tensor:
+        inner = nn.functional.linear(hidden, first).unflatten(-1, (-1, layer.intermediate_size))
+        return nn.functional.linear(nn.functional.silu(inner).prod(-2), second)
+
+    return _seconds(forward, device) * tokens / rows
+
+
+def _attention_seconds(sizes: ModelSizes, work: Work, device: torch.device) -> float:
+    """Attention of one sequence, times the sequences of a batch."""
+    text = work.calibration
+    one = _random(1, sizes.num_heads, text.length, sizes.head_dim, dtype=sizes.dtype, device=device)
+    seconds = _seconds(lambda: nn.functional.scaled_dot_product_attention(one, one, one, is_causal=True), device)
+    return seconds * min(text.batch, text.sequences)
+
+
+def _elementwise(sizes: ModelSizes, tokens: int, device: torch.device) -> float:
+    rows = min(tokens, 8192)
+    hidden = _random(rows, sizes.hidden_size, dtype=sizes.dtype, device=device)
+    seconds = _seconds(lambda: hidden * hidden, device, SECONDS / 4)
+    return rows * sizes.hidden_size * sizes.dtype.itemsize / seconds
+
+
+def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section: LossesSection, sample: int) -> float:
+    """Floating-point operations of `losses` for one expert; `tokens` of its own to calibrate, `heldout` to measure.
+
+    Hessians and intermediate states, two Cholesky factors, the feedback of every width, and the measured outputs.
+    """
+    hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
+    first = len(layer.projections) - 1
+    total = 0.0
+    if GPTQ in section.methods:
+        total += 2 * tokens * hidden**2 + 2 * (tokens + sample) * (inner**2 + first * hidden * inner)
+        total += (hidden**3 + inner**3) / 3 + widths * (first * inner * hidden**2 + hidden * inner**2)
+    products = 2 * first + 2 if section.per_projection else first + 1
+    rows = min(heldout, section.max_measured_tokens)
+    total += 2 * rows * hidden * inner * (first + 1 + products * widths * len(section.methods))
+    weights = layer.parameters_per_expert * widths * len(section.methods)
+    return total + WEIGHT_OPERATIONS * weights
+
+
+WEIGHT_OPERATIONS = 500  # what rounding, packing and decoding one weight at one width takes, as operations
+
+
+def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device: torch.device) -> float:
+    """`quantize_layer` itself on a few experts, scaled down in both sizes and tokens where one of them is too much."""
+    layer = max(sizes.layers, key=lambda one: one.parameters_per_expert)
+    tokens, heldout = losses_tokens(sizes, work, section)
+    shrink = 1
+    while True:
+        small = replace(
+            layer,
+            index=0,
+            name="probe",
+            biased=False,
+            hidden_size=max(8, layer.hidden_size // shrink),
+            intermediate_size=max(8, layer.intermediate_size // shrink),
+        )
+        few = (max(2, int(tokens // shrink)), max(2, int(heldout // shrink)))
+        operations = losses_operations(small, *few, section, min(SAMPLE_TOKENS, few[0]))
+        if operations <= MOST_OPERATIONS or shrink >= 64:
+            break
+        shrink *= 2
+    experts = max(1, min(layer.num_experts, int(MOST_OPERATIONS / operations)))
+    small = replace(small, num_experts=experts)
+    total = experts * sum(few)
+    inputs = LayerInputs(
+        layer=small,
+        hidden=_random(total, small.hidden_size, dtype=torch.float32, device=device),
+        experts=torch.randint(experts, (total, 1), device=device),
+        weights=torch.ones(total, 1, device=device),
+        sequence=torch.arange(total),
+        position=torch.zeros(total, dtype=torch.long),
+    )
+    weights = {
+        name: _random(experts, *small.shape(name), dtype=torch.float32, device=device) for name in small.projections
+    }
+    math = ExpertMath(gate=lambda products: nn.functional.silu(torch.stack(list(products.values()))).prod(0))
+    section = section.model_copy(update={"min_tokens": 1})
+    seconds = _seconds(lambda: quantize_layer(inputs, weights, math, section), device, 2 * SECONDS)
+    return experts * operations / seconds
+
+
+def losses_tokens(sizes: ModelSizes, work: Work, section: LossesSection) -> tuple[float, float]:
+    """Mean calibration and held-out tokens of an expert."""
+    share = sizes.top_k / sizes.layers[0].num_experts
+    calibration = work.calibration.tokens * (1 - section.heldout_fraction)
+    heldout = work.calibration.tokens * section.heldout_fraction
+    return calibration if section.tokens == "all" else calibration * share, heldout * share
+
+
+def _dequantizing(sizes: ModelSizes, section: LossesSection, device: torch.device) -> float:
+    """Mean over the widths of the recipe, on the rows of one matrix that make a million weights."""
+    layer = sizes.layers[0]
+    rows, inputs = layer.shape(layer.projections[0])
+    rows = max(1, min(rows, 2**20 // inputs))
+    weight = _random(1, rows, inputs, dtype=torch.float32, device=device)
+    made = gptq.quantize(weight, None, bits=section.bits, group_size=section.group_size, symmetric=section.symmetric)
+    packed = [PackedWeight.of(made, bits, section.symmetric) for bits in section.bits]
+    seconds = _seconds(lambda: [one.dequantize(sizes.dtype) for one in packed], device)
+    return rows * inputs * len(packed) / seconds
+
+
+def _reading(path: Path) -> tuple[float, float]:
+    """Bytes a second from the disk, the file's pages dropped first as far as the kernel lets us, and from the cache."""
+    size = min(SLICE_BYTES, path.stat().st_size)
+    with storage_errors(path, "read"), path.open("rb", buffering=0) as stream:
+        os.posix_fadvise(stream.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+        found = []
+        for _ in range(2):
+            stream.seek(0)
+            started = time.perf_counter()
+            left = size
+            while left > 0 and (chunk := stream.read(min(left, 4 << 20))):
+                left -= len(chunk)
+            found.append(size / (time.perf_counter() - started))
+    return found[0], max(found)
+
+
+def _writing(out: Path) -> float:
+    """Bytes a second of writing and syncing a file on the disk of the run directory."""
+    folder = existing(out)
+    data = os.urandom(4 << 20)
+    with storage_errors(folder), tempfile.NamedTemporaryFile(dir=folder, prefix=".moeq-plan-") as stream:
+        started = time.perf_counter()
+        for _ in range(SLICE_BYTES // len(data)):
+            stream.write(data)
+        stream.flush()
+        sync(Path(stream.name))
+        return SLICE_BYTES / (time.perf_counter() - started)
+
+
+def existing(path: Path) -> Path:
+    """The path itself or its nearest parent that is there."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def _hashing() -> float:
+    import hashlib
+
+    data = bytes(16 << 20)
+    started = time.perf_counter()
+    hashlib.sha256(data).hexdigest()
+    return len(data) / (time.perf_counter() - started)

@@ -1,0 +1,41 @@
+"""What is free: the machine's memory or the cgroup's, whichever is less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from moeq.planning import machine
+
+
+def test_the_cgroup_limit_counts_where_it_is_lower(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:  8000 kB\n")
+    assert machine.available_ram(tmp_path / "none", meminfo) == 8000 * 1024
+    path = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)
+    folder = (tmp_path if not path[1] else tmp_path / "memory") / path[2].lstrip("/")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if path[1] else ("memory.max", "memory.current")
+    if path[1] and "memory" not in path[1].split(","):
+        return
+    (folder / names[1]).write_text("3000000\n")
+    (folder / names[0]).write_text("max\n")
+    assert machine.available_ram(tmp_path, meminfo) == 8000 * 1024
+    (folder / names[0]).write_text("5000000\n")
+    assert machine.available_ram(tmp_path, meminfo) == 2_000_000
+    (folder / "memory.stat").write_text("anon 5\ninactive_file 400000\nactive_file 100000\n")
+    assert machine.available_ram(tmp_path, meminfo) == 2_500_000
+
+
+def test_an_earlier_run_counts_as_free_disk(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    before = machine.machine(out, torch.device("cpu"))
+    assert before.disk_path == str(tmp_path)
+    assert before.gpu is None
+    assert before.ram > 0
+    out.mkdir()
+    (out / "store").write_bytes(b"x" * (40 << 20))
+    after = machine.machine(out, torch.device("cpu"))
+    assert after.disk >= before.disk - (500 << 20)
+    assert not list(tmp_path.glob(".moeq*"))

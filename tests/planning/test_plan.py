@@ -1,0 +1,234 @@
+"""The verdict: what does not fit is named with its remedy; huge models are planned from headers alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import family_models
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from moeq import cli, terminal
+from moeq.errors import AssignmentError, CorpusError, ModelError, PlanError
+from moeq.models import source
+from moeq.planning import capability, make, sizes
+from moeq.planning.make import error_of, make_plan
+from moeq.planning.memory import STAGES
+from moeq.planning.result import Machine, Need, Plan, Term
+from moeq.recipe import load_recipe
+from moeq.stages.context import Context
+
+GIB = 2**30
+FAMILIES = (
+    "mixtral", "gpt_oss", "nemotron_h", "llama4", "qwen3_vl_moe", "dbrx", "jetmoe", "switch_transformers",
+    "longcat_flash", "deepseek_v3", "granitemoe", "aria",
+)  # fmt: skip
+SMALL = (
+    "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "eval.perplexity.sequences=4",
+    "eval.perplexity.sequence_length=32", "eval.compare=[]", "estimate.grid.inputs=[128]",
+)  # fmt: skip
+
+
+def context_of(model: Path, tmp_path: Path, *overrides: str) -> Context:
+    return Context(recipe=load_recipe(None, [*SMALL, *overrides]), model_name=str(model), out=tmp_path / "run")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **limits: int | None) -> None:
+    there = {"ram": 1 << 50, "gpu": None, "disk": 1 << 50, "disk_path": "/data"} | limits
+    monkeypatch.setattr(make, "machine", lambda out, device: Machine(**there))  # type: ignore[arg-type]
+
+
+def need(stage: str, ram: int = 1, gpu: int = 0, size: int = 0, temporary: int = 0) -> Need:
+    return Need(
+        stage=stage,
+        ram_terms=(Term(what="a", bytes=ram, lever="stream: always"),),
+        gpu_terms=(Term(what="b", bytes=gpu, gpu=True, lever="fewer corpus.sequences"),),
+        read=0,
+        lasting={"x": size},
+        linked=0,
+        temporary=temporary,
+        seconds=None,
+    )
+
+
+def test_a_217_gib_model_is_planned_from_its_headers(
+    sparse_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(source, "_weights_digest", refuse)
+    pretend(monkeypatch)
+    started = time.monotonic()
+    plan = make_plan(context_of(sparse_qwen, tmp_path, "losses.group_size=128"), probe=False)
+    assert time.monotonic() - started < 60
+    assert not (tmp_path / "run").exists()
+    model = plan.model
+    weights = 70 * 128 * 3 * 4096 * 1024
+    assert model["expert_bytes"] == 2 * weights
+    assert (model["decoder_layers"], model["moe_layers"], model["top_k"], model["streamed"]) == (70, 70, 8, True)
+    assert model["resident_bytes"] == 2 * (2 * 151936 * 4096 + 4096)
+    needs = {one.stage: one for one in plan.stages}
+    block = model["largest_decoder_layer_bytes"]
+    for stage in ("profile", "losses"):
+        assert block < needs[stage].ram < model["resident_bytes"] + 4 * block + 8 * GIB
+    codes = weights * (1 + 2 + 3 + 4 + 8) // 8
+    assert codes < needs["losses"].written < 1.08 * codes
+    assert needs["profile"].read >= model["bytes"]
+    assert model["placed_expert_bytes"] < needs["eval"].ram < 2 * model["placed_expert_bytes"] + 20 * GIB
+
+
+def test_what_is_short_is_named_with_need_and_remedy(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, ram=100 * 2**20)
+    plan = make_plan(context_of(tiny_mixtral, tmp_path), probe=False)
+    assert {one.stage for one in plan.shortages} == set(STAGES)
+    assert {one.resource for one in plan.shortages} == {"memory"}
+    error = error_of(plan)
+    assert isinstance(error, PlanError)
+    assert "needs" in str(error)
+    assert "there are 100 MiB" in str(error)
+    pretend(monkeypatch, disk=10_000)
+    plan = make_plan(context_of(tiny_mixtral, tmp_path), probe=False)
+    assert [(one.stage, one.resource) for one in plan.shortages] == [("losses", "disk")]
+    assert "choose an --out on another disk than /data" in str(error_of(plan))
+    assert plan.shortages[0].need == sum(one.written for one in plan.stages)
+    pretend(monkeypatch)
+    assert error_of(make_plan(context_of(tiny_mixtral, tmp_path), probe=False)) is None
+
+
+def test_verdicts_take_each_resource_by_itself() -> None:
+    there = Machine(ram=10, gpu=5, disk=100, disk_path="/")
+    fine = (need("profile", ram=10, gpu=5, size=60), need("losses", size=30, temporary=10))
+    assert make.shortages(fine, there) == []
+    short = (need("profile", ram=11, gpu=6, size=60), need("losses", size=30, temporary=11), need("assign", size=50))
+    found = [(one.stage, one.resource, one.need, one.do) for one in make.shortages(short, there)]
+    assert found == [
+        ("profile", "memory", 11, "use stream: always"),
+        ("profile", "GPU memory", 6, "use fewer corpus.sequences"),
+        ("losses", "disk", 140, "choose an --out on another disk than /"),
+    ]
+    assert make.shortages(short, Machine(ram=11, gpu=None, disk=140, disk_path="/")) == []
+
+
+def test_command_prints_the_table_and_one_line(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run")]
+    arguments += [part for one in SMALL for part in ("--set", one)]
+    done = CliRunner().invoke(cli.app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["fits"]
+    assert all(stage["seconds"] > 0 for stage in found["stages"] if stage["stage"] != "assign")
+    assert all(value > 0 for value in found["rates"].values())
+    assert not (tmp_path / "run").exists()
+    pretend(monkeypatch, ram=2**20)
+    done = CliRunner().invoke(cli.app, [*arguments, "--json", "--no-probe"])
+    assert done.exit_code == PlanError.exit_code
+    found = json.loads(done.stdout)
+    assert not found["fits"]
+    assert found["rates"] is None
+    assert found["stages"][0]["seconds"] is None
+    assert done.stderr.count("\n") == 1
+    monkeypatch.setattr("sys.argv", ["moeq", *arguments, "--no-probe"])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == PlanError.exit_code
+    captured = capsys.readouterr()
+    assert "short: memory" in captured.out
+    assert max(map(len, captured.out.splitlines())) <= 80
+    assert captured.err.startswith("moeq: does not fit: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_the_widest_table_goes_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stages = tuple(need(stage, ram=999 * GIB, gpu=139 * GIB, size=2000 * GIB, temporary=999 * GIB) for stage in STAGES)
+    there = Machine(ram=1, gpu=1, disk=1, disk_path="/")
+    plan = Plan(recipe="r", model={}, stages=stages, machine=there, rates={}, refusals=(),
+                shortages=tuple(make.shortages(stages, there)), notes=())  # fmt: skip
+    console = Console(width=200)
+    width = max(len(line.rstrip()) for line in _text(console, terminal._plan_table(plan)).splitlines())
+    assert width <= 80
+
+
+def _text(console: Console, table: Any) -> str:
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(tiny_mixtral: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssignmentError, match="gpu_experts is 9, the layer has 5 experts"):
+        make_plan(context_of(tiny_mixtral, tmp_path, "assign.gpu_experts=9"), probe=False)
+    with pytest.raises(CorpusError, match="129 tokens are more than the model's 128 positions"):
+        make_plan(context_of(tiny_mixtral, tmp_path, "corpus.sequence_length=129"), probe=False)
+    with pytest.raises(CorpusError, match="no such file"):
+        make_plan(context_of(tiny_mixtral, tmp_path, "corpus.source=/nowhere.txt"), probe=False)
+
+
+def test_refused_families_are_refused_in_one_line(tmp_path: Path) -> None:
+    folder = family_models.save("doge", tmp_path / "doge")
+    with pytest.raises(ModelError, match="its experts are single rows of two embeddings, not matrices"):
+        make_plan(context_of(folder, tmp_path), probe=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_supported_kind_of_experts_is_planned(family: str, tmp_path: Path) -> None:
+    folder = family_models.save(family, tmp_path / family)
+    plan = make_plan(context_of(folder, tmp_path), probe=False)
+    assert plan.fits
+    assert plan.model["bytes"] == plan.model["expert_bytes"] + plan.model["other_bytes"]
+    assert plan.model["placed_expert_bytes"] < plan.model["expert_bytes"]
+
+
+def test_formats_say_what_they_cannot_carry(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = context_of(tiny_mixtral, tmp_path)
+    layers = tuple(context.layers)
+    mixed = capability.Asked(layers=layers, widths=((1, 2, 3, 4, 16),) * 2, group_size=16, symmetric=False,
+                             all_replicas=False)  # fmt: skip
+    assert capability.refusals(context, mixed) == []
+    monkeypatch.setitem(capability.RULES, "moeq", lambda asked: f"only one width, not {sorted({*asked.widths[0]})}")
+    assert capability.refusals(context, mixed) == [
+        "export.format moeq cannot carry it: only one width, not [1, 2, 3, 4, 16]; choose another format"
+    ]
+    plan = make_plan(context, probe=False)
+    assert not plan.fits
+    assert "cannot carry it" in str(error_of(plan))
+    monkeypatch.undo()
+    few = context_of(tiny_mixtral, tmp_path, "corpus.sequences=3")
+    assert "raise corpus.sequences to 4" in capability.refusals(few, mixed)[0]
+
+
+def test_every_format_has_a_rule() -> None:
+    from moeq.exporters import known_formats
+
+    assert set(capability.RULES) == set(known_formats())
+
+
+def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> None:
+    from moeq.models.corpus import Fields, make_sequences, read_documents
+
+    context = context_of(tiny_mixtral, tmp_path)
+    work = sizes.work_sizes(context)
+    documents = read_documents(context.calibration_sources, Fields(), context.tokenizer)
+    everything = make_sequences(documents, context.tokenizer, length=32, count=None)
+    assert 0.9 < work.calibration.whole / everything.ids.numel() < 1.1
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"text": document.text, "domain": document.domain} for document in documents]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "text.parquet")
+    (tmp_path / "text.txt").write_text("\n".join(row["text"] for row in rows))
+    for name in ("text.parquet", "text.txt"):
+        again = sizes.work_sizes(context_of(tiny_mixtral, tmp_path, f"corpus.source={tmp_path / name}"))
+        assert 0.85 < again.calibration.whole / everything.ids.numel() < 1.15, name
