@@ -159,7 +159,7 @@ class Disk:
     def _losses(self) -> dict[str, int]:
         rows = loss_rows(self.sizes, self.recipe)
         made = list(_loss_rows(self.sizes, self.recipe, min(rows, SAMPLE_ROWS)))
-        size = _written(lambda folder: losses.write_losses(folder / losses.NAME, made))[losses.NAME]
+        size = _written(lambda folder: losses.write_losses(folder / losses.NAME, [made]))[losses.NAME]
         files = {losses.NAME: size * rows // len(made)}
         if GPTQ in self.recipe.losses.methods:
             for layer in self.sizes.layers:
