@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from family_models import FAMILIES, build, inputs
+from family_models import FAMILIES, build, inputs, save
 
 from moeq.errors import ModelError
+from moeq.models import loading
 from moeq.models.corpus import Sequences
 from moeq.models.experts import find_expert_layers
 from moeq.models.forward import forward
 from moeq.models.kinds import KINDS
+from moeq.models.source import open_source
+from moeq.models.streaming import StreamedModel
 from moeq.models.walk import walk
 from moeq.runtime.packed_experts import FULL, PACKED
 from moeq.stages.profile import count_routing
@@ -152,3 +157,36 @@ def test_pads_change_no_count(family: str) -> None:
         alone = Sequences(ids=of.ids[row : row + 1, :length], mask=of.mask[row : row + 1, :length], domains=("x",))
         for counts, seen in zip(together, walk(model, layers, alone.batches(1), device), strict=True):
             assert (counts[row] == count_routing(seen, 1, prefill[row : row + 1])[0][0]).all()
+
+
+@pytest.mark.parametrize("family", KINDS_OF_EXPERTS)
+def test_routing_of_a_streamed_model_is_that_of_hooks_on_an_ordinary_forward(family: str, tmp_path: Path) -> None:
+    """Counts and weight sums of the streamed walk, all batches in lockstep, against plain hooks batch by batch."""
+    of = rows(family)
+    source = open_source(str(save(family, tmp_path / "model", with_tokenizer=False)))
+    whole = loading.load_model(source, torch.float32, torch.device("cpu"))
+    layers = find_expert_layers(whole)
+    totals = {layer.name: torch.zeros(2, layer.num_experts, dtype=torch.float64) for layer in layers}
+    keep = torch.ones(0)
+
+    def count(layer: Any, tap: Any, module: Any, arguments: Any, output: Any = None) -> None:
+        _, experts, weights = tap.read(module, arguments, output)
+        for chosen, weight in zip(experts[keep].reshape(-1).tolist(), weights[keep].reshape(-1).tolist(), strict=True):
+            if chosen < layer.num_experts:
+                totals[layer.name] += torch.tensor([[1.0], [weight]]) * torch.eye(layer.num_experts)[chosen]
+
+    for layer in layers:
+        tap = layer.kind.tap(layer.name)
+        module = whole.get_submodule(tap.path)
+        hook = module.register_forward_hook if tap.after else module.register_forward_pre_hook
+        hook(partial(count, layer, tap))
+    for batch in of.batches(1):
+        keep = batch.mask.reshape(-1)
+        with torch.no_grad():
+            forward(whole, batch.input_ids, None if bool(batch.mask.all()) else batch.mask.long())
+    streamed = StreamedModel(source, torch.float32, torch.device("cpu"))
+    walked = list(walk(streamed.model, streamed.layers, of.batches(1), torch.device("cpu"), streamed=streamed))
+    for seen in walked:
+        counts, scores = (array.sum((0, 1)) for array in count_routing(seen, 3, torch.tensor([5, 4, 2])))
+        assert counts.tolist() == totals[seen.layer.name][0].tolist()
+        assert scores == pytest.approx(totals[seen.layer.name][1].numpy(), rel=1e-6)
