@@ -20,7 +20,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeq.numerics.grids import encode, fit_grid, group_count, inverse_scale, max_codes, resolved_group_size
+from moeq.numerics import sweep
+from moeq.numerics.grids import (
+    encode,
+    fit_grid,
+    grid_between,
+    group_count,
+    inverse_scale,
+    max_codes,
+    resolved_group_size,
+)
 
 BLOCK = 128  # columns whose feedback from earlier blocks is one matrix product
 SUB_BLOCK = 16  # columns updated by rank-1 steps inside a block
@@ -116,11 +125,61 @@ def quantize(
     columns = weight.to(dtype).transpose(1, 2).contiguous()  # [E, K, N]
     if factor is None:
         return _round_to_nearest(columns, bits, group_size, symmetric)
+    work = _on_cpu if columns.device.type == "cpu" else _on_device
+    codes, scale, zero = work(columns, factor, bits, resolved_group_size(columns.shape[1], group_size), symmetric)
+    return Quantized(codes=codes, scale=scale, zero=zero, bits=tuple(bits), group_size=group_size)
+
+
+def _on_cpu(
+    columns: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [E, B, N, K], scale and zero [E, B, N, G]: products between blocks, the compiled column loop inside."""
     experts, inputs, rows = columns.shape
     widths = len(bits)
-    group = resolved_group_size(inputs, group_size)
-    residual = torch.empty(experts, inputs, widths * rows, dtype=dtype, device=weight.device)
-    codes = torch.empty(experts, inputs, widths * rows, dtype=torch.uint8, device=weight.device)
+    factor = factor.contiguous()
+    residual = torch.empty(experts, inputs, widths * rows, dtype=columns.dtype)
+    codes = torch.empty(experts, widths, rows, inputs, dtype=torch.uint8)
+    first_group = torch.zeros(experts, inputs, dtype=torch.long)
+    scales, zeros = [], []
+    for start in range(0, inputs, group):
+        stop = min(start + group, inputs)
+        feedback = _feedback(factor, residual, 0, start, stop)
+        if start:
+            extent = sweep.extent(columns, feedback, factor, start)
+        else:
+            part = columns[:, :stop]
+            found = (part.amin(1).clamp(max=0), part.amax(1).clamp(min=0), part.abs().mean(1))
+            extent = tuple(one.repeat(1, widths) for one in found)  # type: ignore[assignment]
+        low, high, size = (one.unflatten(1, (widths, rows)) for one in extent)
+        scale, zero = grid_between(low, high, size, bits, symmetric)
+        scales.append(scale)
+        zeros.append(zero)
+        top = max_codes(bits, scale).expand(widths, rows).reshape(-1)
+        grids = tuple(one.reshape(experts, 1, -1).contiguous() for one in (scale, inverse_scale(scale), zero))
+        for begin in range(start, stop, BLOCK):
+            end = min(begin + BLOCK, stop)
+            given = feedback[:, begin - start : end - start].contiguous()
+            if begin > start:
+                given += _feedback(factor, residual, start, begin, end)
+            sweep.round_block(columns, given, factor, begin, grids, top, first_group, residual, codes)  # type: ignore[arg-type]
+    return codes, torch.stack(scales, -1), torch.stack(zeros, -1)
+
+
+def _feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: int) -> Tensor:
+    """What the columns from first to start give to those from start to stop, [E, stop - start, R]."""
+    if first == start:
+        return residual.new_zeros(len(residual), stop - start, residual.shape[2])
+    return torch.bmm(factor[:, first:start, start:stop].mT, residual[:, first:start])
+
+
+def _on_device(
+    columns: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As _on_cpu, in torch operations."""
+    experts, inputs, rows = columns.shape
+    widths = len(bits)
+    residual = torch.empty(experts, inputs, widths * rows, dtype=columns.dtype, device=columns.device)
+    codes = torch.empty(experts, inputs, widths * rows, dtype=torch.uint8, device=columns.device)
     scales, zeros = [], []
     for start in range(0, inputs, group):
         stop = min(start + group, inputs)
@@ -144,13 +203,8 @@ def quantize(
             residual[:, start:stop],
             codes[:, start:stop],
         )
-    return Quantized(
-        codes=codes.unflatten(-1, (widths, rows)).permute(0, 2, 3, 1).contiguous(),
-        scale=torch.stack(scales, -1),
-        zero=torch.stack(zeros, -1),
-        bits=tuple(bits),
-        group_size=group_size,
-    )
+    codes = codes.unflatten(-1, (widths, rows)).permute(0, 2, 3, 1).contiguous()
+    return codes, torch.stack(scales, -1), torch.stack(zeros, -1)
 
 
 def _unit_inverse(lower: Tensor) -> Tensor:

@@ -46,9 +46,15 @@ def fit_grid(weight: Tensor, bits: Sequence[int], symmetric: bool = False) -> tu
     [E, B, N] in weight's dtype. `symmetric` pins the zero point to the middle, 2**(b-1); 1 bit is always a sign grid.
     A group of zeros gets scale 0, which stands for the value 0.
     """
-    top = max_codes(bits, weight)
-    low = weight.amin(1).clamp(max=0)
-    high = weight.amax(1).clamp(min=0)
+    low, high = weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0)
+    return grid_between(low, high, weight.abs().mean(1), bits, symmetric)
+
+
+def grid_between(
+    low: Tensor, high: Tensor, size: Tensor, bits: Sequence[int], symmetric: bool
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero [E, B, N] from a group's least (at most 0), largest (at least 0) and mean absolute weight."""
+    top = max_codes(bits, low)
     if symmetric:
         scale = _storable(torch.maximum(high, -low) * 2 / top)
         zero = ((top + 1) / 2).expand_as(scale).clone()
@@ -58,7 +64,7 @@ def fit_grid(weight: Tensor, bits: Sequence[int], symmetric: bool = False) -> tu
         zero = torch.minimum(zero.clamp(min=0), top)
     for index, width in enumerate(bits):
         if width == 1:
-            scale[:, index] = _storable(2 * weight[:, :, index].abs().mean(1))
+            scale[:, index] = _storable(2 * size[:, index])
             zero[:, index] = SIGN_ZERO
     return scale, zero
 
