@@ -31,6 +31,8 @@ from moeq.numerics.grids import (
     resolved_group_size,
 )
 
+LANES_AT_ONCE = 2048  # rows times widths that the CPU works on together, and at least so many a thread:
+LANES_A_THREAD = 1024
 BLOCK = 128  # columns whose feedback from earlier blocks is one matrix product
 SUB_BLOCK = 16  # columns updated by rank-1 steps inside a block
 MAX_DAMPING = 1.0
@@ -121,22 +123,49 @@ def quantize(
     weight: [E, N, K] floating point; factor: Factor.unit_upper [E, K, K] in the dtype to work in, or None for plain
     rounding to the min-max grid (RTN). Returns `Quantized`; rows are independent of each other.
     """
-    dtype = factor.dtype if factor is not None else torch.float32
-    columns = weight.to(dtype).transpose(1, 2).contiguous()  # [E, K, N]
     if factor is None:
-        return _round_to_nearest(columns, bits, group_size, symmetric)
-    work = _on_cpu if columns.device.type == "cpu" else _on_device
-    codes, scale, zero = work(columns, factor, bits, resolved_group_size(columns.shape[1], group_size), symmetric)
+        return _round_to_nearest(_input_major(weight, torch.float32), bits, group_size, symmetric)
+    group = resolved_group_size(weight.shape[2], group_size)
+    work = _on_cpu if weight.device.type == "cpu" else _on_device
+    codes, scale, zero = work(weight, factor, bits, group, symmetric)
     return Quantized(codes=codes, scale=scale, zero=zero, bits=tuple(bits), group_size=group_size)
 
 
+def _input_major(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype).transpose(1, 2).contiguous()
+
+
 def _on_cpu(
+    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [E, B, N, K], scale and zero [E, B, N, G]: products between blocks, the compiled column loop inside.
+
+    A few rows at a time (rows are independent), so that what the blocks give to each other stays in the cache.
+    """
+    experts, rows, inputs = weight.shape
+    factor = factor.contiguous()
+    codes = torch.empty(experts, len(bits), rows, inputs, dtype=torch.uint8)
+    groups = -(-inputs // group)
+    scale, zero = (torch.empty(experts, len(bits), rows, groups, dtype=factor.dtype) for _ in range(2))
+    lanes = max(LANES_AT_ONCE, LANES_A_THREAD * torch.get_num_threads())
+    step = max(1, lanes // len(bits))
+    some = max(1, lanes // (len(bits) * rows))
+    for first in range(0, experts, some):
+        which = slice(first, first + some)
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            columns = _input_major(weight[which, part], factor.dtype)
+            found = _some_rows(columns, factor[which], bits, group, symmetric)
+            codes[which, :, part], scale[which, :, part], zero[which, :, part] = found
+    return codes, scale, zero
+
+
+def _some_rows(
     columns: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [E, B, N, K], scale and zero [E, B, N, G]: products between blocks, the compiled column loop inside."""
+    """_on_cpu for some rows of some experts."""
     experts, inputs, rows = columns.shape
     widths = len(bits)
-    factor = factor.contiguous()
     residual = torch.empty(experts, inputs, widths * rows, dtype=columns.dtype)
     codes = torch.empty(experts, widths, rows, inputs, dtype=torch.uint8)
     first_group = torch.zeros(experts, inputs, dtype=torch.long)
@@ -173,9 +202,10 @@ def _feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: in
 
 
 def _on_device(
-    columns: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool
+    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As _on_cpu, in torch operations."""
+    columns = _input_major(weight, factor.dtype)
     experts, inputs, rows = columns.shape
     widths = len(bits)
     residual = torch.empty(experts, inputs, widths * rows, dtype=columns.dtype, device=columns.device)

@@ -39,38 +39,65 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, first, last
     chunks = (rows + LANES - 1) // LANES
     inputs = feedback.shape[1]
     tile = np.zeros((inputs, LANES), columns.dtype)
+    solved = np.zeros((inputs, LANES), columns.dtype)
     for item in range(first, last):
-        expert, rest = divmod(item, widths * chunks)
-        width, chunk = divmod(rest, chunks)
+        expert, place = divmod(item, widths * chunks)
+        width, chunk = divmod(place, chunks)
         begin = chunk * LANES
         count = min(LANES, rows - begin)
         offset = width * rows + begin
         for k in range(inputs):
-            source = feedback[expert, k]
+            source = feedback[expert, k, offset : offset + count]
+            into = tile[k]
             for lane in range(count):
-                tile[k, lane] = source[offset + lane]
-        for i in range(inputs):
-            head = tile[i]
-            for k in range(i + 1, inputs):
-                weight = factor[expert, start + i, start + k]
-                into = tile[k]
+                into[lane] = source[lane]
+        j = 0
+        while j < inputs:
+            end = min(j + 4, inputs)
+            for i in range(j, end):
+                wanted = tile[i]
+                head = solved[i]
                 for lane in range(LANES):
-                    into[lane] -= weight * head[lane]
-        least, largest, total = low[expert], high[expert], size[expert]
+                    head[lane] = wanted[lane]
+                for k in range(i + 1, end):
+                    weight = factor[expert, start + i, start + k]
+                    into = tile[k]
+                    for lane in range(LANES):
+                        into[lane] -= weight * head[lane]
+            if end - j == 4:
+                one = solved[j]
+                two = solved[j + 1]
+                three = solved[j + 2]
+                four = solved[j + 3]
+                for k in range(j + 4, inputs):
+                    weight1 = factor[expert, start + j, start + k]
+                    weight2 = factor[expert, start + j + 1, start + k]
+                    weight3 = factor[expert, start + j + 2, start + k]
+                    weight4 = factor[expert, start + j + 3, start + k]
+                    into = tile[k]
+                    for lane in range(LANES):
+                        into[lane] -= (
+                            weight1 * one[lane] + weight2 * two[lane] + weight3 * three[lane] + weight4 * four[lane]
+                        )
+            j += 4
+        least = low[expert, offset : offset + count]
+        largest = high[expert, offset : offset + count]
+        total = size[expert, offset : offset + count]
         for lane in range(count):
-            least[offset + lane] = 0
-            largest[offset + lane] = 0
-            total[offset + lane] = 0
+            least[lane] = 0
+            largest[lane] = 0
+            total[lane] = 0
         for k in range(inputs):
-            source = columns[expert, start + k]
-            moved = tile[k]
+            source = columns[expert, start + k, begin : begin + count]
+            moved = solved[k]
             for lane in range(count):
-                value = source[begin + lane] + moved[lane]
-                least[offset + lane] = min(least[offset + lane], value)
-                largest[offset + lane] = max(largest[offset + lane], value)
-                total[offset + lane] += abs(value)
+                moved[lane] += source[lane]
+            for lane in range(count):
+                least[lane] = min(least[lane], moved[lane])
+                largest[lane] = max(largest[lane], moved[lane])
+                total[lane] += abs(moved[lane])
         for lane in range(count):
-            total[offset + lane] /= inputs
+            total[lane] /= inputs
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -88,62 +115,69 @@ def _round_block(  # type: ignore[no-untyped-def]
     target = np.zeros((block, LANES), columns.dtype)
     left = np.zeros((block, LANES), columns.dtype)
     made = np.zeros((block, LANES), np.uint8)
+    lowest = magic - magic
     for item in range(first, last):
-        expert, rest = divmod(item, widths * chunks)
-        width, chunk = divmod(rest, chunks)
+        expert, place = divmod(item, widths * chunks)
+        width, chunk = divmod(place, chunks)
         begin = chunk * LANES
         count = min(LANES, rows - begin)
         offset = width * rows + begin
         highest = top[offset : offset + count]
         for k in range(block):
-            source = columns[expert, start + k]
-            given = feedback[expert, k]
+            source = columns[expert, start + k, begin : begin + count]
+            given = feedback[expert, k, offset : offset + count]
             into = target[k]
             for lane in range(count):
-                into[lane] = source[begin + lane] + given[offset + lane]
-        for low in range(0, block, 4):
-            high = min(low + 4, block)
-            for j in range(low, high):
-                group = group_of[expert, start + j]
+                into[lane] = source[lane] + given[lane]
+        j = 0
+        while j < block:
+            end = min(j + 4, block)
+            for i in range(j, end):
+                group = group_of[expert, start + i]
                 steps = scale[expert, group, offset : offset + count]
                 inverses = inverse[expert, group, offset : offset + count]
                 zeros = zero[expert, group, offset : offset + count]
-                source = columns[expert, start + j, begin : begin + count]
-                wanted, rest_of, code_of = target[j], left[j], made[j]
+                source = columns[expert, start + i, begin : begin + count]
+                wanted = target[i]
+                rest = left[i]
+                code = made[i]
+                for lane in range(count):  # three loops, each over few enough arrays to be vectorized
+                    rounded = (wanted[lane] * inverses[lane] + zeros[lane] + magic) - magic
+                    wanted[lane] = min(max(rounded, lowest), highest[lane])
                 for lane in range(count):
-                    code = (wanted[lane] * inverses[lane] + zeros[lane] + magic) - magic
-                    code = min(max(code, 0 * magic), highest[lane])
-                    code_of[lane] = np.uint8(code)
-                    rest_of[lane] = source[lane] - (code - zeros[lane]) * steps[lane]
-                for k in range(j + 1, high):
-                    weight = factor[expert, start + j, start + k]
+                    rest[lane] = source[lane] - (wanted[lane] - zeros[lane]) * steps[lane]
+                for lane in range(count):
+                    code[lane] = np.uint8(wanted[lane])
+                for k in range(i + 1, end):
+                    weight = factor[expert, start + i, start + k]
                     into = target[k]
                     for lane in range(LANES):
-                        into[lane] += weight * rest_of[lane]
-            if high - low == 4:
-                one, two, three, four = left[low], left[low + 1], left[low + 2], left[low + 3]
-                for k in range(high, block):
-                    first_weight = factor[expert, start + low, start + k]
-                    second_weight = factor[expert, start + low + 1, start + k]
-                    third_weight = factor[expert, start + low + 2, start + k]
-                    fourth_weight = factor[expert, start + low + 3, start + k]
+                        into[lane] += weight * rest[lane]
+            if end - j == 4:
+                one = left[j]
+                two = left[j + 1]
+                three = left[j + 2]
+                four = left[j + 3]
+                for k in range(j + 4, block):
+                    weight1 = factor[expert, start + j, start + k]
+                    weight2 = factor[expert, start + j + 1, start + k]
+                    weight3 = factor[expert, start + j + 2, start + k]
+                    weight4 = factor[expert, start + j + 3, start + k]
                     into = target[k]
                     for lane in range(LANES):
                         into[lane] += (
-                            first_weight * one[lane]
-                            + second_weight * two[lane]
-                            + third_weight * three[lane]
-                            + fourth_weight * four[lane]
+                            weight1 * one[lane] + weight2 * two[lane] + weight3 * three[lane] + weight4 * four[lane]
                         )
+            j += 4
         for k in range(block):
-            into = residual[expert, start + k]
-            rest_of = left[k]
+            into = residual[expert, start + k, offset : offset + count]
+            rest = left[k]
             for lane in range(count):
-                into[offset + lane] = rest_of[lane]
+                into[lane] = rest[lane]
         for lane in range(count):
-            into_codes = codes[expert, width, begin + lane]
+            line = codes[expert, width, begin + lane, start : start + block]
             for k in range(block):
-                into_codes[start + k] = made[k, lane]
+                line[k] = made[k, lane]
 
 
 @cache
