@@ -91,7 +91,7 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
             fixed = torch.eye(size, dtype=torch.float64, device=hessian.device)
         lower[expert] = fixed.to(lower.dtype)
     upper = lower.flip(-2, -1)
-    upper = upper / upper.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    upper.div_(upper.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-2))
     return Factor(unit_upper=upper, damping=used, float64=float64, failed=failed)
 
 
@@ -155,19 +155,24 @@ def _on_cpu(
         for start in range(0, rows, step):
             part = slice(start, start + step)
             columns = _input_major(weight[which, part], factor.dtype)
-            found = _some_rows(columns, factor[which], bits, group, symmetric)
-            codes[which, :, part], scale[which, :, part], zero[which, :, part] = found
+            grids = _some_rows(columns, factor[which], bits, group, symmetric, codes, (first, start))
+            scale[which, :, part], zero[which, :, part] = grids
     return codes, scale, zero
 
 
 def _some_rows(
-    columns: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """_on_cpu for some rows of some experts."""
+    columns: Tensor,
+    factor: Tensor,
+    bits: Sequence[int],
+    group: int,
+    symmetric: bool,
+    codes: Tensor,
+    at: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """_on_cpu for some rows of some experts, from expert and row `at` on: fills codes, returns scale and zero."""
     experts, inputs, rows = columns.shape
     widths = len(bits)
     residual = torch.empty(experts, inputs, widths * rows, dtype=columns.dtype)
-    codes = torch.empty(experts, widths, rows, inputs, dtype=torch.uint8)
     first_group = torch.zeros(experts, inputs, dtype=torch.long)
     scales, zeros = [], []
     for start in range(0, inputs, group):
@@ -190,8 +195,8 @@ def _some_rows(
             given = feedback[:, begin - start : end - start].contiguous()
             if begin > start:
                 given += _feedback(factor, residual, start, begin, end)
-            sweep.round_block(columns, given, factor, begin, grids, top, first_group, residual, codes)  # type: ignore[arg-type]
-    return codes, torch.stack(scales, -1), torch.stack(zeros, -1)
+            sweep.round_block(columns, given, factor, begin, grids, top, first_group, residual, codes, at)  # type: ignore[arg-type]
+    return torch.stack(scales, -1), torch.stack(zeros, -1)
 
 
 def _feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: int) -> Tensor:

@@ -102,9 +102,24 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, first, last
 
 @_compile  # type: ignore[untyped-decorator]
 def _round_block(  # type: ignore[no-untyped-def]
-    columns, feedback, factor, start, scale, inverse, zero, top, group_of, magic, residual, codes, first, last
+    columns,
+    feedback,
+    factor,
+    start,
+    scale,
+    inverse,
+    zero,
+    top,
+    group_of,
+    magic,
+    residual,
+    codes,
+    at_expert,
+    at_row,
+    first,
+    last,
 ):
-    """Round the columns of one block in order; fills residual [E, K, R] and codes [E, B, N, K].
+    """Round the columns of one block in order; fills residual [E, K, R] and codes [.., B, .., K] from (at) on.
 
     feedback [E, b, R]: from all columns before the block; scale, inverse, zero [E, G, R]; top [R]; group_of [E, K].
     """
@@ -175,7 +190,7 @@ def _round_block(  # type: ignore[no-untyped-def]
             for lane in range(count):
                 into[lane] = rest[lane]
         for lane in range(count):
-            line = codes[expert, width, begin + lane, start : start + block]
+            line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
             for k in range(block):
                 line[k] = made[k, lane]
 
@@ -226,14 +241,16 @@ def round_block(
     group_of: Tensor,
     residual: Tensor,
     codes: Tensor,
+    at: tuple[int, int],
 ) -> None:
     """Round the columns from `start` on, as many as `feedback` [E, b, R] has; fills residual and codes.
 
     columns: [E, K, N]; factor: [E, K, K]; grids: scale, its inverse and zero, [E, G, R]; top: [R] largest code;
-    group_of: [E, K] int64; residual: [E, K, R]; codes: [E, B, N, K] uint8. All contiguous, in main memory.
+    group_of: [E, K] int64; residual: [E, K, R]; codes: uint8 [.., B, .., K] of all experts and rows, filled from
+    expert and row `at` on. All contiguous, in main memory.
     """
-    tiles = _tiles(codes.shape[0], codes.shape[1], codes.shape[2])
+    tiles = _tiles(columns.shape[0], codes.shape[1], columns.shape[2])
     arrays = [tensor.numpy() for tensor in (columns, feedback, factor)]
     more = [tensor.numpy() for tensor in (*grids, top, group_of)]
     magic = _MAGIC[columns.dtype]
-    _in_threads(_round_block, tiles, *arrays, start, *more, magic, residual.numpy(), codes.numpy())
+    _in_threads(_round_block, tiles, *arrays, start, *more, magic, residual.numpy(), codes.numpy(), *at)
