@@ -59,8 +59,7 @@ def layer_tensors(
     slab = Slab()
 
     def made(expert: int, width: int, prefix: str) -> dict[str, Tensor]:
-        found = replicas.tensors(expert, width, prefix)
-        return found if width == FULL else {name: slab.keep(tensor) for name, tensor in found.items()}
+        return {name: slab.keep(tensor) for name, tensor in replicas.tensors(expert, width, prefix).items()}
 
     placed: dict[str, Tensor] = {}
     extra: dict[str, Tensor] = {}
