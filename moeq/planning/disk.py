@@ -32,7 +32,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, TensorHeader
 from moeq.numerics.packed import packed_shapes
 from moeq.pipeline import BY_NAME, Stage
-from moeq.planning.memory import loss_rows, needs_weights, store_bytes
+from moeq.planning.memory import loss_rows, read_share, store_bytes
 from moeq.planning.placed import TYPICAL, expert_bytes, placed_bytes, stand_in, widths
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import GPTQ
@@ -95,8 +95,11 @@ class Disk:
         if stage == "losses":
             return own + (disk if streams else 0)
         if stage == "quantize":
-            weights = disk if streams and needs_weights(self.sizes, self.recipe) else 0
-            return own + weights + self._replicas(self.recipe.assign)
+            return (
+                own
+                + int(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
+                + self._replicas(self.recipe.assign)
+            )
         if stage == "export":
             return own + self.sizes.disk - self.sizes.experts_disk + sum(self._packed().values())
         if stage == "eval":

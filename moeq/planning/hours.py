@@ -8,7 +8,7 @@ there. What the stages write is hashed once more for their records.
 from __future__ import annotations
 
 from moeq.planning.disk import Disk
-from moeq.planning.memory import loss_rows, needs_weights
+from moeq.planning.memory import loss_rows, read_share
 from moeq.planning.placed import placed_bytes
 from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
 from moeq.planning.sizes import ModelSizes, Work
@@ -89,7 +89,7 @@ class Hours:
         return loss_rows(self.sizes, self.recipe) * ROW / 10
 
     def _quantize(self) -> float:
-        reading = self._reading(self.sizes.disk) if self.streams and needs_weights(self.sizes, self.recipe) else 0
+        reading = self._reading(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
         rounding = self._rounding() if self.recipe.assign.quantizer == RTN else 0
         return reading + rounding + placed_bytes(self.sizes, self.recipe.assign, self.recipe) / self.rates.cached_bytes
 

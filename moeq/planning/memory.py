@@ -6,9 +6,9 @@ H hidden size, I intermediate size, E experts, W widths; d bytes of a number of 
 
 What is held, and where the code holds it:
 - a walk (models/walk.py): of every token its residual and the experts' input, since all batches stop there, and the
-  inputs of one layer, of the layer before it and the pieces that are being joined;
+  inputs of one layer with the pieces that they are joined from;
 - a streamed model (models/streaming.py): what is not in a decoder block, one block, two thirds of its experts again
-  while they are stacked, all of it once more where the dtype changes; `losses` also holds the experts before it;
+  while they are stacked, all of it once more where the dtype changes;
 - losses (quantizers/layer.py): the layer's tokens in float32 and three quarters of them again, the packed replicas and
   their parts, and one batch of experts under losses.working_memory;
 - what a stage freed stays with the allocator in part and is there beside what later stages hold;
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from moeq.artifacts.assignment import FULL
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.grids import resolved_group_size
 from moeq.numerics.packed import packed_bytes
@@ -37,13 +38,13 @@ STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 REPLICA = 9000  # bytes of one replica in the manifest: nine tensors' stamps as objects and as JSON
 ESTIMATE = 150 * MIB  # arrays of the estimator's policies
 RENDERING = 150 * MIB  # figures of the report
-CACHES = 200 * MIB  # kernels' primitive caches and the allocator's arenas once a model has run
-KEPT = {True: 0.25, False: 0.7}  # of freed memory that the allocator keeps, streamed (it is asked to return) and loaded
+CACHES = 150 * MIB  # kernels' primitive caches and the allocator's arenas once a model has run
+KEPT = {True: 0.15, False: 0.9}  # of freed memory that the allocator keeps, streamed (it is asked to return) and loaded
 KEPT_MOST = 2**30  # larger blocks go back to the system at once
 HELD_PER_TOKEN = (
     3  # hidden states a token that a stopped batch keeps: residual, the experts' input, a copy between them
 )
-CAPTURED = 3  # copies of a layer's inputs while they are joined: pieces, whole, and the layer's before it
+CAPTURED = 2  # copies of a layer's inputs while they are joined: pieces and whole
 
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
 Moment = list[Term]
@@ -153,30 +154,27 @@ class Memory:
     def _losses(self) -> list[Moment]:
         text, section = self.work.calibration, self.recipe.losses
         largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
-        before = [self._term("experts of the layer before", self.sizes.largest_experts)] if self.streams else []
         packed = store_bytes(largest, self.recipe) if GPTQ in section.methods else 0
         rows = loss_rows(self.sizes, self.recipe)
+        whole = rows // (1 + len(largest.projections) if section.per_projection else 1)
         tokens = text.tokens * self.sizes.hidden_size * 4
         floats = (0 if self.d == 4 else tokens) + int(tokens * (1 - section.heldout_fraction))
         return [
-            [
-                *self._loading(), *before, self._stopped(2), self._captured(1),
-                Term(what="packed replicas of a layer", bytes=packed),
-            ],
+            [*self._loading(), self._stopped(2)],
             [
                 *self._model(), *self._block(), self._stopped(HELD_PER_TOKEN), self._captured(CAPTURED),
-                self._forward(text.batch_tokens, text.length), *before,
-                Term(what="packed replicas of a layer", bytes=packed),
+                self._forward(text.batch_tokens, text.length),
             ],
             [
                 *self._model(), *self._block(), self._stopped(HELD_PER_TOKEN), self._captured(1),
                 self._term("tokens in float32", floats, "fewer corpus.sequences"),
                 self._term("packed replicas of a layer", packed),
                 Term(what="packed replicas, joined", bytes=packed),
+                Term(what="rows of a layer", bytes=rows // len(self.sizes.layers) * ROW),
                 self._term("batch of experts", batch_bytes(largest, self.recipe, self._routed(largest)),
                            "a smaller losses.working_memory"),
             ],
-            [*self._model(), Term(what="rows of the loss table", bytes=rows * (2 * ROW + STORED_ROW))],
+            [*self._model(), Term(what="loss table", bytes=whole * ROW + 2 * rows * STORED_ROW)],
         ]  # fmt: skip
 
     def _routed(self, layer: ExpertLayer) -> int:
@@ -200,15 +198,13 @@ class Memory:
         return [[*self._model(), *self._tables()]]
 
     def _quantize(self) -> list[Moment]:
-        from_weights = needs_weights(self.sizes, self.recipe)
         largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
         dense = largest.num_experts * largest.parameters_per_expert * self.sizes.source_dtype.itemsize
         share = self.placed / max(1, len(self.sizes.layers))
         every = store_bytes(largest, self.recipe) + dense if self.recipe.quantize.replicas == "all" else share
-        one = self._term("one expert", 16 * largest.parameters_per_expert) if from_weights else self._term("", 0)
-        reading = self._loading() if from_weights else self._model()
-        held = [*self._model(), *(self._block() if from_weights else [])]
-        return [reading, [*held, *self._tables(), Term(what="packed experts of a layer", bytes=int(every)), one]]
+        reads = read_share(self.sizes, self.recipe) > 0
+        one = Term(what="one expert", bytes=16 * largest.parameters_per_expert if reads else 0)
+        return [[*self._model(), *self._tables(), Term(what="packed experts of a layer", bytes=int(every)), one]]
 
     def _export(self) -> list[Moment]:
         experts = sum(layer.num_experts for layer in self.sizes.layers)
@@ -268,16 +264,14 @@ class Memory:
         return [[*self._resting(), *self._tables(), rows, manifest, Term(what="figures", bytes=RENDERING)]]
 
 
-def needs_weights(sizes: ModelSizes, recipe: Recipe) -> bool:
-    """Whether `quantize` reads the model: for all replicas, RTN, biases, or experts in full precision."""
+def read_share(sizes: ModelSizes, recipe: Recipe) -> float:
+    """Share of the experts that `quantize` reads from the checkpoint: all of them for RTN, biases or every replica,
+    else those that stay in full precision."""
     section = recipe.assign
-    return (
-        any(layer.biased for layer in sizes.layers)
-        or recipe.quantize.replicas == "all"
-        or section.quantizer == RTN
-        or section.gpu_experts > 0
-        or section.bits == 16
-    )
+    whole = recipe.quantize.replicas == "all" or section.quantizer == RTN or section.bits == FULL
+    if whole or any(layer.biased for layer in sizes.layers):
+        return 1.0
+    return section.gpu_experts * len(sizes.layers) / sum(layer.num_experts for layer in sizes.layers)
 
 
 def loss_rows(sizes: ModelSizes, recipe: Recipe) -> int:
