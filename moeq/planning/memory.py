@@ -38,8 +38,8 @@ STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 REPLICA = 9000  # bytes of one replica in the manifest: nine tensors' stamps as objects and as JSON
 ESTIMATE = 150 * MIB  # arrays of the estimator's policies
 RENDERING = 150 * MIB  # figures of the report
-CACHES = 150 * MIB  # kernels' primitive caches and the allocator's arenas once a model has run
-KEPT = {True: 0.15, False: 0.9}  # of freed memory that the allocator keeps, streamed (it is asked to return) and loaded
+CACHES = 300 * MIB  # kernels' caches and the allocator's arenas once a model has run: 100 to 280 measured
+KEPT = {True: 0.3, False: 1.0}  # of freed memory the allocator keeps at most: streamed (it is asked to return), loaded
 KEPT_MOST = 2**30  # larger blocks go back to the system at once
 HELD_PER_TOKEN = (
     3  # hidden states a token that a stopped batch keeps: residual, the experts' input, a copy between them
