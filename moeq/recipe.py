@@ -126,6 +126,7 @@ class LossesSection(Section):
     group_size: int = Field(128, ge=-1)
     symmetric: bool = False
     damping: float = Field(0.01, gt=0, le=1)
+    act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
     borrow_tokens: float = Field(64, ge=0, description="lambda: tokens' worth of the layer's Hessian mixed in")
     min_tokens: int = Field(16, ge=1, description="fewer own tokens than this is reported as a fallback")
     tokens: Literal["routed", "all"] = Field("routed", description="all: every expert calibrates on all tokens")

@@ -117,18 +117,42 @@ def quantize(
     bits: Sequence[int],
     group_size: int,
     symmetric: bool = False,
+    order: Tensor | None = None,
 ) -> Quantized:
     """Quantize a batch of weights at several widths with one factor.
 
     weight: [E, N, K] floating point; factor: Factor.unit_upper [E, K, K] in the dtype to work in, or None for plain
-    rounding to the min-max grid (RTN). Returns `Quantized`; rows are independent of each other.
+    rounding to the min-max grid (RTN). order [E, K]: columns in the order in which they are rounded, see `act_order`;
+    the factor is then that of the Hessian in this order, and groups (of the columns as they lie) have the grids of the
+    untouched weights. Returns `Quantized`, columns as they lie; rows are independent of each other.
     """
     if factor is None:
         return _round_to_nearest(_input_major(weight, torch.float32), bits, group_size, symmetric)
     group = resolved_group_size(weight.shape[2], group_size)
     work = _on_cpu if weight.device.type == "cpu" else _on_device
-    codes, scale, zero = work(weight, factor, bits, group, symmetric)
+    codes, scale, zero = work(weight, factor, bits, group, symmetric, order)
     return Quantized(codes=codes, scale=scale, zero=zero, bits=tuple(bits), group_size=group_size)
+
+
+def act_order(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns by falling activation energy, [E, K], and the Hessian [E, K, K] in this order (desc_act of GPTQ).
+
+    Columns that matter most are rounded first, when all others can still make up for them.
+    """
+    order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
+    rows = hessian.gather(1, order.unsqueeze(2).expand_as(hessian))
+    return order, rows.gather(2, order.unsqueeze(1).expand_as(hessian))
+
+
+def _static_grids(columns: Tensor, bits: Sequence[int], group: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Grids of the untouched weights [E, K, N]: scale and zero [E, B, N, G]."""
+    found = []
+    for start in range(0, columns.shape[1], group):
+        part = columns[:, start : start + group]
+        extent = (part.amin(1).clamp(max=0), part.amax(1).clamp(min=0), part.abs().mean(1))
+        low, high, size = (one.unsqueeze(1).repeat(1, len(bits), 1) for one in extent)
+        found.append(grid_between(low, high, size, bits, symmetric))
+    return torch.stack([scale for scale, _ in found], -1), torch.stack([zero for _, zero in found], -1)
 
 
 def _input_major(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,7 +160,7 @@ def _input_major(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _on_cpu(
-    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool
+    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool, order: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [E, B, N, K], scale and zero [E, B, N, G]: products between blocks, the compiled column loop inside.
 
@@ -155,9 +179,42 @@ def _on_cpu(
         for start in range(0, rows, step):
             part = slice(start, start + step)
             columns = _input_major(weight[which, part], factor.dtype)
-            grids = _some_rows(columns, factor[which], bits, group, symmetric, codes, (first, start))
+            if order is None:
+                grids = _some_rows(columns, factor[which], bits, group, symmetric, codes, (first, start))
+            else:
+                grids = _static_grids(columns, bits, group, symmetric)
+                _some_rows_in_order(columns, factor[which], bits, grids, order[which], group, codes, (first, start))
             scale[which, :, part], zero[which, :, part] = grids
-    return codes, scale, zero
+    return codes if order is None else _put_back(codes, order), scale, zero
+
+
+def _put_back(codes: Tensor, order: Tensor) -> Tensor:
+    """Codes [E, B, N, K] from the order of rounding to the order in which columns lie."""
+    back = order.argsort(-1)
+    return codes.gather(-1, back[:, None, None, :].expand_as(codes))
+
+
+def _some_rows_in_order(
+    columns: Tensor,
+    factor: Tensor,
+    bits: Sequence[int],
+    static: tuple[Tensor, Tensor],
+    order: Tensor,
+    group: int,
+    codes: Tensor,
+    at: tuple[int, int],
+) -> None:
+    """As _some_rows with grids that are given, [E, B, N, G]; codes are in the order of rounding."""
+    experts, inputs, rows = columns.shape
+    columns = columns.gather(1, order.unsqueeze(2).expand_as(columns)).contiguous()
+    residual = torch.empty(experts, inputs, len(bits) * rows, dtype=columns.dtype)
+    scale, zero = (one.permute(0, 3, 1, 2).flatten(2).contiguous() for one in static)
+    top = max_codes(bits, scale).expand(len(bits), rows).reshape(-1)
+    group_of = (order // group).contiguous()
+    for begin in range(0, inputs, BLOCK):
+        given = _feedback(factor, residual, 0, begin, min(begin + BLOCK, inputs))
+        grids = (scale, inverse_scale(scale), zero)
+        sweep.round_block(columns, given, factor, begin, grids, top, group_of, residual, codes, at)
 
 
 def _some_rows(
@@ -207,9 +264,11 @@ def _feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: in
 
 
 def _on_device(
-    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool
+    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool, order: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As _on_cpu, in torch operations."""
+    if order is not None:
+        return _on_device_in_order(weight, factor, bits, group, symmetric, order)
     columns = _input_major(weight, factor.dtype)
     experts, inputs, rows = columns.shape
     widths = len(bits)
@@ -232,14 +291,44 @@ def _on_device(
             original,
             feedback,
             factor[:, start:stop, start:stop],
-            scale.flatten(1),
-            zero.flatten(1),
+            scale.flatten(1).unsqueeze(1),
+            zero.flatten(1).unsqueeze(1),
             top,
             residual[:, start:stop],
             codes[:, start:stop],
         )
     codes = codes.unflatten(-1, (widths, rows)).permute(0, 2, 3, 1).contiguous()
     return codes, torch.stack(scales, -1), torch.stack(zeros, -1)
+
+
+def _on_device_in_order(
+    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool, order: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As _on_device with static grids; every column brings its group's."""
+    columns = _input_major(weight, factor.dtype)
+    experts, inputs, rows = columns.shape
+    widths = len(bits)
+    scale, zero = _static_grids(columns, bits, group, symmetric)
+    columns = columns.gather(1, order.unsqueeze(2).expand_as(columns))
+    residual = torch.empty(experts, inputs, widths * rows, dtype=columns.dtype, device=columns.device)
+    codes = torch.empty(experts, inputs, widths * rows, dtype=torch.uint8, device=columns.device)
+    top = max_codes(bits, scale).expand(widths, rows).reshape(-1)
+    of_group = [one.permute(0, 3, 1, 2).flatten(2) for one in (scale, zero)]  # [E, G, R]
+    for start in range(0, inputs, BLOCK):
+        stop = min(start + BLOCK, inputs)
+        index = (order[:, start:stop] // group).unsqueeze(2).expand(-1, -1, widths * rows)
+        _sweep_group(
+            columns[:, start:stop].repeat(1, 1, widths),
+            _feedback(factor, residual, 0, start, stop),
+            factor[:, start:stop, start:stop],
+            of_group[0].gather(1, index),
+            of_group[1].gather(1, index),
+            top,
+            residual[:, start:stop],
+            codes[:, start:stop],
+        )
+    codes = codes.unflatten(-1, (widths, rows)).permute(0, 2, 3, 1).contiguous()
+    return _put_back(codes, order), scale, zero
 
 
 def _unit_inverse(lower: Tensor) -> Tensor:
@@ -262,7 +351,7 @@ def _sweep_group(
     """Round the columns of one group in order, in blocks and sub-blocks; fills residual and codes [E, g, R].
 
     original: [E, g, R] (R = B*N rows); feedback: [E, g, R] from before the group; factor: [E, g, g]; scale and zero:
-    [E, R].
+    [E, 1, R], or [E, g, R] where columns have their own.
     """
     inputs = original.shape[1]
     inverse = inverse_scale(scale)
@@ -275,10 +364,11 @@ def _sweep_group(
         for low in range(0, stop - start, SUB_BLOCK):
             high = min(low + SUB_BLOCK, stop - start)
             for column in range(low, high):
-                code = encode(target[:, column], inverse, zero, top)
+                mine = min(start + column, scale.shape[1] - 1)
+                code = encode(target[:, column], inverse[:, mine], zero[:, mine], top)
                 codes[:, start + column].copy_(code)
                 left = residual[:, start + column]
-                torch.sub(original[:, start + column], code.sub_(zero).mul_(scale), out=left)
+                torch.sub(original[:, start + column], code.sub_(zero[:, mine]).mul_(scale[:, mine]), out=left)
                 if column + 1 < high:
                     ahead = block[:, column, column + 1 : high]
                     target[:, column + 1 : high].addcmul_(ahead.unsqueeze(-1), left.unsqueeze(1))

@@ -200,17 +200,44 @@ def _gptq_batch(
         first.append((mine.T @ mine + lend * shared) / total)
         second.append((own.T @ own + lend * (borrowed.T @ borrowed) / len(borrowed)) / total)
         notes[index]["fallback"] = ["borrowed_hessian"] if len(mine) < config.min_tokens else []
-    options: dict[str, Any] = {"bits": config.bits, "group_size": config.group_size, "symmetric": config.symmetric}
-    factor = gptq.factorize(torch.stack(first), config.damping)
-    _note(notes, factor, config.damping)
     names = [name for name in batch.weights if name != DOWN]
     stack = torch.cat([batch.weights[name] for name in names], 1)
-    both = gptq.quantize(stack, factor.unit_upper, **options)
-    factor = gptq.factorize(torch.stack(second), config.damping)
-    _note(notes, factor, config.damping)
-    found = {DOWN: gptq.quantize(batch.weights[DOWN], factor.unit_upper, **options)}
+    both = _gptq(stack, torch.stack(first), config, notes)
+    found = {DOWN: _gptq(batch.weights[DOWN], torch.stack(second), config, notes)}
     rows = stack.shape[1] // len(names)
     return {name: _rows(both, slice(i * rows, (i + 1) * rows)) for i, name in enumerate(names)} | found
+
+
+def _gptq(weight: Tensor, hessian: Tensor, config: LossesSection, notes: list[dict[str, Any]]) -> gptq.Quantized:
+    """GPTQ of weights [E, N, K] that share Hessians [E, K, K], at all widths.
+
+    With act_order, 1 bit keeps the order of the columns: its scale is worth much less when it is not taken from what
+    earlier columns made of the group.
+    """
+    options: dict[str, Any] = {"group_size": config.group_size, "symmetric": config.symmetric}
+    ordered = [bits for bits in config.bits if config.act_order and bits > 1]
+    plain = [bits for bits in config.bits if bits not in ordered]
+    found: dict[int, gptq.Quantized] = {}
+    for widths in (ordered, plain):
+        if widths:
+            order, work = gptq.act_order(hessian) if widths is ordered else (None, hessian)
+            factor = gptq.factorize(work, config.damping)
+            _note(notes, factor, config.damping)
+            found[widths[0]] = gptq.quantize(weight, factor.unit_upper, bits=widths, order=order, **options)
+    return next(iter(found.values())) if len(found) == 1 else _by_width(found, config.bits)
+
+
+def _by_width(found: dict[int, gptq.Quantized], bits: Sequence[int]) -> gptq.Quantized:
+    """Results at some widths each, as one at `bits`."""
+    places = [(one, one.bits.index(width)) for width in bits for one in found.values() if width in one.bits]
+    first = places[0][0]
+    return gptq.Quantized(
+        codes=torch.stack([one.codes[:, index] for one, index in places], 1),
+        scale=torch.stack([one.scale[:, index] for one, index in places], 1),
+        zero=torch.stack([one.zero[:, index] for one, index in places], 1),
+        bits=tuple(bits),
+        group_size=first.group_size,
+    )
 
 
 def _note(notes: list[dict[str, Any]], factor: gptq.Factor, damping: float) -> None:

@@ -123,3 +123,78 @@ def test_decode_with_a_short_last_group() -> None:
     codes = torch.arange(10).reshape(1, 10) % 4
     values = grids.decode(codes, torch.tensor([[1.0, 10.0]]), torch.tensor([[1, 2]]), 8)
     assert values.tolist() == [[-1, 0, 1, 2, -1, 0, 1, 2, -20, -10]]
+
+
+def ordered_oracle(weight: Tensor, hessian: Tensor, bits: int, group: int) -> Tensor:
+    """Classic GPTQ with desc_act and static groups, [N, K]: columns by falling energy, grids of untouched weights."""
+    top, size = 2**bits - 1, weight.shape[1]
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    damped = hessian.double() + torch.eye(size).double() * 0.01 * hessian.double().diagonal().mean()
+    upper = torch.linalg.cholesky(torch.linalg.inv(damped[order][:, order]), upper=True)
+    work, codes = weight.double()[:, order].clone(), torch.zeros(weight.shape, dtype=torch.uint8)
+    for place, column in enumerate(order.tolist()):
+        block = weight.double()[:, column // group * group : column // group * group + group]
+        low, high = block.amin(1).clamp(max=0), block.amax(1).clamp(min=0)
+        scale = ((high - low) / top if bits > 1 else 2 * block.abs().mean(1)).half().double()
+        zero = (-low / scale).round() if bits > 1 else torch.tensor(0.5).double()
+        code = (work[:, place] / scale + zero).round().clamp(0, top)
+        codes[:, column] = code.to(torch.uint8)
+        error = (work[:, place] - (code - zero) * scale) / upper[place, place]
+        work[:, place + 1 :] -= error[:, None] * upper[place, place + 1 :]
+    return codes
+
+
+@pytest.mark.parametrize("experts", [1, 16])
+@pytest.mark.parametrize(("inputs", "rows", "group"), [(96, 24, 32), (300, 7, 64), (150, 5, -1)])
+def test_act_order_equals_the_oracle(inputs: int, rows: int, group: int, experts: int) -> None:
+    weight, hessian = problem(inputs, rows, experts)
+    order, sorted_hessian = gptq.act_order(hessian)
+    factor = gptq.factorize(sorted_hessian.double()).unit_upper
+    found = gptq.quantize(weight, factor, bits=BITS, group_size=group, order=order)
+    for index, bits in enumerate(BITS):
+        for expert in range(experts):
+            codes = ordered_oracle(weight[expert], hessian[expert], bits, inputs if group == -1 else group)
+            assert torch.equal(found.codes[expert, index], codes), bits
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("group", [32, 128, -1])
+def test_the_compiled_loop_equals_the_one_in_torch(group: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a CPU against what runs on a GPU, in float64; also in pieces of a few rows and experts."""
+    weight, hessian = problem(200, 37, experts=5)
+    order, hessian = gptq.act_order(hessian) if ordered else (None, hessian)
+    factor = gptq.factorize(hessian.double()).unit_upper
+    options = {"bits": BITS, "group_size": group, "order": order}
+    whole = gptq.quantize(weight, factor, **options)
+    monkeypatch.setattr(gptq, "LANES_AT_ONCE", 60)
+    monkeypatch.setattr(gptq, "LANES_A_THREAD", 1)
+    in_pieces = gptq.quantize(weight, factor, **options)
+    monkeypatch.setattr(gptq, "_on_cpu", gptq._on_device)
+    in_torch = gptq.quantize(weight, factor, **options)
+    for other in (in_pieces, in_torch):
+        assert torch.equal(whole.codes, other.codes)
+        torch.testing.assert_close(whole.scale, other.scale)
+        assert torch.equal(whole.zero, other.zero)
+
+
+@pytest.mark.parametrize("experts", [1, 16])
+def test_float32_codes_are_the_oracles_but_for_one_in_a_thousand(experts: int) -> None:
+    weight, hessian = problem(256, 24, experts)
+    found = gptq.quantize(weight, gptq.factorize(hessian).unit_upper, bits=BITS, group_size=64)
+    exact = gptq.quantize(weight, gptq.factorize(hessian.double()).unit_upper, bits=BITS, group_size=64)
+    assert (found.codes == exact.codes).float().mean() >= 0.999
+
+
+def test_ill_conditioned_hessians_lose_no_more_than_the_oracle() -> None:
+    inputs = 200
+    generator = torch.Generator().manual_seed(2)
+    basis, _ = torch.linalg.qr(torch.randn(inputs, inputs, generator=generator, dtype=torch.float64))
+    hessian = (basis * torch.logspace(0, -7, inputs, dtype=torch.float64)) @ basis.T
+    weight = 0.05 * torch.randn(1, 32, inputs, generator=generator)
+    factor = gptq.factorize(hessian.float().unsqueeze(0))
+    found = gptq.quantize(weight, factor.unit_upper, bits=BITS, group_size=32)
+    for index, bits in enumerate(BITS):
+        values = PackedWeight.of(found, bits, symmetric=False).dequantize()[0].double()
+        _, best = oracle(weight[0], hessian, bits, 32, symmetric=False)
+        losses = [float(((v - weight[0]) @ hessian * (v - weight[0])).sum()) for v in (values, best)]
+        assert losses[0] <= 1.001 * losses[1], (index, bits)

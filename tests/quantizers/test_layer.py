@@ -145,3 +145,18 @@ def test_gptq_beats_rtn_on_the_bundled_model(tmp_path: Path) -> None:
         assert (mine < other).mean() > 0.9, bits
         assert mine.mean() < previous
         previous = mine.mean()
+
+
+def test_act_order_changes_all_widths_but_one_bit_and_loses_little_or_less() -> None:
+    inputs, weights = layer_inputs(), layer_weights()
+    plain = quantize_layer(inputs, weights, SILU, CONFIG)
+    ordered = quantize_layer(inputs, weights, SILU, CONFIG.model_copy(update={"act_order": True}))
+    for name in GATED:
+        same = [torch.equal(plain.replicas[name][b].codes, ordered.replicas[name][b].codes) for b in (1, 2, 3, 4, 8)]
+        assert same == [True, False, False, False, False]
+    for bits in (2, 3, 4):
+        losses = [
+            sum(r["loss"] for r in result.rows if (r["projection"], r["method"], r["bits"]) == (WHOLE, "gptq", bits))
+            for result in (ordered, plain)
+        ]
+        assert losses[0] < 1.05 * losses[1]
