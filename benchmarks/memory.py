@@ -118,7 +118,7 @@ class Peaks:
         self.start = resident()
         self.reset()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
