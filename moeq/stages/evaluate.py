@@ -24,7 +24,7 @@ from moeq.stages.context import Context
 from moeq.stages.quantize import Replicas
 
 ORIGINAL = "original"
-CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # relative, of logits
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}  # relative, of logits
 
 
 @dataclass(frozen=True, kw_only=True)
