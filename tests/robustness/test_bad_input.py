@@ -546,14 +546,16 @@ def _parquet_version(run: Path) -> None:
 
 
 def _replica_version(run: Path) -> None:
-    for path in (run / "losses" / "replicas").glob("*.safetensors"):
-        save_file(load_file(path), path, {"moeq_schema_version": "99", "projections": "{}"})
+    for path in (run / "store").rglob("*.safetensors"):
+        save_file(load_file(path), path, {"moeq_schema_version": "99", "entries": "{}"})
 
 
 VERSIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "stage.json": (_json_version("profile/stage.json"), "assign", "profile/stage.json"),
     "profile.json": (_json_version("profile/profile.json"), "assign", "profile.json"),
     "losses.parquet": (_parquet_version, "assign", "losses.parquet"),
+    "replicas.json": (_json_version("losses/replicas.json"), "quantize", "replicas.json"),
+    "quantizers.json": (_json_version("quantize/quantizers.json"), "export", "quantizers.json"),
     "replicas": (_replica_version, "quantize", "layer-000.safetensors"),
     "assignment.json": (_json_version("assign/assignment.json"), "quantize", "assignment.json"),
     "eval.json": (_json_version("eval/eval.json"), "report", "eval.json"),
