@@ -26,7 +26,7 @@ from moeq.stages.context import DIRECTORIES, STORE, store_folder
 from moeq.stages.losses import OLDER
 
 SET = re.compile(r"[0-9a-f]{64}")
-LAYER = re.compile(r"layer-(\d{3,})\.safetensors")
+LAYER = re.compile(r"layer-\d{3,}\.safetensors")
 ROWS = re.compile(r"layer-\d{3,}\.(\w+\.\d+\.[0-9a-f]{16})\.json")
 
 
@@ -126,17 +126,17 @@ def _clean_set(folder: Path, indices: Sequence[ReplicaIndex], sweep: _Sweep) -> 
         if name is not None and name[1] not in rows:
             sweep.delete(path, "losses")
     for path in sorted(folder.glob("*.safetensors")):
-        name = LAYER.fullmatch(path.name)
-        if name is None:
+        if LAYER.fullmatch(path.name) is None:
             continue
+        layer = replicas.layer_number(path)
         try:
-            there = LayerReplicas(folder, int(name[1]))
+            there = LayerReplicas(folder, layer)
         except ArtifactError:
             sweep.delete(path, "damaged replicas")
             continue
         gone = sorted(set(there.entries) - entries)
         if gone:
-            act = partial(replicas.drop_replicas, folder, int(name[1]), entries)
+            act = partial(replicas.drop_replicas, folder, layer, entries)
             sweep.drop(path, f"replicas {', '.join(gone)}", sum(map(there.bytes, gone)), act)
 
 

@@ -135,6 +135,11 @@ def layer_file(directory: Path, layer: int) -> Path:
     return directory / f"layer-{layer:03d}.safetensors"
 
 
+def layer_number(file: Path) -> int:
+    """The layer whose replicas a file holds, by its name."""
+    return int(file.name.removeprefix("layer-").removesuffix(".safetensors"))
+
+
 def rows_file(directory: Path, layer: int, name: str) -> Path:
     return directory / ROWS / f"layer-{layer:03d}.{name}.json"
 
