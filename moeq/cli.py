@@ -234,6 +234,25 @@ def generate(
         print(result["text"])
 
 
+@app.command()
+def gc(
+    out: Annotated[list[Path] | None, typer.Option("--out", help="Run directory; may be given several times.")] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Replica store that runs share: those that it knows of keep theirs.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Drop replicas that no run's recipe or assignment refers to, and what killed runs left half-written."""
+    from moeq import cleaning, terminal
+
+    found = cleaning.collect(out or [], store, dry_run=dry_run)
+    if json:
+        _print_json(found)
+    else:
+        terminal.print_freed(found)
+
+
 def _print_json(value: Any) -> None:
     print(jsonlib.dumps(value, indent=1, ensure_ascii=False))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts import evaluation
+from moeq.artifacts import evaluation, replicas
 from moeq.artifacts import losses as loss_table
 from moeq.artifacts.assignment import read_assignment
 from moeq.artifacts.files import read_json, sha256_file
@@ -37,6 +37,8 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
             return check_checkpoint(path, reporter)
         if (path / "recipe.yaml").is_file():
             return _run_directory(path)
+        if (path / replicas.MARKER).is_file():
+            return _store(path, reporter)
         if (path / RECORD).is_file():
             return _stage(path)
         if (path / "config.json").is_file():
@@ -138,6 +140,30 @@ def _run_directory(path: Path) -> dict[str, Any]:
         same = current_digest(directory, name) == digest
         found[name] = digest[:16] if same else f"{digest[:16]}, changed by hand since"
     return found
+
+
+def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
+    """Describe a replica store; ArtifactError naming the first file whose replicas are not as they were written."""
+    replicas.check_store(path)
+    files = sorted(path.glob("*/layer-*.safetensors"))
+    entries: set[str] = set()
+    with reporter.bar("checking", len(files)) as advance:
+        for file in files:
+            there = replicas.LayerReplicas(file.parent, replicas.layer_number(file))
+            for entry in there.entries:
+                if not there.is_sound(entry):
+                    raise ArtifactError(f"replicas {entry} are damaged", where=str(file), do=replicas.REMEDY)
+                entries.add(".".join(entry.split(".")[:2]))
+            advance()
+    return {
+        "kind": "moeq replica store",
+        "sets": len({file.parent for file in files}),
+        "layers": len(files),
+        "replicas": sorted(entries),
+        "bytes": sum(file.stat().st_size for file in files),
+        "runs_elsewhere": [str(run) for run in replicas.noted_runs(path).values()],
+        "check": "every SHA-256 equals what the files state",
+    }
 
 
 def _stage(path: Path) -> dict[str, Any]:

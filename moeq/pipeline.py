@@ -17,7 +17,7 @@ from moeq.models.corpus import BUNDLED, Source, pinned
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import assign, estimate, evaluate, export, losses, profile, quantize, report
-from moeq.stages.context import Context
+from moeq.stages.context import STORE, Context
 from moeq.tables import human_seconds
 
 RECIPE_COPY = "recipe.yaml"
@@ -45,7 +45,6 @@ class Stage:
     extra: Callable[[Context], Any] | None = None
     check: Callable[[Context], None] | None = None
     intact: Callable[[Context], bool] | None = None
-    clean: Callable[[Context], None] | None = None
     apart: frozenset[str] = frozenset()
     editable: frozenset[str] = frozenset()
 
@@ -71,7 +70,7 @@ STAGES = (
         after_growth=("profile",),
         text=("calibration",),
         computes=True,
-        clean=losses.clean,
+        intact=losses.is_intact,
     ),
     Stage(
         name="assign",
@@ -109,7 +108,7 @@ STAGES = (
     Stage(
         name="report",
         run=report.run,
-        sections=tuple(name for name in Recipe.model_fields if name != "model"),
+        sections=tuple(name for name in Recipe.model_fields if name not in {"model", "store"}),
         after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),
         intact=report.is_intact,
     ),
@@ -181,8 +180,6 @@ def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Out
         volatile={"created": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 3)},
         apart=stage.apart,
     )
-    if stage.clean is not None:
-        stage.clean(context)
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
     return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record)
 
@@ -234,7 +231,8 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
 
 
 def _remove_partials(context: Context) -> None:
-    remove_partials(context.out, [RECIPE_COPY, *(context.directory(name).name for name in BY_NAME)])
+    own = [STORE] if context.owns_store else []
+    remove_partials(context.out, [RECIPE_COPY, *own, *(context.directory(name).name for name in BY_NAME)])
 
 
 def _recipe_text(context: Context) -> str:
@@ -242,6 +240,7 @@ def _recipe_text(context: Context) -> str:
 
     data = context.recipe.model_dump(mode="json") | {"model": _absolute(context.model_name)}
     data["revision"] = context.source.revision or data["revision"]
+    data["store"] = None if context.owns_store else str(context.store.resolve())
     data["corpus"]["source"] = _pinned(data["corpus"]["source"], context.calibration_sources)
     if data["eval"]["perplexity"] is not None:
         data["eval"]["perplexity"]["source"] = _pinned(data["eval"]["perplexity"]["source"], context.evaluation_sources)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from moeq.errors import RecipeError, nearest
 
 DEFAULT_AVERAGE_BITS = 2
+BEST = "best"  # quantizer: the method with the lowest loss
 HUB = "hub:"
 HUB_DATASET = re.compile(
     r"hub:(?P<name>[\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@(?P<revision>[^@:\s]+))?"
@@ -158,7 +159,11 @@ class AssignSection(Section):
     loss_weighting: Literal["mass", "none"] = Field("mass", description="none: losses as paper 000 prints them")
     normalization: Literal["sum", "max"] = Field("sum", description="what ~ divides by")
     statistics: Literal["all", "prefill", "decode"] = Field("all", description="which positions' routing counts")
-    quantizer: Literal["gptq", "rtn"] = Field("gptq", description="whose losses decide and whose replicas are used")
+    quantizer: Literal["gptq", "rtn", "best"] = Field(
+        "gptq",
+        description="whose losses decide and whose replicas are used; best: of each expert and width, the method of "
+        "losses.methods with the lowest held-out loss",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -254,6 +259,11 @@ class Recipe(Section):
     threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
     seed: int = Field(0, ge=0)
     trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings along")
+    store: str | None = Field(
+        None,
+        min_length=1,
+        description="folder of the replica store, which runs may share; none: $MOEQ_STORE, or the run's own",
+    )
     corpus: CorpusSection = CorpusSection()
     profile: ProfileSection = ProfileSection()
     losses: LossesSection = LossesSection()
@@ -266,7 +276,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         for where, section in [("assign", self.assign), *((f"eval.compare {c.name}", c) for c in self.eval.compare)]:
-            if section.quantizer not in self.losses.methods:
+            if section.quantizer not in (BEST, *self.losses.methods):
                 raise ValueError(f"{where}: quantizer {section.quantizer} is not among losses.methods")
             if section.bits not in (None, 16, *self.losses.bits):
                 raise ValueError(f"{where}: {section.bits} bits is not among losses.bits")

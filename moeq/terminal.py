@@ -173,6 +173,17 @@ def _rates_line(rates: dict[str, float]) -> str:
     )
 
 
+def print_freed(found: dict[str, Any]) -> None:
+    """What `moeq gc` dropped, or would drop."""
+    console = Console(highlight=False)
+    for one in found["freed"]:
+        console.print(f"{one['path']}: {one['what']}, {human_bytes(one['bytes'])}", soft_wrap=True, markup=False)
+    verb = "would free" if found["dry_run"] else "freed"
+    console.print(
+        f"{verb} {human_bytes(found['freed_bytes'])}, {human_bytes(found['kept_bytes'])} of replicas stay", style="bold"
+    )
+
+
 def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
     """Nested figures as indented lines."""
     console = Console(highlight=False)

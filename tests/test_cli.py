@@ -21,6 +21,7 @@ FLAGS = {
     **dict.fromkeys(("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report"), STAGE),
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
+    "gc": {"--out", "--store", "--dry-run", "--json"},
     "generate": {
         "checkpoint",
         "prompt",

@@ -24,9 +24,12 @@ REMEDY = "mend the file or run `moeq assign` again"
 
 
 class ExpertChoice(BaseModel):
+    """quantizer: the method whose replica at `bits` is taken; None: as the parameter `quantizer` says."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     tier: Tier
     bits: int
+    quantizer: str | None = None
     importance: float = Field(ge=0)
 
     @field_validator("bits")

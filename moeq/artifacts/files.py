@@ -303,3 +303,15 @@ def locked(directory: Path) -> Iterator[None]:
                 "another moeq run is working here", where=str(directory), do="wait for it or choose another --out"
             ) from None
         yield
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory that several runs share, for the moment of a write; waits for whoever has it."""
+    make_directory(directory)
+    path = directory / ".lock"
+    with storage_errors(path):
+        stream = path.open("w")
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from moeq.artifacts.files import write_atomically
 from moeq.artifacts.stage import check_schema_version
 from moeq.errors import ArtifactError
+from moeq.recipe import BEST
 
 SCHEMA_VERSION = 1
 NAME = "losses.parquet"
@@ -66,11 +67,21 @@ class LossTable:
     def methods(self) -> list[str]:
         return sorted(set(self.table["method"].to_pylist()))
 
+    def listed_methods(self) -> list[str]:
+        """The methods in the order in which the table has them: that of losses.methods."""
+        return self.table["method"].unique().to_pylist()  # type: ignore[no-any-return]
+
     def bits(self) -> list[int]:
         return sorted(set(self.table["bits"].to_pylist()))
 
     def matrix(self, method: str, column: str = "loss", projection: str = WHOLE) -> list[dict[int, np.ndarray]]:
-        """Per layer: {bits: column [E]} of one method and projection. ArtifactError when there are no such rows."""
+        """Per layer: {bits: column [E]} of one method and projection.
+
+        method `best`: of every expert and width, the column of the best method. ArtifactError when there are no such
+        rows.
+        """
+        if method == BEST:
+            return self._best_matrix(column, projection)
         frame = self.table.filter(
             (pa.compute.field("method") == method) & (pa.compute.field("projection") == projection)
         )
@@ -89,6 +100,40 @@ class LossTable:
                 widths[width][expert[pick]] = value[pick]
             result.append(widths)
         return result
+
+    def best(self) -> list[dict[int, np.ndarray]]:
+        """Per layer: {bits: method [E]} with the lowest held-out loss of the whole expert; of equals, the first."""
+        methods = np.array(self.listed_methods())
+        found = []
+        for tables in zip(*(self.matrix(str(method)) for method in methods), strict=True):
+            widths = sorted(set().union(*tables))
+            found.append({width: methods[_stack(tables, width).argmin(0)] for width in widths})
+        return found
+
+    def _best_matrix(self, column: str, projection: str) -> list[dict[int, np.ndarray]]:
+        methods, best = self.listed_methods(), self.best()
+        values = [self.matrix(method, column, projection) for method in methods]
+        return [
+            {
+                width: np.choose(
+                    [methods.index(name) for name in names], [_column(table[layer], width, names) for table in values]
+                )
+                for width, names in best[layer].items()
+            }
+            for layer in range(len(best))
+        ]
+
+
+def _column(table: dict[int, np.ndarray], width: int, like: np.ndarray) -> np.ndarray:
+    """One width of a layer's table; what it lacks is not a number."""
+    return table.get(width, np.full(len(like), np.nan))
+
+
+def _stack(tables: tuple[dict[int, np.ndarray], ...], width: int) -> np.ndarray:
+    """Losses of all methods at one width, [methods, E]; what a method lacks is infinite."""
+    there = next(table[width] for table in tables if width in table)
+    found = np.stack([_column(table, width, there) for table in tables])
+    return np.where(np.isnan(found), np.inf, found)
 
 
 def write_losses(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:

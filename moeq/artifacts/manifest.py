@@ -43,11 +43,15 @@ class TensorStamp(BaseModel):
 
 
 class Replica(BaseModel):
-    """One stored copy of an expert. `index`: position of the expert on the tensors' first axis, None when its own."""
+    """One stored copy of an expert. `index`: position of the expert on the tensors' first axis, None when its own.
+
+    quantizer: the method that made it; None: the checkpoint's own weights, or made before moeq wrote it down.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     bits: int
     placed: bool
+    quantizer: str | None = None
     file: str
     key_prefix: str
     index: int | None = None

@@ -1,78 +1,362 @@
-"""The replica store: packed replicas of every expert at every width, one safetensors file a layer.
+"""The replica store: packed replicas of experts, addressed by what made them, and the losses measured with them.
 
-Keys of `layer-{l:03d}.safetensors`: `{projection}.{bits}.{part}`, part codes, scales or zeros, each stacked over the
-layer's experts on its first axis, so that one expert is a slice of one row.
+STORE/store.json                                 says that the folder is a store
+STORE/{set}/layer-{l:03d}.safetensors            the replicas of one layer, keys `{entry}.{projection}.{part}`
+STORE/{set}/losses/layer-{l:03d}.{entry}.json    rows of the loss table of one entry
+STORE/runs/{digest}.json                         a run elsewhere that uses the store
+
+`set` is the digest of what all its replicas have in common: model, text, settings, computing type and device. An entry
+is a method at a width with the digest of the settings that only this method reads: `gptq.3.0123456789abcdef`. Part is
+codes, scales or zeros, each stacked over the layer's experts on its first axis, so that one expert is a slice of a row.
+
+A layer's file is appended to by writing it anew beside itself, what it held copied in chunks, and renaming it, under
+the set's lock: readers have either the old file or the new one. An entry that is there and sound is never replaced.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from pydantic import BaseModel, ConfigDict
+from safetensors import safe_open
 
-from moeq.artifacts.files import write_tensors
-from moeq.artifacts.stage import check_schema_version
+from moeq.artifacts.files import (
+    digest_of,
+    dtype_name,
+    held,
+    make_directory,
+    read_json,
+    stored_chunks,
+    write_in_chunks,
+    write_json,
+    write_text,
+)
+from moeq.artifacts.stage import HASHED_BYTES, check_schema_version, read_model
 from moeq.errors import ArtifactError
 from moeq.numerics.packed import PARTS, PackedWeight
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 REMEDY = "run `moeq losses` again"
+MARKER = "store.json"
+INDEX = "replicas.json"
+ROWS = "losses"
+RUNS = "runs"
+SHORT = 16  # hexadecimal digits of a digest in a name
+
+
+class Made(BaseModel):
+    """A method at a width: the names of its replicas (None: made when they are needed) and of its loss rows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    method: str
+    bits: int
+    entry: str | None
+    rows: str
+
+
+class ReplicaIndex(BaseModel):
+    """What a run has in the store (replicas.json of the losses stage).
+
+    layers: {entry: SHA-256 of its tensors} of every layer; empty until all layers are made.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    schema_version: int = SCHEMA_VERSION
+    set: str
+    made: tuple[Made, ...]
+    layers: tuple[dict[str, str], ...] = ()
+
+    def entry(self, method: str, bits: int) -> str:
+        """Name of a method's replicas at a width; ArtifactError when the run has none."""
+        for made in self.made:
+            if (made.method, made.bits) == (method, bits) and made.entry is not None:
+                return made.entry
+        widths = [made.bits for made in self.made if made.method == method and made.entry is not None]
+        raise ArtifactError(
+            f"no {bits}-bit replica by {method} (there are {widths})",
+            where=INDEX,
+            do="add the width to losses.bits and the method to losses.methods",
+        )
+
+    def entries(self) -> list[str]:
+        """Names of all replicas that the store keeps for the run."""
+        return [made.entry for made in self.made if made.entry is not None]
+
+
+def write_index(directory: Path, index: ReplicaIndex) -> None:
+    write_json(directory / INDEX, index.model_dump(mode="json"))
+
+
+def read_index(directory: Path) -> ReplicaIndex:
+    """The index of a run's losses directory; ArtifactError when it is missing, damaged or of another version."""
+    path = directory / INDEX
+    if not path.is_file():
+        raise ArtifactError(
+            f"no index of replicas: losses of schema version 1 or none, this moeq reads {SCHEMA_VERSION}",
+            where=str(path),
+            do=REMEDY,
+        )
+    return read_model(path, ReplicaIndex, SCHEMA_VERSION, remedy=REMEDY)
+
+
+def open_store(store: Path, run: Path | None = None) -> None:
+    """Make the folder a store; `run`: a run directory outside of it, noted so that `moeq gc` knows who uses it."""
+    make_directory(store)
+    with held(store):
+        if not (store / MARKER).is_file():
+            write_json(store / MARKER, {"kind": "moeq replica store", "schema_version": SCHEMA_VERSION})
+        if run is not None:
+            name = str(run.resolve())
+            write_json(store / RUNS / f"{digest_of(name)[:SHORT]}.json", {"run": name})
+
+
+def check_store(store: Path) -> None:
+    """ArtifactError when the folder is no store, or one of another schema version."""
+    path = store / MARKER
+    if not path.is_file():
+        raise ArtifactError("not a replica store", where=str(store), do="give the folder that runs used as their store")
+    found = read_json(path, remedy=REMEDY)
+    version = found.get("schema_version") if isinstance(found, dict) else None
+    check_schema_version(version, SCHEMA_VERSION, path, remedy="use the moeq that wrote it")
+
+
+def noted_runs(store: Path) -> dict[Path, Path]:
+    """{note: run directory} of the runs elsewhere that use the store."""
+    return {path: Path(read_json(path)["run"]) for path in sorted((store / RUNS).glob("*.json"))}
 
 
 def layer_file(directory: Path, layer: int) -> Path:
     return directory / f"layer-{layer:03d}.safetensors"
 
 
-def write_layer_replicas(directory: Path, layer: int, replicas: Mapping[str, Mapping[int, PackedWeight]]) -> None:
-    """Write all replicas of one layer: {projection: {bits: stack over experts}}."""
-    tensors: dict[str, Any] = {}
-    shapes: dict[str, dict[str, Any]] = {}
-    for projection, widths in replicas.items():
-        for bits, packed in widths.items():
-            shapes[projection] = {
-                "inputs": packed.inputs,
-                "group_size": packed.group_size,
-                "symmetric": packed.symmetric,
-            }
-            tensors |= {f"{projection}.{bits}.{part}": tensor for part, tensor in packed.parts().items()}
-    metadata = {"moeq_schema_version": str(SCHEMA_VERSION), "projections": json.dumps(shapes, sort_keys=True)}
-    write_tensors(layer_file(directory, layer), tensors, metadata)
+def layer_number(file: Path) -> int:
+    """The layer whose replicas a file holds, by its name."""
+    return int(file.name.removeprefix("layer-").removesuffix(".safetensors"))
+
+
+def rows_file(directory: Path, layer: int, name: str) -> Path:
+    return directory / ROWS / f"layer-{layer:03d}.{name}.json"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies in a layer's file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
 
 
 class LayerReplicas:
-    """Reads single experts' replicas of one layer from the store."""
+    """The replicas of one layer in the store."""
 
     def __init__(self, directory: Path, layer: int) -> None:
-        """Open the layer's file; ArtifactError when it is missing, damaged or of another schema version."""
+        """Read the file's header; ArtifactError when it is missing, damaged or of another schema version."""
         self.path = layer_file(directory, layer)
-        try:
-            self.handle = safe_open(self.path, "pt")
-        except (OSError, SafetensorError) as error:
-            raise ArtifactError(f"cannot be read ({error})", where=str(self.path), do=REMEDY) from None
-        metadata = self.handle.metadata() or {}
+        self.tensors, metadata = _read_header(self.path)
         check_schema_version(metadata.get("moeq_schema_version"), str(SCHEMA_VERSION), self.path, remedy=REMEDY)
-        self.projections: dict[str, dict[str, Any]] = json.loads(metadata["projections"])
-        self.keys = set(self.handle.keys())
+        self.entries: dict[str, dict[str, Any]] = _entries(self.path, metadata)
+        self._handle: Any = None
 
-    def widths(self, projection: str) -> list[int]:
-        """The widths that the store holds of one projection."""
-        return sorted(
-            int(key.split(".")[1]) for key in self.keys if key.startswith(f"{projection}.") and "codes" in key
-        )
+    def keys(self, entry: str) -> list[str]:
+        """Names of an entry's tensors."""
+        return sorted(key for key in self.tensors if key.startswith(f"{entry}."))
 
-    def expert(self, projection: str, bits: int, expert: int) -> PackedWeight:
-        """One expert's replica; ArtifactError when the store does not hold that width."""
-        if f"{projection}.{bits}.codes" not in self.keys:
-            raise ArtifactError(
-                f"no {bits}-bit replica of {projection} (there are {self.widths(projection)})",
-                where=str(self.path),
-                do="add the width to losses.bits",
-            )
+    def bytes(self, entry: str) -> int:
+        return sum(self.tensors[key].bytes for key in self.keys(entry))
+
+    def is_sound(self, entry: str) -> bool:
+        """Whether an entry's tensors hold what was written: they are read and hashed."""
+        chunks = (chunk for key in self.keys(entry) for chunk in stored_chunks(self.tensors[key]))
+        return entry in self.entries and _sha256(chunks) == self.entries[entry]["sha256"]
+
+    def check(self, wanted: Mapping[str, str]) -> None:
+        """ArtifactError unless the entries are there with these digests; those of a small file are hashed."""
+        small = self.path.stat().st_size <= HASHED_BYTES
+        for entry, digest in wanted.items():
+            if entry not in self.entries:
+                raise ArtifactError(f"no replicas {entry}", where=str(self.path), do=REMEDY)
+            if self.entries[entry]["sha256"] != digest or (small and not self.is_sound(entry)):
+                raise ArtifactError(f"replicas {entry} are damaged", where=str(self.path), do=REMEDY)
+
+    def expert(self, entry: str, projection: str, expert: int) -> PackedWeight:
+        """One expert's matrix of an entry; ArtifactError when the file lacks the entry."""
+        if entry not in self.entries:
+            raise ArtifactError(f"no replicas {entry}", where=str(self.path), do=REMEDY)
+        if self._handle is None:
+            self._handle = safe_open(self.path, "pt")
+        found = self.entries[entry]
+        prefix = f"{entry}.{projection}"
         parts: dict[str, Any] = {
-            part: self.handle.get_slice(key)[expert] if (key := f"{projection}.{bits}.{part}") in self.keys else None
+            part: self._handle.get_slice(f"{prefix}.{part}")[expert] if f"{prefix}.{part}" in self.tensors else None
             for part in PARTS
         }
-        return PackedWeight(bits=bits, **parts, **self.projections[projection])
+        return PackedWeight(bits=found["bits"], **parts, **found["projections"][projection])
+
+
+def add_replicas(directory: Path, layer: int, entries: Mapping[str, Mapping[str, PackedWeight]]) -> LayerReplicas:
+    """Append {entry: {projection: stack over experts}} to a layer's file; returns the file as it is then.
+
+    Entries that are there and sound stay as they are. A file that cannot be read is replaced.
+    """
+    with held(directory):
+        old = existing(directory, layer)
+        kept = {} if old is None else {
+            name: found for name, found in old.entries.items() if name not in entries or old.is_sound(name)
+        }  # fmt: skip
+        new = {name: weights for name, weights in entries.items() if name not in kept}
+        if new or old is None:
+            _write(directory, layer, old, kept, new)
+        return LayerReplicas(directory, layer)
+
+
+def drop_replicas(directory: Path, layer: int, keep: Iterable[str]) -> None:
+    """Write a layer's file anew with only these of its entries; without any of them, delete it."""
+    with held(directory):
+        old = LayerReplicas(directory, layer)
+        kept = {name: found for name, found in old.entries.items() if name in set(keep)}
+        if kept:
+            _write(directory, layer, old, kept, {})
+        else:
+            old.path.unlink()
+
+
+def existing(directory: Path, layer: int) -> LayerReplicas | None:
+    """A layer's file, None when it is missing or cannot be read."""
+    try:
+        return LayerReplicas(directory, layer)
+    except ArtifactError:
+        return None
+
+
+def described(entry: str, sha256: str, projections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a layer's file says of an entry; projections: {name: inputs, group_size, symmetric}."""
+    return {"bits": int(entry.split(".")[1]), "projections": projections, "sha256": sha256}
+
+
+def layer_metadata(layer: int, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Metadata of a layer's file."""
+    return {
+        "moeq_schema_version": str(SCHEMA_VERSION),
+        "layer": str(layer),
+        "entries": json.dumps(entries, sort_keys=True),
+    }
+
+
+def add_rows(directory: Path, layer: int, name: str, rows: list[dict[str, Any]]) -> None:
+    """Keep the loss rows of one layer and entry; those that are there and sound stay as they are."""
+    with held(directory):
+        if read_rows(directory, layer, name) is None:
+            write_text(rows_file(directory, layer, name), rows_text(rows))
+
+
+def rows_text(rows: list[dict[str, Any]]) -> str:
+    """The file of loss rows."""
+    text = json.dumps(rows, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f'{{"schema_version":{SCHEMA_VERSION},"sha256":"{_text_digest(text)}","rows":{text}}}\n'
+
+
+def read_rows(directory: Path, layer: int, name: str) -> list[dict[str, Any]] | None:
+    """Loss rows of one layer and entry; None when they are missing or damaged."""
+    try:
+        found = json.loads(rows_file(directory, layer, name).read_text("utf-8"))
+        rows: list[dict[str, Any]] = found["rows"]
+        text = json.dumps(rows, sort_keys=True, separators=(",", ":"))
+        return rows if (found["schema_version"], found["sha256"]) == (SCHEMA_VERSION, _text_digest(text)) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sha256(chunks: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _data(tensor: Any) -> memoryview:
+    """The bytes of a tensor."""
+    import torch
+
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _write(
+    directory: Path,
+    layer: int,
+    old: LayerReplicas | None,
+    kept: Mapping[str, dict[str, Any]],
+    new: Mapping[str, Mapping[str, PackedWeight]],
+) -> None:
+    """Write a layer's file: `kept` entries out of the old one, new ones beside them."""
+    tensors: dict[str, Any] = {}
+    entries = dict(kept)
+    for name, weights in new.items():
+        mine = {f"{name}.{projection}.{part}": tensor for projection, weight in weights.items()
+                for part, tensor in weight.parts().items()}  # fmt: skip
+        shapes = {
+            projection: {"inputs": weight.inputs, "group_size": weight.group_size, "symmetric": weight.symmetric}
+            for projection, weight in weights.items()
+        }
+        entries[name] = described(name, _sha256(_data(mine[key]) for key in sorted(mine)), shapes)
+        tensors |= mine
+    stored = {} if old is None else {key: old.tensors[key] for name in kept for key in old.keys(name)}
+    layout = {key: (found.dtype, found.shape, found.bytes) for key, found in stored.items()}
+    layout |= {
+        key: (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size())
+        for key, tensor in tensors.items()
+    }
+    chunks = partial(_chunks, stored, tensors)
+    write_in_chunks(layer_file(directory, layer), layout, chunks, layer_metadata(layer, entries))
+
+
+def _chunks(stored: Mapping[str, _Stored], tensors: Mapping[str, Any], key: str) -> Iterator[Any]:
+    if key in tensors:
+        yield _data(tensors[key])
+    else:
+        yield from stored_chunks(stored[key])
+
+
+def _entries(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What a layer's file says of its entries; ArtifactError when that is damaged."""
+    try:
+        found: dict[str, dict[str, Any]] = json.loads(metadata["entries"])
+        whole = all({"bits", "projections", "sha256"} <= set(entry) for entry in found.values())
+    except (KeyError, ValueError, AttributeError, TypeError):
+        whole = False
+    if not whole:
+        raise ArtifactError("damaged: its entries cannot be read", where=str(path), do=REMEDY)
+    return found
+
+
+def _read_header(path: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
+    """Tensors and metadata of a safetensors file; ArtifactError when it is missing, cut off or damaged."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header: dict[str, Any] = json.loads(stream.read(min(length, size)))
+        metadata: dict[str, str] = header.pop("__metadata__")
+        tensors, end = {}, 0
+        for name, entry in header.items():
+            start, stop = entry["data_offsets"]
+            end = max(end, stop)
+            tensors[name] = _Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start)
+        if size != 8 + length + end:
+            raise ValueError(f"{size} bytes, its header says {8 + length + end}")
+        return tensors, metadata
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        what = "no such file" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
+        raise ArtifactError(what, where=str(path), do=REMEDY) from None

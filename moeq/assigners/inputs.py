@@ -13,7 +13,7 @@ from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssig
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.profile import ExpertProfile
 from moeq.errors import AssignmentError
-from moeq.recipe import AssignSection
+from moeq.recipe import BEST, AssignSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,28 @@ def hot_experts(inputs: AssignInputs, scores: np.ndarray, layer: int) -> np.ndar
     return hot
 
 
+def quantizers(inputs: AssignInputs, bits: list[np.ndarray]) -> list[list[str | None]]:
+    """Whose replica every expert takes at its width, None at 16 bits.
+
+    Raises AssignmentError when the best method is asked for and the loss table is missing or lacks a width.
+    """
+    wanted = inputs.config.quantizer
+    if wanted != BEST:
+        return [[None if width == FULL else wanted for width in widths] for widths in bits]
+    if inputs.losses is None:
+        raise AssignmentError("quantizer best needs the loss table", do="run `moeq losses` first")
+    found: list[list[str | None]] = []
+    for name, widths, best in zip(inputs.profile.layers, bits, inputs.losses.best(), strict=True):
+        missing = sorted({int(width) for width in widths} - {FULL, *best})
+        if missing:
+            raise AssignmentError(f"the loss table lacks {missing} bits", where=name, do="add them to losses.bits")
+        found.append([None if w == FULL else str(best[int(w)][expert]) for expert, w in enumerate(widths)])
+    return found
+
+
 def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -> Assignment:
     """The Assignment of given widths [E] and GPU masks [E] a layer; GPU experts are left in full precision."""
+    methods = quantizers(inputs, bits)
     layers = []
     for index, name in enumerate(inputs.profile.layers):
         scores = importance(inputs, index)
@@ -80,6 +100,7 @@ def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -
             ExpertChoice(
                 tier="gpu" if hot[index][expert] else "ndp",
                 bits=FULL if hot[index][expert] else int(bits[index][expert]),
+                quantizer=None if hot[index][expert] else methods[index][expert],
                 importance=float(scores[expert]),
             )
             for expert in range(len(scores))

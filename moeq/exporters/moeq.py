@@ -52,7 +52,10 @@ def extra_name(layer: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportInputs:
-    """What an exporter is given: the source, what to place, and the quantized files of every layer."""
+    """What an exporter is given: the source, what to place, and the quantized files of every layer.
+
+    quantizers: who made each replica, {layer: [{bits: method} of every expert]}.
+    """
 
     source: ModelSource
     layers: list[ExpertLayer]
@@ -60,6 +63,7 @@ class ExportInputs:
     assignment: Assignment
     expert_keys: set[str]
     expert_files: list[Path]
+    quantizers: dict[str, list[dict[int, str]]]
     max_shard_bytes: int
     stamp: Any
     digests: dict[str, str]
@@ -139,7 +143,9 @@ def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> Placeme
                     tier=choice.tier,
                     bits=choice.bits,
                     importance=choice.importance,
-                    replicas=_replicas(f"{layer.name}.{number}.", choice.bits, keys, headers),
+                    replicas=_replicas(
+                        f"{layer.name}.{number}.", choice.bits, keys, headers, inputs.quantizers[layer.name][number]
+                    ),
                 )
             )
         layers.append(
@@ -174,8 +180,10 @@ def _expert_prefix(key: str, names: set[str]) -> str | None:
     return None
 
 
-def _replicas(prefix: str, bits: int, keys: list[str], headers: dict[str, TensorHeader]) -> tuple[Replica, ...]:
-    """The placed replica first, then the other widths in order."""
+def _replicas(
+    prefix: str, bits: int, keys: list[str], headers: dict[str, TensorHeader], made_by: dict[int, str]
+) -> tuple[Replica, ...]:
+    """The placed replica first, then the other widths in order; made_by: {bits: method}."""
     by_width: dict[int, list[str]] = {}
     for key in keys:
         first = key.removeprefix(prefix).split(".")[0]
@@ -188,6 +196,7 @@ def _replicas(prefix: str, bits: int, keys: list[str], headers: dict[str, Tensor
             Replica(
                 bits=width,
                 placed=width == bits,
+                quantizer=made_by.get(width),
                 file=headers[mine[0]].file.name,
                 key_prefix=start,
                 tensors=tuple(

@@ -8,7 +8,6 @@ report.html is an estimate.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeq.artifacts import evaluation, losses, manifest, profile
+from moeq.artifacts import evaluation, losses, manifest, profile, replicas
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
-from moeq.artifacts.replicas import SCHEMA_VERSION as STORE_VERSION
-from moeq.artifacts.replicas import layer_file
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.estimator import load_hardware
 from moeq.exporters.moeq import METADATA, extra_name, layer_name
@@ -33,13 +30,12 @@ from moeq.models.source import INDEX, TensorHeader
 from moeq.numerics.packed import packed_shapes
 from moeq.pipeline import BY_NAME, Stage
 from moeq.planning.memory import loss_rows, read_share, store_bytes
-from moeq.planning.placed import TYPICAL, expert_bytes, placed_bytes, stand_in, widths
+from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import GPTQ
 from moeq.recipe import AssignSection, Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
-from moeq.stages import assign, model_card, report
+from moeq.stages import assign, model_card, quantize, report
 from moeq.stages import estimate as estimate_stage
 from moeq.stages import losses as losses_stage
 from moeq.stages import profile as profile_stage
@@ -69,6 +65,7 @@ class Disk:
         self.estimating = 0.0  # seconds that the estimate of one assignment took
         self._files: dict[str, dict[str, int]] = {}
         self._cache: dict[tuple[Any, ...], int] = {}
+        self._stored: dict[str, int] = {}
 
     def lasting(self, stage: str) -> dict[str, int]:
         """Bytes of the files that a stage leaves, by name, its record among them."""
@@ -82,8 +79,21 @@ class Disk:
         return sum(self._packed().values()) if stage == "export" else 0
 
     def temporary(self, stage: str) -> int:
-        """Bytes that are gone when the stage ends: rows of the loss table as JSON."""
-        return loss_rows(self.sizes, self.recipe) * 420 if stage == "losses" else 0
+        """Bytes that are gone when the stage ends: a layer's file in a store that is there, written anew beside it."""
+        if stage != "losses" or not (self.context.store / replicas.MARKER).is_file():
+            return 0
+        return max(self.store().values())
+
+    def store(self) -> dict[str, int]:
+        """Bytes of the files that `losses` leaves in an empty replica store, by name."""
+        if not self._stored:
+            with tempfile.TemporaryDirectory(prefix="moeq-plan-") as folder:
+                replicas.open_store(Path(folder), None if self.context.owns_store else self.context.out)
+                found = [path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size]
+                self._stored = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+            for layer in self.sizes.layers:
+                self._stored |= self._store_layer(layer)
+        return self._stored
 
     def read(self, stage: str) -> int:
         """Bytes that a stage reads, hashing what it wrote included."""
@@ -116,7 +126,7 @@ class Disk:
 
     def _replicas(self, section: AssignSection) -> int:
         """Bytes that are read from the store for one assignment."""
-        if section.quantizer != GPTQ:
+        if not set(methods(section, self.recipe)) - losses_stage.ON_DEMAND:
             return 0
         if section is self.recipe.assign and self.recipe.quantize.replicas == "all":
             return sum(store_bytes(layer, self.recipe) for layer in self.sizes.layers)
@@ -163,22 +173,40 @@ class Disk:
         rows = loss_rows(self.sizes, self.recipe)
         made = list(_loss_rows(self.sizes, self.recipe, min(rows, SAMPLE_ROWS)))
         size = _written(lambda folder: losses.write_losses(folder / losses.NAME, [made]))[losses.NAME]
-        files = {losses.NAME: size * rows // len(made)}
-        if GPTQ in self.recipe.losses.methods:
-            for layer in self.sizes.layers:
-                name = layer_file(Path(losses_stage.REPLICAS), layer.index).as_posix()
-                key = ("store", layer.num_experts, layer.hidden_size, layer.intermediate_size)
-                files[name] = self._cached(key, lambda layer=layer: self._store(layer))  # type: ignore[misc]
-        return files
+        return {losses.NAME: size * rows // len(made), replicas.INDEX: len(canonical_json(self._index()).encode())}
 
-    def _store(self, layer: ExpertLayer) -> int:
+    def _index(self) -> dict[str, Any]:
+        made = losses_stage.entries(self.recipe.losses)
+        index = replicas.ReplicaIndex(set=DIGEST, made=made)
+        one = dict.fromkeys(index.entries(), DIGEST)
+        return index.model_copy(update={"layers": (one,) * len(self.sizes.layers)}).model_dump(mode="json")
+
+    def _store_layer(self, layer: ExpertLayer) -> dict[str, int]:
+        """Files of one layer in the store: its replicas and the rows of each method and width."""
+        folder, made = Path(DIGEST), losses_stage.entries(self.recipe.losses)
+        shape = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name))
+        rows = self._cached(("rows", *shape), lambda: self._rows(layer))
+        found = {replicas.rows_file(folder, layer.index, one.rows).as_posix(): rows for one in made}
+        if any(one.entry is not None for one in made):
+            name = replicas.layer_file(folder, layer.index).as_posix()
+            found[name] = self._cached(("store", *shape, len(str(layer.index))), lambda: self._replica_file(layer))
+        return found
+
+    def _rows(self, layer: ExpertLayer) -> int:
+        """Bytes of one method's rows of one layer at one width."""
+        each = 1 + len(layer.projections) if self.recipe.losses.per_projection else 1
+        some = list(islice(_layer_rows(layer, self.sizes, self.recipe), SAMPLE_ROWS))
+        return len(replicas.rows_text(some)) * layer.num_experts * each // len(some)
+
+    def _replica_file(self, layer: ExpertLayer) -> int:
         section = self.recipe.losses
         shapes: Shapes = {}
-        for projection in layer.projections:
-            for bits in section.bits:
-                parts = packed_shapes(*layer.shape(projection), bits, section.group_size, section.symmetric)
+        entries = [one for one in losses_stage.entries(section) if one.entry is not None]
+        for one in entries:
+            for projection in layer.projections:
+                parts = packed_shapes(*layer.shape(projection), one.bits, section.group_size, section.symmetric)
                 for part, (shape, dtype) in parts.items():
-                    shapes[f"{projection}.{bits}.{part}"] = (dtype, (layer.num_experts, *shape))
+                    shapes[f"{one.entry}.{projection}.{part}"] = (dtype, (layer.num_experts, *shape))
         described = {
             projection: {
                 "inputs": layer.shape(projection)[1],
@@ -187,11 +215,8 @@ class Disk:
             }
             for projection in layer.projections
         }
-        metadata = {
-            "moeq_schema_version": str(STORE_VERSION),
-            "projections": json.dumps(described, sort_keys=True),
-        }
-        return _file(shapes, metadata)
+        stamps = {str(one.entry): replicas.described(str(one.entry), DIGEST, described) for one in entries}
+        return _file(shapes, replicas.layer_metadata(layer.index, stamps))
 
     def _assign(self) -> dict[str, int]:
         text = canonical_json(self.own.model_dump(mode="json"))
@@ -211,7 +236,15 @@ class Disk:
                     ("extra", *key),
                     lambda layer=layer, mine=mine: self._extra(layer, mine),  # type: ignore[misc]
                 )
-        return files
+        made = {layer.name: self._made_by(layer.index) for layer in self.sizes.layers}
+        text = canonical_json({"schema_version": quantize.SCHEMA_VERSION, "layers": made})
+        return files | {quantize.NAME: len(text.encode())}
+
+    def _made_by(self, layer: int) -> list[dict[str, str]]:
+        """{bits: method} of the replicas of every expert of a layer."""
+        method = methods(self.recipe.assign, self.recipe)[0]
+        more = self.recipe.losses.bits if self.recipe.quantize.replicas == "all" else ()
+        return [{str(bits): method for bits in {one.bits, *more} - {FULL}} for one in self.own.layers[layer].experts]
 
     def _placed(self, layer: ExpertLayer, mine: list[int]) -> int:
         shapes: Shapes = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}
@@ -242,7 +275,7 @@ class Disk:
 
     def _packed(self) -> dict[str, int]:
         """The files of packed experts, which quantize writes and export takes over."""
-        return {name: size for name, size in self.lasting("quantize").items() if name != RECORD}
+        return {name: size for name, size in self.lasting("quantize").items() if name not in {RECORD, quantize.NAME}}
 
     def _export(self) -> dict[str, int]:
         source, experts = self.context.source, self._packed()
@@ -362,6 +395,7 @@ class Disk:
                 manifest.Replica(
                     bits=width,
                     placed=width == bits,
+                    quantizer=None if width == FULL else methods(self.recipe.assign, self.recipe)[0],
                     file=layer_name(layer.index) if width == bits else extra_name(layer.index),
                     key_prefix=prefix,
                     tensors=tensors,
@@ -456,11 +490,28 @@ def _loss_rows(sizes: ModelSizes, recipe: Recipe, count: int) -> Iterator[dict[s
         for projection in (losses.WHOLE, *(layer.projections if section.per_projection else ()))
     )
     for layer, expert, method, bits, projection in islice(order, count):
-        loss = generator.random(2)
-        yield {
-            "layer": layer.index, "layer_name": layer.name, "expert": expert, "projection": projection,
-            "method": method, "bits": bits, "group_size": section.group_size, "symmetric": section.symmetric,
-            "loss": loss[0], "relative_loss": loss[1], "calibration_tokens": 3 * expert, "heldout_tokens": expert,
-            "fallback": "none", "measured_on": "heldout",
-            "bytes": expert_bytes(layer, bits, recipe, sizes.source_dtype.itemsize),
-        }  # fmt: skip
+        yield _loss_row(layer, expert, method, bits, projection, sizes, recipe) | {
+            name: float(value) for name, value in zip(("loss", "relative_loss"), generator.random(2), strict=True)
+        }
+
+
+def _layer_rows(layer: ExpertLayer, sizes: ModelSizes, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Rows of one layer by the first method at the first width."""
+    section = recipe.losses
+    for expert in range(layer.num_experts):
+        for projection in (losses.WHOLE, *(layer.projections if section.per_projection else ())):
+            yield _loss_row(layer, expert, section.methods[0], section.bits[0], projection, sizes, recipe)
+
+
+def _loss_row(
+    layer: ExpertLayer, expert: int, method: str, bits: int, projection: str, sizes: ModelSizes, recipe: Recipe
+) -> dict[str, Any]:
+    """A row of the loss table with made-up figures."""
+    section = recipe.losses
+    return {
+        "layer": layer.index, "layer_name": layer.name, "expert": expert, "projection": projection,
+        "method": method, "bits": bits, "group_size": section.group_size, "symmetric": section.symmetric,
+        "loss": TYPICAL / 1000, "relative_loss": TYPICAL, "calibration_tokens": 3 * expert, "heldout_tokens": expert,
+        "fallback": "none", "measured_on": "heldout",
+        "bytes": expert_bytes(layer, bits, recipe, sizes.source_dtype.itemsize),
+    }  # fmt: skip

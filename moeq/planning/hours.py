@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from moeq.planning.disk import Disk
 from moeq.planning.memory import loss_rows, read_share
-from moeq.planning.placed import placed_bytes
+from moeq.planning.placed import methods, placed_bytes
 from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import RTN, SAMPLE_TOKENS
@@ -38,7 +38,7 @@ class Hours:
 
     def seconds(self, stage: str) -> float:
         """Seconds of a stage, its files written, synced and hashed."""
-        files = self.disk.lasting(stage)
+        files = self.disk.lasting(stage) | (self.disk.store() if stage == "losses" else {})
         made = sum(files.values()) - self.disk.linked(stage)
         storing = made / self.rates.write_bytes + sum(files.values()) / self.rates.hash_bytes
         doing: float = getattr(self, f"_{stage}")()
@@ -90,7 +90,7 @@ class Hours:
 
     def _quantize(self) -> float:
         reading = self._reading(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
-        rounding = self._rounding() if self.recipe.assign.quantizer == RTN else 0
+        rounding = self._rounding() if RTN in methods(self.recipe.assign, self.recipe) else 0
         return reading + rounding + placed_bytes(self.sizes, self.recipe.assign, self.recipe) / self.rates.cached_bytes
 
     def _export(self) -> float:
@@ -111,7 +111,7 @@ class Hours:
         dequantizing = sizes.expert_parameters / self.rates.dequantized_weights
         dequantizing += sum(layer.num_experts for layer in sizes.layers) * PACKED_CALLS
         sections = [self.recipe.assign, *self.recipe.eval.compare]
-        rounding = sum(section.quantizer == RTN for section in sections) * self._rounding()
+        rounding = sum(RTN in methods(section, self.recipe) for section in sections) * self._rounding()
         in_place = (1 + compare) * forwards + compare * dequantizing + rounding
         packed = forwards + batches * dequantizing
         reads = 2.0 + compare

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from moeq.artifacts.replicas import read_index
+from moeq.errors import ArtifactError
 from moeq.planning.probe import existing
 from moeq.planning.result import Machine
+from moeq.stages.context import STORE
 
 CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for none
 
 
-def machine(out: Path, device: torch.device) -> Machine:
-    """What is free now; on the disk, what an earlier run left in `out` counts as free: it is replaced."""
+def machine(out: Path, device: torch.device, store: Path | None = None) -> Machine:
+    """What is free now; on the disk, what an earlier run left in `out` counts as free: it is replaced.
+
+    Of the run's own replica store, only what the last run had in it. store: another one.
+    """
     folder = existing(out)
-    lying = sum(path.stat().st_blocks * 512 for path in out.rglob("*") if path.is_file()) if out.is_dir() else 0
+    lying = sum(path.stat().st_blocks * 512 for path in _replaced(out))
+    other = None if store is None else existing(store)
+    apart = other is not None and other.stat().st_dev != folder.stat().st_dev
     gpu = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
     return Machine(
         ram=available_ram(),
         gpu=gpu,
         disk=shutil.disk_usage(folder).free + lying,
         disk_path=str(folder),
+        store_disk=shutil.disk_usage(other).free if other is not None and apart else None,
+        store_path=str(other) if apart else "",
     )
+
+
+def _replaced(out: Path) -> Iterator[Path]:
+    """Files of an earlier run that a run in the same directory writes again."""
+    try:
+        last = read_index(out / "losses").set
+    except ArtifactError:
+        last = None
+    for path in out.rglob("*") if out.is_dir() else ():
+        folders = path.relative_to(out).parts
+        if path.is_file() and not (len(folders) > 2 and folders[0] == STORE and folders[1] != last):
+            yield path
 
 
 def available_ram(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:

@@ -17,7 +17,7 @@ from moeq.planning.placed import placed_bytes, widths
 from moeq.planning.probe import measure
 from moeq.planning.result import Machine, Need, Plan, Shortage, Term
 from moeq.planning.sizes import ModelSizes, Work, model_sizes, work_sizes
-from moeq.stages.context import Context
+from moeq.stages.context import STORE, Context
 from moeq.tables import human_bytes
 
 FEW = 0.9  # of the sequences that are wanted: an estimate of less text than this is worth a note
@@ -44,18 +44,20 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     gpu = context.device.type == "cuda"
     model = Memory(sizes, work, recipe, streams=context.streams, gpu=gpu, placed=placed)
     disk = Disk(context, sizes, work)
-    there = machine(context.out, context.device)
+    there = machine(context.out, context.device, context.store)
     rates = hours = None
     if probe:
         rates = measure(sizes, work, recipe, context.source.files, context.out, context.device)
         hours = Hours(sizes, work, recipe, disk, rates, streams=context.streams, free=there.ram // 2)
+    stored = {f"{STORE}/{name}": size for name, size in disk.store().items()}
     needs = tuple(
         Need(
             stage=stage,
             ram_terms=peak(model.moments(stage), gpu=False),
             gpu_terms=peak(model.moments(stage), gpu=True),
             read=disk.read(stage),
-            lasting=disk.lasting(stage),
+            lasting=disk.lasting(stage) | (stored if stage == "losses" and there.store_disk is None else {}),
+            elsewhere=sum(stored.values()) if stage == "losses" and there.store_disk is not None else 0,
             linked=disk.linked(stage),
             temporary=disk.temporary(stage),
             seconds=None if hours is None else hours.seconds(stage),
@@ -84,6 +86,9 @@ def shortages(needs: tuple[Need, ...], there: Machine) -> list[Shortage]:
             found.append(_short(need.stage, "memory", need.ram, there.ram, need.ram_terms))
         if there.gpu is not None and need.gpu > there.gpu:
             found.append(_short(need.stage, "GPU memory", need.gpu, there.gpu, need.gpu_terms))
+        if there.store_disk is not None and need.elsewhere > there.store_disk:
+            do = f"choose a store on another disk than {there.store_path}"
+            found.append(Shortage(stage=need.stage, resource="disk", need=need.elsewhere, have=there.store_disk, do=do))
         lying += need.written
         if lying + need.temporary > there.disk and not full:
             full = True

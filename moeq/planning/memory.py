@@ -24,10 +24,12 @@ from moeq.artifacts.assignment import FULL
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.grids import resolved_group_size
 from moeq.numerics.packed import packed_bytes
+from moeq.planning.placed import methods
 from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import GPTQ, RTN, SAMPLE_TOKENS, expert_batches
 from moeq.recipe import Recipe
+from moeq.stages.losses import ON_DEMAND
 
 MIB = 2**20
 PROGRAM = 380 * MIB  # the interpreter with torch, transformers, pyarrow, lm-eval and matplotlib; measured 290 to 355
@@ -154,7 +156,7 @@ class Memory:
     def _losses(self) -> list[Moment]:
         text, section = self.work.calibration, self.recipe.losses
         largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
-        packed = store_bytes(largest, self.recipe) if GPTQ in section.methods else 0
+        packed = store_bytes(largest, self.recipe) if set(section.methods) - ON_DEMAND else 0
         rows = loss_rows(self.sizes, self.recipe)
         whole = rows // (1 + len(largest.projections) if section.per_projection else 1)
         tokens = text.tokens * self.sizes.hidden_size * 4
@@ -268,7 +270,7 @@ def read_share(sizes: ModelSizes, recipe: Recipe) -> float:
     """Share of the experts that `quantize` reads from the checkpoint: all of them for RTN, biases or every replica,
     else those that stay in full precision."""
     section = recipe.assign
-    whole = recipe.quantize.replicas == "all" or section.quantizer == RTN or section.bits == FULL
+    whole = recipe.quantize.replicas == "all" or RTN in methods(section, recipe) or section.bits == FULL
     if whole or any(layer.biased for layer in sizes.layers):
         return 1.0
     return section.gpu_experts * len(sizes.layers) / sum(layer.num_experts for layer in sizes.layers)
@@ -285,7 +287,7 @@ def loss_rows(sizes: ModelSizes, recipe: Recipe) -> int:
 
 
 def store_bytes(layer: ExpertLayer, recipe: Recipe) -> int:
-    """Bytes of the packed replicas of one layer, all experts at all widths."""
+    """Bytes of the packed replicas of one layer by one method, all experts at all widths."""
     section = recipe.losses
     one = sum(
         packed_bytes(*layer.shape(projection), bits, section.group_size, section.symmetric)

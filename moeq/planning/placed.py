@@ -11,9 +11,14 @@ from moeq.assigners.prefix_split import candidates, increments
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.packed import packed_bytes
 from moeq.planning.sizes import ModelSizes
-from moeq.recipe import AssignSection, Recipe
+from moeq.recipe import BEST, AssignSection, Recipe
 
 TYPICAL = 0.1234567890123456  # stands for a figure of full length
+
+
+def methods(section: AssignSection, recipe: Recipe) -> tuple[str, ...]:
+    """The methods whose replicas an assignment may take; which one is best is not known yet."""
+    return tuple(recipe.losses.methods) if section.quantizer == BEST else (section.quantizer,)
 
 
 def expert_bytes(layer: ExpertLayer, bits: int, recipe: Recipe, full: int) -> int:
@@ -80,7 +85,12 @@ def stand_in(sizes: ModelSizes, section: AssignSection, recipe: Recipe, name: st
     for layer, mine in zip(sizes.layers, widths(sizes, section, recipe), strict=True):
         hot = section.gpu_experts
         experts = tuple(
-            ExpertChoice(tier="gpu" if index < hot else "ndp", bits=bits, importance=TYPICAL)
+            ExpertChoice(
+                tier="gpu" if index < hot else "ndp",
+                bits=bits,
+                quantizer=None if bits == FULL else methods(section, recipe)[0],
+                importance=TYPICAL,
+            )
             for index, bits in enumerate(mine)
         )
         layers.append(LayerAssignment(name=layer.name, experts=experts))

@@ -26,7 +26,8 @@ class Need:
     """What one stage needs. Bytes; `ram_terms` are those of the moment with most in memory.
 
     `seconds` is None without a probe. `lasting` are the stage's files by name, `linked` bytes of files that it shares
-    with an earlier stage, `temporary` bytes that are gone when it ends.
+    with an earlier stage, `temporary` bytes that are gone when it ends, `elsewhere` bytes on the disk of a replica
+    store that is not that of the run.
     """
 
     stage: str
@@ -37,6 +38,7 @@ class Need:
     linked: int
     temporary: int
     seconds: float | None
+    elsewhere: int = 0
 
     @property
     def ram(self) -> int:
@@ -54,12 +56,17 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What there is: free memory (of the machine or the cgroup), GPU memory (None: computes on the CPU), free disk."""
+    """What there is: free memory (of the machine or the cgroup), GPU memory (None: computes on the CPU), free disk.
+
+    store_disk: free disk of the replica store, None when it lies on the run's own.
+    """
 
     ram: int
     gpu: int | None
     disk: int
     disk_path: str
+    store_disk: int | None = None
+    store_path: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +120,7 @@ class Plan:
                 "available_gpu_bytes": self.machine.gpu,
                 "available_disk_bytes": self.machine.disk,
                 "disk_path": self.machine.disk_path,
+                "available_store_disk_bytes": self.machine.store_disk,
             },
             "rates": self.rates,
             "stages": [
@@ -124,6 +132,7 @@ class Plan:
                     "written_bytes": need.written,
                     "linked_bytes": need.linked,
                     "temporary_bytes": need.temporary,
+                    "other_disk_bytes": need.elsewhere,
                     "seconds": need.seconds,
                     "fits": not any(stage == need.stage for stage, _ in short),
                     "ram": {term.what: term.bytes for term in need.ram_terms},

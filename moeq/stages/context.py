@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,15 @@ from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
 from moeq.recipe import Recipe
 
+STORE = "store"
+STORE_VARIABLE = "MOEQ_STORE"
 DIRECTORIES = {"export": "checkpoint"}  # stages whose directory is not called like the stage
+
+
+def store_folder(recipe: Recipe, out: Path) -> Path:
+    """Where a run of this recipe in `out` keeps replicas."""
+    chosen = recipe.store or os.environ.get(STORE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else out / STORE
 
 
 @dataclass(kw_only=True)
@@ -40,6 +49,16 @@ class Context:
 
     def directory(self, stage: str) -> Path:
         return self.out / DIRECTORIES.get(stage, stage)
+
+    @cached_property
+    def store(self) -> Path:
+        """Folder of the replica store: the recipe's, that of the environment, or the run's own."""
+        return store_folder(self.recipe, self.out)
+
+    @property
+    def owns_store(self) -> bool:
+        """Whether the store lies in the run directory and belongs to this run alone."""
+        return self.store.resolve() == (self.out / STORE).resolve()
 
     @cached_property
     def source(self) -> ModelSource:

@@ -27,6 +27,7 @@ def run(context: Context) -> dict[str, Any]:
         assignment=assignment,
         expert_keys=expert_keys(context.source, skeleton, layers),
         expert_files=quantize.files(directory),
+        quantizers=quantize.quantizers(directory),
         max_shard_bytes=context.recipe.export.max_shard,
         stamp=context.stamp,
         digests={stage: read_record(context.directory(stage), stage).digest for stage in ("assign", "quantize")},

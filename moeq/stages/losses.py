@@ -1,32 +1,42 @@
-"""losses: GPTQ replicas of every expert at every width, and what each costs; layer by layer, resumable."""
+"""losses: replicas of every expert at every width, and what each costs; layer by layer.
+
+What the store has is not made again: after a kill, with further widths or methods, or in another run of the same
+inputs. The forward pass is needed as soon as a single layer lacks something.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+from rich.markup import escape
 
-from moeq.artifacts.files import digest_of, make_directory, read_json, write_json, write_text
+from moeq.artifacts import replicas
+from moeq.artifacts.files import digest_of, make_directory
 from moeq.artifacts.losses import NAME, WHOLE, LossTable, read_losses, write_losses
-from moeq.artifacts.replicas import LayerReplicas, layer_file, write_layer_replicas
-from moeq.errors import CorpusError
+from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex, layer_file, rows_file
+from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs, walk
-from moeq.quantizers.layer import heldout_stride, quantize_layer
+from moeq.quantizers.layer import RTN, heldout_stride, quantize_layer
+from moeq.recipe import LossesSection
 from moeq.stages.context import Context
 
-PARTS = ".parts"  # rows of finished layers, until the table is written
-REPLICAS = "replicas"
-REVISION = 1  # raised when the same inputs give other replicas or losses: also for parts that a killed run left
+REVISION = 2  # raised when the same inputs give other replicas or losses: also for what lies in stores
+ON_DEMAND = frozenset({RTN})  # methods whose replicas are made when they are needed
+CHOICES = frozenset({"bits", "methods", "working_memory"})  # settings that name entries, or decide nothing
+MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  # that decide rows, not replicas
+OLDER = (".parts", "replicas")  # what schema version 1 kept in the stage's directory
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Write the replica store and losses.parquet; layers that an earlier, killed run finished are kept."""
+    """Write losses.parquet and the index of the replicas; what the store lacks is made."""
     config = context.recipe.losses
-    directory = context.directory("losses")
+    directory = make_directory(context.directory("losses"))
     sequences = context.grown_calibration
     stride = heldout_stride(config.heldout_fraction)
     if len(sequences) < stride:
@@ -35,57 +45,155 @@ def run(context: Context) -> dict[str, Any]:
             where="corpus.sequences",
             do=f"use at least {stride}",
         )
-    parts = _open_parts(directory, context, sequences.digest())
-    with_replicas = "gptq" in config.methods
-    done = {layer.index for layer in context.layers if _is_done(directory, parts, layer.index, with_replicas)}
-    if len(done) < len(context.layers):
+    for name in OLDER:
+        shutil.rmtree(directory / name, ignore_errors=True)
+    index = planned(context, sequences.digest())
+    replicas.write_index(directory, index)  # before the first replica, so that `moeq gc` keeps it
+    replicas.open_store(context.store, None if context.owns_store else context.out)
+    missing = {layer.index: _missing(context, index, layer.index) for layer in context.layers}
+    if any(missing.values()):
         batches = sequences.batches(context.recipe.corpus.batch_size)
         with context.reporter.bar("losses", len(context.layers)) as advance:
             for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
-                if inputs.layer.index not in done:
-                    _finish_layer(context, inputs, directory, parts, with_replicas)
+                _finish_layer(context, inputs, index, missing[inputs.layer.index])
                 advance()
                 del inputs  # before the next layer's are gathered
-    write_losses(directory / NAME, (read_json(parts / f"layer-{layer.index:03d}.json") for layer in context.layers))
+    found = [_digests(context, index, layer.index) for layer in context.layers]
+    replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))
+    write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.layers))
     return summarize(read_losses(directory / NAME))
 
 
-def _finish_layer(context: Context, inputs: LayerInputs, directory: Path, parts: Path, with_replicas: bool) -> None:
-    """Quantize and measure one layer and write what came out; nothing of it stays in memory."""
-    layer = inputs.layer
-    result = quantize_layer(
-        inputs,
-        stacked_weights(context.model, layer, slice(None)),
-        expert_math(context.model, layer),
-        context.recipe.losses,
-        stacked_biases(context.model, layer, slice(None)),
-    )
-    if with_replicas:
-        write_layer_replicas(directory / REPLICAS, layer.index, result.replicas)
-    write_json(parts / f"layer-{layer.index:03d}.json", result.rows)
+def planned(context: Context, tokens: str) -> ReplicaIndex:
+    """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
+    settings = context.recipe.losses.model_dump(mode="json", exclude=set(CHOICES | MEASURING))
+    methods = get_args(get_args(LossesSection.model_fields["methods"].annotation)[0])
+    common = {name: value for name, value in settings.items() if not any(_is_own(name, one) for one in methods)}
+    key = [REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, common, tokens, context.compute()]
+    return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
 
 
-def clean(context: Context) -> None:
-    """Drop the parts once the stage's record is written."""
-    shutil.rmtree(context.directory("losses") / PARTS, ignore_errors=True)
+def entries(config: LossesSection) -> tuple[Made, ...]:
+    """The methods at the widths that a section asks for, by their names in a set."""
+    whole = config.model_dump(mode="json")
+    measuring = {name: whole[name] for name in MEASURING}
+    made = []
+    for method in config.methods:
+        own = {name: value for name, value in whole.items() if _is_own(name, method)}
+        for bits in config.bits:
+            entry = f"{method}.{bits}.{digest_of(own)[: replicas.SHORT]}"
+            rows = f"{method}.{bits}.{digest_of([entry, measuring])[: replicas.SHORT]}"
+            made.append(Made(method=method, bits=bits, entry=None if method in ON_DEMAND else entry, rows=rows))
+    return tuple(made)
 
 
-def _open_parts(directory: Path, context: Context, tokens: str) -> Path:
-    """The folder of finished layers' rows; emptied, with the replicas, when it belongs to other inputs."""
-    recipe = context.recipe.losses.model_dump(mode="json")
-    key = digest_of([REVISION, context.stamp.digest, recipe, tokens, context.compute()])
-    parts = directory / PARTS
-    if not (parts / "key").is_file() or (parts / "key").read_text() != key:
-        shutil.rmtree(parts, ignore_errors=True)
-        shutil.rmtree(directory / REPLICAS, ignore_errors=True)
-        make_directory(parts)
-        write_text(parts / "key", key)
-    return parts
+def _is_own(setting: str, method: str) -> bool:
+    """Whether only this method reads a setting of the section: it is called like the method, or begins so."""
+    return setting == method or setting.startswith(f"{method}_")
 
 
-def _is_done(directory: Path, parts: Path, layer: int, with_replicas: bool) -> bool:
-    replicas = not with_replicas or layer_file(directory / REPLICAS, layer).is_file()
-    return replicas and (parts / f"layer-{layer:03d}.json").is_file()
+def _missing(context: Context, index: ReplicaIndex, layer: int) -> list[Made]:
+    """What the store lacks of a layer. What is damaged is named, and lacking."""
+    directory = context.store / index.set
+    path = layer_file(directory, layer)
+    try:
+        there = LayerReplicas(directory, layer)
+    except ArtifactError:
+        there = None
+        if path.exists():
+            _say_damaged(context, path)
+    found = []
+    for made in index.made:
+        sound = made.entry is None or (there is not None and there.is_sound(made.entry))
+        if not sound and there is not None and made.entry in there.entries:
+            _say_damaged(context, path)
+        rows = rows_file(directory, layer, made.rows)
+        measured = replicas.read_rows(directory, layer, made.rows) is not None
+        if not measured and rows.exists():
+            _say_damaged(context, rows)
+        if not (sound and measured):
+            found.append(made)
+    return found
+
+
+def _say_damaged(context: Context, path: Path) -> None:
+    context.reporter.say(f"  [yellow]{escape(str(path))}: damaged, made again[/yellow]")
+
+
+def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, missing: list[Made]) -> None:
+    """Quantize and measure what is missing of one layer and store it; nothing of it stays in memory."""
+    layer, directory = inputs.layer, context.store / index.set
+    for here in calls(missing):
+        result = quantize_layer(
+            inputs,
+            stacked_weights(context.model, layer, slice(None)),
+            expert_math(context.model, layer),
+            context.recipe.losses.model_copy(
+                update={
+                    "bits": list(dict.fromkeys(made.bits for made in here)),
+                    "methods": list(dict.fromkeys(made.method for made in here)),
+                }
+            ),
+            stacked_biases(context.model, layer, slice(None)),
+        )
+        new = {
+            made.entry: {name: widths[made.bits] for name, widths in result.replicas.items()}
+            for made in here
+            if made.entry is not None
+        }
+        if new:
+            replicas.add_replicas(directory, layer.index, new)
+        for made in here:
+            rows = [row for row in result.rows if (row["method"], row["bits"]) == (made.method, made.bits)]
+            replicas.add_rows(directory, layer.index, made.rows, rows)
+
+
+def calls(missing: Sequence[Made]) -> list[list[Made]]:
+    """What one call of `quantize_layer` makes: methods of the same widths, only one of them with replicas to keep."""
+    found: list[list[Made]] = []
+    for method in dict.fromkeys(made.method for made in missing):
+        mine = [made for made in missing if made.method == method]
+        for others in found:
+            same = [made.bits for made in mine] == [made.bits for made in others if made.method == others[0].method]
+            if same and (method in ON_DEMAND or all(made.entry is None for made in others)):
+                others += mine
+                break
+        else:
+            found.append(mine)
+    return found
+
+
+def _digests(context: Context, index: ReplicaIndex, layer: int) -> dict[str, str]:
+    """{entry: SHA-256} of what the run has of a layer."""
+    wanted = index.entries()
+    if not wanted:
+        return {}
+    there = LayerReplicas(context.store / index.set, layer)
+    return {entry: there.entries[entry]["sha256"] for entry in wanted}
+
+
+def _layer_rows(context: Context, index: ReplicaIndex, layer: int) -> list[dict[str, Any]]:
+    """Rows of one layer by expert, method and width, whoever made them when."""
+    directory = context.store / index.set
+    rows: list[dict[str, Any]] = []
+    for made in index.made:
+        mine = replicas.read_rows(directory, layer, made.rows)
+        if mine is None:
+            where = str(rows_file(directory, layer, made.rows))
+            raise ArtifactError("missing or damaged", where=where, do=replicas.REMEDY)
+        rows += mine
+    return sorted(rows, key=lambda row: row["expert"])
+
+
+def is_intact(context: Context) -> bool:
+    """Whether the store still has every replica that the index names; those of small files are hashed."""
+    try:
+        index = load_index(context)
+        for layer in range(len(context.layers) if index.entries() else 0):
+            LayerReplicas(context.store / index.set, layer).check(index.layers[layer])
+    except (ArtifactError, IndexError):
+        return False
+    return True
 
 
 def summarize(table: LossTable) -> dict[str, Any]:
@@ -116,6 +224,15 @@ def load(context: Context) -> LossTable:
     return read_losses(context.directory("losses") / NAME)
 
 
-def store(context: Context, layer: int) -> LayerReplicas:
-    """The replica store of one layer."""
-    return LayerReplicas(context.directory("losses") / REPLICAS, layer)
+def load_index(context: Context) -> ReplicaIndex:
+    """What the run has in the store; ArtifactError when losses was not run, or by an older moeq."""
+    return replicas.read_index(context.directory("losses"))
+
+
+def stored(context: Context, index: ReplicaIndex, layer: int) -> LayerReplicas:
+    """One layer's replicas as the index names them; ArtifactError when they are missing, damaged or others."""
+    found = LayerReplicas(context.store / index.set, layer)
+    if layer >= len(index.layers):
+        raise ArtifactError("not finished", where=str(context.directory("losses")), do=replicas.REMEDY)
+    found.check(index.layers[layer])
+    return found

@@ -1,24 +1,36 @@
-"""quantize: the replicas that the assignment names, one file a layer, under the names the checkpoint gives them."""
+"""quantize: the replicas that the assignment names, one file a layer, under the names the checkpoint gives them.
+
+quantizers.json says which method made each of them.
+"""
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.files import make_directory, write_tensors
+from moeq.artifacts.files import make_directory, read_json, write_json, write_tensors
+from moeq.artifacts.replicas import LayerReplicas, ReplicaIndex
+from moeq.artifacts.stage import check_schema_version
 from moeq.exporters.moeq import METADATA, extra_name, layer_name
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.slab import Slab
-from moeq.quantizers.layer import rtn_batch
+from moeq.quantizers.layer import GPTQ, rtn_batch
+from moeq.recipe import BEST
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, losses
 from moeq.stages.context import Context
+
+NAME = "quantizers.json"
+SCHEMA_VERSION = 1
+Best = list[dict[int, np.ndarray]]  # of every layer: {bits: name of the best method [E]}
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -27,18 +39,25 @@ def run(context: Context) -> dict[str, Any]:
     directory = make_directory(context.directory("quantize"))
     for path in directory.glob("*.safetensors"):
         path.unlink()
+    every = context.recipe.quantize.replicas == "all" and assignment.parameters.get("quantizer") == BEST
+    best = losses.load(context).best() if every else None
     placed = others = 0
+    made: dict[str, list[dict[str, str]]] = {}
     with context.reporter.bar("quantize", len(context.layers)) as advance:
         for layer in context.layers:
-            sizes = _write_layer(context, assignment, layer, directory)
+            replicas = Replicas(context, assignment, layer, best=best)
+            sizes = _write_layer(context, replicas, directory)
+            made[layer.name] = replicas.made_by()
             placed, others = placed + sizes[0], others + sizes[1]
             advance()
+    write_json(directory / NAME, {"schema_version": SCHEMA_VERSION, "layers": made})
     return {"placed_expert_bytes": placed, "other_replica_bytes": others}
 
 
-def _write_layer(context: Context, assignment: Assignment, layer: ExpertLayer, directory: Path) -> tuple[int, int]:
+def _write_layer(context: Context, replicas: Replicas, directory: Path) -> tuple[int, int]:
     """Write one layer's files; returns the bytes of its placed experts and of the other replicas."""
-    tensors, extra = layer_tensors(context, assignment, layer)
+    layer = replicas.layer
+    tensors, extra = layer_tensors(replicas)
     write_tensors(directory / layer_name(layer.index), tensors | guards(layer), METADATA)
     if extra:
         write_tensors(directory / extra_name(layer.index), extra, METADATA)
@@ -51,11 +70,8 @@ def guards(layer: ExpertLayer) -> dict[str, Tensor]:
     return {f"{layer.name}.{name}": torch.zeros(shape, dtype=GUARD_DTYPE) for name, shape in shapes.items()}
 
 
-def layer_tensors(
-    context: Context, assignment: Assignment, layer: ExpertLayer
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def layer_tensors(replicas: Replicas) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors of one layer: every expert at its placed width, and (recipe: replicas all) at the other widths."""
-    replicas = Replicas(context, assignment, layer)
     slab = Slab()
 
     def made(expert: int, width: int, prefix: str) -> dict[str, Tensor]:
@@ -63,34 +79,72 @@ def layer_tensors(
 
     placed: dict[str, Tensor] = {}
     extra: dict[str, Tensor] = {}
-    for expert, bits in enumerate(assignment.bits()[layer.index].tolist()):
-        prefix = f"{layer.name}.{expert}"
+    for expert, (bits, *others) in enumerate(replicas.widths()):
+        prefix = f"{replicas.layer.name}.{expert}"
         placed |= made(expert, bits, prefix)
-        if context.recipe.quantize.replicas == "all":
-            for width in (*context.recipe.losses.bits, FULL):
-                if width != bits:
-                    extra |= made(expert, width, f"{prefix}.bits{width}")
+        for width in others:
+            extra |= made(expert, width, f"{prefix}.bits{width}")
     return placed, extra
 
 
 class Replicas:
-    """Replicas of one layer's experts: from the store (gptq), made now (rtn), or the checkpoint's own weights (16).
+    """Replicas of one layer's experts: from the store, made now (rtn), or the checkpoint's own weights (16).
 
-    model: where weights are taken from; without it experts are read from the checkpoint one by one.
+    model: where weights are taken from; without it experts are read from the checkpoint one by one. best: the best
+    methods of all layers, where the caller has them; they are looked up when they are needed.
     """
 
     def __init__(
-        self, context: Context, assignment: Assignment, layer: ExpertLayer, model: nn.Module | None = None
+        self,
+        context: Context,
+        assignment: Assignment,
+        layer: ExpertLayer,
+        model: nn.Module | None = None,
+        best: Best | None = None,
     ) -> None:
         self.context, self.layer, self.model = context, layer, model
-        self.quantizer = assignment.parameters.get("quantizer", "gptq")
-        self.store = losses.store(context, layer.index) if self.quantizer == "gptq" else None
+        self.choices = assignment.layers[layer.index].experts
+        self.quantizer = str(assignment.parameters.get("quantizer", GPTQ))
+        self._best = best
         self._last: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
+
+    def widths(self) -> list[list[int]]:
+        """The widths that the checkpoint has of each expert, the placed one first."""
+        more = (*self.context.recipe.losses.bits, FULL) if self.context.recipe.quantize.replicas == "all" else ()
+        return [[one.bits, *(width for width in more if width != one.bits)] for one in self.choices]
+
+    def method(self, expert: int, bits: int) -> str:
+        """Who makes an expert's replica at a width below 16: as the assignment says, or the best method."""
+        choice = self.choices[expert]
+        if choice.bits == bits and choice.quantizer is not None:
+            return choice.quantizer
+        if self.quantizer != BEST:
+            return self.quantizer
+        if self._best is None:
+            self._best = losses.load(self.context).best()
+        return str(self._best[self.layer.index][bits][expert])
+
+    def made_by(self) -> list[dict[str, str]]:
+        """{bits: method} of every expert's replicas that the checkpoint has."""
+        return [
+            {str(bits): self.method(expert, bits) for bits in widths if bits != FULL}
+            for expert, widths in enumerate(self.widths())
+        ]
+
+    @cached_property
+    def index(self) -> ReplicaIndex:
+        return losses.load_index(self.context)
+
+    @cached_property
+    def store(self) -> LayerReplicas:
+        return losses.stored(self.context, self.index, self.layer.index)
 
     def packed(self, expert: int, bits: int) -> dict[str, PackedWeight]:
         """The matrices of one expert at a width below 16."""
-        if self.store is not None:
-            return {projection: self.store.expert(projection, bits, expert) for projection in self.layer.projections}
+        method = self.method(expert, bits)
+        if method not in losses.ON_DEMAND:
+            entry = self.index.entry(method, bits)
+            return {projection: self.store.expert(entry, projection, expert) for projection in self.layer.projections}
         section = self.context.recipe.losses
         weights, _ = self.original(expert)
         as_computed = {name: weight.to(self.context.dtype).float()[None] for name, weight in weights.items()}
@@ -129,3 +183,18 @@ def _bytes(tensor: Tensor) -> int:
 
 def files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
+
+
+def quantizers(directory: Path) -> dict[str, list[dict[int, str]]]:
+    """{layer: [{bits: method that made the replica} of every expert]} of a quantize directory.
+
+    Raises ArtifactError when the file is missing, damaged or of another schema version.
+    """
+    path, remedy = directory / NAME, "run `moeq quantize` again"
+    found = read_json(path, remedy=remedy)
+    version = found.get("schema_version") if isinstance(found, dict) else None
+    check_schema_version(version, SCHEMA_VERSION, path, remedy=remedy)
+    return {
+        name: [{int(bits): method for bits, method in one.items()} for one in experts]
+        for name, experts in found["layers"].items()
+    }

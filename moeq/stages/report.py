@@ -71,5 +71,6 @@ def is_intact(context: Context) -> bool:
 
 
 def _recipe_text(context: Context) -> str:
-    """The recipe with its defaults filled in; the model by name, not by where it lies on this machine."""
-    return yaml.safe_dump(context.recipe.model_dump(mode="json") | {"model": context.source.name}, sort_keys=False)
+    """The recipe with its defaults filled in; the model by name, and nothing of where things lie on this machine."""
+    data = context.recipe.model_dump(mode="json", exclude={"store"})
+    return yaml.safe_dump(data | {"model": context.source.name}, sort_keys=False)

@@ -13,6 +13,7 @@ from moeq.planning.memory import STAGES
 from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.stages import losses
 from moeq.stages.context import Context
 
 SMALL = (
@@ -65,8 +66,15 @@ def test_other_kinds_of_experts_take_the_foretold_bytes(family: str, tmp_path: P
         for name, size in disk.lasting(stage).items():
             if name.endswith(".safetensors"):
                 assert size == (folder / name).stat().st_size, (stage, name)
-        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        assert abs(sum(disk.lasting(stage).values()) - written) <= 0.02 * written + 600, stage
+        size, written = sizes_of(disk, context, stage)
+        assert abs(size - written) <= 0.02 * written + 600, stage
+
+
+def sizes_of(disk: Disk, context: Context, stage: str) -> tuple[int, int]:
+    """Bytes foretold and written of a stage; the store counts with losses."""
+    folders = [context.directory(stage), *([context.store] if stage == "losses" else [])]
+    size = sum(disk.lasting(stage).values()) + (sum(disk.store().values()) if stage == "losses" else 0)
+    return size, sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
 
 def foretold(context: Context) -> Disk:
@@ -80,6 +88,22 @@ def test_every_file_of_every_stage_is_named(finished: Context) -> None:
         folder = finished.directory(stage)
         found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         assert set(disk.lasting(stage)) == found, stage
+
+
+def test_every_file_of_the_store_is_foretold(finished: Context) -> None:
+    found = {path.relative_to(finished.store).as_posix(): path.stat().st_size
+             for path in finished.store.rglob("*") if path.is_file() and path.name != ".lock"}  # fmt: skip
+    wanted = foretold(finished).store()
+    name = losses.load_index(finished).set
+    assert {path.replace("0" * 64, name) for path in wanted if path.endswith("tensors")} == {
+        path for path in found if path.endswith("tensors")
+    }
+    assert len(wanted) == len(found)
+    for path, size in wanted.items():
+        if path.endswith("tensors"):
+            assert size == found[path.replace("0" * 64, name)], path
+    rows = [sum(size for path, size in sizes.items() if "/losses/" in path) for sizes in (wanted, found)]
+    assert rows[0] == pytest.approx(rows[1], rel=0.02)
 
 
 def test_files_that_follow_from_shapes_are_exact(finished: Context) -> None:
@@ -101,9 +125,7 @@ def test_stages_are_within_two_percent(finished: Context) -> None:
     """But for figures in records that nobody knows yet: hundreds of bytes, which count in stages of few kilobytes."""
     disk = foretold(finished)
     for stage in STAGES:
-        folder = finished.directory(stage)
-        size = sum(disk.lasting(stage).values())
-        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        size, written = sizes_of(disk, finished, stage)
         tolerance = {"report": 0.15}.get(stage, 0.02)  # a page of drawings: not known before it is drawn
         assert abs(size - written) <= tolerance * written + 600, (stage, size, written)
 

@@ -21,6 +21,7 @@ from robustness.runs import partials, snapshot, tiny_recipe, write_recipe
 from safetensors.torch import load_file, save_file
 
 from moeq.models.source import INDEX
+from moeq.stages.context import DIRECTORIES
 
 RECIPE, MODEL, CORPUS, QUANTIZATION, ASSIGNMENT, ARTIFACT, STORAGE, EVALUATION, ESTIMATE = range(2, 11)
 EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"
@@ -546,14 +547,16 @@ def _parquet_version(run: Path) -> None:
 
 
 def _replica_version(run: Path) -> None:
-    for path in (run / "losses" / "replicas").glob("*.safetensors"):
-        save_file(load_file(path), path, {"moeq_schema_version": "99", "projections": "{}"})
+    for path in (run / "store").rglob("*.safetensors"):
+        save_file(load_file(path), path, {"moeq_schema_version": "99", "entries": "{}"})
 
 
 VERSIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "stage.json": (_json_version("profile/stage.json"), "assign", "profile/stage.json"),
     "profile.json": (_json_version("profile/profile.json"), "assign", "profile.json"),
     "losses.parquet": (_parquet_version, "assign", "losses.parquet"),
+    "replicas.json": (_json_version("losses/replicas.json"), "quantize", "replicas.json"),
+    "quantizers.json": (_json_version("quantize/quantizers.json"), "export", "quantizers.json"),
     "replicas": (_replica_version, "quantize", "layer-000.safetensors"),
     "assignment.json": (_json_version("assign/assignment.json"), "quantize", "assignment.json"),
     "eval.json": (_json_version("eval/eval.json"), "report", "eval.json"),
@@ -565,7 +568,7 @@ VERSIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
 def test_another_schema_version(moeq: ForkServer, run_copy: Path, case: str) -> None:
     edit, stage, name = VERSIONS[case]
     edit(run_copy)
-    shutil.rmtree(run_copy / stage)
+    shutil.rmtree(run_copy / DIRECTORIES.get(stage, stage))
     finished = moeq.run(stage, "--out", run_copy, "--quiet")
     assert_refused(finished, ARTIFACT, name, "99")
     assert partials(run_copy) == []
@@ -648,6 +651,14 @@ def test_assignment_of_another_model(moeq: ForkServer, run_copy: Path) -> None:
 
 
 # --- inspect
+
+
+def test_inspect_names_a_damaged_file_of_a_store(moeq: ForkServer, run_copy: Path) -> None:
+    path = next((run_copy / "store").rglob("layer-002.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert_refused(moeq.run("inspect", run_copy / "store"), ARTIFACT, str(path), "damaged", "moeq losses")
 
 
 def test_inspect_accepts_what_is_whole(moeq: ForkServer, finished_run: Path, tiny_model: Path, recipe: Path) -> None:

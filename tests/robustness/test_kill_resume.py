@@ -258,6 +258,26 @@ def test_two_runs_in_one_directory(moeq: ForkServer, recipe: Path, tmp_path: Pat
     assert moeq.run("run", recipe, "--out", run, "--quiet").code == 0
 
 
+def test_two_runs_at_once_share_a_store(moeq: ForkServer, recipe: Path, finished_run: Path, tmp_path: Path) -> None:
+    """Both fill the same store, one is killed and goes on; a third finds all of it there."""
+    store = f"store={tmp_path / 'store'}"
+    runs = [tmp_path / "one", tmp_path / "two"]
+    first, second = (moeq.start("run", recipe, "--out", run, "--set", store) for run in runs)
+    died = kill_during(first, "losses", 0.05)
+    assert second.wait().code == 0
+    assert died is not None
+    for run in (runs[0], tmp_path / "three"):
+        finished = moeq.run("run", recipe, "--out", run, "--set", store, "--quiet")
+        assert (finished.code, finished.stderr) == (0, "")
+    wanted = {name: data for name, data in content(finished_run).items() if not name.startswith("store/")}
+    for run in (*runs, tmp_path / "three"):
+        assert content(run) == wanted
+        assert digests(run) == digests(finished_run)
+    found = content(tmp_path / "store").items()
+    shared = {name: data for name, data in found if not name.startswith("runs/") and not name.endswith(".partial")}
+    assert shared == content(finished_run / "store")
+
+
 def test_a_lock_of_a_dead_run_is_free(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     running = moeq.start("run", recipe, "--out", run)

@@ -20,7 +20,7 @@ from moeq.errors import CorpusError
 from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import assign, evaluate
+from moeq.stages import assign, evaluate, losses
 from moeq.stages.context import Context
 
 SMALL = (
@@ -169,8 +169,10 @@ def test_loss_table_is_complete_and_readable_by_others(finished: Context) -> Non
     experts = sum(layer.num_experts for layer in finished.layers)
     assert len(table) == experts * 4 * 2 * 5
     assert table.loss.notna().all()
-    with safe_open(finished.directory("losses") / "replicas" / "layer-000.safetensors", "pt") as handle:
-        assert "gate_proj.3.codes" in handle.keys()  # noqa: SIM118
+    index = losses.load_index(finished)
+    entry = index.entry("gptq", 3)
+    with safe_open(finished.out / "store" / index.set / "layer-000.safetensors", "pt") as handle:
+        assert f"{entry}.gate_proj.codes" in handle.keys()  # noqa: SIM118
 
 
 def test_unpacked_corpus_profiles_only_real_tokens(tiny_mixtral: Path, tmp_path: Path) -> None:

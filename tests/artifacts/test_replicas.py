@@ -1,0 +1,202 @@
+"""The replica store's files: appended to, shared by processes, never half-written, damage found."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from moeq.artifacts import replicas
+from moeq.artifacts.replicas import LayerReplicas, add_replicas, add_rows, drop_replicas, layer_file, read_rows
+from moeq.errors import ArtifactError
+from moeq.numerics.packed import PackedWeight, packed_shapes
+
+PROJECTIONS = {"gate_proj": (24, 40), "down_proj": (40, 24)}
+EXPERTS = 3
+
+
+def name(method: str, bits: int) -> str:
+    return f"{method}.{bits}.{'0' * 16}"
+
+
+def weights(bits: int, seed: int = 0, symmetric: bool = False) -> dict[str, PackedWeight]:
+    generator = torch.Generator().manual_seed(100 * seed + bits)
+    found = {}
+    for projection, shape in PROJECTIONS.items():
+        parts = {
+            part: torch.randint(256, (EXPERTS, *size), generator=generator).to(dtype)
+            for part, (size, dtype) in packed_shapes(*shape, bits, 16, symmetric).items()
+        }
+        zeros = parts.get("zeros")
+        found[projection] = PackedWeight(
+            codes=parts["codes"], scales=parts["scales"], zeros=zeros, bits=bits, group_size=16, inputs=shape[1],
+            symmetric=symmetric,
+        )  # fmt: skip
+    return found
+
+
+def assert_holds(there: LayerReplicas, entry: str, wanted: dict[str, PackedWeight]) -> None:
+    for projection, stack in wanted.items():
+        for expert in range(EXPERTS):
+            found = there.expert(entry, projection, expert)
+            assert (found.bits, found.inputs, found.group_size) == (stack.bits, stack.inputs, stack.group_size)
+            one = stack.map(lambda part, expert=expert: part[expert]).parts()
+            assert found.parts().keys() == one.keys()
+            assert all(torch.equal(found.parts()[part], tensor) for part, tensor in one.items())
+
+
+def test_what_is_appended_in_pieces_is_the_file_of_one_write(tmp_path: Path) -> None:
+    entries = {name(method, bits): weights(bits, seed) for seed, method in enumerate(("a", "b")) for bits in (1, 3, 8)}
+    add_replicas(tmp_path / "whole", 7, entries)
+    for entry, made in reversed(entries.items()):
+        there = add_replicas(tmp_path / "pieces", 7, {entry: made})
+        assert there.is_sound(entry)
+    whole, pieces = (layer_file(tmp_path / folder, 7).read_bytes() for folder in ("whole", "pieces"))
+    assert whole == pieces
+    for entry, made in entries.items():
+        assert_holds(there, entry, made)
+        there.check({entry: there.entries[entry]["sha256"]})
+    with safe_open(layer_file(tmp_path / "pieces", 7), "pt") as others:  # a plain safetensors file
+        assert f"{name('a', 3)}.gate_proj.codes" in set(others.keys())
+
+
+def test_a_sound_entry_is_never_replaced_and_a_damaged_one_is(tmp_path: Path) -> None:
+    entry, other = name("gptq", 2), name("gptq", 4)
+    there = add_replicas(tmp_path, 0, {entry: weights(2), other: weights(4)})
+    path = layer_file(tmp_path, 0)
+    before = path.read_bytes()
+    add_replicas(tmp_path, 0, {entry: weights(2, seed=5)})
+    assert path.read_bytes() == before
+    data = bytearray(before)
+    data[there.tensors[f"{entry}.down_proj.codes"].offset] ^= 1
+    path.write_bytes(data)
+    there = LayerReplicas(tmp_path, 0)
+    assert (there.is_sound(entry), there.is_sound(other)) == (False, True)
+    with pytest.raises(ArtifactError, match=f"layer-000.safetensors: replicas {entry} are damaged"):
+        there.check({other: there.entries[other]["sha256"], entry: there.entries[entry]["sha256"]})
+    add_replicas(tmp_path, 0, {entry: weights(2)})
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header", "empty", "no entries"])
+def test_a_file_that_cannot_be_read_is_named_and_replaced(tmp_path: Path, damage: str) -> None:
+    add_replicas(tmp_path, 0, {name("gptq", 2): weights(2)})
+    path = layer_file(tmp_path, 0)
+    whole = path.read_bytes()
+    broken = {
+        "truncated": whole[:-10],
+        "header": whole[:12] + b"\xff" + whole[13:],
+        "empty": b"",
+        "no entries": whole.replace(b'\\"bits\\"', b'\\"bots\\"'),
+    }
+    path.write_bytes(broken[damage])
+    with pytest.raises(ArtifactError, match=r"layer-000\.safetensors: damaged.*run `moeq losses` again"):
+        LayerReplicas(tmp_path, 0)
+    add_replicas(tmp_path, 0, {name("gptq", 2): weights(2)})
+    assert path.read_bytes() == whole
+
+
+def test_other_digests_and_missing_entries_are_refused(tmp_path: Path) -> None:
+    there = add_replicas(tmp_path, 0, {name("gptq", 2): weights(2)})
+    with pytest.raises(ArtifactError, match="no replicas rtn"):
+        there.check({name("rtn", 2): "0" * 64})
+    with pytest.raises(ArtifactError, match="are damaged"):
+        there.check({name("gptq", 2): "0" * 64})
+
+
+def test_dropping_keeps_the_rest(tmp_path: Path) -> None:
+    entries = {name("gptq", bits): weights(bits) for bits in (2, 3, 4)}
+    add_replicas(tmp_path, 0, entries)
+    drop_replicas(tmp_path, 0, [name("gptq", 3)])
+    there = LayerReplicas(tmp_path, 0)
+    assert list(there.entries) == [name("gptq", 3)]
+    assert_holds(there, name("gptq", 3), entries[name("gptq", 3)])
+    drop_replicas(tmp_path, 0, [])
+    assert not layer_file(tmp_path, 0).exists()
+
+
+def _append(directory: Path, seed: int, barrier: object) -> None:
+    torch.set_num_threads(1)
+    barrier.wait()  # type: ignore[attr-defined]
+    for bits in (1, 2, 3, 4, 8):
+        add_replicas(directory, 0, {name(f"m{seed}", bits): weights(bits, seed)})
+        add_replicas(directory, 0, {name("shared", bits): weights(bits, 9)})
+        add_rows(directory, 0, f"m.{bits}", [{"expert": 0, "loss": 0.1 * bits}])
+
+
+def test_processes_that_append_at_once_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(3)
+    running = [context.Process(target=_append, args=(tmp_path, seed, barrier)) for seed in range(3)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(60)
+        assert process.exitcode == 0
+    there = LayerReplicas(tmp_path, 0)
+    wanted = {name(f"m{seed}", bits): weights(bits, seed) for seed in range(3) for bits in (1, 2, 3, 4, 8)}
+    wanted |= {name("shared", bits): weights(bits, 9) for bits in (1, 2, 3, 4, 8)}
+    assert set(there.entries) == set(wanted)
+    for entry, made in wanted.items():
+        assert there.is_sound(entry)
+        assert_holds(there, entry, made)
+    assert read_rows(tmp_path, 0, "m.3") == [{"expert": 0, "loss": 0.1 * 3}]
+
+
+def _die_at_rename(directory: Path) -> None:
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    add_replicas(directory, 0, {name("gptq", 4): weights(4)})
+
+
+def test_killed_while_appending_the_old_file_stays(tmp_path: Path) -> None:
+    add_replicas(tmp_path, 0, {name("gptq", 2): weights(2)})
+    before = layer_file(tmp_path, 0).read_bytes()
+    process = multiprocessing.get_context("fork").Process(target=_die_at_rename, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert layer_file(tmp_path, 0).read_bytes() == before
+    there = add_replicas(tmp_path, 0, {name("gptq", 4): weights(4)})  # the dead process's lock is free
+    assert set(there.entries) == {name("gptq", 2), name("gptq", 4)}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "another version"])
+def test_damaged_rows_count_as_missing(tmp_path: Path, damage: str) -> None:
+    rows = [{"expert": 1, "loss": 0.1, "fallback": "none"}, {"expert": 2, "loss": 1e-300, "fallback": "rounded"}]
+    add_rows(tmp_path, 4, "x.2", rows)
+    assert read_rows(tmp_path, 4, "x.2") == rows
+    assert read_rows(tmp_path, 5, "x.2") is None
+    path = replicas.rows_file(tmp_path, 4, "x.2")
+    text = path.read_text()
+    changed = {
+        "flipped": text.replace("0.1", "0.2"),
+        "truncated": text[:-9],
+        "another version": text.replace('"schema_version":2', '"schema_version":3'),
+    }
+    path.write_text(changed[damage])
+    assert read_rows(tmp_path, 4, "x.2") is None
+    add_rows(tmp_path, 4, "x.2", rows)
+    assert path.read_text() == text
+
+
+def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="not a replica store"):
+        replicas.check_store(tmp_path)
+    replicas.open_store(tmp_path / "store", tmp_path)
+    replicas.check_store(tmp_path / "store")
+    assert list(replicas.noted_runs(tmp_path / "store").values()) == [tmp_path]
+    marker = tmp_path / "store" / replicas.MARKER
+    marker.write_text(marker.read_text().replace("2", "3"))
+    with pytest.raises(ArtifactError, match="schema version 3"):
+        replicas.check_store(tmp_path / "store")
+
+
+def test_a_run_of_the_first_schema_version_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"replicas\.json: no index .*schema version 1.*run `moeq losses` again"):
+        replicas.read_index(tmp_path)

@@ -1,0 +1,311 @@
+"""Losses and quantize over the replica store: only what is missing is made, and the bytes come out the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeq import pipeline
+from moeq.artifacts.replicas import layer_file, rows_file
+from moeq.errors import ArtifactError
+from moeq.models.single import ExpertReader
+from moeq.numerics import gptq
+from moeq.progress import Reporter
+from moeq.recipe import LossesSection, load_recipe
+from moeq.stages import losses, quantize
+from moeq.stages import losses as losses_stage
+from moeq.stages.context import STORE_VARIABLE, Context
+
+SMALL = (
+    "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "assign={method: uniform, bits: 2}",
+    "eval.compare=[]", "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
+)  # fmt: skip
+STAGES = ("profile", "losses", "assign", "quantize", "export")
+LAYERS = 2
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...], tuple[int, ...]]]:
+    """(layer, methods, widths) of every call of `quantize_layer`; GPTQ's and RTN's own calls must agree."""
+    found: list[tuple[int, tuple[str, ...], tuple[int, ...]]] = []
+    whole, one = losses_stage.quantize_layer, gptq.quantize
+
+    def counting(inputs: Any, weights: Any, math: Any, config: LossesSection, biases: Any = None) -> Any:
+        found.append((inputs.layer.index, tuple(config.methods), tuple(config.bits)))
+        return whole(inputs, weights, math, config, biases)
+
+    def quantizing(weight: Any, factor: Any, *, bits: Sequence[int], **options: Any) -> Any:
+        if found:  # while losses runs
+            assert tuple(bits) == found[-1][2]
+            assert ("rtn" if factor is None else "gptq") in found[-1][1]
+        return one(weight, factor, bits=bits, **options)
+
+    monkeypatch.setattr(losses_stage, "quantize_layer", counting)
+    monkeypatch.setattr(gptq, "quantize", quantizing)
+    return found
+
+
+def context(model: Path, out: Path, *overrides: str, said: list[str] | None = None) -> Context:
+    reporter = Reporter(quiet=True)
+    if said is not None:
+        reporter.say = said.append  # type: ignore[method-assign]
+    return Context(recipe=load_recipe(None, [*SMALL, *overrides]), model_name=str(model), out=out, reporter=reporter)
+
+
+def run(
+    model: Path, out: Path, *overrides: str, stages: tuple[str, ...] = ("profile", "losses"), **more: Any
+) -> Context:
+    made = context(model, out, *overrides, **more)
+    pipeline.run(made, stages)
+    return made
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Bytes of a stage's files, dates and seconds apart."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name == "stage.json":
+            record = json.loads(path.read_text())
+            found[path.name] = json.dumps({k: v for k, v in record.items() if k != "volatile"}).encode()
+        elif path.is_file():
+            found[path.relative_to(folder).as_posix()] = path.read_bytes()
+    return found
+
+
+def store_bytes(context: Context) -> dict[str, bytes]:
+    return {name: data for name, data in content(context.store).items() if not name.endswith(".lock")}
+
+
+def test_further_widths_are_made_alone(
+    tiny_mixtral: Path, tmp_path: Path, calls: list[tuple[int, tuple[str, ...], tuple[int, ...]]]
+) -> None:
+    run(tiny_mixtral, tmp_path / "grown", "losses.bits=[2,4]")
+    assert calls == [(layer, ("gptq", "rtn"), (2, 4)) for layer in range(LAYERS)]
+    calls.clear()
+    grown = run(tiny_mixtral, tmp_path / "grown", "losses.bits=[1,2,3,4,8]", stages=STAGES)
+    assert calls == [(layer, ("gptq", "rtn"), (1, 3, 8)) for layer in range(LAYERS)]
+    calls.clear()
+    once = run(tiny_mixtral, tmp_path / "once", "losses.bits=[1,2,3,4,8]", stages=STAGES)
+    assert calls == [(layer, ("gptq", "rtn"), (1, 2, 3, 4, 8)) for layer in range(LAYERS)]
+    assert store_bytes(grown) == store_bytes(once)
+    for stage in STAGES:
+        assert content(grown.directory(stage)) == content(once.directory(stage)), stage
+    calls.clear()
+    back = run(tiny_mixtral, tmp_path / "grown", "losses.bits=[2,4]")
+    assert calls == []
+    assert losses.load(back).bits() == [2, 4]
+
+
+def test_a_further_method_is_made_alone(
+    tiny_mixtral: Path, tmp_path: Path, calls: list[tuple[int, tuple[str, ...], tuple[int, ...]]]
+) -> None:
+    rtn = "assign={method: uniform, bits: 2, quantizer: rtn}"
+    run(tiny_mixtral, tmp_path / "run", "losses.methods=[rtn]", "losses.bits=[2,3]", rtn)
+    calls.clear()
+    both = run(tiny_mixtral, tmp_path / "run", "losses.methods=[rtn,gptq]", "losses.bits=[2,3]", rtn)
+    assert calls == [(layer, ("gptq",), (2, 3)) for layer in range(LAYERS)]
+    assert losses.load(both).listed_methods() == ["rtn", "gptq"]
+
+
+def test_what_decides_no_codes_keeps_the_replicas(tiny_mixtral: Path, tmp_path: Path) -> None:
+    first = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")
+    name = losses.load_index(first).set
+    path = layer_file(first.store / name, 0)
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    other = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]", "losses.max_measured_tokens=20")
+    assert losses.load_index(other).set == name
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    fewer, more = losses.load(other).matrix("gptq"), run(tiny_mixtral, tmp_path / "new", "losses.bits=[2]",
+                                                         "losses.max_measured_tokens=20")  # fmt: skip
+    assert [layer[2].tolist() for layer in fewer] == [layer[2].tolist() for layer in losses.load(more).matrix("gptq")]
+    for override in ("losses.damping=0.02", "losses.group_size=24", "corpus.sequences=16", "losses.tokens=all"):
+        changed = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]", override)
+        assert losses.load_index(changed).set != name, override
+    assert path.read_bytes() == before[0]
+
+
+def test_settings_named_after_a_method_count_for_it_alone() -> None:
+    assert losses._is_own("rtn_rounds", "rtn")
+    assert losses._is_own("rtn", "rtn")
+    assert not losses._is_own("group_size", "gptq")
+    one, other = (losses.entries(LossesSection(bits=[2], max_measured_tokens=count)) for count in (10, 20))
+    assert [made.entry for made in one] == [made.entry for made in other]
+    assert [made.rows for made in one] != [made.rows for made in other]
+
+
+def test_a_call_makes_replicas_by_one_method_only() -> None:
+    def made(method: str, bits: int, kept: bool = True) -> Any:
+        return losses.Made(method=method, bits=bits, entry=f"{method}.{bits}" if kept else None, rows="x")
+
+    all_three = [made(method, bits, method != "rtn") for method in ("rtn", "gptq", "x") for bits in (2, 3)]
+    found = [{one.method for one in call} for call in losses.calls(all_three)]
+    assert found == [{"rtn", "gptq"}, {"x"}]
+    apart = losses.calls([made("gptq", 2), made("rtn", 2, False), made("rtn", 3, False)])
+    assert [[(one.method, one.bits) for one in call] for call in apart] == [[("gptq", 2)], [("rtn", 2), ("rtn", 3)]]
+
+
+@pytest.mark.parametrize("how", ["recipe", "environment"])
+def test_runs_share_a_store(
+    tiny_mixtral: Path,
+    tmp_path: Path,
+    how: str,
+    calls: list[tuple[int, tuple[str, ...], tuple[int, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = tmp_path / "shared"
+    option = (f"store={shared}",) if how == "recipe" else ()
+    if how == "environment":
+        monkeypatch.setenv(STORE_VARIABLE, str(shared))
+    first = run(tiny_mixtral, tmp_path / "first", *option, stages=STAGES)
+    calls.clear()
+    second = run(tiny_mixtral, tmp_path / "second", *option, stages=STAGES)
+    assert calls == []
+    assert (first.store, second.store) == (shared, shared)
+    assert not (tmp_path / "first" / "store").exists()
+    for stage in STAGES:
+        assert content(first.directory(stage)) == content(second.directory(stage)), stage
+    monkeypatch.delenv(STORE_VARIABLE, raising=False)
+    alone = run(tiny_mixtral, tmp_path / "alone", stages=STAGES)
+    for stage in STAGES:
+        assert content(alone.directory(stage)) == content(first.directory(stage)), stage
+    recipe = load_recipe(tmp_path / "second" / "recipe.yaml")
+    assert recipe.store == str(shared)
+    assert load_recipe(tmp_path / "alone" / "recipe.yaml").store is None
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted", "rows"])
+def test_a_damaged_store_is_named_and_mended(
+    tiny_mixtral: Path, tmp_path: Path, damage: str, calls: list[tuple[int, tuple[str, ...], tuple[int, ...]]]
+) -> None:
+    made = run(tiny_mixtral, tmp_path / "run", stages=STAGES)
+    index = losses.load_index(made)
+    path = layer_file(made.store / index.set, 1)
+    if damage == "rows":
+        path = rows_file(made.store / index.set, 1, index.made[0].rows)
+        made.directory("losses").joinpath("losses.parquet").unlink()  # the rows are only read with it
+    whole, before = path.read_bytes(), {stage: content(made.directory(stage)) for stage in STAGES[2:]}
+    data = bytearray(whole)
+    data[-100] ^= 1
+    path.unlink()
+    if damage != "deleted":
+        path.write_bytes(whole[:-50] if damage == "truncated" else data)
+    if damage != "rows":
+        (made.directory("quantize") / "stage.json").unlink()
+        with pytest.raises(ArtifactError, match=r"layer-001\.safetensors.*run `moeq losses` again"):
+            pipeline.run_alone(context(tiny_mixtral, tmp_path / "run"), "quantize")
+    calls.clear()
+    said: list[str] = []
+    run(tiny_mixtral, tmp_path / "run", stages=STAGES, said=said)
+    assert {layer for layer, _, _ in calls} == {1}
+    named = [line for line in said if "damaged, made again" in line]
+    assert [str(path) in line for line in named] == ([] if damage == "deleted" else [True])
+    assert path.read_bytes() == whole
+    assert {stage: content(made.directory(stage)) for stage in STAGES[2:]} == before
+
+
+def test_an_interrupted_layer_is_the_only_one_made_again(
+    tiny_mixtral: Path,
+    tmp_path: Path,
+    calls: list[tuple[int, tuple[str, ...], tuple[int, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add = losses_stage.replicas.add_rows
+
+    def failing(directory: Path, layer: int, *more: Any) -> None:
+        if layer == 1:
+            raise KeyboardInterrupt
+        add(directory, layer, *more)
+
+    monkeypatch.setattr(losses_stage.replicas, "add_rows", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_mixtral, tmp_path / "run")
+    monkeypatch.setattr(losses_stage.replicas, "add_rows", add)
+    calls.clear()
+    resumed = run(tiny_mixtral, tmp_path / "run")
+    assert {layer for layer, _, _ in calls} == {1}
+    whole = run(tiny_mixtral, tmp_path / "whole")
+    assert content(resumed.directory("losses")) == content(whole.directory("losses"))
+    assert store_bytes(resumed) == store_bytes(whole)
+
+
+@pytest.mark.parametrize("replicas", ["placed", "all"])
+def test_best_takes_each_experts_replica_from_the_method_that_lost_least(
+    tiny_qwen: Path, tmp_path: Path, replicas: str
+) -> None:
+    best = run(tiny_qwen, tmp_path / "run", "losses.heldout_fraction=0.5", f"quantize.replicas={replicas}",
+               "assign={method: prefix-split, average_bits: 2, quantizer: best}", stages=STAGES)  # fmt: skip
+    table = losses.load(best)
+    assert table.listed_methods() == ["gptq", "rtn"]
+    exact, rounded, lowest = (table.matrix(method) for method in ("gptq", "rtn", "best"))
+    seen = set()
+    manifest = json.loads((best.directory("export") / "placement.json").read_text())
+    chosen = json.loads((best.directory("assign") / "assignment.json").read_text())
+    for index, layer in enumerate(manifest["layers"]):
+        for expert in layer["experts"]:
+            number = expert["expert"]
+            for replica in expert["replicas"]:
+                bits = replica["bits"]
+                if bits == 16:
+                    assert "quantizer" not in replica
+                    continue
+                losing = {"gptq": exact[index][bits][number], "rtn": rounded[index][bits][number]}
+                winner = min(losing, key=lambda method: losing[method])
+                assert replica["quantizer"] == winner
+                assert lowest[index][bits][number] == losing[winner]
+                seen.add(winner)
+                if replica["placed"]:
+                    assert chosen["layers"][index]["experts"][number]["quantizer"] == winner
+            assert len(expert["replicas"]) == (6 if replicas == "all" else 1)
+    assert seen == {"gptq", "rtn"}, "a test in which both win somewhere"
+    assert stored_as_said(best)
+
+
+def stored_as_said(context: Context) -> bool:
+    """Whether every placed expert has the codes of the method that the assignment names."""
+    assignment = quantize.assign.load(context)
+    for layer in context.layers:
+        mine = quantize.Replicas(context, assignment, layer)
+        for expert, choice in enumerate(assignment.layers[layer.index].experts):
+            only = assignment.model_copy(update={"parameters": {"quantizer": choice.quantizer}})
+            wanted = quantize.Replicas(context, only, layer).packed(expert, choice.bits)
+            for projection, packed in mine.packed(expert, choice.bits).items():
+                if not all(
+                    (packed.parts()[part] == tensor).all() for part, tensor in wanted[projection].parts().items()
+                ):
+                    return False
+    return True
+
+
+def test_a_width_edited_by_hand_takes_the_best_method(tiny_qwen: Path, tmp_path: Path) -> None:
+    made = run(tiny_qwen, tmp_path / "run", "losses.heldout_fraction=0.5",
+               "assign={method: uniform, bits: 2, quantizer: best}", stages=STAGES)  # fmt: skip
+    path = made.directory("assign") / "assignment.json"
+    edited = json.loads(path.read_text())
+    for expert in edited["layers"][0]["experts"]:
+        expert |= {"bits": 4, "quantizer": None}
+    path.write_text(json.dumps(edited))
+    run(tiny_qwen, tmp_path / "run", "losses.heldout_fraction=0.5",
+        "assign={method: uniform, bits: 2, quantizer: best}", stages=STAGES)  # fmt: skip
+    found = quantize.quantizers(made.directory("quantize"))
+    best = losses.load(made).best()
+    names = list(found)
+    assert [one[4] for one in found[names[0]]] == best[0][4].tolist()
+    assert [one[2] for one in found[names[1]]] == best[1][2].tolist()
+
+
+def test_rtn_alone_keeps_no_replicas(tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = run(tiny_mixtral, tmp_path / "run", "losses.methods=[rtn]", "losses.bits=[2]",
+               "assign={method: uniform, bits: 2, quantizer: rtn}", stages=STAGES)  # fmt: skip
+    assert not list(made.store.rglob("*.safetensors"))
+    reads: list[int] = []
+    read = ExpertReader.read
+    monkeypatch.setattr(ExpertReader, "read", lambda *given: (reads.append(1), read(*given))[1])
+    assert np.prod(
+        quantize.Replicas(made, quantize.assign.load(made), made.layers[0]).packed(0, 2)["up_proj"].codes.shape
+    )
+    assert reads

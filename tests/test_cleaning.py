@@ -1,0 +1,202 @@
+"""moeq gc: drops what nothing refers to, keeps the rest byte for byte, refuses while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeq import cleaning, pipeline
+from moeq.artifacts.files import locked
+from moeq.artifacts.replicas import LayerReplicas, layer_file, read_rows
+from moeq.errors import ArtifactError, RecipeError, StorageError
+from moeq.progress import Reporter
+from moeq.recipe import LossesSection, load_recipe
+from moeq.stages import losses
+from moeq.stages.context import Context
+
+SMALL = (
+    "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "assign={method: uniform, bits: 2}",
+    "eval.compare=[]",
+)  # fmt: skip
+STAGES = ("profile", "losses", "assign", "quantize", "export")
+
+
+def run(model: Path, out: Path, *overrides: str, stages: tuple[str, ...] = ("profile", "losses")) -> Context:
+    context = Context(
+        recipe=load_recipe(None, [*SMALL, *overrides]), model_name=str(model), out=out, reporter=Reporter(quiet=True)
+    )
+    pipeline.run(context, stages)
+    return context
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def size(folder: Path) -> int:
+    return sum(map(len, files(folder).values()))
+
+
+def test_what_the_recipe_no_longer_asks_for_goes(tiny_mixtral: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    wanted = files(run(tiny_mixtral, tmp_path / "narrow", "losses.bits=[2,4]").store)
+    run(tiny_mixtral, out, "losses.bits=[1,2,3,4,8]", stages=STAGES)
+    run(tiny_mixtral, out, "losses.bits=[2,4]", "losses.group_size=24")
+    narrow = run(tiny_mixtral, out, "losses.bits=[2,4]", stages=STAGES)
+    before, apart = size(narrow.store), {stage: files(narrow.directory(stage)) for stage in STAGES}
+    other = [path for path in narrow.store.iterdir() if path.is_dir() and path.name != losses.load_index(narrow).set]
+    assert len(other) == 1
+
+    foretold = cleaning.collect([out], None, dry_run=True)
+    assert size(narrow.store) == before
+    found = cleaning.collect([out], None, dry_run=False)
+    assert found | {"dry_run": True} == foretold
+    assert files(narrow.store) == wanted
+    assert not other[0].exists()
+    assert found["freed_bytes"] == pytest.approx(before - size(narrow.store), rel=0.05)
+    assert found["kept_bytes"] == pytest.approx(size(narrow.store), rel=0.15)
+    assert {stage: files(narrow.directory(stage)) for stage in STAGES} == apart
+    again = cleaning.collect([out], None, dry_run=False)
+    assert (again["freed"], again["freed_bytes"]) == ([], 0)
+    for stage in STAGES:
+        assert pipeline.run_alone(narrow, stage).skipped or stage == "quantize"
+
+
+def test_runs_that_share_a_store_keep_each_others_replicas(tiny_mixtral: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    one = run(tiny_mixtral, tmp_path / "one", f"store={shared}", "losses.bits=[2]")
+    two = run(tiny_mixtral, tmp_path / "two", f"store={shared}", "losses.bits=[2,3]")
+    run(tiny_mixtral, tmp_path / "two", f"store={shared}", "losses.bits=[2,4]", "losses.damping=0.02")
+    index = losses.load_index(one)
+    widths = lambda: sorted({e["bits"] for e in LayerReplicas(shared / index.set, 0).entries.values()})  # noqa: E731
+    assert widths() == [2, 3]
+    for given in ({"runs": [tmp_path / "one"], "store": None}, {"runs": [], "store": shared}):
+        found = cleaning.collect(**given, dry_run=False)
+        assert found["runs"] == [str(tmp_path / "one"), str(tmp_path / "two")]
+        assert widths() == [2]
+        assert len([path for path in shared.iterdir() if len(path.name) == 64]) == 2
+    assert losses.is_intact(one)
+    assert read_rows(shared / index.set, 0, index.made[0].rows)
+    gone = losses.entries(LossesSection(bits=[3]))
+    assert all(read_rows(shared / index.set, 0, made.rows) is None for made in gone)
+    for path in sorted(two.out.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    two.out.rmdir()
+    found = cleaning.collect([], shared, dry_run=False)
+    assert "note of a run that is gone" in {freed["what"] for freed in found["freed"]}
+    assert [path.name for path in shared.iterdir() if len(path.name) == 64] == [index.set]
+    assert losses.is_intact(one)
+
+
+def test_what_killed_runs_left_goes_and_checkpoints_stay(tiny_mixtral: Path, tmp_path: Path) -> None:
+    made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]", stages=STAGES)
+    folder = made.store / losses.load_index(made).set
+    kept = files(made.out)
+    left = [
+        folder / "layer-000.safetensors.partial",
+        folder / "losses" / "layer-000.gptq.2.x.json.partial",
+        made.out / "profile" / "profile.json.partial",
+        made.out / "losses" / ".parts" / "layer-000.json",
+        made.out / "losses" / "replicas" / "layer-000.safetensors",
+    ]
+    foreign = [
+        made.out / "checkpoint" / "mine.partial",
+        made.out / "checkpoint.partial" / "config.json",
+        made.store / "notes.txt",
+        folder / "mine.safetensors",
+    ]
+    for path in (*left, *foreign):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    cleaning.collect([made.out], None, dry_run=True)
+    assert all(path.exists() for path in left)
+    cleaning.collect([made.out], None, dry_run=False)
+    assert [path for path in left if path.exists()] == []
+    assert all(path.exists() for path in foreign)
+    assert {name: data for name, data in files(made.out).items() if name in kept} == kept
+
+
+def test_damaged_replicas_go(tiny_mixtral: Path, tmp_path: Path) -> None:
+    made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")
+    path = layer_file(made.store / losses.load_index(made).set, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    found = cleaning.collect([made.out], None, dry_run=False)
+    assert [(one["path"], one["what"], one["bytes"]) for one in found["freed"]] == [
+        (str(path), "damaged replicas", len(whole) - 1)
+    ]
+    run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")
+    assert path.read_bytes() == whole
+
+
+def test_a_killed_run_keeps_what_it_has_made(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = losses.replicas.add_rows
+
+    def failing(directory: Path, layer: int, *more: Any) -> None:
+        if layer == 1:
+            raise KeyboardInterrupt
+        add(directory, layer, *more)
+
+    monkeypatch.setattr(losses.replicas, "add_rows", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_mixtral, tmp_path / "run")
+    before = files(tmp_path / "run" / "store")
+    assert any(name.endswith("layer-000.safetensors") for name in before)
+    cleaning.collect([tmp_path / "run"], None, dry_run=False)
+    assert files(tmp_path / "run" / "store") == before
+
+
+def test_refuses_while_a_run_goes_on(tiny_mixtral: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    for name in ("one", "two"):
+        run(tiny_mixtral, tmp_path / name, f"store={shared}", "losses.bits=[2]")
+    run(tiny_mixtral, tmp_path / "two", f"store={shared}", "losses.bits=[2]", "losses.damping=0.02")
+    run(tiny_mixtral, tmp_path / "two", f"store={shared}", "losses.bits=[2]")
+    before = files(shared)
+    with locked(tmp_path / "two"):
+        for given in ({"runs": [tmp_path / "one"], "store": None}, {"runs": [], "store": shared}):
+            with pytest.raises(StorageError, match="two: another moeq run is working here"):
+                cleaning.collect(**given, dry_run=False)
+    assert files(shared) == before
+    assert cleaning.collect([], shared, dry_run=False)["freed_bytes"] > 0
+
+
+def test_refusals(tiny_mixtral: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="nothing to clean; give --out RUN or --store DIR"):
+        cleaning.collect([], None, dry_run=False)
+    with pytest.raises(ArtifactError, match="not a run directory"):
+        cleaning.collect([tmp_path], None, dry_run=False)
+    (tmp_path / "photographs").mkdir()
+    with pytest.raises(ArtifactError, match="not a replica store"):
+        cleaning.collect([], tmp_path / "photographs", dry_run=False)
+    made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")
+    before = files(made.store)
+    (made.directory("losses") / "replicas.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"replicas\.json: cannot be read as JSON"):
+        cleaning.collect([made.out], None, dry_run=False)
+    assert files(made.store) == before
+
+
+def test_the_command_prints_what_it_freed(tiny_mixtral: Path, tmp_path: Path) -> None:
+    made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2,3]")
+    run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")
+    command = [sys.executable, "-m", "moeq", "gc", "--out", str(made.out)]
+    dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True)
+    assert "would free" in dry.stdout
+    assert "replicas gptq.3." in dry.stdout
+    done = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    assert done["freed_bytes"] > 0
+    assert done["stores"] == [str(made.store)]
+    refused = subprocess.run([*command[:4]], capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stderr) == (2, "moeq: nothing to clean; give --out RUN or --store DIR\n")
