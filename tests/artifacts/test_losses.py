@@ -24,3 +24,19 @@ def test_parts_are_joined_into_the_same_file(tmp_path: Path) -> None:
     table = read_losses(tmp_path / "parts")
     assert table.rows() == [one for part in parts for one in part]
     assert table.rows(WHOLE) == [one for part in parts for one in part if one["projection"] == WHOLE]
+
+
+def test_best_is_the_lowest_loss_of_the_whole_expert_and_the_first_of_equals(tmp_path: Path) -> None:
+    losses = {("b", 0): 0.5, ("a", 0): 0.2, ("b", 1): 0.3, ("a", 1): 0.3, ("b", 2): 0.1, ("a", 2): 0.4}
+    rows = [
+        row(0, expert, projection) | {"method": method, "loss": losses[method, expert] + (projection == "up_proj")}
+        for expert in range(3)
+        for method in ("b", "a")
+        for projection in (WHOLE, "up_proj")
+    ]
+    write_losses(tmp_path / "losses", [rows])
+    table = read_losses(tmp_path / "losses")
+    assert table.listed_methods() == ["b", "a"]
+    assert table.best()[0][2].tolist() == ["a", "b", "b"]
+    assert table.matrix("best")[0][2].tolist() == [0.2, 0.3, 0.1]
+    assert table.matrix("best", projection="up_proj")[0][2].tolist() == [1.2, 1.3, 1.1]

@@ -29,6 +29,8 @@ CASES = {
         "tiny_mixtral",
         ("losses.group_size=24", "losses.symmetric=true", "assign={method: uniform, bits: 4, gpu_experts: 2}"),
     ),
+    "best": ("tiny_qwen", ("losses.group_size=16", "quantize.replicas=all",
+                           "assign={method: uniform, bits: 3, quantizer: best}")),
     "rtn": ("tiny_qwen", ("losses.methods=[rtn]", "assign={method: uniform, bits: 3, quantizer: rtn}",
                           "eval.compare=[]", "export.max_shard=30KB", "losses.per_projection=false")),
 }  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from moeq.artifacts.replicas import ReplicaIndex, write_index
 from moeq.planning import machine
 
 
@@ -35,7 +36,15 @@ def test_an_earlier_run_counts_as_free_disk(tmp_path: Path) -> None:
     assert before.gpu is None
     assert before.ram > 0
     out.mkdir()
-    (out / "store").write_bytes(b"x" * (40 << 20))
+    (out / "shard").write_bytes(b"x" * (40 << 20))
     after = machine.machine(out, torch.device("cpu"))
     assert after.disk >= before.disk - (500 << 20)
+    assert list(machine._replaced(out)) == [out / "shard"]
+    kept = {name: out / "store" / (name * 64) / "layer-000.safetensors" for name in "ab"}
+    for path in kept.values():
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x")
+    assert list(machine._replaced(out)) == [out / "shard"], "a store keeps what it has until it is cleaned"
+    write_index(out / "losses", ReplicaIndex(set="a" * 64, made=()))
+    assert set(machine._replaced(out)) == {out / "shard", out / "losses" / "replicas.json", kept["a"]}
     assert not list(tmp_path.glob(".moeq*"))

@@ -39,7 +39,7 @@ def context_of(model: Path, tmp_path: Path, *overrides: str) -> Context:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **limits: int | None) -> None:
     there = {"ram": 1 << 50, "gpu": None, "disk": 1 << 50, "disk_path": "/data"} | limits
-    monkeypatch.setattr(make, "machine", lambda out, device: Machine(**there))  # type: ignore[arg-type]
+    monkeypatch.setattr(make, "machine", lambda out, device, store: Machine(**there))  # type: ignore[arg-type]
 
 
 def need(stage: str, ram: int = 1, gpu: int = 0, size: int = 0, temporary: int = 0) -> Need:
@@ -100,6 +100,22 @@ def test_what_is_short_is_named_with_need_and_remedy(
     assert plan.shortages[0].need == sum(one.written for one in plan.stages)
     pretend(monkeypatch)
     assert error_of(make_plan(context_of(tiny_mixtral, tmp_path), probe=False)) is None
+
+
+def test_a_store_on_another_disk_needs_room_there(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = context_of(tiny_mixtral, tmp_path, f"store={tmp_path / 'shared'}")
+    pretend(monkeypatch)
+    here = {one.stage: one for one in make_plan(context, probe=False).stages}["losses"]
+    pretend(monkeypatch, store_disk=1 << 50, store_path="/other")
+    there = {one.stage: one for one in make_plan(context, probe=False).stages}["losses"]
+    assert here.elsewhere == 0
+    assert here.written - there.written == there.elsewhere > 100_000
+    pretend(monkeypatch, store_disk=there.elsewhere - 1, store_path="/other")
+    plan = make_plan(context, probe=False)
+    assert [(one.stage, one.resource, one.need) for one in plan.shortages] == [("losses", "disk", there.elsewhere)]
+    assert "choose a store on another disk than /other" in str(error_of(plan))
 
 
 def test_verdicts_take_each_resource_by_itself() -> None:

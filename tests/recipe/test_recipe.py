@@ -114,3 +114,10 @@ def test_hub_datasets_are_written_in_one_word(source: str, parts: tuple[str | No
     match = HUB_DATASET.fullmatch(str(load_recipe(None, [f"corpus.source={source}"]).corpus.source))
     assert match is not None
     assert match.group("name", "revision", "config", "split") == parts
+
+
+def test_best_chooses_among_the_methods_there_are() -> None:
+    one = load_recipe(None, ["losses.methods=[rtn]", "assign.quantizer=best", "eval.compare=[]"])
+    assert (one.assign.quantizer, one.losses.methods) == ("best", ["rtn"])
+    with pytest.raises(RecipeError, match=r"quantizer gptq is not among losses\.methods"):
+        load_recipe(None, ["losses.methods=[rtn]", "eval.compare=[]"])
