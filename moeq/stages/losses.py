@@ -50,7 +50,7 @@ def run(context: Context) -> dict[str, Any]:
     index = planned(context, sequences.digest())
     replicas.write_index(directory, index)  # before the first replica, so that `moeq gc` keeps it
     replicas.open_store(context.store, None if context.owns_store else context.out)
-    missing = {layer.index: _missing(context, index, layer.index) for layer in context.layers}
+    missing = _all_missing(context, index)
     if any(missing.values()):
         batches = sequences.batches(context.recipe.corpus.batch_size)
         with context.reporter.bar("losses", len(context.layers)) as advance:
@@ -90,6 +90,21 @@ def entries(config: LossesSection) -> tuple[Made, ...]:
 def _is_own(setting: str, method: str) -> bool:
     """Whether only this method reads a setting of the section: it is called like the method, or begins so."""
     return setting == method or setting.startswith(f"{method}_")
+
+
+def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]:
+    """What the store lacks of every layer; says how much of the rest is there."""
+    if not (context.store / index.set).is_dir():
+        return {layer.index: list(index.made) for layer in context.layers}
+    found = {}
+    with context.reporter.bar("checking the store", len(context.layers)) as advance:
+        for layer in context.layers:
+            found[layer.index] = _missing(context, index, layer.index)
+            advance()
+    wanted = len(index.made) * len(context.layers)
+    there = wanted - sum(map(len, found.values()))
+    context.reporter.say(f"  {there} of {wanted} sets of losses and replicas are in the store")
+    return found
 
 
 def _missing(context: Context, index: ReplicaIndex, layer: int) -> list[Made]:
