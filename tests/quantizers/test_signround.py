@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from family_models import VOCABULARY, build
 from torch import Tensor, nn
 
-from moeq.models.corpus import Sequences
-from moeq.models.experts import DOWN, ExpertMath, expert_math, find_expert_layers, stacked_biases, stacked_weights
+from moeq.models.experts import DOWN, ExpertMath
 from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
-from moeq.models.walk import walk
 from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight
-from moeq.quantizers.signround import CHECK_ROWS, Training, sign_round
+from moeq.quantizers.signround import Training, sign_round
 from moeq.quantizers.trained_grid import TrainedGrid
-from moeq.quantizers.training_rows import Pool, Pools, Rows
+from moeq.quantizers.training_rows import Rows
 
 EXPERTS, HIDDEN, INTER = 3, 40, 24
 GROUP = 16  # the last group of either side is shorter
@@ -101,7 +96,7 @@ def test_less_loss_than_the_start_and_codes_that_can_be_stored(bits: int, symmet
         found = trained(weights, hidden, [bits], start=start, symmetric=symmetric)
         before, after = (losses(weights, codes, hidden, bits) for codes in (start, found))
         assert all(new <= old * (1 + 1e-5) for new, old in zip(after, before, strict=True)), method
-        if bits <= 3:
+        if bits <= (3 if method == "rtn" else 2):  # from there on GPTQ's codes may be the best that are found
             assert sum(after) < 0.9 * sum(before), method
         replaced = values(found, bits)
         for name, quantized in found.items():
