@@ -123,11 +123,12 @@ class ProfileSection(Section):
 
 class LossesSection(Section):
     bits: list[Literal[1, 2, 3, 4, 8]] = [1, 2, 3, 4, 8]
-    methods: list[Literal["gptq", "rtn"]] = ["gptq", "rtn"]
+    methods: list[Literal["gptq", "rtn", "signround"]] = ["gptq", "rtn"]
     group_size: int = Field(128, ge=-1)
     symmetric: bool = False
     damping: float = Field(0.01, gt=0, le=1)
     act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
+    signround_iterations: int = Field(200, ge=1, description="signround: steps of training, an expert and width")
     borrow_tokens: float = Field(64, ge=0, description="lambda: tokens' worth of the layer's Hessian mixed in")
     min_tokens: int = Field(16, ge=1, description="fewer own tokens than this is reported as a fallback")
     tokens: Literal["routed", "all"] = Field("routed", description="all: every expert calibrates on all tokens")
@@ -159,7 +160,7 @@ class AssignSection(Section):
     loss_weighting: Literal["mass", "none"] = Field("mass", description="none: losses as paper 000 prints them")
     normalization: Literal["sum", "max"] = Field("sum", description="what ~ divides by")
     statistics: Literal["all", "prefill", "decode"] = Field("all", description="which positions' routing counts")
-    quantizer: Literal["gptq", "rtn", "best"] = Field(
+    quantizer: Literal["gptq", "rtn", "signround", "best"] = Field(
         "gptq",
         description="whose losses decide and whose replicas are used; best: of each expert and width, the method of "
         "losses.methods with the lowest held-out loss",

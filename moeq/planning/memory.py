@@ -27,7 +27,7 @@ from moeq.numerics.packed import packed_bytes
 from moeq.planning.placed import methods
 from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import GPTQ, RTN, SAMPLE_TOKENS, expert_batches
+from moeq.quantizers.layer import RTN, SAMPLE_TOKENS, SIGNROUND, STORED, expert_batches
 from moeq.recipe import Recipe
 from moeq.stages.losses import ON_DEMAND
 
@@ -308,7 +308,7 @@ def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int) -> int:
     codes = count * widths * weights
     batch = 4 * count * weights
     moments = [tokens + batch]
-    if GPTQ in section.methods:
+    if {*section.methods} & {*STORED}:
         hessians = 4 * count * (hidden * hidden + inner * inner)
         factor = 4 * count * max(hidden * hidden, inner * inner)
         group = resolved_group_size(max(hidden, inner), section.group_size)
@@ -319,6 +319,8 @@ def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int) -> int:
             batch + hessians + 5 * factor + codes,
             batch + hessians + 2 * factor + wide * (8 + 6 * widths) + step + codes,
         ]
+    if SIGNROUND in section.methods:
+        moments += [batch + codes + section.working_memory]
     packing = 20 * count * hidden * inner
     both = codes * len(section.methods)
     measured = 4 * section.max_measured_tokens * (2 * hidden + 7 * inner) + 8 * weights

@@ -19,7 +19,8 @@ from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
 from moeq.numerics.packed import PackedWeight
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import GPTQ, SAMPLE_TOKENS, quantize_layer
+from moeq.quantizers.layer import GPTQ, SAMPLE_TOKENS, SIGNROUND, STORED, quantize_layer
+from moeq.quantizers.signround import Training
 from moeq.recipe import LossesSection, Recipe
 
 SECONDS = 0.4  # of each measurement, about
@@ -138,9 +139,12 @@ def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section
     hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
     first = len(layer.projections) - 1
     total = 0.0
-    if GPTQ in section.methods:
+    for _ in {*section.methods} & {*STORED}:  # SignRound starts from GPTQ's codes
         total += 2 * tokens * hidden**2 + 2 * (tokens + sample) * (inner**2 + first * hidden * inner)
         total += (hidden**3 + inner**3) / 3 + widths * (first * inner * hidden**2 + hidden * inner**2)
+    if SIGNROUND in section.methods:
+        trained = section.signround_iterations * widths * layer.parameters_per_expert
+        total += trained * (6 * Training().batch_rows + WEIGHT_OPERATIONS)
     products = 2 * first + 2 if section.per_projection else first + 1
     rows = min(heldout, section.max_measured_tokens)
     total += 2 * rows * hidden * inner * (first + 1 + products * widths * len(section.methods))
@@ -152,7 +156,12 @@ WEIGHT_OPERATIONS = 500  # what rounding, packing and decoding one weight at one
 
 
 def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device: torch.device) -> float:
-    """`quantize_layer` itself on a few experts, scaled down in both sizes and tokens where one of them is too much."""
+    """`quantize_layer` itself on a few experts, scaled down in both sizes and tokens where one of them is too much.
+
+    SignRound's products run at the rate of GPTQ's.
+    """
+    methods = [GPTQ if method in STORED else method for method in section.methods]
+    section = section.model_copy(update={"min_tokens": 1, "methods": list(dict.fromkeys(methods))})
     layer = max(sizes.layers, key=lambda one: one.parameters_per_expert)
     tokens, heldout = losses_tokens(sizes, work, section)
     shrink = 1
@@ -185,7 +194,6 @@ def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device:
         name: _random(experts, *small.shape(name), dtype=torch.float32, device=device) for name in small.projections
     }
     math = ExpertMath(gate=lambda products: nn.functional.silu(torch.stack(list(products.values()))).prod(0))
-    section = section.model_copy(update={"min_tokens": 1})
     seconds = _seconds(lambda: quantize_layer(inputs, weights, math, section), device, 2 * SECONDS)
     return experts * operations / seconds
 

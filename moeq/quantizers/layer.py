@@ -20,15 +20,18 @@ from moeq.numerics import gptq
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.numerics.slab import Slab
+from moeq.quantizers.signround import Training, sign_round
+from moeq.quantizers.training_rows import Rows
 from moeq.recipe import LossesSection
 
 SAMPLE_TOKENS = 1024  # of a layer's tokens, run through every expert for what a rarely routed one borrows
-GPTQ, RTN = "gptq", "rtn"
+GPTQ, RTN, SIGNROUND = "gptq", "rtn", "signround"
+STORED = (GPTQ, SIGNROUND)  # methods whose replicas are kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerResult:
-    """Rows of the loss table and the packed GPTQ replicas {projection: {bits: stack over experts}}."""
+    """Rows of the loss table; the packed replicas of the stored method, {projection: {bits: stack over experts}}."""
 
     rows: list[dict[str, Any]]
     replicas: dict[str, dict[int, PackedWeight]]
@@ -128,9 +131,13 @@ def quantize_layer(
     """Replicas of every expert at every width and what each one loses on held-out tokens.
 
     weights: {projection: [E, rows, inputs]} of the layer's projections; biases: {projection: [E, rows]}, which stay as
-    they are. Raises QuantizationError naming layer and expert when a loss is not a number.
+    they are. Of config.methods one at most is stored (GPTQ or SignRound, which starts from GPTQ's codes). Raises
+    QuantizationError naming layer and expert when a loss is not a number.
     """
     layer = inputs.layer
+    stored = [method for method in config.methods if method in STORED]
+    if len(stored) > 1:
+        raise ValueError(f"one stored method at a time, not {stored}")
     tokens = _Tokens.of(inputs, config)
     shared = tokens.shared()
     rows: list[dict[str, Any]] = []
@@ -145,20 +152,44 @@ def quantize_layer(
         )
         notes = [{"calibration_tokens": tokens.count(expert)} for expert in batch.numbers()]
         candidates: dict[str, dict[str, gptq.Quantized]] = {}
-        if GPTQ in config.methods:
-            candidates[GPTQ] = _gptq_batch(tokens, batch, shared, config, notes)
-            for projection, result in candidates[GPTQ].items():
+        if stored:
+            result = _gptq_batch(tokens, batch, shared, config, notes)
+            result = result if stored == [GPTQ] else _sign_round(tokens, batch, config, result)
+            candidates[stored[0]] = result
+            for projection, quantized in result.items():
                 for bits in config.bits:
-                    stacks[projection][bits].append(PackedWeight.of(result, bits, config.symmetric).map(slab.keep))
+                    stacks[projection][bits].append(PackedWeight.of(quantized, bits, config.symmetric).map(slab.keep))
         if RTN in config.methods:
             candidates[RTN] = rtn_batch(batch.weights, config)
         for index in range(len(notes)):
             rows += _measure(tokens, batch, candidates, index, notes[index], layer, config)
     replicas: dict[str, dict[int, PackedWeight]] = {projection: {} for projection in stacks}
-    if GPTQ in config.methods:  # popped, so that the store is not held twice
+    if stored:  # popped, so that the store is not held twice
         for projection, widths in stacks.items():
             replicas[projection] = {bits: _join(widths.pop(bits)) for bits in config.bits}
     return LayerResult(rows=rows, replicas=replicas)
+
+
+def _sign_round(
+    tokens: _Tokens, batch: _Experts, config: LossesSection, start: dict[str, gptq.Quantized]
+) -> dict[str, gptq.Quantized]:
+    """SignRound of a batch of experts from GPTQ's codes."""
+    numbers = batch.numbers()
+    return sign_round(
+        lambda index: Rows(hidden=tokens.routed(numbers[index], heldout=False)),
+        tokens.sample,
+        batch.weights,
+        batch.biases,
+        batch.math,
+        bits=config.bits,
+        group_size=config.group_size,
+        symmetric=config.symmetric,
+        training=Training(
+            iterations=config.signround_iterations, lend=config.borrow_tokens, working_memory=config.working_memory
+        ),
+        start=start,
+        numbers=numbers,
+    )
 
 
 def expert_batches(layer: ExpertLayer, config: LossesSection) -> Iterator[slice]:
@@ -307,7 +338,7 @@ def _measure(
     }
     found: list[dict[str, Any]] = []
     for method, quantized in candidates.items():
-        fallback = "+".join(note["fallback"]) if method == GPTQ and note["fallback"] else "none"
+        fallback = "+".join(note["fallback"]) if method in STORED and note["fallback"] else "none"
         for bits in config.bits:
             values = {name: _values(quantized[name], index, bits) for name in layer.projections}
             replaced = first_products(rows, values, biases)

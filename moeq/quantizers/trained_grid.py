@@ -1,0 +1,114 @@
+"""Rounding that can be trained: an offset for every weight, and a clip for each end of every group's grid.
+
+A weight w gets the code clamp(round(w/s + z + v), 0, top) with s = (high*a - low*b)/top and z = round(-low*b/s): v is
+its offset, a and b are its group's clips, low and high the ends of the grid that training starts from (Cheng et al.,
+arXiv 2309.05516, equations 3 and 4). Rounding is straight-through in the gradients, which are written by hand: a few
+passes over the weights, nothing kept between steps but v, a and b. Deviations: a grid with a fixed zero point
+(symmetric, and the sign grid of 1 bit) has one clip, s = scale*a; scales are rounded to float16 in every step, as they
+will be stored.
+
+Axes: E experts, N output rows, G groups, g inputs of a group; K inputs, G*g - K of them padding (zeros).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moeq.numerics.gptq import Quantized
+from moeq.numerics.grids import SCALE_DTYPE, group_count, inverse_scale, resolved_group_size
+
+MAX_OFFSET = 0.5
+CELL = 0.5 - 1e-3  # half of what is rounded to one code, less what float32 may miss
+CLIP_RANGE = (0.0, 1.0)  # of the ends that the start has
+
+
+class TrainedGrid:
+    """The rounding of one matrix of E experts at one width, trained a step at a time."""
+
+    def __init__(self, weight: Tensor, start: Quantized, bits: int, symmetric: bool) -> None:
+        """weight: [E, N, K] float32; start: codes and grids (`bits` among its widths) that the first rounding gives.
+
+        Where the start's code is not the nearest one, the weight's offset is the smallest that gives it, and may become
+        half a step larger.
+        """
+        width = start.bits.index(bits)
+        self.top = 2.0**bits - 1
+        self.inputs = weight.shape[-1]
+        self.group = resolved_group_size(self.inputs, start.group_size)
+        self.groups = group_count(self.inputs, start.group_size)
+        self.weight = self._grouped(weight)
+        scale, zero = (part[:, width].unsqueeze(-1).float() for part in (start.scale, start.zero))  # [E, N, G, 1]
+        self.fixed_zero = symmetric or bits == 1
+        self.base = scale
+        self.zero = zero
+        self.low, self.high = -zero * scale, (self.top - zero) * scale
+        self.low_clip, self.high_clip = torch.ones_like(scale), torch.ones_like(scale)
+        self._fit()
+        self.offset = self._first_offset(self._grouped(start.codes[:, width].float()))
+        self._least = (self.offset - MAX_OFFSET).clamp_(max=-MAX_OFFSET)
+        self._most = (self.offset + MAX_OFFSET).clamp_(min=MAX_OFFSET)
+        self._codes = self._distance = self._outside = torch.empty(0)
+        self.round()
+
+    def _grouped(self, matrix: Tensor) -> Tensor:
+        """[E, N, K] as [E, N, G, g]."""
+        missing = self.groups * self.group - self.inputs
+        whole: Tensor = pad(matrix, (0, missing)) if missing else matrix
+        return whole.unflatten(-1, (self.groups, self.group))  # type: ignore[no-any-return]
+
+    def _fit(self) -> None:
+        """Scale and zero point of the clips as they are."""
+        if self.fixed_zero:
+            self.scale = (self.base * self.high_clip).to(SCALE_DTYPE).float()
+        else:
+            low, high = self.low * self.low_clip, self.high * self.high_clip
+            self.scale = ((high - low) / self.top).to(SCALE_DTYPE).float()
+            self.zero = (-low * inverse_scale(self.scale)).round_().clamp_(0, self.top)
+        self.inverse = inverse_scale(self.scale)
+
+    def _first_offset(self, codes: Tensor) -> Tensor:
+        """The smallest offsets that round to `codes`: none where a code is the nearest one, or at the grid's end."""
+        exact = torch.addcmul(self.zero, self.weight, self.inverse)
+        least = torch.where(codes > 0, codes - CELL, -torch.inf)
+        most = torch.where(codes < self.top, codes + CELL, torch.inf)
+        return torch.minimum(torch.maximum(exact, least), most).sub_(exact)
+
+    def round(self) -> Tensor:
+        """The values [E, N, K] that the offsets and clips give; also what `step` and `state` are about."""
+        self._fit()
+        rounded = torch.addcmul(self.offset, self.weight, self.inverse).add_(self.zero).round_()
+        self._codes = rounded.clamp(0, self.top)
+        self._outside = rounded != self._codes
+        self._distance = torch.sub(self._codes, self.zero, out=rounded)
+        return (self._distance * self.scale).flatten(-2)[..., : self.inputs]
+
+    def step(self, gradient: Tensor, rate: float, clip_rate: float) -> None:
+        """Move offsets and clips against the sign of the loss's gradient in the rounded values, [E, N, K]."""
+        gradient = self._grouped(gradient)
+        scale_gradient = (gradient * self._distance).sum(-1, keepdim=True)
+        total = gradient.sum(-1, keepdim=True)
+        inside = gradient.masked_fill(self._outside, 0.0)
+        scale_gradient -= (inside * self.weight).sum(-1, keepdim=True) * self.inverse
+        zero_gradient = (inside.sum(-1, keepdim=True) - total) * self.scale  # where clamped: the value is (end - z)*s
+        self._step_clips(scale_gradient, zero_gradient, clip_rate)
+        if self.fixed_zero:
+            inside *= self.scale  # may be negative
+        self.offset.sub_(inside.sign_(), alpha=rate)
+        torch.minimum(torch.maximum(self.offset, self._least, out=self.offset), self._most, out=self.offset)
+
+    def _step_clips(self, scale_gradient: Tensor, zero_gradient: Tensor, rate: float) -> None:
+        if self.fixed_zero:
+            self.high_clip.sub_((scale_gradient * self.base).sign_(), alpha=rate).clamp_(*CLIP_RANGE)
+            return
+        low = self.low * self.low_clip
+        scale_gradient = scale_gradient + zero_gradient * low * self.inverse.square()  # z = -low/s
+        low_gradient = -scale_gradient / self.top - zero_gradient * self.inverse
+        self.high_clip.sub_((scale_gradient * self.high).sign_(), alpha=rate).clamp_(*CLIP_RANGE)
+        self.low_clip.sub_((low_gradient * self.low).sign_(), alpha=rate).clamp_(*CLIP_RANGE)
+
+    def state(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes uint8 [E, N, K], scale and zero [E, N, G] of the last `round`."""
+        codes = self._codes.flatten(-2)[..., : self.inputs].to(torch.uint8)
+        return codes, self.scale.squeeze(-1), self.zero.expand_as(self.scale).squeeze(-1)

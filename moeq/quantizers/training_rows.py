@@ -1,0 +1,117 @@
+"""The rows that experts are trained on: their own, those lent to them, and what every step draws of both.
+
+Letters: n own rows of one expert, s rows lent to it, R rows of all experts on end, E experts, T rows an expert and
+step, C rows of a check, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def evenly(length: int, count: int) -> Tensor:
+    """`count` of `length` indices, evenly spaced."""
+    return torch.arange(count) * length // max(count, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What one expert is trained on: inputs [n, H] float32.
+
+    weights: [n] what an error counts for (None: 1), such as the squared routing weight; correction: [n, H] added to
+    the exact output to give the target (None: nothing), such as the error that earlier layers left behind.
+    """
+
+    hidden: Tensor
+    weights: Tensor | None = None
+    correction: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """One expert's own rows followed by the lent ones, [n + s, H], the outputs wanted of them and their weights.
+
+    own: n; own_share: what part of a step's rows, and of the loss, the own ones are; seed: of the draws.
+    """
+
+    hidden: Tensor
+    target: Tensor
+    weights: Tensor  # [n + s]
+    own: int
+    own_share: float
+    seed: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.hidden, self.target, self.weights))
+
+
+class Pools:
+    """The pools of several experts on end: hidden and target [R, H], weights [R]."""
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        self.hidden = torch.cat([pool.hidden for pool in pools])
+        self.target = torch.cat([pool.target for pool in pools])
+        self.weights = torch.cat([pool.weights for pool in pools])
+        self.parts = list(pools)
+        sizes = torch.tensor([len(pool.hidden) for pool in pools])
+        self.starts: list[int] = (sizes.cumsum(0) - sizes).tolist()
+
+    def check(self, limit: int) -> tuple[Tensor, Tensor]:
+        """Rows to measure on, [E, C], and what they count for: up to `limit` own and lent ones each, evenly spaced.
+
+        Every expert's weights sum to 1 where all its rows have weight 1; what fills an expert up to C counts nothing.
+        """
+        chosen = []
+        for pool, start in zip(self.parts, self.starts, strict=True):
+            lent = len(pool.hidden) - pool.own
+            sides = [(0, pool.own, pool.own_share), (pool.own, lent, 1 - pool.own_share)]
+            rows, counts = list[Tensor](), list[Tensor]()
+            for first, length, share in sides:
+                taken = min(length, limit)
+                rows.append(start + first + evenly(length, taken))
+                counts.append(torch.full((taken,), share / max(taken, 1)))
+            chosen.append((torch.cat(rows), torch.cat(counts)))
+        size = max(len(rows) for rows, _ in chosen)
+        index = torch.zeros(len(chosen), size, dtype=torch.int64)
+        weights = torch.zeros(len(chosen), size)
+        for expert, (mine, shares) in enumerate(chosen):
+            index[expert, : len(mine)] = mine
+            weights[expert, : len(mine)] = shares
+        index, weights = index.to(self.hidden.device), weights.to(self.hidden.device)
+        return index, weights * self.weights[index]
+
+    def draws(self) -> Draws:
+        """Random rows from the beginning: two calls give the same ones."""
+        return Draws(self)
+
+
+class Draws:
+    """Rows of every step, expert by expert in a random order, all own rows before any comes again."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._generators = [torch.Generator().manual_seed(pool.seed) for pool in pools.parts]
+        self._waiting = [torch.empty(0, dtype=torch.int64) for _ in pools.parts]
+
+    def next(self, count: int) -> Tensor:
+        """`count` rows of every expert, [E, T] on the pools' device."""
+        rows = [self._of(expert, count) for expert in range(len(self._waiting))]
+        return torch.stack(rows).to(self._pools.hidden.device)
+
+    def _of(self, expert: int, count: int) -> Tensor:
+        pool, generator = self._pools.parts[expert], self._generators[expert]
+        own = round(count * pool.own_share)
+        waiting = self._waiting[expert]
+        while len(waiting) < own:
+            waiting = torch.cat([waiting, torch.randperm(pool.own, generator=generator)])
+        self._waiting[expert] = waiting[own:]
+        mine = waiting[:own]
+        if own < count:
+            lent = torch.randint(len(pool.hidden) - pool.own, (count - own,), generator=generator)
+            mine = torch.cat([mine, pool.own + lent])
+        return self._pools.starts[expert] + mine

@@ -1,0 +1,47 @@
+"""SignRound as a method of the losses stage: measured, stored, chosen where it is best, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from moeq import inspection, pipeline
+from moeq.artifacts.manifest import read_manifest
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages import evaluate, losses
+from moeq.stages.context import Context
+
+SMALL = (
+    "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[1,2,3,4]",
+    "losses.methods=[gptq,rtn,signround]", "losses.signround_iterations=30", "assign.quantizer=best",
+    "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "eval.compare=[]", "eval.tasks=[]",
+    "estimate.grid.inputs=[128]",
+)  # fmt: skip
+
+
+def test_best_takes_signround_where_it_loses_least(tiny_mixtral: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(None, SMALL)
+    context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path, reporter=Reporter(quiet=True))
+    pipeline.run(context)
+    table = losses.load(context)
+    assert table.methods() == ["gptq", "rtn", "signround"]
+    mean = {
+        method: np.mean([layer[2].mean() for layer in table.matrix(method, "relative_loss")])
+        for method in table.methods()
+    }
+    assert mean["signround"] < mean["gptq"] < mean["rtn"]
+    assert evaluate.load(context).export_logit_error < 1e-5
+    assert inspection.inspect(context.directory("export"))["check"].startswith("every size")
+    best = table.best()
+    manifest = read_manifest(context.directory("export"))
+    made = [
+        (replica.quantizer, str(best[index][expert.bits][expert.expert]))
+        for index, layer in enumerate(manifest.layers)
+        for expert in layer.experts
+        for replica in expert.replicas
+        if replica.bits < 16
+    ]
+    assert all(one == two for one, two in made)
+    assert "signround" in {one for one, _ in made}
