@@ -299,7 +299,8 @@ def test_interrupted(moeq: ForkServer, recipe: Path, finished_run: Path, tmp_pat
             finished = running.wait()
             if finished.code != 0:
                 break
-            shutil.rmtree(run / target)
+            for made in (run / target, *([run / "store"] if target == "losses" else [])):
+                shutil.rmtree(made)
         assert finished.code == 130, finished.stderr
         assert "Traceback" not in finished.stderr
         assert finished.stderr.splitlines()[-1] == "interrupted; run the same command to go on"
