@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.errors import ModelError
-from moeq.models.kinds import GATED, KINDS, Gate, Kind, Stacked
+from moeq.models.kinds import GATED, KINDS, Gate, Kind, Stacked, reason_to_refuse
 
 DOWN = "down_proj"
 STACKED = Stacked()
@@ -67,16 +67,18 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
     layers: list[ExpertLayer] = []
     model_name = type(model).__name__
     for name, module in model.named_modules():
-        kind = kind_of(module)
-        if kind is None or any(part.startswith(LEFT_ALONE) for part in name.split(".")):
+        if any(part.startswith(LEFT_ALONE) for part in name.split(".")):
             continue
-        reason = kind.refusal(module)
+        kind = kind_of(module)
+        reason = reason_to_refuse(module) or (None if kind is None else kind.refusal(module))
         if reason is not None:
             raise ModelError(
                 f"experts of this kind ({type(module).__name__}) are not supported: {reason}",
                 where=f"{model_name}, {name}",
                 do="`moeq families` lists what is supported",
             )
+        if kind is None:
+            continue
         experts, hidden, intermediate = kind.sizes(module)
         layers.append(
             ExpertLayer(

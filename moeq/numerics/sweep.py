@@ -27,6 +27,25 @@ _compile = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="nump
 
 
 @_compile  # type: ignore[untyped-decorator]
+def _owe(into, given, factor, expert, start, first, end, stop):  # type: ignore[no-untyped-def]
+    """Add what four columns, first to end, give to all later ones up to stop."""
+    if end - first < 4:
+        return  # the last ones, with none behind them
+    one = given[first]
+    two = given[first + 1]
+    three = given[first + 2]
+    four = given[first + 3]
+    for k in range(first + 4, stop):
+        weight1 = factor[expert, start + first, start + k]
+        weight2 = factor[expert, start + first + 1, start + k]
+        weight3 = factor[expert, start + first + 2, start + k]
+        weight4 = factor[expert, start + first + 3, start + k]
+        line = into[k]
+        for lane in range(LANES):
+            line[lane] += weight1 * one[lane] + weight2 * two[lane] + weight3 * three[lane] + weight4 * four[lane]
+
+
+@_compile  # type: ignore[untyped-decorator]
 def _solve_extent(columns, feedback, factor, start, low, high, size, first, last):  # type: ignore[no-untyped-def]
     """Least, largest and mean absolute weight of a group as the feedback of all earlier columns would move it.
 
@@ -58,27 +77,13 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, first, last
                 wanted = tile[i]
                 head = solved[i]
                 for lane in range(LANES):
-                    head[lane] = wanted[lane]
+                    head[lane] = -wanted[lane]
                 for k in range(i + 1, end):
                     weight = factor[expert, start + i, start + k]
                     into = tile[k]
                     for lane in range(LANES):
-                        into[lane] -= weight * head[lane]
-            if end - j == 4:
-                one = solved[j]
-                two = solved[j + 1]
-                three = solved[j + 2]
-                four = solved[j + 3]
-                for k in range(j + 4, inputs):
-                    weight1 = factor[expert, start + j, start + k]
-                    weight2 = factor[expert, start + j + 1, start + k]
-                    weight3 = factor[expert, start + j + 2, start + k]
-                    weight4 = factor[expert, start + j + 3, start + k]
-                    into = tile[k]
-                    for lane in range(LANES):
-                        into[lane] -= (
-                            weight1 * one[lane] + weight2 * two[lane] + weight3 * three[lane] + weight4 * four[lane]
-                        )
+                        into[lane] += weight * head[lane]
+            _owe(tile, solved, factor, expert, start, j, end, inputs)
             j += 4
         least = low[expert, offset : offset + count]
         largest = high[expert, offset : offset + count]
@@ -91,7 +96,7 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, first, last
             source = columns[expert, start + k, begin : begin + count]
             moved = solved[k]
             for lane in range(count):
-                moved[lane] += source[lane]
+                moved[lane] = source[lane] - moved[lane]
             for lane in range(count):
                 least[lane] = min(least[lane], moved[lane])
                 largest[lane] = max(largest[lane], moved[lane])
@@ -168,21 +173,7 @@ def _round_block(  # type: ignore[no-untyped-def]
                     into = target[k]
                     for lane in range(LANES):
                         into[lane] += weight * rest[lane]
-            if end - j == 4:
-                one = left[j]
-                two = left[j + 1]
-                three = left[j + 2]
-                four = left[j + 3]
-                for k in range(j + 4, block):
-                    weight1 = factor[expert, start + j, start + k]
-                    weight2 = factor[expert, start + j + 1, start + k]
-                    weight3 = factor[expert, start + j + 2, start + k]
-                    weight4 = factor[expert, start + j + 3, start + k]
-                    into = target[k]
-                    for lane in range(LANES):
-                        into[lane] += (
-                            weight1 * one[lane] + weight2 * two[lane] + weight3 * three[lane] + weight4 * four[lane]
-                        )
+            _owe(target, left, factor, expert, start, j, end, block)
             j += 4
         for k in range(block):
             into = residual[expert, start + k, offset : offset + count]

@@ -93,8 +93,8 @@ def test_refused_families_say_why(family: str) -> None:
         find_expert_layers(build(family))
 
 
-def test_every_kind_but_the_refused_has_a_packed_module() -> None:
-    assert {kind.name for kind in KINDS} - {"refused"} == set(PACKED)
+def test_every_kind_has_a_packed_module() -> None:
+    assert {kind.name for kind in KINDS} == set(PACKED)
 
 
 def rows(family: str) -> Sequences:

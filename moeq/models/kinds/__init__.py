@@ -5,9 +5,9 @@ from moeq.models.kinds.dbrx import Dbrx
 from moeq.models.kinds.jetmoe import JetMoe
 from moeq.models.kinds.llama4 import Llama4
 from moeq.models.kinds.numbered import Numbered
-from moeq.models.kinds.refused import Refused
+from moeq.models.kinds.refused import reason_to_refuse
 from moeq.models.kinds.stacked import Stacked
 
-KINDS: tuple[Kind, ...] = (Llama4(), Dbrx(), JetMoe(), Numbered(), Refused(), Stacked())  # the first that holds
+KINDS: tuple[Kind, ...] = (Llama4(), Dbrx(), JetMoe(), Numbered(), Stacked())  # the first that holds
 
-__all__ = ["GATED", "KINDS", "NON_GATED", "Gate", "Kind", "Stacked", "Tap"]
+__all__ = ["GATED", "KINDS", "NON_GATED", "Gate", "Kind", "Stacked", "Tap", "reason_to_refuse"]

@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-
-from moeq.models.kinds.base import Gate, Kind
+from torch import nn
 
 
-class Refused(Kind):
-    """Modules that are recognized so that the refusal can say why."""
-
-    name = "refused"
-
-    def holds(self, module: nn.Module) -> bool:
-        return _reason(module) is not None
-
-    def refusal(self, module: nn.Module) -> str | None:
-        return _reason(module)
-
-    def sizes(self, module: nn.Module) -> tuple[int, int, int]:
-        raise NotImplementedError
-
-    def parameters(self, module: nn.Module) -> tuple[str, ...]:
-        raise NotImplementedError
-
-    def weights(self, module: nn.Module, experts: slice) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def gate(self, module: nn.Module) -> Gate:
-        raise NotImplementedError
-
-
-def _reason(module: nn.Module) -> str | None:
+def reason_to_refuse(module: nn.Module) -> str | None:
+    """Why the experts of a module cannot be quantized; None for every module that is not recognized as such."""
     if isinstance(module, nn.ModuleDict) and "expert_0" in module and hasattr(module["expert_0"], "fc1"):
         return "this transformers runs only its experts 0 and 1 (it one-hot encodes a mask of zeros and ones)"
     if all(isinstance(getattr(module, name, None), nn.Embedding) for name in ("down_embed", "up_embed")):
