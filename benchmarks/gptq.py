@@ -1,83 +1,217 @@
-"""GPTQ of whole experts at 1-4 bits against the time that its floating-point operations take as plain matrix products.
+"""GPTQ of experts at several widths: against the machine's matrix products, and against gptqmodel and llmcompressor.
 
-    python benchmarks/gptq.py [--experts 4] [--hidden 2048] [--intermediate 768] [--group 128] [--rounds 5]
+    python benchmarks/gptq.py [--experts 16] [--peer-experts 2] [--rounds 3] [--no-peers] [--no-large] [--device cpu]
 
-One expert is gate and up (sharing a Hessian) and down. The limit is measured in the same interleaved run: a product of
-[1024, 1024] matrices repeated until it has done as many operations. Goal (DESIGN.md): within twice that time.
+Experts have the shape of Qwen3-30B-A3B (2048 x 768, gate and up share a Hessian), group 128; then one down projection
+of Mixtral-8x7B (4096 x 14336) at 4 bits. Every contender is a process of its own that waits for its turn, so that
+rounds alternate; they get the same problems and the same number of threads. gptqmodel 7.6.0 and llmcompressor 0.14.0
+are installed into environments of their own under --environments when they are not there; what cannot be installed is
+left out with a message. Their time on --peer-experts is scaled to all experts. Operations counted as useful: N K^2 a
+matrix and width and K^3 / 3 a Hessian; the limit is a product of [1024, 1024] matrices.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
-
-import torch  # isort: skip
-
-from moeq.numerics import gptq  # isort: skip
-
-BITS = (1, 2, 3, 4)
-GOAL = 2.0
-
-
-def operations(hidden: int, intermediate: int) -> float:
-    """Floating-point operations of one expert: two Cholesky factors, and K^2 multiply-adds / 2 a row and width."""
-    total = 0.0
-    for inputs, rows in ((hidden, 2 * intermediate), (intermediate, hidden)):
-        total += inputs**3 / 3 + len(BITS) * rows * inputs**2
-    return total
+HERE = Path(__file__).resolve().parent
+BITS, MORE_BITS, LARGE_BITS = (2, 3, 4), (1, 2, 3, 4), (4,)
+GOALS = {"gptqmodel": 10.0, "llmcompressor": 6.0}
+EFFICIENCY_GOAL, MORE_BITS_GOAL = 0.55, 1.35
+TORCH = "torch==2.13.0"
+PEERS = {  # requirements, installed in this order
+    "gptqmodel": [[TORCH, "setuptools", "wheel", "packaging", "ninja", "numpy"], ["gptqmodel==7.6.0"]],
+    "llmcompressor": [[TORCH], ["llmcompressor==0.14.0"]],
+}
+EXPERT = {"hidden": 2048, "intermediate": 768}
+LARGE = {"inputs": 14336, "rows": 4096}
 
 
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+class Worker:
+    """One contender in a process of its own."""
+
+    def __init__(self, name: str, python: Path, options: argparse.Namespace) -> None:
+        self.name = name
+        environment = os.environ | {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "OMP_NUM_THREADS": str(options.threads),
+            "GPTQMODEL_CPU_WORKERS": str(options.threads),
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if options.device == "cuda" else "",
+        }
+        if name in ("moeq", "products"):
+            environment["PYTHONPATH"] = str(HERE.parent)
+        command = [str(python), str(HERE / "gptq_worker.py"), name, options.device, str(options.threads)]
+        self.log = Path(options.environments) / f"{name}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
+
+    def ask(self, **job: Any) -> dict[str, Any]:
+        """Run one job and give its answer: {seconds, peak_bytes}. RuntimeError when the worker ends."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError(f"{self.name} ended, see {self.log}")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def expert_operations(bits: tuple[int, ...], experts: int) -> float:
+    hidden, inter = EXPERT["hidden"], EXPERT["intermediate"]
+    factors = (hidden**3 + inter**3) / 3
+    return experts * (factors + len(bits) * (2 * inter * hidden**2 + hidden * inter**2))
+
+
+def large_operations() -> float:
+    return LARGE["inputs"] ** 3 / 3 + len(LARGE_BITS) * LARGE["rows"] * LARGE["inputs"] ** 2
+
+
+def install(name: str, directory: Path) -> Path | None:
+    """The Python of a peer's environment, made when it is not there; None with a message when it can't be."""
+    home = directory / name
+    python, done = home / "bin" / "python", home / ".installed"
+    if done.exists():
+        return python
+    print(f"installing {name} into {home}", flush=True)
+    steps = [[sys.executable, "-m", "venv", "--clear", str(home)]]
+    pins = directory / "torch.txt"
+    pins.write_text(TORCH + "\n")
+    for index, requirements in enumerate(PEERS[name]):
+        flags = ["--no-build-isolation"] if index else []
+        steps.append([str(python), "-m", "pip", "install", "-q", "-c", str(pins), *flags, *requirements])
+    for step in steps:
+        result = subprocess.run(step, capture_output=True, text=True)
+        if result.returncode:
+            reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            print(f"{name} is left out, it cannot be installed: {reason}")
+            return None
+    done.touch()
+    return python
+
+
+def start(options: argparse.Namespace) -> dict[str, Worker]:
+    pythons: dict[str, Path | None] = {"products": Path(sys.executable), "moeq": Path(sys.executable)}
+    if not options.no_peers:
+        pythons |= {name: install(name, Path(options.environments)) for name in PEERS}
+    return {name: Worker(name, python, options) for name, python in pythons.items() if python is not None}
+
+
+def drop(workers: dict[str, Worker], name: str, error: RuntimeError) -> None:
+    """Go on without a peer that fails; moeq and the products may not."""
+    if name in ("moeq", "products"):
+        raise error
+    print(f"{name} is left out: {error}")
+    workers.pop(name).close()
+
+
+def rounds(workers: dict[str, Worker], jobs: dict[str, list[dict[str, Any]]], count: int) -> dict[str, list[Any]]:
+    """Answers of all jobs, the workers taking turns; {worker or worker+tag: answers}."""
+    found: dict[str, list[Any]] = {}
+    for _ in range(count):
+        for name in list(workers):
+            for job in jobs.get(name, []):
+                try:
+                    answer = workers[name].ask(**job)
+                except RuntimeError as error:
+                    drop(workers, name, error)
+                    break
+                found.setdefault(name + job.get("tag", ""), []).append(answer)
+    return found
+
+
+def median(answers: list[Any]) -> float:
+    return statistics.median(answer["seconds"] for answer in answers)
+
+
+def ratio(ones: list[Any], others: list[Any], scale: float = 1.0) -> float:
+    """Median over rounds of one contender's time over the other's."""
+    return statistics.median(a["seconds"] * scale / b["seconds"] for a, b in zip(ones, others, strict=True))
+
+
+def report(found: dict[str, list[Any]], operations: float, label: str, scales: dict[str, float]) -> bool:
+    """Print one table; whether the goals hold."""
+    ours, limit = found["moeq"], found["products"]
+    efficiency = ratio(limit, ours)
+    peak = operations / median(limit) / 1e9
+    print(f"\n{label}")
+    print(f"  {'matrix products':16} {median(limit):9.2f} s  {peak:7.0f} GFLOP/s, the limit")
+    print(
+        f"  {'moeq':16} {median(ours):9.2f} s  {efficiency * peak:7.0f} useful GFLOP/s = {efficiency:.0%} of the limit,"
+        f" {ours[0]['peak_bytes'] / 1e9:.2f} GB above its inputs"
+    )
+    met = [efficiency >= EFFICIENCY_GOAL]
+    for name, goal in GOALS.items():
+        if name in found:
+            scale = scales[name]
+            times = ratio(found[name], ours, scale)
+            met.append(times >= goal or scale == 1)
+            print(
+                f"  {name:16} {median(found[name]) * scale:9.2f} s  {times:7.1f} times moeq's"
+                f" (goal {goal:.0f}), {found[name][0]['peak_bytes'] / 1e9:.2f} GB above its inputs"
+            )
+    return all(met)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("experts", 4), ("hidden", 2048), ("intermediate", 768), ("group", 128), ("rounds", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--peer-experts", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-large", action="store_true")
+    parser.add_argument("--environments", default=str(HERE.parent / "build" / "peers"))
     options = parser.parse_args()
-    generator = torch.Generator().manual_seed(0)
+    Path(options.environments).mkdir(parents=True, exist_ok=True)
+    workers = start(options)
+    try:
+        return compare(workers, options)
+    finally:
+        for worker in workers.values():
+            worker.close()
 
-    def problem(inputs: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = torch.randn(options.experts, 2 * inputs, inputs, generator=generator)
-        hidden = hidden + 0.5 * hidden.roll(1, -1)
-        weight = 0.02 * torch.randn(options.experts, rows, inputs, generator=generator)
-        return weight, hidden.mT @ hidden / hidden.shape[1]
 
-    problems = [
-        problem(options.hidden, 2 * options.intermediate),
-        problem(options.intermediate, options.hidden),
-    ]
-    square = torch.randn(1024, 1024, generator=generator)
-    repeats = max(1, round(options.experts * operations(options.hidden, options.intermediate) / (2 * 1024**3)))
-
-    def replicas() -> None:
-        for weight, hessian in problems:
-            factor = gptq.factorize(hessian)
-            gptq.quantize(weight, factor.unit_upper, bits=BITS, group_size=options.group)
-
-    def products() -> None:
-        for _ in range(repeats):
-            square @ square
-
-    replicas()
-    products()
-    pairs = [(seconds(replicas), seconds(products)) for _ in range(options.rounds)]
-    ours, limit = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(a / b for a, b in pairs)
-    shape = f"{options.experts} experts {options.hidden}x{options.intermediate}"
-    print(f"{shape}, bits {BITS}, {torch.get_num_threads()} threads")
-    print(f"replicas         {ours / options.experts:8.3f} s an expert")
-    print(f"matrix products  {limit / options.experts:8.3f} s an expert")
-    print(f"ratio {ratio:.2f} (median of {options.rounds} pairs), goal {GOAL}")
-    return 0 if ratio <= GOAL else 1
+def compare(workers: dict[str, Worker], options: argparse.Namespace) -> int:
+    operations = expert_operations(BITS, options.experts)
+    mine = {"problem": "experts", "experts": options.experts, **EXPERT}
+    jobs: dict[str, list[dict[str, Any]]] = {
+        "products": [{"problem": "products", "operations": operations}],
+        "moeq": [mine | {"bits": BITS}, mine | {"bits": MORE_BITS, "tag": " more"}],
+    }
+    jobs |= {name: [mine | {"experts": options.peer_experts, "bits": BITS}] for name in PEERS}
+    rounds(
+        workers, {name: [job | {"experts": 1, "operations": 1e9} for job in own] for name, own in jobs.items()}, 1
+    )  # warm
+    found = rounds(workers, jobs, options.rounds)
+    scales = dict.fromkeys(PEERS, options.experts / options.peer_experts)
+    label = f"{options.experts} experts {EXPERT['hidden']} x {EXPERT['intermediate']}, bits {BITS}, group 128,"
+    met = report(found, operations, f"{label} {options.device}, {options.threads} threads", scales)
+    more = ratio(found["moeq more"], found["moeq"])
+    print(f"  bits {MORE_BITS} take {more:.2f} times as long as {BITS} (goal {MORE_BITS_GOAL})")
+    met = met and more <= MORE_BITS_GOAL
+    if not options.no_large:
+        job = {"problem": "matrix", "bits": LARGE_BITS, **LARGE}
+        jobs = {name: [job] for name in workers if name != "products"}
+        jobs["products"] = [{"problem": "products", "operations": large_operations()}]
+        label = f"one matrix {LARGE['rows']} x {LARGE['inputs']} at {LARGE_BITS[0]} bits"
+        met = report(rounds(workers, jobs, 1), large_operations(), label, dict.fromkeys(PEERS, 1.0)) and met
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Axes: E experts, K inputs (columns of the weight), B bit widths, N output rows; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,9 @@ from moeq.numerics.grids import (
 
 LANES_AT_ONCE = 2048  # rows times widths that the CPU works on together, and at least so many a thread:
 LANES_A_THREAD = 1024
-BLOCK = 128  # columns whose feedback from earlier blocks is one matrix product
+BLOCK = 128  # columns that the inner loop rounds one by one
+SPAN = 256  # columns whose feedback from all columns before them is one matrix product
+FACTOR_BLOCK = 256  # columns that are factored at once
 SUB_BLOCK = 16  # columns updated by rank-1 steps inside a block
 MAX_DAMPING = 1.0
 
@@ -71,38 +73,59 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
     factorization fails it is repeated in float64, then with damping raised tenfold up to 1.0.
     """
     experts, size = hessian.shape[0], hessian.shape[-1]
-    work = hessian.flip(-2, -1)  # Cholesky of the flipped matrix, flipped back, is upper triangular
+    work = hessian.clone()
     diagonal = work.diagonal(dim1=-2, dim2=-1)
-    dead = diagonal <= 0
     mean = diagonal.mean(-1, keepdim=True)
-    diagonal.masked_fill_(dead, 1.0)
-    used = torch.full((experts,), damping, dtype=torch.float64)
+    diagonal.masked_fill_(diagonal <= 0, 1.0)
     diagonal.add_(damping * mean)
-    lower, info = torch.linalg.cholesky_ex(work)
-    bad = (info != 0) | ~torch.isfinite(lower.diagonal(dim1=-2, dim2=-1)).all(-1)
+    damped = diagonal.clone()
+    used = torch.full((experts,), damping, dtype=torch.float64)
+    upper, info = _upper_factor(work)
+    bad = (info != 0) | ~torch.isfinite(upper.diagonal(dim1=-2, dim2=-1)).all(-1)
     float64 = torch.zeros(experts, dtype=torch.bool)
     failed = torch.zeros(experts, dtype=torch.bool)
     for expert in bad.nonzero().flatten().tolist():
         float64[expert] = True
-        fixed, amount = _retry(work[expert].double(), mean[expert].double(), damping)
+        exact = hessian[expert].double().diagonal_scatter(damped[expert].double())
+        fixed, amount = _retry(exact, mean[expert].double(), damping)
         used[expert] = amount
         if fixed is None:
             failed[expert] = True
             fixed = torch.eye(size, dtype=torch.float64, device=hessian.device)
-        lower[expert] = fixed.to(lower.dtype)
-    upper = lower.flip(-2, -1)
+        upper[expert] = fixed.to(upper.dtype)
     upper.div_(upper.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-2))
     return Factor(unit_upper=upper, damping=used, float64=float64, failed=failed)
 
 
+def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
+    """U with work = U U^T, upper triangular, in place of `work` [E, K, K]; [E] nonzero where there is none.
+
+    Block by block from the last one; all but the blocks on the diagonal is matrix products.
+    """
+    experts, size, _ = work.shape
+    info = torch.zeros(experts, dtype=torch.int32, device=work.device)
+    for stop in range(size, 0, -FACTOR_BLOCK):
+        start = max(0, stop - FACTOR_BLOCK)
+        column = work[:, :stop, start:stop]
+        if stop < size:
+            column.baddbmm_(work[:, :stop, stop:], work[:, start:stop, stop:].mT, alpha=-1)
+        lower, wrong = torch.linalg.cholesky_ex(column[:, start:].flip(-2, -1))  # flipped back, it is upper triangular
+        block = lower.flip(-2, -1)
+        info = torch.maximum(info, wrong)
+        column[:, start:] = block
+        if start:
+            column[:, :start] = torch.linalg.solve_triangular(block.mT, column[:, :start], upper=False, left=False)
+    return work.triu_(), info
+
+
 def _retry(work: Tensor, mean: Tensor, damping: float) -> tuple[Tensor | None, float]:
-    """Factor one (already damped) flipped Hessian in float64, raising the damping until it is positive definite."""
+    """Factor one (already damped) Hessian in float64, raising the damping until it is positive definite."""
     total = damping
     mean = mean.clamp(min=torch.finfo(torch.float32).tiny)
     while True:
-        lower, info = torch.linalg.cholesky_ex(work)
+        lower, info = torch.linalg.cholesky_ex(work.flip(-2, -1))
         if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
-            return lower, total
+            return lower.flip(-2, -1), total
         raised = max(total * 10, 1e-3)
         if raised > MAX_DAMPING:
             return None, total
@@ -172,18 +195,21 @@ def _on_cpu(
     groups = -(-inputs // group)
     scale, zero = (torch.empty(experts, len(bits), rows, groups, dtype=factor.dtype) for _ in range(2))
     lanes = max(LANES_AT_ONCE, LANES_A_THREAD * torch.get_num_threads())
-    step = max(1, lanes // len(bits))
+    chunks = max(1, round(rows * len(bits) / lanes))
+    step = -(-rows // (chunks * sweep.LANES)) * sweep.LANES
     some = max(1, lanes // (len(bits) * rows))
+    space = torch.empty(min(some, experts) * inputs * len(bits) * min(step, rows), dtype=factor.dtype)
     for first in range(0, experts, some):
         which = slice(first, first + some)
         for start in range(0, rows, step):
-            part = slice(start, start + step)
+            part, at = slice(start, start + step), (first, start)
             columns = _input_major(weight[which, part], factor.dtype)
+            residual = space[: columns.numel() * len(bits)].view(*columns.shape[:2], -1)
             if order is None:
-                grids = _some_rows(columns, factor[which], bits, group, symmetric, codes, (first, start))
+                grids = _some_rows(columns, factor[which], bits, group, symmetric, residual, codes, at)
             else:
                 grids = _static_grids(columns, bits, group, symmetric)
-                _some_rows_in_order(columns, factor[which], bits, grids, order[which], group, codes, (first, start))
+                _some_rows_in_order(columns, factor[which], bits, grids, order[which], group, residual, codes, at)
             scale[which, :, part], zero[which, :, part] = grids
     return codes if order is None else _put_back(codes, order), scale, zero
 
@@ -201,19 +227,19 @@ def _some_rows_in_order(
     static: tuple[Tensor, Tensor],
     order: Tensor,
     group: int,
+    residual: Tensor,
     codes: Tensor,
     at: tuple[int, int],
 ) -> None:
     """As _some_rows with grids that are given, [E, B, N, G]; codes are in the order of rounding."""
     experts, inputs, rows = columns.shape
     columns = columns.gather(1, order.unsqueeze(2).expand_as(columns)).contiguous()
-    residual = torch.empty(experts, inputs, len(bits) * rows, dtype=columns.dtype)
     scale, zero = (one.permute(0, 3, 1, 2).flatten(2).contiguous() for one in static)
     top = max_codes(bits, scale).expand(len(bits), rows).reshape(-1)
     group_of = (order // group).contiguous()
-    for begin in range(0, inputs, BLOCK):
-        given = _feedback(factor, residual, 0, begin, min(begin + BLOCK, inputs))
-        grids = (scale, inverse_scale(scale), zero)
+    grids = (scale, inverse_scale(scale), zero)
+    nothing = columns.new_zeros(experts, inputs, len(bits) * rows)
+    for begin, given in _blocks(nothing, factor, residual, 0, inputs):
         sweep.round_block(columns, given, factor, begin, grids, top, group_of, residual, codes, at)
 
 
@@ -223,37 +249,59 @@ def _some_rows(
     bits: Sequence[int],
     group: int,
     symmetric: bool,
+    residual: Tensor,
     codes: Tensor,
     at: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """_on_cpu for some rows of some experts, from expert and row `at` on: fills codes, returns scale and zero."""
     experts, inputs, rows = columns.shape
     widths = len(bits)
-    residual = torch.empty(experts, inputs, widths * rows, dtype=columns.dtype)
     first_group = torch.zeros(experts, inputs, dtype=torch.long)
+    top = max_codes(bits, columns).expand(widths, rows).reshape(-1)
     scales, zeros = [], []
-    for start in range(0, inputs, group):
-        stop = min(start + group, inputs)
-        feedback = _feedback(factor, residual, 0, start, stop)
-        if start:
-            extent = sweep.extent(columns, feedback, factor, start)
-        else:
-            part = columns[:, :stop]
-            found = (part.amin(1).clamp(max=0), part.amax(1).clamp(min=0), part.abs().mean(1))
-            extent = tuple(one.repeat(1, widths) for one in found)  # type: ignore[assignment]
-        low, high, size = (one.unflatten(1, (widths, rows)) for one in extent)
-        scale, zero = grid_between(low, high, size, bits, symmetric)
-        scales.append(scale)
-        zeros.append(zero)
-        top = max_codes(bits, scale).expand(widths, rows).reshape(-1)
-        grids = tuple(one.reshape(experts, 1, -1).contiguous() for one in (scale, inverse_scale(scale), zero))
-        for begin in range(start, stop, BLOCK):
-            end = min(begin + BLOCK, stop)
-            given = feedback[:, begin - start : end - start].contiguous()
-            if begin > start:
-                given += _feedback(factor, residual, start, begin, end)
-            sweep.round_block(columns, given, factor, begin, grids, top, first_group, residual, codes, at)  # type: ignore[arg-type]
+    span = max(group, SPAN // group * group)
+    for far in range(0, inputs, span):
+        from_far = _feedback(factor, residual, 0, far, min(far + span, inputs))
+        for start in range(far, min(far + span, inputs), group):
+            stop = min(start + group, inputs)
+            feedback = _with_near(from_far, factor, residual, far, start, stop)
+            if start:
+                extent = sweep.extent(columns, feedback, factor, start)
+            else:
+                part = columns[:, :stop]
+                found = (part.amin(1).clamp(max=0), part.amax(1).clamp(min=0), part.abs().mean(1))
+                extent = tuple(one.repeat(1, widths) for one in found)  # type: ignore[assignment]
+            low, high, size = (one.unflatten(1, (widths, rows)) for one in extent)
+            scale, zero = grid_between(low, high, size, bits, symmetric)
+            scales.append(scale)
+            zeros.append(zero)
+            grids = tuple(one.reshape(experts, 1, -1).contiguous() for one in (scale, inverse_scale(scale), zero))
+            for begin, given in _blocks(feedback, factor, residual, start, stop):
+                sweep.round_block(columns, given, factor, begin, grids, top, first_group, residual, codes, at)  # type: ignore[arg-type]
     return torch.stack(scales, -1), torch.stack(zeros, -1)
+
+
+def _blocks(given: Tensor, factor: Tensor, residual: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """First columns of the blocks from start to stop, each with what all columns before it give, [E, <= BLOCK, R].
+
+    given: what those before `start` give to them; the residual of a block must be there when the next one is asked for.
+    """
+    for far in range(start, stop, SPAN):
+        end = min(far + SPAN, stop)
+        from_far = _with_near(given, factor, residual, start, far, end)
+        for begin in range(far, end, BLOCK):
+            yield begin, _with_near(from_far, factor, residual, far, begin, min(begin + BLOCK, end))
+
+
+def _with_near(given: Tensor, factor: Tensor, residual: Tensor, first: int, start: int, stop: int) -> Tensor:
+    """What all columns before `start` give to those from start to stop, [E, stop - start, R].
+
+    given: what those before `first` give to the columns from `first` on.
+    """
+    part = given[:, start - first : stop - first]
+    if first < start:
+        part.baddbmm_(factor[:, first:start, start:stop].mT, residual[:, first:start])
+    return part.contiguous()
 
 
 def _feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: int) -> Tensor:

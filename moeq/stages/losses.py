@@ -26,7 +26,7 @@ from moeq.quantizers.layer import RTN, heldout_stride, quantize_layer
 from moeq.recipe import LossesSection
 from moeq.stages.context import Context
 
-REVISION = 2  # raised when the same inputs give other replicas or losses: also for what lies in stores
+REVISION = 3  # raised when the same inputs give other replicas or losses: also for what lies in stores
 ON_DEMAND = frozenset({RTN})  # methods whose replicas are made when they are needed
 CHOICES = frozenset({"bits", "methods", "working_memory"})  # settings that name entries, or decide nothing
 MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  # that decide rows, not replicas

@@ -1,0 +1,171 @@
+"""One contender of benchmarks/gptq.py: reads jobs as lines of JSON, answers each with {seconds, peak_bytes}.
+
+    python gptq_worker.py moeq|products|gptqmodel|llmcompressor cpu|cuda THREADS
+
+Runs in the contender's own environment, so it imports nothing but torch and the contender. peak_bytes: the most memory
+during the job above what was there when its inputs were ready.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+GROUP = 128
+NAME, DEVICE, THREADS = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if NAME == "moeq":
+    import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
+
+import torch  # noqa: E402  isort: skip
+
+Problem = tuple[torch.Tensor, torch.Tensor]  # weights [E, N, K], Hessians [E, K, K]
+
+
+def problem(experts: int, inputs: int, rows: int) -> Problem:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(inputs + 512, inputs, generator=generator)
+    hidden = hidden + 0.5 * hidden.roll(1, -1)
+    hessian = hidden.T @ hidden / len(hidden)
+    weight = 0.02 * torch.randn(experts, rows, inputs, generator=generator)
+    return weight.to(DEVICE), hessian.expand(experts, -1, -1).contiguous().to(DEVICE)
+
+
+def problems(job: dict[str, Any]) -> list[Problem]:
+    """Gate and up as one matrix of twice the rows, and down; or one matrix alone."""
+    if job["problem"] == "matrix":
+        return [problem(1, job["inputs"], job["rows"])]
+    hidden, inter = job["hidden"], job["intermediate"]
+    return [problem(job["experts"], hidden, 2 * inter), problem(job["experts"], inter, hidden)]
+
+
+def products(job: dict[str, Any]) -> Callable[[], None]:
+    square = torch.randn(1024, 1024, device=DEVICE)
+    repeats = max(1, round(job["operations"] / (2 * 1024**3)))
+
+    def run() -> None:
+        for _ in range(repeats):
+            square @ square
+
+    return run
+
+
+def ours(job: dict[str, Any]) -> Callable[[], None]:
+    from moeq.numerics import gptq
+
+    given = problems(job)
+
+    def run() -> None:
+        for weight, hessian in given:
+            factor = gptq.factorize(hessian)
+            gptq.quantize(weight, factor.unit_upper, bits=job["bits"], group_size=GROUP)
+
+    return run
+
+
+def split(job: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Single matrices [N, K] with their Hessians, as the peers want them: gate and up apart."""
+    found = []
+    for index, (weight, hessian) in enumerate(problems(job)):
+        parts = weight.chunk(2, 1) if index == 0 and job["problem"] == "experts" else [weight]
+        found += [(part[expert].contiguous(), hessian[expert]) for part in parts for expert in range(len(weight))]
+    return found
+
+
+def gptqmodel(job: dict[str, Any]) -> Callable[[], None]:
+    from gptqmodel.quantization import QuantizeConfig
+    from gptqmodel.quantization.gptq import GPTQ
+
+    given = split(job)
+
+    def run() -> None:
+        for weight, hessian in given:
+            for bits in job["bits"]:
+                linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=DEVICE)
+                linear.weight.data = weight.clone()
+                config = QuantizeConfig(bits=bits, group_size=GROUP, sym=False, desc_act=False, act_group_aware=False)
+                task = GPTQ(linear, qcfg=config)
+                task.quantizer.configure(perchannel=True)
+                task.H, task.nsamples = hessian.clone(), 1024
+                task.fwd_counter = 1024
+                task.quantize()
+
+    return run
+
+
+def llmcompressor(job: dict[str, Any]) -> Callable[[], None]:
+    from compressed_tensors.quantization import QuantizationArgs
+    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+
+    by_shape: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for weight, hessian in split(job):
+        by_shape.setdefault(tuple(weight.shape), []).append((weight, hessian))
+    given = [tuple(torch.stack(part) for part in zip(*some, strict=True)) for some in by_shape.values()]
+
+    def run() -> None:
+        for weight, hessian in given:
+            for bits in job["bits"]:
+                groups = weight.unflatten(-1, (-1, GROUP))
+                low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+                scale = (high - low) / (2**bits - 1)
+                zero = (-low / scale).round() - 2 ** (bits - 1)
+                arguments = QuantizationArgs(num_bits=bits, group_size=GROUP, strategy="group", symmetric=False)
+                quantize_weight(weight.clone(), hessian.clone(), scale, zero, None, arguments)
+
+    return run
+
+
+def resident() -> int:
+    """Bytes of this process in memory, or on the GPU."""
+    if DEVICE == "cuda":
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/status") as lines:
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def measured(run: Callable[[], None]) -> dict[str, float]:
+    """Seconds and peak memory of one run; memory is looked at every 20 ms."""
+    before, peak, over = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(0.02):
+            peak = max(peak, resident())
+
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    run()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    seconds = time.perf_counter() - started
+    over.set()
+    watcher.join()
+    return {"seconds": seconds, "peak_bytes": max(0, peak - before)}
+
+
+MAKERS = {"products": products, "moeq": ours, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor}
+
+
+def main() -> None:
+    torch.set_num_threads(THREADS)
+    answers, sys.stdout = sys.stdout, sys.stderr  # what contenders print must not be taken for an answer
+    ready: tuple[str, Callable[[], None]] | None = None
+    for line in sys.stdin:
+        if ready is None or ready[0] != line:
+            ready = None
+            ready = (line, MAKERS[NAME](json.loads(line)))
+        with torch.no_grad():
+            answer = measured(ready[1])
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
