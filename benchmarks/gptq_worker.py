@@ -1,9 +1,9 @@
-"""One contender of benchmarks/gptq.py: reads jobs as lines of JSON, answers each with {seconds, peak_bytes}.
+"""One contender of benchmarks/gptq.py: reads jobs as lines of JSON, answers each with {seconds, cpu, peak_bytes}.
 
     python gptq_worker.py moeq|products|gptqmodel|llmcompressor cpu|cuda THREADS
 
-Runs in the contender's own environment, so it imports nothing but torch and the contender. peak_bytes: the most memory
-during the job above what was there when its inputs were ready.
+Runs in the contender's own environment, so it imports nothing but torch and the contender. cpu: seconds of
+all its threads together; peak_bytes: the most memory during the job above what was there when its inputs were ready.
 """
 
 from __future__ import annotations
@@ -140,15 +140,15 @@ def measured(run: Callable[[], None]) -> dict[str, float]:
         torch.cuda.synchronize()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     run()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - used
     over.set()
     watcher.join()
-    return {"seconds": seconds, "peak_bytes": max(0, peak - before)}
+    return {"seconds": seconds, "cpu": cpu, "peak_bytes": max(0, peak - before)}
 
 
 MAKERS = {"products": products, "moeq": ours, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor}

@@ -14,8 +14,12 @@ Axes: E experts, K inputs (columns of the weight), B bit widths, N output rows; 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -386,6 +390,17 @@ def _unit_inverse(lower: Tensor) -> Tensor:
     return inverse
 
 
+def _has_kernel(tensor: Tensor) -> bool:
+    """Whether the Triton kernel runs where this tensor lies: on a GPU, or anywhere in Triton's interpreter."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (tensor.is_cuda or interpreted) and importlib.util.find_spec("triton") is not None
+
+
+def _device_sweep() -> Any:
+    """The kernel's module; Triton is large and there is none for every machine."""
+    return importlib.import_module("moeq.numerics.device_sweep")
+
+
 def _sweep_group(
     original: Tensor,
     feedback: Tensor,
@@ -409,6 +424,19 @@ def _sweep_group(
         if start:
             target.baddbmm_(factor[:, :start, start:stop].mT, residual[:, :start])
         block = factor[:, start:stop, start:stop]
+        if _has_kernel(target):
+            own = slice(start, stop) if scale.shape[1] > 1 else slice(None)
+            _device_sweep().round_block(
+                target,
+                original[:, start:stop],
+                block,
+                scale[:, own],
+                zero[:, own],
+                top,
+                residual[:, start:stop],
+                codes[:, start:stop],
+            )
+            continue
         for low in range(0, stop - start, SUB_BLOCK):
             high = min(low + SUB_BLOCK, stop - start)
             for column in range(low, high):

@@ -161,7 +161,7 @@ def test_act_order_equals_the_oracle(inputs: int, rows: int, group: int, experts
 @pytest.mark.parametrize("group", [32, 128, -1])
 def test_the_compiled_loop_equals_the_one_in_torch(group: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a CPU against what runs on a GPU, in float64; also in pieces of a few rows and experts."""
-    weight, hessian = problem(200, 37, experts=5)
+    weight, hessian = problem(200, 300, experts=3)
     order, hessian = gptq.act_order(hessian) if ordered else (None, hessian)
     factor = gptq.factorize(hessian.double()).unit_upper
     options = {"bits": BITS, "group_size": group, "order": order}

@@ -1,0 +1,86 @@
+"""Time to quantize all experts of a model of Qwen3-30B-A3B's shape at four widths, from a few layers.
+
+    python benchmarks/gptq_model.py [--device cuda] [--layers 4] [--of-layers 48] [--experts 128] [--batch 0]
+
+Weights and Hessians are synthetic: 128 experts a layer, 2048 x 768, gate and up sharing a Hessian, group 128, 1 to 4
+bits; Hessians are factored, every matrix is quantized, codes stay on the device. Goal: under 3 minutes on one H200.
+--batch: experts at once; 0 takes what half of the GPU's free memory holds, or 4 on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+
+import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
+
+import torch  # isort: skip
+
+from moeq.numerics import gptq  # isort: skip
+
+BITS = (1, 2, 3, 4)
+HIDDEN, INTERMEDIATE = 2048, 768
+GOAL = 180.0
+
+
+def experts_at_once(device: torch.device) -> int:
+    """Experts whose Hessians, factors, residuals and codes take half of the free memory."""
+    if device.type == "cpu":
+        return 4
+    lanes = len(BITS) * 2 * INTERMEDIATE
+    each = 4 * (3 * HIDDEN**2 + 2 * HIDDEN * lanes) + 2 * HIDDEN * lanes
+    return max(1, torch.cuda.mem_get_info(device)[0] // 2 // each)
+
+
+def problem(experts: int, inputs: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [E, rows, inputs] and one Hessian that is every expert's, [E, inputs, inputs]."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(2 * inputs, inputs, generator=generator, device=device)
+    hidden = hidden + 0.5 * hidden.roll(1, -1)
+    weight = 0.02 * torch.randn(experts, rows, inputs, generator=generator, device=device)
+    return weight, (hidden.T @ hidden / len(hidden)).expand(experts, -1, -1).contiguous()
+
+
+def layer_seconds(problems: list[tuple[torch.Tensor, torch.Tensor]], experts: int, batch: int) -> float:
+    """One layer, its experts batch by batch (the same problem for each batch)."""
+    cuda = problems[0][0].is_cuda
+    if cuda:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for first in range(0, experts, batch):
+        count = min(batch, experts - first)
+        for weight, hessian in problems:
+            factor = gptq.factorize(hessian[:count])
+            gptq.quantize(weight[:count], factor.unit_upper, bits=BITS, group_size=128)
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for name, default in (("layers", 4), ("of-layers", 48), ("experts", 128), ("batch", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    batch = min(options.experts, options.batch or experts_at_once(device))
+    problems = [problem(batch, HIDDEN, 2 * INTERMEDIATE, device), problem(batch, INTERMEDIATE, HIDDEN, device)]
+    layer_seconds(problems, batch, batch)  # compiles and warms
+    taken = [layer_seconds(problems, options.experts, batch) for _ in range(options.layers)]
+    whole = statistics.median(taken) * options.of_layers
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"{name}: {options.experts} experts a layer, {batch} at once, bits {BITS}")
+    print(
+        f"layer {statistics.median(taken):.2f} s (median of {options.layers}), {options.of_layers} layers {whole:.0f} s"
+    )
+    if device.type == "cuda":
+        print(f"peak {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB; goal {GOAL:.0f} s")
+        return 0 if whole <= GOAL else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

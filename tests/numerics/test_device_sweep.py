@@ -1,0 +1,47 @@
+"""The Triton kernel against the compiled loop, in Triton's interpreter: needs no GPU, but Triton."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the gpu extra is not installed")
+
+SCRIPT = """
+import sys
+import torch
+from moeq.numerics import gptq
+
+group, ordered = int(sys.argv[1]), sys.argv[2] == "ordered"
+generator = torch.Generator().manual_seed(0)
+hidden = torch.randn(2, 400, 200, generator=generator, dtype=torch.float64)
+hessian = hidden.mT @ (hidden + 0.5 * hidden.roll(1, -1))
+hessian = (hessian + hessian.mT) / 800
+weight = torch.randn(2, 40, 200, generator=generator)
+weight[1, 3] = 0
+order, hessian = gptq.act_order(hessian) if ordered else (None, hessian)
+factor = gptq.factorize(hessian).unit_upper
+options = {"bits": (1, 2, 3, 4), "group_size": group, "order": order}
+assert gptq._has_kernel(weight)
+calls = []
+kernel = gptq._device_sweep().round_block
+gptq._device_sweep().round_block = lambda *given: (calls.append(1), kernel(*given))
+expected = gptq._on_cpu(weight, factor, (1, 2, 3, 4), 200 if group == -1 else group, False, order)
+found = gptq._on_device(weight, factor, (1, 2, 3, 4), 200 if group == -1 else group, False, order)
+assert calls
+assert torch.equal(expected[0], found[0])
+for one, other in zip(expected[1:], found[1:]):
+    torch.testing.assert_close(one, other)
+"""
+
+
+@pytest.mark.parametrize("order", ["plain", "ordered"])
+@pytest.mark.parametrize("group", [32, 128, -1])
+def test_the_kernel_equals_the_compiled_loop(group: int, order: str) -> None:
+    """In float64, where rounding leaves no room; the interpreter is chosen when Triton is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(group), order], env=environment, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
