@@ -7,8 +7,8 @@ of Mixtral-8x7B (4096 x 14336) at 4 bits. Every contender is a process of its ow
 rounds alternate; they get the same problems and the same number of threads. gptqmodel 7.6.0 and llmcompressor 0.14.0
 are installed into environments of their own under --environments when they are not there; what cannot be installed is
 left out with a message. Their time on --peer-experts is scaled to all experts. Operations counted as useful: N K^2 a
-matrix and width and K^3 / 3 a Hessian; the limit is a product of [1024, 1024] matrices. Beside the ratios of elapsed times stand those of CPU
-time, which other work on the same machine moves less.
+matrix and width and K^3 / 3 a Hessian; the limit is a product of [1024, 1024] matrices. Beside the ratios of elapsed
+times stand those of CPU time, which other work on the same machine moves less.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def report(found: dict[str, list[Any]], operations: float, label: str, scales: d
             met.append(times >= goal or scale == 1)
             print(
                 f"  {name:16} {median(found[name]) * scale:9.2f} s  {times:7.1f} times moeq's"
-                f" ({ratio(found[name], ours, scale, 'cpu'):.1f} by CPU time; goal {goal:.0f}), {found[name][0]['peak_bytes'] / 1e9:.2f} GB above its inputs"
+                f" ({ratio(found[name], ours, scale, 'cpu'):.1f} by CPU time; goal {goal:.0f}),"
+                f" {found[name][0]['peak_bytes'] / 1e9:.2f} GB above its inputs"
             )
     return all(met)
 
