@@ -126,6 +126,11 @@ class LossesSection(Section):
     methods: list[Literal["gptq", "rtn", "signround"]] = ["gptq", "rtn"]
     group_size: int = Field(128, ge=-1)
     symmetric: bool = False
+    clip: Literal["minmax", "mse"] = Field(
+        "minmax",
+        description="ends of the grids: least and largest weight, or the part of that range with the least error of "
+        "rounding (gptq: weighted by what an input counts once later ones have made up for it)",
+    )
     damping: float = Field(0.01, gt=0, le=1)
     act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
     signround_iterations: int = Field(200, ge=1, description="signround: steps of training, an expert and width")

@@ -10,13 +10,14 @@ Axes: E experts, G groups, g inputs of one group, B bit widths, N output rows (i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 SIGN_ZERO = 0.5
 SCALE_DTYPE = torch.float16
+SHRINKS = tuple(1 - step / 32 for step in range(21))  # of the min-max range that clipping tries, the whole first
 
 
 def group_count(num_inputs: int, group_size: int) -> int:
@@ -67,6 +68,39 @@ def grid_between(
             scale[:, index] = _storable(2 * size[:, index])
             zero[:, index] = SIGN_ZERO
     return scale, zero
+
+
+def shrunk_grids(
+    low: Tensor, high: Tensor, size: Tensor, bits: Sequence[int], symmetric: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The grids that clipping chooses from: `grid_between` of the range times each of SHRINKS; at 1 bit all equal."""
+    for shrink in SHRINKS:
+        yield grid_between(low * shrink, high * shrink, size, bits, symmetric)
+
+
+def fit_clipped_grid(
+    weight: Tensor, importance: Tensor, bits: Sequence[int], symmetric: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `fit_grid`, with the range of the least error of rounding among the shrunk ones.
+
+    weight: [E, g, B, N]; importance: [E, g], what an input's error counts. The error is the sum of cubes: GPTQ's own
+    search takes the power 2.4 where squares clip too much, and 3 measures better still. Of equals the widest range is
+    taken, so that the error is never above that of the min-max grid.
+    """
+    low, high = weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0)
+    top, counts = max_codes(bits, weight), importance[:, :, None, None]
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for scale, zero in shrunk_grids(low, high, weight.abs().mean(1), bits, symmetric):
+        codes = encode(weight, inverse_scale(scale).unsqueeze(1), zero.unsqueeze(1), top)
+        rest = codes.sub_(zero.unsqueeze(1)).mul_(scale.unsqueeze(1)).sub_(weight).abs_()
+        error = rest.pow_(3).mul_(counts).sum(1)
+        if best is None:
+            best = error, scale, zero
+            continue
+        better = error < best[0]
+        best = tuple(torch.where(better, new, old) for new, old in zip((error, scale, zero), best, strict=True))  # type: ignore[assignment]
+    assert best is not None
+    return best[1], best[2]
 
 
 def inverse_scale(scale: Tensor) -> Tensor:
