@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moeq.numerics import sweep
 from moeq.numerics.grids import (
+    Symmetry,
     encode,
     fit_clipped_grid,
     fit_grid,
@@ -125,7 +126,7 @@ def quantize(
     *,
     bits: Sequence[int],
     group_size: int,
-    symmetric: bool = False,
+    symmetric: Symmetry = False,
     order: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> Quantized:
@@ -159,7 +160,7 @@ def act_order(hessian: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _static_grids(
-    columns: Tensor, bits: Sequence[int], group: int, symmetric: bool, importance: Tensor | None
+    columns: Tensor, bits: Sequence[int], group: int, symmetric: Symmetry, importance: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Grids of the untouched weights [E, K, N]: scale and zero [E, B, N, G]."""
     found = []
@@ -184,7 +185,7 @@ def _clipped(
     importance: Tensor,
     extent: tuple[Tensor, Tensor, Tensor],
     bits: Sequence[int],
-    symmetric: bool,
+    symmetric: Symmetry,
 ) -> tuple[Tensor, Tensor]:
     """As `fit_clipped_grid`: scale and zero [E, B, N] of one group, on a CPU by the compiled search.
 
@@ -212,7 +213,7 @@ def _on_cpu(
     factor: Tensor,
     bits: Sequence[int],
     group: int,
-    symmetric: bool,
+    symmetric: Symmetry,
     order: Tensor | None,
     importance: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,7 +278,7 @@ def _some_rows(
     factor: Tensor,
     bits: Sequence[int],
     group: int,
-    symmetric: bool,
+    symmetric: Symmetry,
     importance: Tensor | None,
     codes: Tensor,
     at: tuple[int, int],
@@ -326,7 +327,7 @@ def _on_device(
     factor: Tensor,
     bits: Sequence[int],
     group: int,
-    symmetric: bool,
+    symmetric: Symmetry,
     order: Tensor | None,
     importance: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -374,7 +375,7 @@ def _on_device_in_order(
     factor: Tensor,
     bits: Sequence[int],
     group: int,
-    symmetric: bool,
+    symmetric: Symmetry,
     order: Tensor,
     importance: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -451,7 +452,7 @@ def _sweep_group(
 
 
 def _round_to_nearest(
-    columns: Tensor, bits: Sequence[int], group_size: int, symmetric: bool, importance: Tensor | None
+    columns: Tensor, bits: Sequence[int], group_size: int, symmetric: Symmetry, importance: Tensor | None
 ) -> Quantized:
     """Rounding (RTN) of columns [E, K, N], group by group."""
     _, inputs, rows = columns.shape

@@ -220,7 +220,7 @@ def rtn_batch(
     options: dict[str, Any] = {
         "bits": bits or config.bits,
         "group_size": config.group_size,
-        "symmetric": config.symmetric,
+        "symmetric": config.symmetry(),
     }
     found = {}
     for projection, weight in batch.items():
@@ -261,7 +261,7 @@ def _gptq(weight: Tensor, hessian: Tensor, config: LossesSection, notes: list[di
     With act_order, 1 bit keeps the order of the columns: its scale is worth much less when it is not taken from what
     earlier columns made of the group.
     """
-    options: dict[str, Any] = {"group_size": config.group_size, "symmetric": config.symmetric}
+    options: dict[str, Any] = {"group_size": config.group_size, "symmetric": config.symmetry()}
     ordered = [bits for bits in config.bits if config.act_order and bits > 1]
     plain = [bits for bits in config.bits if bits not in ordered]
     found: dict[int, gptq.Quantized] = {}

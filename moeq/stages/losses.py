@@ -63,7 +63,11 @@ def run(context: Context) -> dict[str, Any]:
     found = [_digests(context, index, layer.index) for layer in context.layers]
     replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))
     write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.layers))
-    return summarize(read_losses(directory / NAME))
+    summary = summarize(read_losses(directory / NAME))
+    if summary["fallbacks"]:
+        counts = ", ".join(f"{name} {count:,}" for name, count in summary["fallbacks"].items())
+        context.reporter.say(f"  fallbacks of {summary['experts']:,} experts: {counts}")
+    return summary
 
 
 def planned(context: Context, tokens: str) -> ReplicaIndex:

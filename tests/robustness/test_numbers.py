@@ -50,9 +50,11 @@ def test_tokens_that_are_not_finite_are_left_out_and_counted(
     out = tmp_path / "out"
     finished = moeq.run("losses", recipe, "--model", model, "--out", out)
     assert finished.code == 0, finished.stderr
-    said = re.findall(r"model\.layers\.(\d)\.mlp\.experts: (\d+) of 768 tokens left out", " ".join(finished.stderr.split()))
+    printed = " ".join(finished.stderr.split())
+    said = re.findall(r"model\.layers\.(\d)\.mlp\.experts: (\d+) of 768 tokens left out", printed)
     assert [int(layer) for layer, _ in said] == [0, 1, 2], finished.stderr
     assert all(0 < int(lost) < 768 for _, lost in said)
+    assert re.search(r"fallbacks of 15 experts: .*left_out_tokens 15", printed)
     summary = json.loads((out / "losses" / "stage.json").read_text("utf-8"))["summary"]
     assert summary["fallbacks"]["left_out_tokens"] == summary["experts"] == 15
     rows = pq.read_table(out / "losses" / "losses.parquet").to_pylist()
