@@ -54,6 +54,10 @@ class QuantizationError(MoeqError):
     exit_code = 5
 
 
+class NotFiniteError(QuantizationError):
+    """Weights or activations that are infinite or not numbers."""
+
+
 class AssignmentError(MoeqError):
     exit_code = 6
 

@@ -126,6 +126,16 @@ class LossesSection(Section):
     methods: list[Literal["gptq", "rtn", "signround"]] = ["gptq", "rtn"]
     group_size: int = Field(128, ge=-1)
     symmetric: bool = False
+    symmetric_range: Literal["even", "narrow", "full"] = Field(
+        "even",
+        description="what scale a largest magnitude m has on a symmetric grid of 8 (4) bits. even: m/127.5 (m/7.5); "
+        "narrow: m/127 (m/7), codes -127 to 127; full: m/128 (m/8), codes -128 to 127",
+    )
+    clip: Literal["minmax", "mse"] = Field(
+        "minmax",
+        description="ends of the grids: least and largest weight, or the part of that range with the least error of "
+        "rounding (gptq: weighted by what an input counts once later ones have made up for it)",
+    )
     damping: float = Field(0.01, gt=0, le=1)
     act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
     signround_iterations: int = Field(200, ge=1, description="signround: steps of training, an expert and width")
@@ -139,6 +149,8 @@ class LossesSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> LossesSection:
+        if self.symmetric_range != "even" and not self.symmetric:
+            raise ValueError(f"symmetric_range: {self.symmetric_range} needs symmetric: true")
         if self.group_size == 0 or (0 < self.group_size < 8):
             raise ValueError("group_size must be -1 (whole rows) or at least 8")
         for name in ("bits", "methods"):
@@ -146,6 +158,10 @@ class LossesSection(Section):
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"{name} must name at least one value and none twice")
         return self
+
+    def symmetry(self) -> bool | Literal["narrow", "full"]:
+        """The kind of grid, as the numerics take it."""
+        return self.symmetric if self.symmetric_range == "even" else self.symmetric_range
 
 
 class AssignSection(Section):

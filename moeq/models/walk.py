@@ -20,7 +20,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
-from moeq.errors import ModelError, QuantizationError
+from moeq.errors import ModelError, NotFiniteError
 from moeq.models.experts import ExpertLayer, stacked_weights
 from moeq.models.forward import forward
 
@@ -43,10 +43,11 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """What the experts of one layer are given, pads removed.
+    """What the experts of one layer are given, pads and tokens that are not finite removed.
 
     hidden: [T, H]; experts: [T, k] chosen experts, the layer's number of experts or more for none; weights: [T, k]
-    routing weights; sequence: [T] row in the corpus; position: [T] index among the real tokens of its sequence.
+    routing weights; sequence: [T] row in the corpus; position: [T] index among the real tokens of its sequence;
+    left_out: tokens that were removed because their activations or routing weights are not finite.
     """
 
     layer: ExpertLayer
@@ -55,6 +56,7 @@ class LayerInputs:
     weights: Tensor
     sequence: Tensor
     position: Tensor
+    left_out: int = 0
 
 
 def walk(
@@ -71,8 +73,8 @@ def walk(
     streamed: the blocks of this model are read when all batches have come to them, once each; a layer's weights are
     there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer of both.
     finish: called with each batch's output; without it the walk ends after the last layer. Raises ModelError when the
-    layers do not run in the order in which they were found, and QuantizationError when weights or activations are not
-    finite.
+    layers do not run in the order in which they were found, and NotFiniteError when an expert's weights are not finite
+    or no token's activations are.
     """
     main = getcurrent()
 
@@ -133,12 +135,12 @@ def _out_of_turn(where: str) -> ModelError:
 
 
 def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
-    """QuantizationError naming the expert and the matrix whose weights are not finite."""
+    """NotFiniteError naming the expert and the matrix whose weights are not finite."""
     for projection, stack in stacked_weights(model, layer, slice(None)).items():
         finite = torch.isfinite(stack).flatten(1).all(1)
         if not bool(finite.all()):
             expert = int((~finite).nonzero()[0])
-            raise QuantizationError(
+            raise NotFiniteError(
                 "weights are not finite",
                 where=f"{layer.name}, expert {expert}, {projection}",
                 do="check the checkpoint",
@@ -160,7 +162,7 @@ def _forward(model: nn.Module, batch: Batch, device: torch.device, finish: Calla
 def _gather(
     layer: ExpertLayer, captured: Sequence[tuple[ExpertLayer, Tensor, Tensor, Tensor]], batches: Sequence[Batch]
 ) -> LayerInputs:
-    """Join the batches' captures and take the pads out."""
+    """Join the batches' captures and take the pads, and what is not finite, out."""
     parts: list[tuple[Tensor, ...]] = []
     for (_, hidden, experts, weights), batch in zip(captured, batches, strict=True):
         keep = batch.mask.reshape(-1).bool()
@@ -175,12 +177,18 @@ def _gather(
         there = keep.to(hidden.device)
         parts.append((hidden[there], experts[there], weights[there], sequence[keep], position[keep]))
     hidden, experts, weights, sequence, position = (torch.cat(column) for column in zip(*parts, strict=True))
-    if not bool(torch.isfinite(hidden).all()):
-        raise QuantizationError(
-            "activations before the experts are not finite",
+    chosen = experts < layer.num_experts
+    finite = torch.isfinite(hidden).all(1) & (torch.isfinite(weights) | ~chosen).all(1)
+    left_out = int((~finite).sum())
+    if left_out == len(hidden):
+        raise NotFiniteError(
+            "activations before the experts are not finite, of none of the tokens",
             where=layer.name,
             do="use dtype: float32, or check the checkpoint's weights",
         )
+    if left_out:
+        hidden, experts, weights = hidden[finite], experts[finite], weights[finite]
+        sequence, position = sequence[finite.cpu()], position[finite.cpu()]
     return LayerInputs(
         layer=layer,
         hidden=hidden,
@@ -188,4 +196,5 @@ def _gather(
         weights=weights.float(),
         sequence=sequence,
         position=position,
+        left_out=left_out,
     )

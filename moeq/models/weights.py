@@ -141,6 +141,27 @@ def plain_chunks(source: ModelSource, key: str) -> Iterator[bytes]:
     yield plain.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def first_not_finite(source: ModelSource) -> str | None:
+    """The first tensor of a checkpoint, in natural order, with a value that is not finite; None when there is none.
+
+    All of it is read, one tensor at a time.
+    """
+    scales = scale_keys(source)
+    for key in sorted(set(source.tensors) - scales, key=dot_natural_key):
+        with safe_open(source.tensors[key].file, "pt") as handle:
+            tensor = handle.get_tensor(key)
+        if _scales_key(source, key) is not None:
+            tensor = torch.frombuffer(bytearray(b"".join(plain_chunks(source, key))), dtype=torch.bfloat16)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.to(_wide(tensor))).all()):
+            return key
+    return None
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """A type in which torch knows what is finite."""
+    return torch.float32 if tensor.element_size() == 1 else tensor.dtype
+
+
 def _scales_key(source: ModelSource, key: str) -> str | None:
     """The scales of an FP8 tensor of a checkpoint that is dequantized while loading, None for every other tensor."""
     if source.tensors[key].dtype != "F8_E4M3" or not is_dequantized(source):

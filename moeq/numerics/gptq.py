@@ -26,13 +26,16 @@ from torch import Tensor
 
 from moeq.numerics import sweep
 from moeq.numerics.grids import (
+    Symmetry,
     encode,
+    fit_clipped_grid,
     fit_grid,
     grid_between,
     group_count,
     inverse_scale,
     max_codes,
     resolved_group_size,
+    shrunk_grids,
 )
 
 LANES_AT_ONCE = 2048  # rows times widths that the CPU works on together, and at least so many a thread:
@@ -48,12 +51,14 @@ MAX_DAMPING = 1.0
 class Factor:
     """Unit upper triangular factor M of each expert's Hessian and what it took to get it.
 
-    unit_upper: [E, K, K]; damping: [E] fraction of the mean diagonal that was added; float64: [E] bool, the float32
-    factorization failed; failed: [E] bool, no damping up to 1.0 made it positive definite (M is the identity there:
-    plain rounding).
+    unit_upper: [E, K, K]; pivots: [E, K] U_jj^2, what the square of a column's error counts when later columns make up
+    for the rest (the damping alone for inputs that were always zero); damping: [E] fraction of the mean diagonal that
+    was added; float64: [E] bool, the float32 factorization failed; failed: [E] bool, no damping up to 1.0 made it
+    positive definite (M is the identity there: plain rounding).
     """
 
     unit_upper: Tensor
+    pivots: Tensor
     damping: Tensor
     float64: Tensor
     failed: Tensor
@@ -80,7 +85,8 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
     work = hessian.clone()
     diagonal = work.diagonal(dim1=-2, dim2=-1)
     mean = diagonal.mean(-1, keepdim=True)
-    diagonal.masked_fill_(diagonal <= 0, 1.0)
+    dead = diagonal <= 0
+    diagonal.masked_fill_(dead, 1.0)
     diagonal.add_(damping * mean)
     damped = diagonal.clone()
     used = torch.full((experts,), damping, dtype=torch.float64)
@@ -97,8 +103,11 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
             failed[expert] = True
             fixed = torch.eye(size, dtype=torch.float64, device=hessian.device)
         upper[expert] = fixed.to(upper.dtype)
-    upper.div_(upper.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-2))
-    return Factor(unit_upper=upper, damping=used, float64=float64, failed=failed)
+    pivots = upper.diagonal(dim1=-2, dim2=-1).clone()
+    upper.div_(pivots.unsqueeze(-2))
+    unseen = torch.where(mean > 0, damping * mean, 1.0)  # what damping makes of them; 1 is only for Cholesky
+    pivots = torch.where(dead, unseen, pivots.square_())
+    return Factor(unit_upper=upper, pivots=pivots, damping=used, float64=float64, failed=failed)
 
 
 def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,21 +152,26 @@ def quantize(
     *,
     bits: Sequence[int],
     group_size: int,
-    symmetric: bool = False,
+    symmetric: Symmetry = False,
     order: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> Quantized:
     """Quantize a batch of weights at several widths with one factor.
 
     weight: [E, N, K] floating point; factor: Factor.unit_upper [E, K, K] in the dtype to work in, or None for plain
     rounding to the min-max grid (RTN). order [E, K]: columns in the order in which they are rounded, see `act_order`;
     the factor is then that of the Hessian in this order, and groups (of the columns as they lie) have the grids of the
-    untouched weights. Returns `Quantized`, columns as they lie; rows are independent of each other.
+    untouched weights. importance: None for min-max grids; [E, K], columns as they lie, for the grid of every group
+    (clipped, of SHRINKS times the range) with the least error of rounding so weighted, see `fit_clipped_grid`. Returns
+    `Quantized`, columns as they lie; rows are independent of each other.
     """
     if factor is None:
-        return _round_to_nearest(_input_major(weight, torch.float32), bits, group_size, symmetric)
+        return _round_to_nearest(_input_major(weight, torch.float32), bits, group_size, symmetric, importance)
     group = resolved_group_size(weight.shape[2], group_size)
+    if importance is not None:
+        importance = importance.to(factor.dtype)
     work = _on_cpu if weight.device.type == "cpu" else _on_device
-    codes, scale, zero = work(weight, factor, bits, group, symmetric, order)
+    codes, scale, zero = work(weight, factor, bits, group, symmetric, order, importance)
     return Quantized(codes=codes, scale=scale, zero=zero, bits=tuple(bits), group_size=group_size)
 
 
@@ -171,15 +185,49 @@ def act_order(hessian: Tensor) -> tuple[Tensor, Tensor]:
     return order, rows.gather(2, order.unsqueeze(1).expand_as(hessian))
 
 
-def _static_grids(columns: Tensor, bits: Sequence[int], group: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _static_grids(
+    columns: Tensor, bits: Sequence[int], group: int, symmetric: Symmetry, importance: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Grids of the untouched weights [E, K, N]: scale and zero [E, B, N, G]."""
     found = []
     for start in range(0, columns.shape[1], group):
         part = columns[:, start : start + group]
-        extent = (part.amin(1).clamp(max=0), part.amax(1).clamp(min=0), part.abs().mean(1))
-        low, high, size = (one.unsqueeze(1).repeat(1, len(bits), 1) for one in extent)
-        found.append(grid_between(low, high, size, bits, symmetric))
+        low, high, size = (one.unsqueeze(1).repeat(1, len(bits), 1) for one in _extent(part))
+        if importance is None:
+            found.append(grid_between(low, high, size, bits, symmetric))
+        else:
+            counts = importance[:, start : start + group]
+            found.append(_clipped(part.contiguous(), counts, (low, high, size), bits, symmetric))
     return torch.stack([scale for scale, _ in found], -1), torch.stack([zero for _, zero in found], -1)
+
+
+def _extent(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Least (at most 0), largest (at least 0) and mean absolute weight, [E, N] each, of one group [E, g, N]."""
+    return part.amin(1).clamp(max=0), part.amax(1).clamp(min=0), part.abs().mean(1)
+
+
+def _clipped(
+    weight: Tensor,
+    importance: Tensor,
+    extent: tuple[Tensor, Tensor, Tensor],
+    bits: Sequence[int],
+    symmetric: Symmetry,
+) -> tuple[Tensor, Tensor]:
+    """As `fit_clipped_grid`: scale and zero [E, B, N] of one group, on a CPU by the compiled search.
+
+    weight: [E, g, N], the same at all widths, or [E, g, B*N]; importance: [E, g]; extent: [E, B, N] each.
+    """
+    low, high, size = extent
+    widths, rows = low.shape[1:]
+    if weight.device.type != "cpu":
+        every = weight.unflatten(-1, (-1, rows)).expand(-1, -1, widths, -1)
+        return fit_clipped_grid(every, importance, bits, symmetric)
+    grids = list(shrunk_grids(low, high, size, bits, symmetric))
+    scale, zero = (torch.stack(parts).flatten(2) for parts in zip(*grids, strict=True))  # [C, E, B*N]
+    top = max_codes(bits, scale).flatten()
+    chosen = sweep.choose_grid(weight, importance.contiguous(), scale, inverse_scale(scale), zero, top)[None]
+    found = [one.gather(0, chosen)[0].unflatten(1, (widths, rows)) for one in (scale, zero)]
+    return found[0], found[1]
 
 
 def _input_major(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,7 +235,13 @@ def _input_major(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _on_cpu(
-    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool, order: Tensor | None
+    weight: Tensor,
+    factor: Tensor,
+    bits: Sequence[int],
+    group: int,
+    symmetric: Symmetry,
+    order: Tensor | None,
+    importance: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [E, B, N, K], scale and zero [E, B, N, G]: products between blocks, the compiled column loop inside.
 
@@ -209,10 +263,11 @@ def _on_cpu(
             part, at = slice(start, start + step), (first, start)
             columns = _input_major(weight[which, part], factor.dtype)
             residual = space[: columns.numel() * len(bits)].view(*columns.shape[:2], -1)
+            counts = None if importance is None else importance[which]
             if order is None:
-                grids = _some_rows(columns, factor[which], bits, group, symmetric, residual, codes, at)
+                grids = _some_rows(columns, factor[which], bits, group, symmetric, counts, residual, codes, at)
             else:
-                grids = _static_grids(columns, bits, group, symmetric)
+                grids = _static_grids(columns, bits, group, symmetric, counts)
                 _some_rows_in_order(columns, factor[which], bits, grids, order[which], group, residual, codes, at)
             scale[which, :, part], zero[which, :, part] = grids
     return codes if order is None else _put_back(codes, order), scale, zero
@@ -252,7 +307,8 @@ def _some_rows(
     factor: Tensor,
     bits: Sequence[int],
     group: int,
-    symmetric: bool,
+    symmetric: Symmetry,
+    importance: Tensor | None,
     residual: Tensor,
     codes: Tensor,
     at: tuple[int, int],
@@ -270,13 +326,15 @@ def _some_rows(
             stop = min(start + group, inputs)
             feedback = _with_near(from_far, factor, residual, far, start, stop)
             if start:
-                extent = sweep.extent(columns, feedback, factor, start)
+                *extent, moved = sweep.extent(columns, feedback, factor, start, keep=importance is not None)
             else:
-                part = columns[:, :stop]
-                found = (part.amin(1).clamp(max=0), part.amax(1).clamp(min=0), part.abs().mean(1))
-                extent = tuple(one.repeat(1, widths) for one in found)  # type: ignore[assignment]
+                extent, moved = [one.repeat(1, widths) for one in _extent(columns[:, :stop])], columns[:, :stop]
             low, high, size = (one.unflatten(1, (widths, rows)) for one in extent)
-            scale, zero = grid_between(low, high, size, bits, symmetric)
+            if importance is None:
+                scale, zero = grid_between(low, high, size, bits, symmetric)
+            else:
+                counts = importance[:, start:stop]
+                scale, zero = _clipped(moved.contiguous(), counts, (low, high, size), bits, symmetric)
             scales.append(scale)
             zeros.append(zero)
             grids = tuple(one.reshape(experts, 1, -1).contiguous() for one in (scale, inverse_scale(scale), zero))
@@ -316,11 +374,17 @@ def _feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: in
 
 
 def _on_device(
-    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool, order: Tensor | None
+    weight: Tensor,
+    factor: Tensor,
+    bits: Sequence[int],
+    group: int,
+    symmetric: Symmetry,
+    order: Tensor | None,
+    importance: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As _on_cpu, in torch operations."""
     if order is not None:
-        return _on_device_in_order(weight, factor, bits, group, symmetric, order)
+        return _on_device_in_order(weight, factor, bits, group, symmetric, order, importance)
     columns = _input_major(weight, factor.dtype)
     experts, inputs, rows = columns.shape
     widths = len(bits)
@@ -335,7 +399,11 @@ def _on_device(
             moved = torch.baddbmm(original, _unit_inverse(factor[:, start:stop, start:stop].mT), feedback)
         else:
             feedback, moved = torch.zeros_like(original), original
-        scale, zero = fit_grid(moved.unflatten(-1, (widths, rows)), bits, symmetric)
+        moved = moved.unflatten(-1, (widths, rows))
+        if importance is None:
+            scale, zero = fit_grid(moved, bits, symmetric)
+        else:
+            scale, zero = fit_clipped_grid(moved, importance[:, start:stop], bits, symmetric)
         scales.append(scale)
         zeros.append(zero)
         top = max_codes(bits, scale).expand(widths, rows).reshape(-1)
@@ -354,13 +422,19 @@ def _on_device(
 
 
 def _on_device_in_order(
-    weight: Tensor, factor: Tensor, bits: Sequence[int], group: int, symmetric: bool, order: Tensor
+    weight: Tensor,
+    factor: Tensor,
+    bits: Sequence[int],
+    group: int,
+    symmetric: Symmetry,
+    order: Tensor,
+    importance: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As _on_device with static grids; every column brings its group's."""
     columns = _input_major(weight, factor.dtype)
     experts, inputs, rows = columns.shape
     widths = len(bits)
-    scale, zero = _static_grids(columns, bits, group, symmetric)
+    scale, zero = _static_grids(columns, bits, group, symmetric, importance)
     columns = columns.gather(1, order.unsqueeze(2).expand_as(columns))
     residual = torch.empty(experts, inputs, widths * rows, dtype=columns.dtype, device=columns.device)
     codes = torch.empty(experts, inputs, widths * rows, dtype=torch.uint8, device=columns.device)
@@ -452,14 +526,17 @@ def _sweep_group(
                 target[:, high:].baddbmm_(block[:, low:high, high:].mT, residual[:, start + low : start + high])
 
 
-def _round_to_nearest(columns: Tensor, bits: Sequence[int], group_size: int, symmetric: bool) -> Quantized:
-    """Min-max rounding (RTN) of columns [E, K, N], group by group."""
+def _round_to_nearest(
+    columns: Tensor, bits: Sequence[int], group_size: int, symmetric: Symmetry, importance: Tensor | None
+) -> Quantized:
+    """Rounding (RTN) of columns [E, K, N], group by group."""
     _, inputs, rows = columns.shape
     group = resolved_group_size(inputs, group_size)
     all_codes, scales, zeros = [], [], []
+    grids = None if importance is None else _static_grids(columns, bits, group, symmetric, importance.to(columns.dtype))
     for index in range(group_count(inputs, group_size)):
         part = columns[:, index * group : (index + 1) * group].unsqueeze(2).expand(-1, -1, len(bits), -1)
-        scale, zero = fit_grid(part, bits, symmetric)
+        scale, zero = fit_grid(part, bits, symmetric) if grids is None else (one[..., index] for one in grids)
         top = max_codes(bits, scale).expand(len(bits), rows)
         all_codes.append(encode(part, inverse_scale(scale).unsqueeze(1), zero.unsqueeze(1), top).to(torch.uint8))
         scales.append(scale)

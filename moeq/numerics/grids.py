@@ -10,13 +10,16 @@ Axes: E experts, G groups, g inputs of one group, B bit widths, N output rows (i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+Symmetry = bool | Literal["narrow", "full"]
 SIGN_ZERO = 0.5
 SCALE_DTYPE = torch.float16
+SHRINKS = tuple(1 - step / 32 for step in range(21))  # of the min-max range that clipping tries, the whole first
 
 
 def group_count(num_inputs: int, group_size: int) -> int:
@@ -39,7 +42,7 @@ def _storable(scale: Tensor) -> Tensor:
     return scale.clamp(max=torch.finfo(SCALE_DTYPE).max).to(SCALE_DTYPE).to(scale.dtype)
 
 
-def fit_grid(weight: Tensor, bits: Sequence[int], symmetric: bool = False) -> tuple[Tensor, Tensor]:
+def fit_grid(weight: Tensor, bits: Sequence[int], symmetric: Symmetry = False) -> tuple[Tensor, Tensor]:
     """Fit min-max grids to one group of inputs, for all bit widths at once.
 
     weight: [E, g, B, N] (the B copies may differ: each width carries its own feedback). Returns scale and zero
@@ -51,12 +54,18 @@ def fit_grid(weight: Tensor, bits: Sequence[int], symmetric: bool = False) -> tu
 
 
 def grid_between(
-    low: Tensor, high: Tensor, size: Tensor, bits: Sequence[int], symmetric: bool
+    low: Tensor, high: Tensor, size: Tensor, bits: Sequence[int], symmetric: Symmetry
 ) -> tuple[Tensor, Tensor]:
-    """Scale and zero [E, B, N] from a group's least (at most 0), largest (at least 0) and mean absolute weight."""
+    """Scale and zero [E, B, N] from a group's least (at most 0), largest (at least 0) and mean absolute weight.
+
+    symmetric: the largest magnitude m lies 2**(b-1) - 1/2 codes from the zero point, half a code beyond the last one
+    above it; `narrow`: 2**(b-1) - 1, scale = m/127 at 8 bits and m/7 at 4, the lowest code unused; `full`: 2**(b-1),
+    scale = m/128 and m/8, a positive m is clamped.
+    """
     top = max_codes(bits, low)
     if symmetric:
-        scale = _storable(torch.maximum(high, -low) * 2 / top)
+        codes = top - 1 if symmetric == "narrow" else top + 1 if symmetric == "full" else top
+        scale = _storable(torch.maximum(high, -low) * 2 / codes)
         zero = ((top + 1) / 2).expand_as(scale).clone()
     else:
         scale = _storable((high - low) / top)
@@ -67,6 +76,39 @@ def grid_between(
             scale[:, index] = _storable(2 * size[:, index])
             zero[:, index] = SIGN_ZERO
     return scale, zero
+
+
+def shrunk_grids(
+    low: Tensor, high: Tensor, size: Tensor, bits: Sequence[int], symmetric: Symmetry
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The grids that clipping chooses from: `grid_between` of the range times each of SHRINKS; at 1 bit all equal."""
+    for shrink in SHRINKS:
+        yield grid_between(low * shrink, high * shrink, size, bits, symmetric)
+
+
+def fit_clipped_grid(
+    weight: Tensor, importance: Tensor, bits: Sequence[int], symmetric: Symmetry = False
+) -> tuple[Tensor, Tensor]:
+    """As `fit_grid`, with the range of the least error of rounding among the shrunk ones.
+
+    weight: [E, g, B, N]; importance: [E, g], what an input's error counts. The error is the sum of cubes: GPTQ's own
+    search takes the power 2.4 where squares clip too much, and 3 measures better still. Of equals the widest range is
+    taken, so that the error is never above that of the min-max grid.
+    """
+    low, high = weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0)
+    top, counts = max_codes(bits, weight), importance[:, :, None, None]
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for scale, zero in shrunk_grids(low, high, weight.abs().mean(1), bits, symmetric):
+        codes = encode(weight, inverse_scale(scale).unsqueeze(1), zero.unsqueeze(1), top)
+        rest = codes.sub_(zero.unsqueeze(1)).mul_(scale.unsqueeze(1)).sub_(weight).abs_()
+        error = rest.pow_(3).mul_(counts).sum(1)
+        if best is None:
+            best = error, scale, zero
+            continue
+        better = error < best[0]
+        best = tuple(torch.where(better, new, old) for new, old in zip((error, scale, zero), best, strict=True))  # type: ignore[assignment]
+    assert best is not None
+    return best[1], best[2]
 
 
 def inverse_scale(scale: Tensor) -> Tensor:

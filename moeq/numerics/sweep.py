@@ -46,12 +46,13 @@ def _owe(into, given, factor, expert, start, first, end, stop):  # type: ignore[
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _solve_extent(columns, feedback, factor, start, low, high, size, first, last):  # type: ignore[no-untyped-def]
+def _solve_extent(columns, feedback, factor, start, low, high, size, keep, first, last):  # type: ignore[no-untyped-def]
     """Least, largest and mean absolute weight of a group as the feedback of all earlier columns would move it.
 
     columns [E, K, N]; feedback [E, g, R]; factor [E, K, K], unit upper triangular; low, high, size [E, R] are filled
-    for the tiles first to last of E x B x chunks of N. What earlier columns owe, x, solves the unit triangular system
-    of the group's own part of the factor: x_k = feedback_k - sum_{i<k} M_ik x_i.
+    for the tiles first to last of E x B x chunks of N, and keep [E, g, R] with the weights themselves where it is not
+    empty. What earlier columns owe, x, solves the unit triangular system of the group's own part of the factor:
+    x_k = feedback_k - sum_{i<k} M_ik x_i.
     """
     rows = columns.shape[2]
     widths = low.shape[1] // rows
@@ -103,6 +104,61 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, first, last
                 total[lane] += abs(moved[lane])
         for lane in range(count):
             total[lane] /= inputs
+        if keep.shape[1]:
+            for k in range(inputs):
+                into = keep[expert, k, offset : offset + count]
+                moved = solved[k]
+                for lane in range(count):
+                    into[lane] = moved[lane]
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _choose_grid(  # type: ignore[no-untyped-def]
+    weights, importance, scale, inverse, zero, top, magic, best, first, last
+):
+    """Number of the grid with the least weighted sum of cubed errors, of equals the first, into best [E, R].
+
+    weights [E, g, N], the same at all widths, or [E, g, R]; importance [E, g]; scale, inverse, zero [C, E, R] of C
+    grids; top [B].
+    """
+    widths = top.shape[0]
+    rows = best.shape[1] // widths
+    shared = weights.shape[2] == rows
+    chunks = (rows + LANES - 1) // LANES
+    lowest = magic - magic
+    error = np.empty(LANES, weights.dtype)
+    least = np.empty(LANES, weights.dtype)
+    for item in range(first, last):
+        expert, place = divmod(item, widths * chunks)
+        width, chunk = divmod(place, chunks)
+        begin = chunk * LANES
+        count = min(LANES, rows - begin)
+        offset = width * rows + begin
+        found = best[expert, offset : offset + count]
+        for lane in range(count):
+            found[lane] = 0
+        highest = top[width]
+        if highest == 1:
+            continue
+        if not shared:
+            begin = offset
+        for grid in range(scale.shape[0]):
+            steps = scale[grid, expert, offset : offset + count]
+            inverses = inverse[grid, expert, offset : offset + count]
+            zeros = zero[grid, expert, offset : offset + count]
+            for lane in range(count):
+                error[lane] = 0
+            for k in range(weights.shape[1]):
+                source = weights[expert, k, begin : begin + count]
+                counts = importance[expert, k]
+                for lane in range(count):
+                    rounded = (source[lane] * inverses[lane] + zeros[lane] + magic) - magic
+                    rest = source[lane] - (min(max(rounded, lowest), highest) - zeros[lane]) * steps[lane]
+                    error[lane] += counts * (rest * rest * abs(rest))
+            for lane in range(count):
+                if grid == 0 or error[lane] < least[lane]:
+                    least[lane] = error[lane]
+                    found[lane] = grid
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -208,18 +264,37 @@ def _tiles(experts: int, widths: int, rows: int) -> int:
     return experts * widths * -(-rows // LANES)
 
 
-def extent(columns: Tensor, feedback: Tensor, factor: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Least (at most 0), largest (at least 0) and mean absolute weight of one group, [E, R] each.
+def extent(
+    columns: Tensor, feedback: Tensor, factor: Tensor, start: int, *, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Least (at most 0), largest (at least 0) and mean absolute weight of one group, [E, R] each; with `keep` also
+    the weights themselves, [E, g, R] (else without elements).
 
     columns: [E, K, N]; feedback: [E, g, R] from all columns before `start`; factor: [E, K, K] unit upper triangular.
     The weights are taken as the feedback of all earlier columns, those of the group included, would move them.
     """
     experts, rows = columns.shape[0], columns.shape[2]
     found = [torch.empty(experts, feedback.shape[2], dtype=columns.dtype) for _ in range(3)]
+    kept = torch.empty(experts, feedback.shape[1] if keep else 0, feedback.shape[2], dtype=columns.dtype)
     tiles = _tiles(experts, feedback.shape[2] // rows, rows)
     arrays = [tensor.numpy() for tensor in (columns, feedback, factor)]
-    _in_threads(_solve_extent, tiles, *arrays, start, *(tensor.numpy() for tensor in found))
-    return found[0], found[1], found[2]
+    _in_threads(_solve_extent, tiles, *arrays, start, *(tensor.numpy() for tensor in (*found, kept)))
+    return found[0], found[1], found[2], kept
+
+
+def choose_grid(
+    weights: Tensor, importance: Tensor, scale: Tensor, inverse: Tensor, zero: Tensor, top: Tensor
+) -> Tensor:
+    """Which of C grids rounds each row of a group with the least weighted sum of cubed errors, int64 [E, R].
+
+    weights: [E, g, N], the same at all widths, or [E, g, R]; importance: [E, g]; scale, inverse, zero: [C, E, R]; top:
+    [B] largest codes. Of equals, and of 1 bit, it is the first. All contiguous, in main memory.
+    """
+    best = torch.empty(scale.shape[1:], dtype=torch.int64)
+    tiles = _tiles(scale.shape[1], len(top), scale.shape[2] // len(top))
+    arrays = [tensor.numpy() for tensor in (weights, importance, scale, inverse, zero, top)]
+    _in_threads(_choose_grid, tiles, *arrays, _MAGIC[weights.dtype], best.numpy())
+    return best
 
 
 def round_block(

@@ -5,6 +5,7 @@ Letters: T tokens, E experts, e experts of one batch, H hidden size, I intermedi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from moeq.recipe import LossesSection
 
 SAMPLE_TOKENS = 1024  # of a layer's tokens, run through every expert for what a rarely routed one borrows
 GPTQ, RTN, SIGNROUND = "gptq", "rtn", "signround"
+MSE = "mse"  # losses.clip
 STORED = (GPTQ, SIGNROUND)  # methods whose replicas are kept
 
 
@@ -48,12 +50,20 @@ class _Tokens:
     everyone: bool  # whether every expert calibrates on all tokens
     sample: Tensor  # [<= SAMPLE_TOKENS, H] of the calibration rows
     heldout_sample: Tensor
+    left_out: int  # tokens that are not among them, since their activations are not finite
 
     @classmethod
     def of(cls, inputs: LayerInputs, config: LossesSection) -> _Tokens:
         hidden = inputs.hidden.float()
         stride = heldout_stride(config.heldout_fraction)
         heldout = (inputs.sequence % stride == stride - 1).to(hidden.device)
+        if bool(heldout.all()) or not bool(heldout.any()):
+            lacking = "calibration" if bool(heldout.all()) else "held-out"
+            raise QuantizationError(
+                f"no {lacking} tokens: of {inputs.left_out:,} the activations are not finite",
+                where=inputs.layer.name,
+                do="use dtype: float32, or more corpus.sequences",
+            )
         scores = inputs.weights.to(hidden) if inputs.layer.kind.scales_inputs else None
         samples = []
         for side in (~heldout, heldout):
@@ -67,6 +77,7 @@ class _Tokens:
             everyone=config.tokens == "all",
             sample=samples[0],
             heldout_sample=samples[1],
+            left_out=inputs.left_out,
         )
 
     def count(self, expert: int) -> int:
@@ -205,13 +216,17 @@ def expert_batches(layer: ExpertLayer, config: LossesSection) -> Iterator[slice]
 def rtn_batch(
     batch: dict[str, Tensor], config: LossesSection, bits: Sequence[int] | None = None
 ) -> dict[str, gptq.Quantized]:
-    """Min-max rounding of a batch of experts, at `bits` or at all of the section's widths."""
+    """Rounding of a batch of experts without calibration, at `bits` or at all of the section's widths."""
     options: dict[str, Any] = {
         "bits": bits or config.bits,
         "group_size": config.group_size,
-        "symmetric": config.symmetric,
+        "symmetric": config.symmetry(),
     }
-    return {projection: gptq.quantize(weight, None, **options) for projection, weight in batch.items()}
+    found = {}
+    for projection, weight in batch.items():
+        importance = weight.new_ones(len(weight), weight.shape[2]) if config.clip == MSE else None
+        found[projection] = gptq.quantize(weight, None, importance=importance, **options)
+    return found
 
 
 def _gptq_batch(
@@ -230,7 +245,8 @@ def _gptq_batch(
         total = max(len(mine) + lend, 1e-9)
         first.append((mine.T @ mine + lend * shared) / total)
         second.append((own.T @ own + lend * (borrowed.T @ borrowed) / len(borrowed)) / total)
-        notes[index]["fallback"] = ["borrowed_hessian"] if len(mine) < config.min_tokens else []
+        stood_in = {"borrowed_hessian": len(mine) < config.min_tokens, "left_out_tokens": tokens.left_out > 0}
+        notes[index]["fallback"] = [name for name, here in stood_in.items() if here]
     names = [name for name in batch.weights if name != DOWN]
     stack = torch.cat([batch.weights[name] for name in names], 1)
     both = _gptq(stack, torch.stack(first), config, notes)
@@ -245,7 +261,7 @@ def _gptq(weight: Tensor, hessian: Tensor, config: LossesSection, notes: list[di
     With act_order, 1 bit keeps the order of the columns: its scale is worth much less when it is not taken from what
     earlier columns made of the group.
     """
-    options: dict[str, Any] = {"group_size": config.group_size, "symmetric": config.symmetric}
+    options: dict[str, Any] = {"group_size": config.group_size, "symmetric": config.symmetry()}
     ordered = [bits for bits in config.bits if config.act_order and bits > 1]
     plain = [bits for bits in config.bits if bits not in ordered]
     found: dict[int, gptq.Quantized] = {}
@@ -254,8 +270,16 @@ def _gptq(weight: Tensor, hessian: Tensor, config: LossesSection, notes: list[di
             order, work = gptq.act_order(hessian) if widths is ordered else (None, hessian)
             factor = gptq.factorize(work, config.damping)
             _note(notes, factor, config.damping)
-            found[widths[0]] = gptq.quantize(weight, factor.unit_upper, bits=widths, order=order, **options)
+            importance = _importance(factor, order) if config.clip == MSE else None
+            found[widths[0]] = gptq.quantize(
+                weight, factor.unit_upper, bits=widths, order=order, importance=importance, **options
+            )
     return next(iter(found.values())) if len(found) == 1 else _by_width(found, config.bits)
+
+
+def _importance(factor: gptq.Factor, order: Tensor | None) -> Tensor:
+    """What the square of each column's error counts in clipping, [E, K], columns as they lie."""
+    return factor.pivots if order is None else factor.pivots.gather(1, order.argsort(-1))
 
 
 def _by_width(found: dict[int, gptq.Quantized], bits: Sequence[int]) -> gptq.Quantized:
@@ -350,7 +374,7 @@ def _measure(
                 outputs[DOWN] = batch.math.output(inner, values[DOWN], down_bias)
             for projection, output in outputs.items():
                 loss = float((output - target).square().mean())
-                if loss != loss:
+                if not math.isfinite(loss) or not math.isfinite(energy):
                     raise QuantizationError(
                         f"the {bits}-bit {method} loss is not a number",
                         where=f"{layer.name}, expert {expert}, {projection}",

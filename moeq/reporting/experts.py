@@ -22,6 +22,7 @@ MAP_BITS = 2  # the width whose losses are mapped, where the table has it
 MOST_NAMED = 12
 FALLBACKS = {
     "borrowed_hessian": "too few calibration tokens, so part of the layer's Hessian stood in",
+    "left_out_tokens": "some of the layer's tokens were left out, since their activations are not finite",
     "raised_damping": "the factorization held only with more damping",
     "float64": "the factorization held only in float64",
     "rounded": "no factorization held, so the weights were rounded to nearest",

@@ -25,6 +25,7 @@ from moeq.models.walk import LayerInputs, walk
 from moeq.quantizers.layer import RTN, heldout_stride, quantize_layer
 from moeq.recipe import LossesSection
 from moeq.stages.context import Context
+from moeq.stages.finite import naming_the_file, say_left_out
 
 REVISION = 3  # raised when the same inputs give other replicas or losses: also for what lies in stores
 ON_DEMAND = frozenset({RTN})  # methods whose replicas are made when they are needed
@@ -53,15 +54,20 @@ def run(context: Context) -> dict[str, Any]:
     missing = _all_missing(context, index)
     if any(missing.values()):
         batches = sequences.batches(context.recipe.corpus.batch_size)
-        with context.reporter.bar("losses", len(context.layers)) as advance:
+        with naming_the_file(context), context.reporter.bar("losses", len(context.layers)) as advance:
             for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
+                say_left_out(context, inputs)
                 _finish_layer(context, inputs, index, missing[inputs.layer.index])
                 advance()
                 del inputs  # before the next layer's are gathered
     found = [_digests(context, index, layer.index) for layer in context.layers]
     replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))
     write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.layers))
-    return summarize(read_losses(directory / NAME))
+    summary = summarize(read_losses(directory / NAME))
+    if summary["fallbacks"]:
+        counts = ", ".join(f"{name} {count:,}" for name, count in summary["fallbacks"].items())
+        context.reporter.say(f"  fallbacks of {summary['experts']:,} experts: {counts}")
+    return summary
 
 
 def planned(context: Context, tokens: str) -> ReplicaIndex:

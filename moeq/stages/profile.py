@@ -15,6 +15,7 @@ from moeq.models.corpus import Sequences, join
 from moeq.models.walk import LayerInputs, walk
 from moeq.quantizers.layer import heldout_stride
 from moeq.stages.context import Context
+from moeq.stages.finite import naming_the_file, say_left_out
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -65,8 +66,9 @@ def _count(context: Context, sequences: Sequences) -> ExpertProfile:
     prefill = torch.tensor([math.ceil(fraction * int(length)) for length in lengths])  # [S] tokens counted as prefill
     counts, scores, top_k = [], [], []
     batches = sequences.batches(context.recipe.corpus.batch_size)
-    with context.reporter.bar("profile", len(context.layers)) as advance:
+    with naming_the_file(context), context.reporter.bar("profile", len(context.layers)) as advance:
         for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
+            say_left_out(context, inputs)
             layer_counts, layer_scores = count_routing(inputs, len(sequences), prefill)
             counts.append(layer_counts)
             scores.append(layer_scores)

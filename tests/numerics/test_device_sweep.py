@@ -27,8 +27,8 @@ assert gptq._has_kernel(weight)
 calls = []
 kernel = gptq._device_sweep().round_block
 gptq._device_sweep().round_block = lambda *given: (calls.append(1), kernel(*given))
-expected = gptq._on_cpu(weight, factor, (1, 2, 3, 4), 200 if group == -1 else group, False, order)
-found = gptq._on_device(weight, factor, (1, 2, 3, 4), 200 if group == -1 else group, False, order)
+expected = gptq._on_cpu(weight, factor, (1, 2, 3, 4), 200 if group == -1 else group, False, order, None)
+found = gptq._on_device(weight, factor, (1, 2, 3, 4), 200 if group == -1 else group, False, order, None)
 assert calls
 assert torch.equal(expected[0], found[0])
 for one, other in zip(expected[1:], found[1:]):

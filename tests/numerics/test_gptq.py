@@ -1,5 +1,7 @@
 """GPTQ against a plain float64 column-by-column oracle (Frantar et al. 2022, Algorithm 1), at every width."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,34 @@ from moeq.numerics.packed import PackedWeight
 BITS = (1, 2, 3, 4, 8)
 
 
-def oracle(weight: Tensor, hessian: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+def grid_of(low: Tensor, high: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scale and zero [N] of ranges [N]."""
+    top = 2**bits - 1
+    if symmetric:
+        scale = (2 * torch.maximum(high, -low) / top).half().double()
+        return scale, torch.full_like(scale, 2.0 ** (bits - 1))
+    scale = ((high - low) / top).half().double()
+    return scale, (-low / scale).round()
+
+
+def clipped(block: Tensor, counts: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scale and zero [N] of the range of the least weighted cubed error, each row of [N, g] on its own."""
+    found = []
+    for row in block:
+        low, high = row.min().clamp(max=0), row.max().clamp(min=0)
+        tried = []
+        for step in range(21):
+            scale, zero = grid_of(low * (1 - step / 32), high * (1 - step / 32), bits, symmetric)
+            values = ((row / scale + zero).round().clamp(0, 2**bits - 1) - zero) * scale
+            tried.append((float((counts * (values - row).abs() ** 3).sum()), -step, scale, zero))
+        error = min(error for error, *_ in tried)
+        found.append(max(one for one in tried if one[0] == error)[2:])
+    return torch.stack([scale for scale, _ in found]), torch.stack([zero for _, zero in found])
+
+
+def oracle(
+    weight: Tensor, hessian: Tensor, bits: int, group: int, symmetric: bool, clip: bool = False
+) -> tuple[Tensor, Tensor]:
     """Classic GPTQ: Cholesky factor of the inverse Hessian, one column at a time. Codes and values [N, K]."""
     work, size = weight.double().clone(), weight.shape[1]
     damped = hessian.double() + torch.eye(size).double() * 0.01 * hessian.double().diagonal().mean()
@@ -23,13 +52,12 @@ def oracle(weight: Tensor, hessian: Tensor, bits: int, group: int, symmetric: bo
             block = work[:, column : column + group]
             low, high = block.amin(1).clamp(max=0), block.amax(1).clamp(min=0)
             if bits == 1:
-                scale, zero = 2 * block.abs().mean(1), torch.tensor(0.5).double()
-            elif symmetric:
-                scale, zero = 2 * torch.maximum(high, -low) / top, torch.tensor(2.0 ** (bits - 1)).double()
+                scale, zero = (2 * block.abs().mean(1)).half().double(), torch.tensor(0.5).double()
+            elif clip:
+                counts = upper.diagonal()[column : column + group] ** -2
+                scale, zero = clipped(block, counts, bits, symmetric)
             else:
-                scale = (high - low) / top
-                zero = (-low / scale.half().double()).round()
-            scale = scale.half().double()
+                scale, zero = grid_of(low, high, bits, symmetric)
         code = (work[:, column] / scale + zero).round().clamp(0, top)
         codes[:, column] = code.to(torch.uint8)
         values[:, column] = (code - zero) * scale
@@ -45,15 +73,20 @@ def problem(inputs: int, rows: int, experts: int = 3, tokens: int = 500) -> tupl
     return 0.05 * torch.randn(experts, rows, inputs), hidden.mT @ hidden / tokens
 
 
+@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(("inputs", "rows", "group"), [(96, 24, 32), (200, 10, 64), (300, 7, -1), (70, 5, 64)])
-def test_float64_codes_equal_the_oracle(inputs: int, rows: int, group: int, symmetric: bool) -> None:
+def test_float64_codes_equal_the_oracle(inputs: int, rows: int, group: int, symmetric: bool, clip: bool) -> None:
     weight, hessian = problem(inputs, rows)
     factor = gptq.factorize(hessian.double())
-    found = gptq.quantize(weight, factor.unit_upper, bits=BITS, group_size=group, symmetric=symmetric)
+    importance = factor.pivots if clip else None
+    found = gptq.quantize(
+        weight, factor.unit_upper, bits=BITS, group_size=group, symmetric=symmetric, importance=importance
+    )
     for index, bits in enumerate(BITS):
         for expert in range(len(weight)):
-            codes, values = oracle(weight[expert], hessian[expert], bits, inputs if group == -1 else group, symmetric)
+            size = inputs if group == -1 else group
+            codes, values = oracle(weight[expert], hessian[expert], bits, size, symmetric, clip)
             assert torch.equal(found.codes[expert, index], codes), bits
             packed = PackedWeight.of(found, bits, symmetric)
             torch.testing.assert_close(packed.dequantize()[expert].double(), values, rtol=1e-6, atol=1e-9)
@@ -157,19 +190,29 @@ def test_act_order_equals_the_oracle(inputs: int, rows: int, group: int, experts
             assert torch.equal(found.codes[expert, index], codes), bits
 
 
+def clipped_in_torch(weight: Tensor, importance: Tensor, extent: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, ...]:
+    widths = extent[0].shape[1]
+    return grids.fit_clipped_grid(weight.unsqueeze(2).expand(-1, -1, widths, -1), importance, *rest)
+
+
+@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("group", [32, 128, -1])
-def test_the_compiled_loop_equals_the_one_in_torch(group: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_loop_equals_the_one_in_torch(
+    group: int, ordered: bool, clip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What runs on a CPU against what runs on a GPU, in float64; also in pieces of a few rows and experts."""
     weight, hessian = problem(200, 300, experts=3)
     order, hessian = gptq.act_order(hessian) if ordered else (None, hessian)
-    factor = gptq.factorize(hessian.double()).unit_upper
-    options = {"bits": BITS, "group_size": group, "order": order}
+    factored = gptq.factorize(hessian.double())
+    factor = factored.unit_upper
+    options = {"bits": BITS, "group_size": group, "order": order, "importance": factored.pivots if clip else None}
     whole = gptq.quantize(weight, factor, **options)
     monkeypatch.setattr(gptq, "LANES_AT_ONCE", 60)
     monkeypatch.setattr(gptq, "LANES_A_THREAD", 1)
     in_pieces = gptq.quantize(weight, factor, **options)
     monkeypatch.setattr(gptq, "_on_cpu", gptq._on_device)
+    monkeypatch.setattr(gptq, "_clipped", clipped_in_torch)
     in_torch = gptq.quantize(weight, factor, **options)
     for other in (in_pieces, in_torch):
         assert torch.equal(whole.codes, other.codes)
@@ -198,3 +241,19 @@ def test_ill_conditioned_hessians_lose_no_more_than_the_oracle() -> None:
         _, best = oracle(weight[0], hessian, bits, 32, symmetric=False)
         losses = [float(((v - weight[0]) @ hessian * (v - weight[0])).sum()) for v in (values, best)]
         assert losses[0] <= 1.001 * losses[1], (index, bits)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_clipping_never_has_more_error_than_the_whole_range(symmetric: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(2, 9, 40, generator=generator) ** 3
+    importance = torch.rand(2, 40, generator=generator)
+    options = {"bits": BITS, "group_size": 16, "symmetric": symmetric}
+    whole, clipped = (gptq.quantize(weight, None, importance=counts, **options) for counts in (None, importance))
+    for bits in BITS:
+        errors = []
+        for found in (whole, clipped):
+            rest = (PackedWeight.of(found, bits, symmetric).dequantize() - weight).abs() ** 3 * importance.unsqueeze(1)
+            errors.append(torch.stack([part.sum(-1) for part in rest.split(16, -1)], -1))
+        assert (errors[1] <= errors[0] * 1.001).all(), bits
+        assert (errors[1] < 0.9 * errors[0]).any() == (bits in (2, 3, 4)), bits

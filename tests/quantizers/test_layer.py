@@ -160,3 +160,20 @@ def test_act_order_changes_all_widths_but_one_bit_and_loses_little_or_less() -> 
             for result in (ordered, plain)
         ]
         assert losses[0] < 1.05 * losses[1]
+
+
+def test_clipping_loses_less_at_few_bits_and_leaves_one_bit_alone() -> None:
+    inputs, weights = layer_inputs(), layer_weights()
+    whole = quantize_layer(inputs, weights, SILU, CONFIG)
+    clipped = quantize_layer(inputs, weights, SILU, CONFIG.model_copy(update={"clip": "mse"}))
+    for name in GATED:
+        same = [torch.equal(whole.replicas[name][b].codes, clipped.replicas[name][b].codes) for b in (1, 2, 3)]
+        assert same == [True, False, False]
+
+    def total(result: LayerResult, method: str, bits: int) -> float:
+        return sum(r["loss"] for r in result.rows if (r["projection"], r["method"], r["bits"]) == (WHOLE, method, bits))
+
+    for method in ("gptq", "rtn"):
+        assert total(clipped, method, 2) < 0.9 * total(whole, method, 2)
+        for bits in (3, 4, 8):
+            assert total(clipped, method, bits) < 1.1 * total(whole, method, bits)

@@ -167,6 +167,7 @@ def _serve(address: str) -> None:
 def _handle(connection: socket.socket) -> None:
     """Fork the command, send its process id, wait for it and send its status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it
     message, files, _, _ = socket.recv_fds(connection, 1 << 16, 2)
     pid = os.fork()
     if pid == 0:
