@@ -101,9 +101,7 @@ def sign_round(
         name: gptq.quantize(weight, None, bits=bits, group_size=group_size, symmetric=symmetric)
         for name, weight in weights.items()
     }
-    for codes in start.values():
-        if codes.group_size != group_size or not set(bits) <= set(codes.bits):
-            raise ValueError(f"the start has groups of {codes.group_size} and {codes.bits} bits")
+    check_start(start, bits, group_size)
     parts: list[dict[str, Quantized]] = []
     for which, pools in _chunks(rows, lent, weights, biases, math, training, numbers):
         experts = _Experts(weights=_some(weights, which), biases=_some(biases, which), math=math, pools=pools)
@@ -111,6 +109,13 @@ def sign_round(
         widths = [_train(experts, begin, width, symmetric, training) for width in bits]
         parts.append({name: quantized([width[name] for width in widths], bits, group_size) for name in weights})
     return {name: join([part[name] for part in parts]) for name in weights}
+
+
+def check_start(start: dict[str, Quantized], bits: Sequence[int], group_size: int) -> None:
+    """ValueError for a start that training cannot begin with."""
+    for codes in start.values():
+        if codes.group_size != group_size or not set(bits) <= set(codes.bits):
+            raise ValueError(f"the start has groups of {codes.group_size} and {codes.bits} bits")
 
 
 def _some(stacks: dict[str, Tensor], which: slice) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from moeq.models.experts import DOWN, ExpertMath
 from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
-from moeq.quantizers.signround import CHECKS, WEIGHT_BYTES, Training
+from moeq.quantizers.signround import CHECKS, WEIGHT_BYTES, Training, check_start
 from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
 from moeq.quantizers.training_rows import SEED_STRIDE, Deck, evenly
 
@@ -55,7 +55,7 @@ class WidthCodes:
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """Everything about the layer that training leaves as it is; matrices [E, N, K] in float32."""
+    """Everything about the layer that training leaves as it is: matrices [E, N, K] and biases [E, N] of all experts."""
 
     tokens: LayerTokens
     weights: dict[str, Tensor]
@@ -73,7 +73,8 @@ class _Layer:
         return found if self.tokens.scales_inputs else found * scale
 
     def exact(self, expert: int, rows: Tensor, scale: Tensor) -> Tensor:
-        return self.output(expert, rows, scale, {name: stack[expert] for name, stack in self.weights.items()})
+        """The same with the expert's own matrices."""
+        return self.output(expert, rows, scale, {name: stack[expert].float() for name, stack in self.weights.items()})
 
 
 class _Run:
@@ -104,7 +105,7 @@ class _Run:
             chosen = [expert for expert in self.experts if bits[expert] == width]
             self.grids.append(
                 {
-                    name: TrainedGrid(stack[chosen], select(start[name], chosen), width, symmetric)
+                    name: TrainedGrid(stack[chosen].float(), select(start[name], chosen), width, symmetric)
                     for name, stack in layer.weights.items()
                 }
             )
@@ -206,21 +207,23 @@ def sign_round_layer(
     for one that is not quantized; start: codes of all experts at (at least) these widths (None: rounding to nearest).
     Training.batch_rows is the mean over experts; lend is not used: an expert without tokens keeps its start. As many
     experts as fit into the working memory are trained at once; the next ones then answer for what these get wrong. On
-    evenly spaced tokens the output's mean squared error is never above the start's.
+    evenly spaced tokens the output's mean squared error is never above the start's. Raises ValueError for a start of
+    another group size or without one of the widths.
     """
     training = training or Training()
     widths = sorted(set(bits) - {FULL})
     if start is None:
         options = {"bits": widths, "group_size": group_size, "symmetric": symmetric}
         start = {name: gptq.quantize(weight, None, **options) for name, weight in weights.items()}  # type: ignore[arg-type]
+    check_start(start, widths, group_size)
     layer = _Layer(
         tokens=tokens,
-        weights={name: stack.float() for name, stack in weights.items()},
+        weights=weights,
         biases={name: stack.float() for name, stack in biases.items()},
         math=math,
         rows=[_rows(tokens, expert) for expert in range(len(bits))],
     )
-    left = torch.zeros_like(tokens.hidden) if tokens.correction is None else tokens.correction.clone()
+    left = torch.zeros_like(tokens.hidden) if tokens.correction is None else tokens.correction.float().clone()
     found: dict[int, list[tuple[int, dict[str, State]]]] = {width: [] for width in widths}
     for chunk in _chunks(layer, bits, training):
         run = _Run(layer, chunk, bits, left, start, symmetric, training)

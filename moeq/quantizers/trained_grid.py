@@ -23,7 +23,7 @@ from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import SCALE_DTYPE, group_count, inverse_scale, resolved_group_size
 
 MAX_OFFSET = 0.5
-START_MARGIN = 0.25  # of a code: nearer the edges of their cells, weights would leave the start in the first steps
+START_MARGIN = 0.1  # of a code: nearer the edges of their cells, weights would leave the start in the first steps
 CLIP_RANGE = (0.0, 1.0)  # of the ends that the start has
 
 

@@ -138,3 +138,10 @@ def test_a_layer_without_any_tokens_keeps_its_start() -> None:
     found = sign_round_layer(none, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
     changed, before = replaced(weights, found), rounded(weights, BITS)
     assert all(torch.equal(changed[name], before[name]) for name in GATED)
+
+
+def test_a_start_without_one_of_the_widths_is_refused() -> None:
+    weights, tokens = problem()
+    start = {name: gptq.quantize(stack, None, bits=[2], group_size=GROUP) for name, stack in weights.items()}
+    with pytest.raises(ValueError, match="the start has groups of 16"):
+        sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK, start=start)
