@@ -86,7 +86,7 @@ class _Run:
         experts: list[int],
         bits: Sequence[int],
         left: Tensor,
-        start: dict[str, Quantized],
+        start: Sequence[WidthCodes],
         symmetric: bool,
         training: Training,
     ) -> None:
@@ -101,14 +101,18 @@ class _Run:
             for rows, scale in self._blocks(expert):
                 self.target.index_add_(0, rows, layer.exact(expert, rows, scale))
         self.grids: list[dict[str, TrainedGrid]] = []  # width by width, as `experts` are
-        for width in sorted({bits[expert] for expert in experts}):
-            chosen = [expert for expert in self.experts if bits[expert] == width]
-            self.grids.append(
-                {
-                    name: TrainedGrid(stack[chosen].float(), select(start[name], chosen), width, symmetric)
-                    for name, stack in layer.weights.items()
-                }
-            )
+        for part in sorted(start, key=lambda part: part.bits):
+            chosen = [expert for expert in self.experts if bits[expert] == part.bits]
+            places = [part.experts.index(expert) for expert in chosen]
+            if chosen:
+                self.grids.append(
+                    {
+                        name: TrainedGrid(
+                            stack[chosen].float(), select(part.matrices[name], places), part.bits, symmetric
+                        )
+                        for name, stack in layer.weights.items()
+                    }
+                )
         self.deck = Deck(len(self.active), training.seed * SEED_STRIDE + experts[0])
 
     def _blocks(self, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -199,23 +203,20 @@ def sign_round_layer(
     group_size: int,
     symmetric: bool = False,
     training: Training | None = None,
-    start: dict[str, Quantized] | None = None,
+    start: Sequence[WidthCodes] | None = None,
 ) -> list[WidthCodes]:
     """Codes and grids of a layer's experts, each at its own width, width by width in ascending order.
 
     weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which stay as they are; bits: of every expert, 16
-    for one that is not quantized; start: codes of all experts at (at least) these widths (None: rounding to nearest).
+    for one that is not quantized; start: the codes to begin with, as they are returned (None: rounding to nearest).
     Training.batch_rows is the mean over experts; lend is not used: an expert without tokens keeps its start. As many
     experts as fit into the working memory are trained at once; the next ones then answer for what these get wrong. On
     evenly spaced tokens the output's mean squared error is never above the start's. Raises ValueError for a start of
-    another group size or without one of the widths.
+    another group size or of other experts.
     """
     training = training or Training()
-    widths = sorted(set(bits) - {FULL})
-    if start is None:
-        options = {"bits": widths, "group_size": group_size, "symmetric": symmetric}
-        start = {name: gptq.quantize(weight, None, **options) for name, weight in weights.items()}  # type: ignore[arg-type]
-    check_start(start, widths, group_size)
+    start = _rounded(weights, bits, group_size, symmetric) if start is None else start
+    _check_start(start, bits, group_size)
     layer = _Layer(
         tokens=tokens,
         weights=weights,
@@ -224,14 +225,59 @@ def sign_round_layer(
         rows=[_rows(tokens, expert) for expert in range(len(bits))],
     )
     left = torch.zeros_like(tokens.hidden) if tokens.correction is None else tokens.correction.float().clone()
-    found: dict[int, list[tuple[int, dict[str, State]]]] = {width: [] for width in widths}
+    found: dict[int, list[tuple[int, dict[str, State]]]] = {width: [] for width in sorted(set(bits) - {FULL})}
     for chunk in _chunks(layer, bits, training):
         run = _Run(layer, chunk, bits, left, start, symmetric, training)
         states = run.train()
         run.hand_on(states, group_size)
         for expert in chunk:
             found[bits[expert]].append((expert, states[expert]))
-    return [_codes(width, found[width], group_size) for width in widths]
+    return [_codes(width, own, group_size) for width, own in found.items()]
+
+
+def _rounded(weights: dict[str, Tensor], bits: Sequence[int], group_size: int, symmetric: bool) -> list[WidthCodes]:
+    """Every expert rounded to nearest."""
+    found = []
+    for width in sorted(set(bits) - {FULL}):
+        experts = [expert for expert, own in enumerate(bits) if own == width]
+        found.append(
+            WidthCodes(
+                bits=width,
+                experts=tuple(experts),
+                matrices={
+                    name: gptq.quantize(
+                        stack[experts].float(), None, bits=[width], group_size=group_size, symmetric=symmetric
+                    )
+                    for name, stack in weights.items()
+                },
+            )
+        )
+    return found
+
+
+def _check_start(start: Sequence[WidthCodes], bits: Sequence[int], group_size: int) -> None:
+    there = {expert: part.bits for part in start for expert in part.experts}
+    if there != {expert: width for expert, width in enumerate(bits) if width != FULL}:
+        raise ValueError("the start is of other experts or widths")
+    for part in start:
+        check_start(part.matrices, [part.bits], group_size)
+
+
+def add_output(
+    tokens: LayerTokens,
+    expert: int,
+    matrices: dict[str, Tensor],
+    biases: dict[str, Tensor],
+    math: ExpertMath,
+    *,
+    total: Tensor,
+    factor: float = 1.0,
+) -> None:
+    """Add `factor` times what one expert with matrices {projection: [N, K]} adds to the layer's output, [T, H]."""
+    layer = _Layer(tokens=tokens, weights={}, biases=biases, math=math, rows=[])
+    rows, scale = _rows(tokens, expert)
+    for some, own in zip(rows.split(BLOCK_ROWS), scale.split(BLOCK_ROWS), strict=True):
+        total.index_add_(0, some, layer.output(expert, some, own, matrices), alpha=factor)
 
 
 def _codes(width: int, found: list[tuple[int, dict[str, State]]], group_size: int) -> WidthCodes:

@@ -14,7 +14,7 @@ from moeq.models.kinds.base import act_then_multiply
 from moeq.numerics import gptq
 from moeq.numerics.grids import decode
 from moeq.quantizers.signround import Training
-from moeq.quantizers.signround_layer import LayerTokens, WidthCodes, sign_round_layer
+from moeq.quantizers.signround_layer import LayerTokens, WidthCodes, add_output, sign_round_layer
 
 EXPERTS, HIDDEN, INTER, TOKENS = 5, 40, 24, 300
 GROUP = 16
@@ -140,8 +140,28 @@ def test_a_layer_without_any_tokens_keeps_its_start() -> None:
     assert all(torch.equal(changed[name], before[name]) for name in GATED)
 
 
-def test_a_start_without_one_of_the_widths_is_refused() -> None:
+def test_a_start_of_other_widths_or_groups_is_refused() -> None:
     weights, tokens = problem()
-    start = {name: gptq.quantize(stack, None, bits=[2], group_size=GROUP) for name, stack in weights.items()}
-    with pytest.raises(ValueError, match="the start has groups of 16"):
-        sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK, start=start)
+    start = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=8, training=replace(QUICK, iterations=1))
+    options = {"group_size": GROUP, "training": QUICK, "start": start}
+    with pytest.raises(ValueError, match="the start has groups of 8"):
+        sign_round_layer(tokens, weights, {}, SILU, bits=BITS, **options)
+    with pytest.raises(ValueError, match="of other experts or widths"):
+        sign_round_layer(tokens, weights, {}, SILU, bits=[2, *BITS[1:4], 2], **options)
+
+
+def test_training_goes_on_from_where_another_ended() -> None:
+    weights, tokens = problem()
+    first = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
+    again = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK, start=first)
+    errors = [error(tokens, weights, replaced(weights, part)) for part in (first, again)]
+    assert errors[1] < 0.97 * errors[0]
+
+
+def test_one_experts_part_of_the_output() -> None:
+    weights, tokens = problem()
+    total = torch.zeros_like(tokens.hidden)
+    for expert in range(EXPERTS):
+        own = {name: stack[expert] for name, stack in weights.items()}
+        add_output(tokens, expert, own, {}, SILU, total=total, factor=2)
+    torch.testing.assert_close(total, 2 * output(tokens, weights), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,162 @@
+"""quantize.refine: experts trained together on what the layers before leave; recorded, exported, resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moeq import inspection, pipeline
+from moeq.artifacts.manifest import read_manifest
+from moeq.errors import ArtifactError
+from moeq.models.walk import walk
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages import assign, evaluate, losses, quantize, refine
+from moeq.stages.context import Context
+
+SMALL = (
+    "corpus.sequences=12", "corpus.sequence_length=48", "corpus.batch_size=5", "losses.group_size=16",
+    "losses.bits=[1,2,3,4]", "losses.methods=[gptq,rtn]", "assign.average_bits=2", "assign.gpu_experts=1",
+    "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "eval.compare=[]", "eval.tasks=[]",
+    "estimate.grid.inputs=[128]",
+)  # fmt: skip
+REFINE = "quantize.refine={iterations: 25}"
+STAGES = ("profile", "losses", "assign", "quantize", "export")
+
+
+def make(model: Path, out: Path, *overrides: str) -> Context:
+    recipe = load_recipe(None, [*SMALL, *overrides])
+    return Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
+
+
+def run(model: Path, out: Path, *overrides: str, stages: tuple[str, ...] = STAGES) -> Context:
+    context = make(model, out, *overrides)
+    pipeline.run(context, stages)
+    return context
+
+
+@torch.no_grad()
+def divergence(context: Context, *, refined: bool) -> float:
+    """Mean KL divergence of the next tokens on the calibration text, from the original model."""
+    original, batches = context.model, context.calibration.batches(5)
+    wanted = [original(batch.input_ids, attention_mask=batch.mask).logits.log_softmax(-1) for batch in batches]
+    evaluate.apply_assignment(context, assign.load(context), exported=refined)
+    found = [context.model(batch.input_ids, attention_mask=batch.mask).logits.log_softmax(-1) for batch in batches]
+    context.drop_model()
+    return float(sum((a.exp() * (a - b)).sum(-1).mean() for a, b in zip(wanted, found, strict=True)))
+
+
+@pytest.mark.parametrize("family", ["tiny_mixtral", "tiny_qwen"])
+def test_refined_experts_are_nearer_to_the_original_and_in_the_checkpoint(
+    family: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    context = run(request.getfixturevalue(family), tmp_path, REFINE, "dtype=float32", stages=tuple(pipeline.BY_NAME))
+    assert divergence(context, refined=True) < 0.9 * divergence(context, refined=False)
+    assert evaluate.load(context).export_logit_error < 1e-5
+    assert inspection.inspect(context.directory("export"))["check"].startswith("every size")
+    replicas = [
+        replica
+        for layer in read_manifest(context.directory("export")).layers
+        for expert in layer.experts
+        for replica in expert.replicas
+        if replica.bits < 16
+    ]
+    makers = [replica.quantizer for replica in replicas]
+    assert set(makers) <= {"gptq", "gptq+refined"}
+    assert makers.count("gptq+refined") > len(makers) / 2
+
+
+def test_streamed_and_loaded_give_the_same_bytes(tiny_mixtral: Path, tmp_path: Path) -> None:
+    contexts = [
+        run(tiny_mixtral, tmp_path / how, REFINE, f"stream={how}", "quantize.replicas=all", "assign.quantizer=best")
+        for how in ("never", "always")
+    ]
+    first, second = (
+        {path.name: path.read_bytes() for path in sorted(one.directory("quantize").glob("*.safetensors"))}
+        for one in contexts
+    )
+    assert len(first) == 2 * len(contexts[0].layers)
+    assert first == second
+
+
+def test_other_widths_stay_as_stored(tiny_mixtral: Path, tmp_path: Path) -> None:
+    plain = run(tiny_mixtral, tmp_path, "quantize.replicas=all")
+    before = [load_file(path) for path in quantize.files(plain.directory("quantize"))]
+    refined = run(tiny_mixtral, tmp_path, "quantize.replicas=all", REFINE)
+    paths = quantize.files(refined.directory("quantize"))
+    after = [load_file(path) for path in paths]
+    for path, old, new in zip(paths, before, after, strict=True):
+        assert old.keys() == new.keys()
+        same = all(torch.equal(old[key], new[key]) for key in old)
+        assert same == path.name.startswith("replicas-"), path.name
+    made = quantize.quantizers(refined.directory("quantize"))
+    kinds = {method for layer in made.values() for expert in layer for method in expert.values()}
+    assert kinds == {"gptq", "gptq+refined"}
+
+
+def test_a_killed_run_goes_on_with_the_next_layer(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unbroken = run(tiny_mixtral, tmp_path / "unbroken", REFINE)
+    trained: list[str] = []
+    train = refine.refine_layer
+
+    def dying(job, start, section):  # type: ignore[no-untyped-def]
+        trained.append(job.inputs.layer.name)
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        return train(job, start, section)
+
+    monkeypatch.setattr(refine, "refine_layer", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_mixtral, tmp_path / "killed", REFINE)
+    context = run(tiny_mixtral, tmp_path / "killed", REFINE)
+    names = [layer.name for layer in context.layers]
+    assert trained == [names[0], names[1], *names[1:]]
+    for path in quantize.files(unbroken.directory("quantize")):
+        assert (context.directory("quantize") / path.name).read_bytes() == path.read_bytes()
+    digests = [
+        json.loads((one.directory("quantize") / "stage.json").read_text())["digest"] for one in (unbroken, context)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_a_damaged_or_changed_layer_is_trained_again(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = run(tiny_mixtral, tmp_path, REFINE)
+    path = quantize.files(context.directory("quantize"))[1]
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    trained: list[str] = []
+    train = refine.refine_layer
+    monkeypatch.setattr(
+        refine, "refine_layer", lambda job, *more: (trained.append(job.inputs.layer.name), train(job, *more))[1]
+    )
+    run(tiny_mixtral, tmp_path, REFINE)
+    assert trained == [context.layers[1].name]
+    assert path.read_bytes() == good
+    run(tiny_mixtral, tmp_path, "quantize.refine={iterations: 20}")
+    assert trained[1:] == [layer.name for layer in context.layers]
+
+
+def test_losses_of_other_text_are_refused(tiny_mixtral: Path, tmp_path: Path) -> None:
+    run(tiny_mixtral, tmp_path, stages=("profile", "losses", "assign"))
+    other = make(tiny_mixtral, tmp_path, REFINE, "corpus.sequences=11")
+    with pytest.raises(ArtifactError, match="made of other text or settings"):
+        pipeline.run_alone(other, "quantize")
+
+
+def test_the_model_is_as_it_was_afterwards(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Refining overwrites the loaded experts; the next stage has the checkpoint's again."""
+    context = run(tiny_mixtral, tmp_path, stages=("profile", "losses", "assign"))
+    batches = context.calibration.batches(5)
+    before = [inputs.hidden for inputs in walk(context.model, context.layers, batches, context.device)]
+    other = run(tiny_mixtral, tmp_path, REFINE)
+    after = [inputs.hidden for inputs in walk(other.model, other.layers, batches, other.device)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert losses.is_intact(other)
