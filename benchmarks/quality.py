@@ -1,26 +1,35 @@
 """Perplexity of small trained checkpoints by quantizer and width: experts only, groups of 64.
 
-    python benchmarks/quality.py [MODELS] [--names tiny-mixtral tiny-qwen3-moe] [--bits 2 3 4] [--iterations 200]
+    python benchmarks/quality.py MODELS [--names tiny-mixtral tiny-qwen3-moe] [--bits 4 3 2 1] [--average 2]
+                                        [--peers gptqmodel auto-round] [--environments FOLDER]
 
-MODELS is a folder of checkpoints with their training script (`train_tiny.py`: text, windows, tokenizer) beside them;
-without it nothing is measured. Calibration: 32 windows of 256 tokens from each domain of the training text; perplexity:
-24 held-out windows of each, exp of the mean over domains.
+MODELS is a folder of checkpoints with their training script (`train_tiny.py`: text and windows) beside them; without it
+nothing is measured. Calibration: 32 windows of 256 tokens from each domain of the training text. Perplexity: 24
+held-out windows of each, exp of the mean over domains. 200 iterations.
 
-rtn, gptq and signround replace every expert alone, on the exact model's inputs, a quarter of the sequences kept apart;
-best takes for every expert the one of the three with the least loss on that quarter. signround-layer trains the experts
-of a layer together, layer after layer, on the inputs that the layers before leave (all sequences).
-Goal: signround-layer within 0.5 % of auto-round 0.16.1 (symmetric, 200 iterations, the same windows, experts only).
+rtn, gptq, signround and best are uniform assignments over the replicas of `moeq losses`, which keeps a quarter of the
+calibration sequences apart; signround+refined is a uniform assignment of GPTQ's replicas with `quantize.refine`. With
+--average, prefix-split at that mean width over the best replicas, as it is and refined.
+
+--peers: the peers' own output on the same windows, each in an environment of its own below --environments, which is
+made at the first use (minutes, gigabytes); what cannot be installed or run is named and left out. Recorded figures of
+gptqmodel 7.6.0 (asymmetric) and auto-round 0.16.1 (symmetric), the same windows, stand beside in any case.
+
+Goals: gptq no worse than gptqmodel, signround+refined within 0.5 % of auto-round, in no more time than 90 s a width.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
+import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,278 +37,219 @@ from typing import Any
 import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 
 import torch  # isort: skip
+from safetensors.torch import save_file  # isort: skip
 from torch import Tensor  # isort: skip
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # isort: skip
 
+from moeq import pipeline
 from moeq.models.corpus import Sequences
-from moeq.models.experts import (
-    DOWN,
-    ExpertLayer,
-    ExpertMath,
-    expert_math,
-    find_expert_layers,
-    set_expert_weights,
-    stacked_weights,
-)
-from moeq.models.walk import LayerInputs, walk
-from moeq.numerics import gptq
-from moeq.numerics.gptq import Quantized
-from moeq.numerics.grids import SIGN_ZERO, decode
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import unpack
-from moeq.quantizers.layer import SAMPLE_TOKENS, heldout_stride, quantize_layer, thin
-from moeq.quantizers.signround import Training, sign_round
-from moeq.quantizers.signround_layer import LayerTokens, sign_round_layer
-from moeq.quantizers.training_rows import Rows
-from moeq.recipe import LossesSection
+from moeq.progress import Reporter
+from moeq.recipe import AssignSection, load_recipe
+from moeq.stages import assign, evaluate
+from moeq.stages.context import Context
 
 GROUP = 64
-AUTO_ROUND = {
-    "tiny-mixtral": {2: 26.01, 3: 24.63, 4: 24.37},
-    "tiny-qwen3-moe": {2: 24.58, 3: 23.31, 4: 23.14},
+ITERATIONS = 200
+RECORDED = {
+    "gptqmodel": {
+        "tiny-mixtral": {2: 28.01, 3: 24.87, 4: 24.38},
+        "tiny-qwen3-moe": {2: 26.20, 3: 23.49, 4: 23.14},
+    },
+    "auto-round": {
+        "tiny-mixtral": {2: 26.01, 3: 24.63, 4: 24.37},
+        "tiny-qwen3-moe": {2: 24.58, 3: 23.31, 4: 23.14},
+    },
 }
-TOLERANCE = 1.005
-ALONE = ("rtn", "gptq", "signround")
-Matrices = dict[str, Tensor]  # {projection: values [E, N, K]}
-Replicas = dict[str, dict[int, list[tuple[Matrices, Tensor]]]]  # {method: {bits: of every layer}}, held-out losses [E]
+AUTO_ROUND_SECONDS = 90  # a width, two quiet cores
+TOLERANCE = {"gptqmodel": 1.0, "auto-round": 1.005}
+AGAINST = {"gptq": "gptqmodel", "signround+refined": "auto-round"}
+METHODS = ("rtn", "gptq", "signround", "best")
+REFINED = "signround+refined"
+PACKAGES = {"gptqmodel": "gptqmodel==7.6.0", "auto-round": "auto-round==0.16.1"}
+Rows = dict[str, dict[int, float]]
 
 
-@dataclass
-class Model:
-    """A checkpoint, its text, and the exact experts."""
+@dataclass(frozen=True)
+class Windows:
+    """Token windows: calibration [S, 256] and, for every domain, held-out ones."""
 
-    name: str
-    script: ModuleType
-    model: Any = field(init=False)
-    calibration: Sequences = field(init=False)
-    heldout: dict[str, Tensor] = field(init=False)
-    layers: list[ExpertLayer] = field(init=False)
-    math: list[ExpertMath] = field(init=False)
-    exact: list[Matrices] = field(init=False)
+    calibration: Tensor
+    heldout: dict[str, Tensor]
 
-    def __post_init__(self) -> None:
-        folder = self.script.HERE / self.name
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    @classmethod
+    def of(cls, script: ModuleType, tokenizer: Any) -> Windows:
+        def cut(split: str, count: int) -> dict[str, Tensor]:
+            streams = {domain: script.token_stream(tokenizer, domain, split) for domain in script.DOMAINS}
+            return {domain: script.windows(stream, 256, count) for domain, stream in streams.items()}
 
-        def windows(split: str, count: int) -> dict[str, Tensor]:
-            streams = {domain: self.script.token_stream(tokenizer, domain, split) for domain in self.script.DOMAINS}
-            return {domain: self.script.windows(stream, 256, count) for domain, stream in streams.items()}
+        return cls(torch.cat(list(cut("train", 32).values())), cut("heldout", 24))
 
-        ids = torch.cat(list(windows("train", 32).values()))
-        self.calibration = Sequences(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), domains=("",) * len(ids))
-        self.heldout = windows("heldout", 24)
-        self.layers = find_expert_layers(self.model)
-        self.math = [expert_math(self.model, layer) for layer in self.layers]
-        self.exact = [
-            {name: stack.clone() for name, stack in stacked_weights(self.model, layer, slice(None)).items()}
-            for layer in self.layers
-        ]
 
-    def put(self, layer: int, values: Matrices) -> None:
-        for expert in range(self.layers[layer].num_experts):
-            own = {name: stack[expert] for name, stack in values.items()}
-            set_expert_weights(self.model, self.layers[layer], expert, own)
+class Bench:
+    """One checkpoint, run through the stages in one directory."""
 
-    def restore(self) -> None:
-        for layer, values in enumerate(self.exact):
-            self.put(layer, values)
+    def __init__(self, model: Path, script: ModuleType, out: Path, iterations: int) -> None:
+        self.model, self.out, self.iterations = model, out, iterations
+        self.windows = Windows.of(script, self.context().tokenizer)
+
+    def context(self, *overrides: str) -> Context:
+        recipe = load_recipe(
+            None,
+            [
+                f"losses.group_size={GROUP}", "losses.bits=[1,2,3,4]", f"losses.methods=[{','.join(METHODS[:-1])}]",
+                "losses.per_projection=false", f"losses.signround_iterations={self.iterations}", "dtype=float32",
+                "stream=never", "eval.compare=[]", *overrides,
+            ],
+        )  # fmt: skip
+        found = Context(recipe=recipe, model_name=str(self.model), out=self.out, reporter=Reporter(quiet=True))
+        if hasattr(self, "windows"):
+            ids = self.windows.calibration.long()
+            found.__dict__["calibration"] = Sequences(
+                ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), domains=("",) * len(ids)
+            )
+        return found
+
+    def seconds(self, context: Context, *stages: str) -> float:
+        """Run stages; how long they took."""
+        return sum(outcome.seconds for outcome in pipeline.run(context, stages))
 
     @torch.no_grad()
-    def perplexity(self) -> float:
+    def perplexity(self, context: Context) -> float:
         losses = []
-        for windows in self.heldout.values():
-            batches = windows.split(16)
-            losses.append(sum(float(self.model(input_ids=b, labels=b).loss) * len(b) for b in batches) / len(windows))
+        for windows in self.windows.heldout.values():
+            batches = windows.long().split(16)
+            found = [float(context.model(input_ids=batch, labels=batch).loss) * len(batch) for batch in batches]
+            losses.append(sum(found) / len(windows))
+        context.drop_model()
         return math.exp(sum(losses) / len(losses))
 
-    def inputs(self) -> Iterator[LayerInputs]:
-        return walk(self.model, self.layers, self.calibration.batches(16), torch.device("cpu"))
+    def assigned(self, context: Context, section: AssignSection) -> float:
+        """Perplexity of an assignment over the replicas as they are stored."""
+        evaluate.apply_assignment(context, assign.make(context, section, "bench"))
+        return self.perplexity(context)
 
-    @torch.no_grad()
-    def after(self, layer: int) -> Tensor:
-        """Hidden states that a decoder layer hands on, [T, H]."""
-        found: list[Tensor] = []
-        block = self.model.get_submodule(self.layers[layer].name.split(".mlp")[0])
-        handle = block.register_forward_hook(lambda _, __, output: found.append(output.flatten(0, 1).clone()))
-        for batch in self.calibration.ids.split(16):
-            self.model.model(input_ids=batch)
-        handle.remove()
-        return torch.cat(found)
-
-
-def codes_of(packed: dict[int, PackedWeight]) -> Quantized:
-    """The codes and grids of what quantize_layer packs."""
-    codes, scales, zeros = [], [], []
-    for bits, part in packed.items():
-        codes.append(unpack(part.codes, bits, part.inputs))
-        scales.append(part.scales.float())
-        fixed = SIGN_ZERO if bits == 1 else 2.0 ** (bits - 1)
-        zeros.append(
-            torch.full_like(scales[-1], fixed)
-            if part.zeros is None
-            else unpack(part.zeros, bits, part.scales.shape[-1]).float()
-        )
-    stacks = (torch.stack(parts, 1) for parts in (codes, scales, zeros))
-    return Quantized(**dict(zip(("codes", "scale", "zero"), stacks, strict=True)), bits=tuple(packed), group_size=GROUP)
+    def refined(self, section: dict[str, Any]) -> tuple[float, float]:
+        """Perplexity of a refined assignment, and the seconds of refining it."""
+        refine = f"quantize.refine={{iterations: {self.iterations}}}"
+        context = self.context(f"assign={json.dumps(section)}", refine)
+        self.seconds(context, "profile", "losses", "assign")
+        taken = self.seconds(context, "quantize")
+        evaluate.apply_assignment(context, assign.load(context), exported=True)
+        return self.perplexity(context), taken
 
 
-def values_of(codes: dict[str, Quantized], bits: int) -> Matrices:
-    found = {}
-    for name, batch in codes.items():
-        width = batch.bits.index(bits)
-        found[name] = decode(batch.codes[:, width], batch.scale[:, width], batch.zero[:, width], GROUP)
-    return found
+def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, float]:
+    """Print what losses took; perplexity {row: {bits: ...}}, and the most seconds that refining a width took."""
+    gptq = bench.context("losses.methods=[gptq]")
+    taken = [bench.seconds(gptq, "profile", "losses")]
+    context = bench.context()
+    taken.append(bench.seconds(context, "losses"))
+    name = bench.model.name
+    print(f"\n{name}: perplexity {bench.perplexity(context):.2f} with exact experts; profile and losses with GPTQ")
+    print(f"{taken[0]:.0f} s, RTN and SignRound on top of it {taken[1]:.0f} s, at 1 to 4 bits", flush=True)
+    rows: Rows = {method: {} for method in METHODS}
+    for method in METHODS:
+        for width in bits:
+            section = AssignSection(method="uniform", bits=width, quantizer=method)  # type: ignore[arg-type]
+            rows[method][width] = bench.assigned(context, section)
+    rows[REFINED], slowest = {}, 0.0
+    for width in bits:
+        section = {"method": "uniform", "bits": width, "quantizer": "gptq"}
+        rows[REFINED][width], seconds = bench.refined(section)
+        slowest = max(slowest, seconds)
+        print(f"refined at {width} bits: {rows[REFINED][width]:.2f}, {seconds:.0f} s", flush=True)
+    for average in averages:
+        split = {"method": "prefix-split", "average_bits": average, "quantizer": "best"}
+        plain = bench.assigned(context, AssignSection(**split))  # type: ignore[arg-type]
+        found, seconds = bench.refined(split)
+        print(f"prefix-split at {average} bits, best: {plain:.2f}, refined {found:.2f} in {seconds:.0f} s", flush=True)
+    return rows, slowest
 
 
-def heldout_losses(inputs: LayerInputs, exact: Matrices, values: Matrices, own: ExpertMath, config: Any) -> Tensor:
-    """Relative loss of every expert on the sequences kept apart, all of the layer's where it has too few, [E]."""
-    stride = heldout_stride(config.heldout_fraction)
-    heldout = inputs.sequence % stride == stride - 1
-    found = []
-    for expert in range(inputs.layer.num_experts):
-        mine = (inputs.experts == expert).any(1) & heldout
-        rows = inputs.hidden[mine if int(mine.sum()) >= config.min_tokens else heldout]
-        outputs = []
-        for of in (exact, values):
-            matrices = {name: stack[expert] for name, stack in of.items()}
-            outputs.append(own.output(own.intermediate(rows, matrices, {}), matrices[DOWN]))
-        target, output = outputs
-        found.append(float((output - target).square().mean() / target.square().mean()))
-    return torch.tensor(found)
+def peer_rows(bench: Bench, peers: list[str], environments: Path, bits: list[int]) -> Rows:
+    """The peers' own figures; a line for what could not be had."""
+    windows = bench.out / "windows.safetensors"
+    held = {f"heldout.{domain}": one.int() for domain, one in bench.windows.heldout.items()}
+    save_file({"calibration": bench.windows.calibration.int()} | held, windows)
+    rows: Rows = {}
+    for peer in peers:
+        python = environments / peer / "bin" / "python"
+        problem = None if python.is_file() else install(peer, environments / peer)
+        for width in [] if problem else [one for one in bits if one > 1]:
+            script = Path(__file__).with_name("quality_peer.py")
+            command = [python, script, peer, bench.model, windows, str(width), str(GROUP), str(bench.iterations)]
+            environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1"}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if done.returncode:
+                problem = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                break
+            found = json.loads(done.stdout.strip().splitlines()[-1])
+            rows.setdefault(f"{peer}, here", {})[width] = found["perplexity"]
+            print(f"{peer} at {width} bits: {found['perplexity']:.2f}, {found['seconds']:.0f} s", flush=True)
+        if problem is not None:
+            print(f"{peer} left out: {problem}", flush=True)
+    return rows
 
 
-def alone(model: Model, config: LossesSection, training: Training) -> Replicas:
-    """Values and held-out losses of the methods that take every expert alone."""
-    found: Replicas = {m: {b: [] for b in config.bits} for m in ALONE}
-    seconds = dict.fromkeys(ALONE, 0.0)
-    stride = heldout_stride(config.heldout_fraction)
-    for inputs in list(model.inputs()):
-        exact, own = model.exact[inputs.layer.index], model.math[inputs.layer.index]
-        started = time.perf_counter()
-        options: dict[str, Any] = {"bits": config.bits, "group_size": GROUP, "symmetric": config.symmetric}
-        codes = {"rtn": {name: gptq.quantize(stack, None, **options) for name, stack in exact.items()}}
-        seconds["rtn"] += time.perf_counter() - started
-        started = time.perf_counter()
-        packed = quantize_layer(inputs, exact, own, config).replicas
-        codes["gptq"] = {name: codes_of(widths) for name, widths in packed.items()}
-        seconds["gptq"] += time.perf_counter() - started
-        calibration = inputs.sequence % stride != stride - 1
-
-        def rows(expert: int, inputs: LayerInputs = inputs, calibration: Tensor = calibration) -> Rows:
-            chosen = inputs.experts == expert
-            mine = chosen.any(1) & calibration
-            return Rows(hidden=inputs.hidden[mine], weights=(inputs.weights * chosen).sum(1)[mine].square())
-
-        started = time.perf_counter()
-        lent = thin(inputs.hidden[calibration], SAMPLE_TOKENS)
-        codes["signround"] = sign_round(rows, lent, exact, {}, own, training=training, start=codes["gptq"], **options)
-        seconds["signround"] += time.perf_counter() - started
-        for method in ALONE:
-            for bits in config.bits:
-                values = values_of(codes[method], bits)
-                found[method][bits].append((values, heldout_losses(inputs, exact, values, own, config)))
-    print("seconds a width: " + ", ".join(f"{method} {seconds[method] / len(config.bits):.0f}" for method in ALONE))
-    return found
-
-
-def best_of(found: Replicas, bits: int, layer: int) -> tuple[Matrices, Tensor]:
-    """The values of the method with the least held-out loss, expert by expert."""
-    candidates = [found[method][bits][layer] for method in ALONE]
-    losses = torch.stack([loss for _, loss in candidates])
-    least, winner = losses.min(0)
-    names = candidates[0][0]
-    values = {
-        name: torch.stack([candidates[int(index)][0][name][expert] for expert, index in enumerate(winner)])
-        for name in names
-    }
-    return values, least
-
-
-def train_layers(model: Model, config: LossesSection, training: Training, bits: int) -> None:
-    """Replace all experts, layer after layer, each trained to make up for what the layers before get wrong."""
-    model.restore()
-    wanted = [model.after(layer.index) for layer in model.layers]
-    for layer in model.layers:
-        walked = model.inputs()
-        inputs = next(found for found in walked if found.layer.index == layer.index)
-        del walked
-        exact, own = model.exact[layer.index], model.math[layer.index]
-        packed = quantize_layer(inputs, exact, own, config.model_copy(update={"bits": [bits], "methods": ["gptq"]}))
-        tokens = LayerTokens(
-            hidden=inputs.hidden,
-            experts=inputs.experts,
-            weights=inputs.weights,
-            correction=wanted[layer.index] - model.after(layer.index),
-        )
-        (found,) = sign_round_layer(
-            tokens, exact, {}, own, bits=[bits] * layer.num_experts, group_size=GROUP, symmetric=config.symmetric,
-            training=training, start={name: codes_of(widths) for name, widths in packed.replicas.items()},
-        )  # fmt: skip
-        model.put(layer.index, values_of(found.matrices, bits))
-
-
-def measure(model: Model, config: LossesSection, training: Training) -> dict[str, dict[int, float]]:
-    """Print the model's tables; perplexity {method: {bits: ...}}."""
-    print(f"\n{model.name}: perplexity {model.perplexity():.2f} with exact experts")
-    found = alone(model, config, training)
-    perplexity: dict[str, dict[int, float]] = {method: {} for method in (*ALONE, "best", "signround-layer")}
-    losses: dict[str, dict[int, float]] = {method: {} for method in (*ALONE, "best")}
-    for bits in config.bits:
-        for method in losses:
-            replicas = [
-                best_of(found, bits, layer) if method == "best" else found[method][bits][layer]
-                for layer in range(len(model.layers))
-            ]
-            for layer, (values, _) in enumerate(replicas):
-                model.put(layer, values)
-            perplexity[method][bits] = model.perplexity()
-            losses[method][bits] = float(torch.cat([loss for _, loss in replicas]).mean())
-        started = time.perf_counter()
-        train_layers(model, config, training, bits)
-        print(f"signround-layer at {bits} bits: {time.perf_counter() - started:.0f} s")
-        perplexity["signround-layer"][bits] = model.perplexity()
-    print(f"{'perplexity':<16}" + "".join(f"{bits:>7} bits" for bits in config.bits))
-    for method, row in perplexity.items():
-        print(f"{method:<16}" + "".join(f"{row[bits]:12.2f}" for bits in config.bits))
-    known = AUTO_ROUND.get(model.name, {})
-    print(f"{'auto-round':<16}" + "".join(f"{known.get(bits, float('nan')):12.2f}" for bits in config.bits))
-    print(f"{'held-out loss':<16}" + "".join(f"{bits:>7} bits" for bits in config.bits))
-    for method, row in losses.items():
-        print(f"{method:<16}" + "".join(f"{row[bits]:12.4f}" for bits in config.bits), flush=True)
-    return perplexity
+def install(peer: str, folder: Path) -> str | None:
+    """Make a peer's environment; what went wrong, None when nothing did."""
+    pins = Path(__file__).resolve().parents[1] / "constraints.txt"
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "-c", pins, PACKAGES[peer], "torch", "transformers"]
+    for command in ([sys.executable, "-m", "venv", folder], pip):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            (folder / "bin" / "python").unlink(missing_ok=True)
+            return f"cannot be installed ({(done.stderr.strip().splitlines() or ['no message'])[-1]})"
+    return None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside = Path(__file__).resolve().parents[2] / "shared" / "models"
-    parser.add_argument("models", nargs="?", type=Path, default=beside, help="folder of the checkpoints")
-    parser.add_argument("--names", nargs="+", default=list(AUTO_ROUND))
-    parser.add_argument("--bits", nargs="+", type=int, default=[2, 3, 4])
-    parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--symmetric", action="store_true")
+    parser.add_argument("models", nargs="?", type=Path, help="folder of the checkpoints")
+    parser.add_argument("--names", nargs="+", default=["tiny-mixtral", "tiny-qwen3-moe"])
+    parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2, 1])
+    parser.add_argument("--iterations", type=int, default=ITERATIONS)
+    parser.add_argument("--average", nargs="*", default=[], help="mean widths of mixed assignments")
+    parser.add_argument("--peers", nargs="*", default=[], choices=list(PACKAGES))
+    parser.add_argument("--environments", type=Path, default=Path.home() / ".cache" / "moeq" / "benchmarks")
     options = parser.parse_args()
-    script = options.models / "train_tiny.py"
-    if not script.is_file():
-        print(f"skipped: no {script}; the small trained checkpoints are not part of the repository")
+    if options.models is None or not (options.models / "train_tiny.py").is_file():
+        print("skipped: give the folder of the trained checkpoints and their train_tiny.py, which are not moeq's")
         return 0
-    specification = importlib.util.spec_from_file_location("train_tiny", script)
+    script = load_script(options.models / "train_tiny.py")
+    worst = dict.fromkeys(AGAINST, 0.0)
+    slowest = 0.0
+    for name in options.names:
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(options.models / name, script, Path(folder), options.iterations)
+            started = time.monotonic()
+            rows, seconds = measure(bench, options.bits, options.average)
+            rows |= peer_rows(bench, options.peers, options.environments, options.bits)
+        slowest = max(slowest, seconds)
+        rows |= {f"{peer}, recorded": known.get(name, {}) for peer, known in RECORDED.items()}
+        print(f"{name}, {time.monotonic() - started:.0f} s" + "".join(f"{bits:>7} bits" for bits in options.bits))
+        for row, values in rows.items():
+            print(f"{row:<22}" + "".join(f"{values.get(bits, math.nan):12.2f}" for bits in options.bits), flush=True)
+        for mine, peer in AGAINST.items():
+            goals = RECORDED[peer].get(name, {})
+            ratios = [rows[mine][bits] / goals[bits] for bits in options.bits if bits in goals]
+            worst[mine] = max([worst[mine], *ratios])
+    print(
+        f"gptq at most {worst['gptq']:.4f} of gptqmodel's perplexity (goal {TOLERANCE['gptqmodel']}), {REFINED} at "
+        f"most {worst[REFINED]:.4f} of auto-round's (goal {TOLERANCE['auto-round']}), a width in {slowest:.0f} s "
+        f"at most (goal {AUTO_ROUND_SECONDS} on quiet cores)"
+    )
+    met = [worst[mine] <= TOLERANCE[peer] for mine, peer in AGAINST.items()]
+    return 0 if all(met) and slowest <= AUTO_ROUND_SECONDS else 1
+
+
+def load_script(path: Path) -> ModuleType:
+    """The training script as a module."""
+    specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    config = LossesSection(
-        bits=options.bits, group_size=GROUP, symmetric=options.symmetric, methods=["gptq"], per_projection=False
-    )
-    training = Training(iterations=options.iterations)
-    worst = 0.0
-    for name in options.names:
-        model = Model(name, module)
-        found = measure(model, config, training)["signround-layer"]
-        goals = AUTO_ROUND.get(name, {})
-        worst = max([worst, *(found[bits] / goals[bits] for bits in options.bits if bits in goals)])
-    print(f"signround-layer against auto-round: at most {worst:.4f} of its perplexity, goal {TOLERANCE}")
-    return 0 if worst <= TOLERANCE else 1
+    return module
 
 
 if __name__ == "__main__":

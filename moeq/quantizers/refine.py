@@ -96,24 +96,28 @@ def _codes(start: Mapping[int, Packed], bits: tuple[int, ...], width: int, devic
     return WidthCodes(bits=width, experts=experts, matrices={name: stacked(name) for name in names})
 
 
-@torch.no_grad()
-def change_of_output(job: LayerJob, values: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
-    """What new matrices {expert: {projection: [rows, inputs]}} change of the sum of the experts' outputs, [t, H].
+class Change:
+    """What new matrices change of the sum of a layer's experts' outputs at the layer's first tokens, [t, H]."""
 
-    At the layer's first tokens; like `Beside.moved` when the matrices are put in place.
-    """
-    first = job.tokens()
-    rows = slice(0, MEASURED_TOKENS)
-    few = replace(
-        first, hidden=first.hidden[rows], experts=first.experts[rows], weights=first.weights[rows], correction=None
-    )
-    total = torch.zeros_like(few.hidden)
-    biases = {name: stack.float() for name, stack in job.biases.items()}
-    for expert, new in values.items():
-        for matrices, factor in ((new, 1), ({name: stack[expert] for name, stack in job.weights.items()}, -1)):
-            there = {name: matrix.to(total) for name, matrix in matrices.items()}
-            add_output(few, expert, there, biases, job.math, total=total, factor=factor)
-    return total
+    def __init__(self, job: LayerJob) -> None:
+        rows = slice(0, MEASURED_TOKENS)
+        inputs = replace(
+            job.inputs,
+            hidden=job.inputs.hidden[rows],
+            experts=job.inputs.experts[rows],
+            weights=job.inputs.weights[rows],
+        )
+        self._job = replace(job, inputs=inputs, behind=None, biases={k: v.float() for k, v in job.biases.items()})
+        self._tokens = self._job.tokens()
+        self.total = torch.zeros_like(self._tokens.hidden)
+
+    @torch.no_grad()
+    def add(self, expert: int, new: Mapping[str, Tensor]) -> None:
+        """Count one expert's new matrices {projection: [rows, inputs]}; the job still has the exact ones."""
+        old = {name: stack[expert] for name, stack in self._job.weights.items()}
+        for matrices, factor in ((new, 1), (old, -1)):
+            there = {name: matrix.to(self.total) for name, matrix in matrices.items()}
+            add_output(self._tokens, expert, there, self._job.biases, self._job.math, total=self.total, factor=factor)
 
 
 def link_of(moved: Tensor, changed: Tensor) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,7 +24,7 @@ from moeq.exporters.moeq import layer_name
 from moeq.models.beside import Beside, walk_beside
 from moeq.models.experts import ExpertLayer, expert_math, set_expert_weights, stacked_biases, stacked_weights
 from moeq.numerics.packed import PARTS, PackedWeight
-from moeq.quantizers.refine import LayerJob, change_of_output, link_of, refine_layer
+from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.recipe import RefineSection
 from moeq.stages import losses
 from moeq.stages.context import Context
@@ -99,12 +100,14 @@ def refined(
                 found = read(context.directory("quantize"), layer, assignment, list(start))
             else:
                 found = refine_layer(job, start, section)
-            values = {expert: {n: one.dequantize() for n, one in of.items()} for expert, of in found.items()}
-            changed = change_of_output(job, values)
-            for expert, own in values.items():
-                set_expert_weights(context.model, layer, expert, own)
+            change = Change(job)
+            for expert, own in found.items():
+                values = {name: packed.dequantize() for name, packed in own.items()}
+                change.add(expert, values)
+                set_expert_weights(context.model, layer, expert, values)
+            changed = change.total
             found = {expert: own for expert, own in found.items() if _is_changed(start[expert], own)}
-            del beside, job, start, values
+            del beside, job, start, change
             yield found
     finally:
         context.drop_model()
@@ -136,7 +139,7 @@ def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: l
             found[expert] = {}
             for name in layer.projections:
                 keys = {part: f"{layer.name}.{expert}.{name}.{part}" for part in PARTS}
-                parts = {part: file.get_tensor(key) if key in there else None for part, key in keys.items()}
+                parts: dict[str, Any] = {p: file.get_tensor(key) if key in there else None for p, key in keys.items()}
                 if parts["codes"] is None or parts["scales"] is None:
                     raise ArtifactError(f"no {keys['codes']}", where=str(path), do="run `moeq quantize` again")
                 found[expert][name] = PackedWeight(

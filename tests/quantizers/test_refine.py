@@ -12,7 +12,7 @@ from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
 from moeq.numerics.packed import PackedWeight
-from moeq.quantizers.refine import LayerJob, change_of_output, link_of, refine_layer
+from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.recipe import RefineSection
 
 EXPERTS, HIDDEN, INTER, TOKENS, GROUP = 4, 24, 16, 200, 8
@@ -102,12 +102,13 @@ def test_what_was_left_behind_is_asked_for() -> None:
     assert errors[1] < 0.95 * errors[0]
 
 
-def test_change_of_output_is_that_of_the_whole_sum() -> None:
+def test_the_change_is_that_of_the_whole_sum() -> None:
     given = job()
     new = values(rounded(given))
-    torch.testing.assert_close(
-        change_of_output(given, new), output(given, new) - output(given, {}), rtol=1e-4, atol=1e-5
-    )
+    change = Change(given)
+    for expert, own in new.items():
+        change.add(expert, own)
+    torch.testing.assert_close(change.total, output(given, new) - output(given, {}), rtol=1e-4, atol=1e-5)
 
 
 def test_a_link_is_found_where_output_and_experts_move_together() -> None:
