@@ -13,7 +13,7 @@ from moeq.planning.placed import methods, placed_bytes
 from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import RTN, SAMPLE_TOKENS
-from moeq.quantizers.signround import Training
+from moeq.quantizers.refine import BATCH_ROWS
 from moeq.recipe import Recipe
 
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
@@ -101,7 +101,7 @@ class Hours:
         if section is None:
             return 0.0
         weights = self.sizes.expert_parameters
-        training = section.iterations * weights * (6 * Training().batch_rows + WEIGHT_OPERATIONS)
+        training = section.iterations * weights * (6 * BATCH_ROWS + WEIGHT_OPERATIONS)
         reading = self._reading(self.sizes.disk) if self.streams else 0
         return (
             reading

@@ -20,6 +20,7 @@ from moeq.quantizers.signround_layer import FULL, LayerTokens, WidthCodes, add_o
 from moeq.quantizers.trained_grid import join
 from moeq.recipe import RefineSection
 
+BATCH_ROWS = 256  # of an expert in a step, on average
 MISFIT = 0.1  # of the energy of what has moved, that a link may leave unexplained
 MEASURED_TOKENS = 2048  # by which a link is measured
 Packed = Mapping[str, PackedWeight]
@@ -69,7 +70,7 @@ def refine_layer(
         bits=job.bits,
         group_size=job.group_size,
         symmetric=job.symmetric,
-        training=Training(iterations=section.iterations, working_memory=section.working_memory),
+        training=Training(iterations=section.iterations, batch_rows=BATCH_ROWS, working_memory=section.working_memory),
         start=[_codes(start, job.bits, width, device) for width in sorted(set(job.bits) - {FULL})],
     )
     packed: dict[int, dict[str, PackedWeight]] = {}
