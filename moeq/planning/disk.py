@@ -236,6 +236,9 @@ class Disk:
                 )
         made = {layer.name: self._made_by(layer.index) for layer in self.sizes.layers}
         text = canonical_json({"schema_version": quantize.SCHEMA_VERSION, "layers": made})
+        if self.recipe.quantize.refine is not None:
+            done = canonical_json({"key": DIGEST, "files": dict.fromkeys(files, DIGEST)})
+            files[refine.PROGRESS] = len(done.encode())
         return files | {quantize.NAME: len(text.encode())}
 
     def _made_by(self, layer: int) -> list[dict[str, str]]:
@@ -282,7 +285,7 @@ class Disk:
 
     def _packed(self) -> dict[str, int]:
         """The files of packed experts, which quantize writes and export takes over."""
-        return {name: size for name, size in self.lasting("quantize").items() if name not in {RECORD, quantize.NAME}}
+        return {name: size for name, size in self.lasting("quantize").items() if name.endswith(".safetensors")}
 
     def _export(self) -> dict[str, int]:
         source, experts = self.context.source, self._packed()

@@ -51,8 +51,14 @@ class Progress:
 
     @classmethod
     def of(cls, context: Context) -> Progress:
-        """What a run with the same inputs has finished; files that are damaged or were made of others do not count."""
+        """What a run with the same inputs has finished; files that are damaged or were made of others do not count.
+
+        Nothing where the recipe does not refine.
+        """
         directory = context.directory("quantize")
+        if context.recipe.quantize.refine is None:
+            (directory / PROGRESS).unlink(missing_ok=True)
+            return cls(path=directory / PROGRESS, key="", files={})
         before = [current_digest(context.directory(stage), stage) for stage in ("losses", "assign")]
         section = context.recipe.quantize.model_dump(mode="json")
         key = digest_of([REVISION, context.stamp.digest, *before, section, context.compute()])

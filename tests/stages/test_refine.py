@@ -50,11 +50,18 @@ def divergence(context: Context, *, refined: bool) -> float:
     return float(sum((a.exp() * (a - b)).sum(-1).mean() for a, b in zip(wanted, found, strict=True)))
 
 
-@pytest.mark.parametrize("family", ["tiny_mixtral", "tiny_qwen"])
+@pytest.mark.parametrize(
+    ("family", "grid"),
+    [
+        ("tiny_mixtral", ("losses.group_size=16",)),
+        ("tiny_qwen", ("losses.group_size=-1", "losses.symmetric=true")),
+    ],
+)
 def test_refined_experts_are_nearer_to_the_original_and_in_the_checkpoint(
-    family: str, tmp_path: Path, request: pytest.FixtureRequest
+    family: str, grid: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    context = run(request.getfixturevalue(family), tmp_path, REFINE, "dtype=float32", stages=tuple(pipeline.BY_NAME))
+    model = request.getfixturevalue(family)
+    context = run(model, tmp_path, REFINE, "dtype=float32", *grid, stages=tuple(pipeline.BY_NAME))
     assert divergence(context, refined=True) < 0.9 * divergence(context, refined=False)
     assert evaluate.load(context).export_logit_error < 1e-5
     assert inspection.inspect(context.directory("export"))["check"].startswith("every size")
@@ -96,6 +103,14 @@ def test_other_widths_stay_as_stored(tiny_mixtral: Path, tmp_path: Path) -> None
     made = quantize.quantizers(refined.directory("quantize"))
     kinds = {method for layer in made.values() for expert in layer for method in expert.values()}
     assert kinds == {"gptq", "gptq+refined"}
+    again = run(tiny_mixtral, tmp_path, "quantize.replicas=all")
+    assert all(
+        torch.equal(old[key], new[key])
+        for old, path in zip(before, quantize.files(again.directory("quantize")), strict=True)
+        for new in [load_file(path)]
+        for key in old
+    )
+    assert not (again.directory("quantize") / refine.PROGRESS).exists()
 
 
 def test_a_killed_run_goes_on_with_the_next_layer(
