@@ -1,6 +1,7 @@
 """Perplexity of small trained checkpoints by quantizer and width: experts only, groups of 64.
 
     python benchmarks/quality.py MODELS [--names tiny-mixtral tiny-qwen3-moe] [--bits 4 3 2 1] [--average 2]
+                                        [--methods rtn gptq signround]
                                         [--peers gptqmodel auto-round] [--environments FOLDER]
 
 MODELS is a folder of checkpoints with their training script (`train_tiny.py`: text and windows) beside them; without it
@@ -62,7 +63,8 @@ RECORDED = {
 AUTO_ROUND_SECONDS = 90  # a width, two quiet cores
 TOLERANCE = {"gptqmodel": 1.0, "auto-round": 1.005}
 AGAINST = {"gptq": "gptqmodel", "signround+refined": "auto-round"}
-METHODS = ("rtn", "gptq", "signround", "best")
+METHODS = ("rtn", "gptq", "signround")
+BEST = "best"
 REFINED = "signround+refined"
 PACKAGES = {"gptqmodel": "gptqmodel==7.6.0", "auto-round": "auto-round==0.16.1"}
 Rows = dict[str, dict[int, float]]
@@ -87,15 +89,15 @@ class Windows:
 class Bench:
     """One checkpoint, run through the stages in one directory."""
 
-    def __init__(self, model: Path, script: ModuleType, out: Path, iterations: int) -> None:
-        self.model, self.out, self.iterations = model, out, iterations
+    def __init__(self, model: Path, script: ModuleType, out: Path, methods: list[str], iterations: int) -> None:
+        self.model, self.out, self.methods, self.iterations = model, out, methods, iterations
         self.windows = Windows.of(script, self.context().tokenizer)
 
     def context(self, *overrides: str) -> Context:
         recipe = load_recipe(
             None,
             [
-                f"losses.group_size={GROUP}", "losses.bits=[1,2,3,4]", f"losses.methods=[{','.join(METHODS[:-1])}]",
+                f"losses.group_size={GROUP}", "losses.bits=[1,2,3,4]", f"losses.methods=[{','.join(self.methods)}]",
                 "losses.per_projection=false", f"losses.signround_iterations={self.iterations}", "dtype=float32",
                 "stream=never", "eval.compare=[]", *overrides,
             ],
@@ -145,12 +147,14 @@ def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, f
     taken.append(bench.seconds(context, "losses"))
     name = bench.model.name
     print(f"\n{name}: perplexity {bench.perplexity(context):.2f} with exact experts; profile and losses with GPTQ")
-    print(f"{taken[0]:.0f} s, RTN and SignRound on top of it {taken[1]:.0f} s, at 1 to 4 bits", flush=True)
-    rows: Rows = {method: {} for method in METHODS}
-    for method in METHODS:
+    print(f"{taken[0]:.0f} s, {bench.methods} {taken[1]:.0f} s more, at 1 to 4 bits", flush=True)
+    methods = [*bench.methods, BEST]
+    rows: Rows = {method: {} for method in methods}
+    for method in methods:
         for width in bits:
             section = AssignSection(method="uniform", bits=width, quantizer=method)  # type: ignore[arg-type]
             rows[method][width] = bench.assigned(context, section)
+        print(f"{method}: " + ", ".join(f"{rows[method][width]:.2f} at {width}" for width in bits), flush=True)
     rows[REFINED], slowest = {}, 0.0
     for width in bits:
         section = {"method": "uniform", "bits": width, "quantizer": "gptq"}
@@ -207,6 +211,7 @@ def main() -> int:
     parser.add_argument("models", nargs="?", type=Path, help="folder of the checkpoints")
     parser.add_argument("--names", nargs="+", default=["tiny-mixtral", "tiny-qwen3-moe"])
     parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2, 1])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="gptq is always there")
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
     parser.add_argument("--average", nargs="*", default=[], help="mean widths of mixed assignments")
     parser.add_argument("--peers", nargs="*", default=[], choices=list(PACKAGES))
@@ -220,7 +225,8 @@ def main() -> int:
     slowest = 0.0
     for name in options.names:
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(options.models / name, script, Path(folder), options.iterations)
+            methods = [method for method in METHODS if method in (*options.methods, "gptq")]
+            bench = Bench(options.models / name, script, Path(folder), methods, options.iterations)
             started = time.monotonic()
             rows, seconds = measure(bench, options.bits, options.average)
             rows |= peer_rows(bench, options.peers, options.environments, options.bits)

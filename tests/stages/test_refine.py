@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import family_models
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from moeq import inspection, pipeline
 from moeq.artifacts.manifest import read_manifest
 from moeq.errors import ArtifactError
+from moeq.models.forward import forward
 from moeq.models.walk import walk
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -42,12 +44,16 @@ def run(model: Path, out: Path, *overrides: str, stages: tuple[str, ...] = STAGE
 @torch.no_grad()
 def divergence(context: Context, *, refined: bool) -> float:
     """Mean KL divergence of the next tokens on the calibration text, from the original model."""
-    original, batches = context.model, context.calibration.batches(5)
-    wanted = [original(batch.input_ids, attention_mask=batch.mask).logits.log_softmax(-1) for batch in batches]
+
+    def predictions() -> torch.Tensor:
+        batches = context.calibration.batches(5)
+        return torch.cat([forward(context.model, b.input_ids, b.mask.long()).logits[b.mask] for b in batches])
+
+    wanted = predictions().log_softmax(-1)
     evaluate.apply_assignment(context, assign.load(context), exported=refined)
-    found = [context.model(batch.input_ids, attention_mask=batch.mask).logits.log_softmax(-1) for batch in batches]
+    found = predictions().log_softmax(-1)
     context.drop_model()
-    return float(sum((a.exp() * (a - b)).sum(-1).mean() for a, b in zip(wanted, found, strict=True)))
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,29 @@ def test_refined_experts_are_nearer_to_the_original_and_in_the_checkpoint(
     makers = [replica.quantizer for replica in replicas]
     assert set(makers) <= {"gptq", "gptq+refined"}
     assert makers.count("gptq+refined") > len(makers) / 2
+
+
+@pytest.mark.parametrize(
+    ("family", "links"),
+    [
+        ("switch_transformers", (1.0, 1.0, 1.0)),  # encoder and decoder
+        ("minimax_m3_vl", (2.0,)),  # the sum of the experts is scaled before it is added
+        ("nemotron_h", (None,)),  # experts of another size than the hidden states
+        ("muse_spark", (None,)),  # a norm after the experts
+    ],
+)
+def test_families_whose_experts_are_not_simply_added(
+    family: str, links: tuple[float | None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What earlier layers lost is asked for only where it can be, and scaled as the experts' outputs are."""
+    found: list[float | None] = []
+    measure = refine.link_of
+    monkeypatch.setattr(refine, "link_of", lambda *given: (found.append(measure(*given)), found[-1])[1])
+    overrides = (REFINE, "losses.bits=[2]", "losses.methods=[rtn]", "assign={method: uniform, bits: 2, quantizer: rtn}")
+    model = family_models.save(family, tmp_path / "model")
+    context = run(model, tmp_path / "run", *overrides, "dtype=float32", stages=STAGES[:-1])
+    assert found == [None if link is None else pytest.approx(link, rel=0.02) for link in links]
+    assert divergence(context, refined=True) < 0.9 * divergence(context, refined=False)
 
 
 def test_streamed_and_loaded_give_the_same_bytes(tiny_mixtral: Path, tmp_path: Path) -> None:
