@@ -171,12 +171,22 @@ def _blocks(model: nn.Module, layers: Sequence[ExpertLayer]) -> list[str]:
 
 
 def _behind(outputs: list[Tensor], batches: Sequence[Batch], inputs: LayerInputs) -> Tensor | None:
-    """Exact outputs less the others', pads taken out, [T, H]."""
-    parts = []
+    """Exact outputs less the others' at the tokens of `inputs`, [T, H]; None when they are of another shape."""
+    parts, places = [], []
     for exact, other, batch in zip(outputs[: len(batches)], outputs[len(batches) :], batches, strict=True):
         missing = (exact.float() - other.float()).flatten(0, -2)
-        keep = batch.mask.reshape(-1).bool().to(missing.device)
+        keep = batch.mask.reshape(-1).bool()
         if len(missing) != len(keep) or missing.shape[1] != inputs.hidden.shape[1]:
             return None
-        parts.append(missing[keep])
-    return torch.cat(parts)
+        parts.append(missing[keep.to(missing.device)])
+        position = batch.mask.long().cumsum(1) - 1
+        places.append(_place(batch.sequences.unsqueeze(1).expand_as(position), position).reshape(-1)[keep])
+    found, place = torch.cat(parts), torch.cat(places)
+    if len(found) != len(inputs.hidden):  # some tokens were left out
+        found = found[torch.isin(place, _place(inputs.sequence, inputs.position)).to(found.device)]
+    return found
+
+
+def _place(sequence: Tensor, position: Tensor) -> Tensor:
+    """A number of its own for every token of a corpus."""
+    return sequence << 32 | position

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from moeq.errors import ModelError
 from moeq.models import beside as beside_module
 from moeq.models import loading
-from moeq.models.beside import walk_beside
+from moeq.models.beside import _behind, walk_beside
 from moeq.models.experts import ExpertLayer, find_expert_layers, set_expert_weights, stacked_weights
 from moeq.models.source import open_source
 from moeq.models.streaming import StreamedModel
-from moeq.models.walk import Batch, walk
+from moeq.models.walk import Batch, LayerInputs, walk
 
 CPU = torch.device("cpu")
 IDS = torch.arange(60).reshape(3, 20) * 7 % 50 + 3
@@ -84,6 +85,26 @@ def test_both_runs_are_what_they_would_be_alone(family: str, padded: bool, reque
         moved = (block_outputs(changing, layer, given) - before)[:rows]
         assert bool(moved.any())
     assert index == len(layers) - 1
+
+
+def test_what_is_behind_belongs_to_the_tokens_that_are_there() -> None:
+    """Tokens that a walk leaves out have no row."""
+    given = batches(True)
+    outputs = [torch.randn(*batch.mask.shape, 4) for batch in (*given, *given)]
+    position = [batch.mask.long().cumsum(1) - 1 for batch in given]
+    sequence = [batch.sequences.unsqueeze(1).expand_as(batch.mask) for batch in given]
+    rows = [torch.cat([one[b.mask] for one, b in zip(of, given, strict=True)]) for of in (sequence, position)]
+    wanted = torch.cat([(a - b)[c.mask] for a, b, c in zip(outputs[:2], outputs[2:], given, strict=True)])
+    some = torch.arange(len(wanted)) % 7 != 3
+    layer = ExpertLayer(index=0, name="x", num_experts=2, hidden_size=4, intermediate_size=2)
+    inputs = LayerInputs(
+        layer=layer, hidden=torch.zeros(int(some.sum()), 4), experts=torch.empty(0), weights=torch.empty(0),
+        sequence=rows[0][some], position=rows[1][some],
+    )  # fmt: skip
+    found = _behind(outputs, given, inputs)
+    assert found is not None
+    torch.testing.assert_close(found, wanted[some])
+    assert _behind(outputs, given, replace(inputs, hidden=torch.zeros(3, 5))) is None
 
 
 @torch.no_grad()
