@@ -74,7 +74,20 @@ def gptqmodel(folder: str, calibration: Tensor, bits: int, group: int, iteration
     model.quantize(rows, batch_size=8)
     with tempfile.TemporaryDirectory() as saved:
         model.save(saved)
-        return GPTQModel.load(saved, backend=BACKEND.TORCH, device="cpu").model
+        loaded = GPTQModel.load(saved, backend=BACKEND.TORCH, device="cpu").model
+        unpack(loaded)
+        return loaded
+
+
+def unpack(model: nn.Module) -> None:
+    """Packed matrices as plain ones of the same values: dequantizing them in every forward takes minutes."""
+    packed = {name: one for name, one in model.named_modules() if hasattr(one, "dequantize_weight")}
+    for name, module in packed.items():
+        weight = module.dequantize_weight().T.float().contiguous()  # type: ignore[operator]
+        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        plain.weight.data.copy_(weight)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, plain)
 
 
 def main() -> None:
