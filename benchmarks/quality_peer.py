@@ -76,6 +76,7 @@ def gptqmodel(folder: str, calibration: Tensor, bits: int, group: int, iteration
         model.save(saved)
         loaded = GPTQModel.load(saved, backend=BACKEND.TORCH, device="cpu").model
         unpack(loaded)
+        loaded.float()
         return loaded
 
 
