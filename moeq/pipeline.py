@@ -16,7 +16,7 @@ from moeq.errors import ArtifactError
 from moeq.models.corpus import BUNDLED, Source, pinned
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
-from moeq.stages import assign, estimate, evaluate, export, losses, profile, quantize, refine, report
+from moeq.stages import assign, estimate, evaluate, export, losses, profile, quantize, report
 from moeq.stages.context import STORE, Context
 from moeq.tables import human_seconds
 
@@ -80,14 +80,7 @@ STAGES = (
         check=assign.check,
         editable=frozenset({assign.NAME}),
     ),
-    Stage(
-        name="quantize",
-        run=quantize.run,
-        sections=("quantize",),
-        after=("losses", "assign"),
-        computes=True,
-        check=refine.check,
-    ),
+    Stage(name="quantize", run=quantize.run, sections=("quantize",), after=("losses", "assign"), computes=True),
     Stage(
         name="export",
         run=export.run,

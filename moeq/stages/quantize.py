@@ -37,6 +37,7 @@ Best = list[dict[int, np.ndarray]]  # of every layer: {bits: name of the best me
 
 def run(context: Context) -> dict[str, Any]:
     """Write one file of placed experts a layer, and one of the other widths where the recipe asks for all replicas."""
+    refine.check(context)
     assignment = assign.load(context)
     directory = make_directory(context.directory("quantize"))
     done = refine.Progress.of(context)
