@@ -29,7 +29,7 @@ from moeq.recipe import RefineSection
 from moeq.stages import losses
 from moeq.stages.context import Context
 
-REVISION = 1  # raised when the same inputs give other replicas
+REVISION = 1  # of what is half done; when the same inputs give other replicas, raise it and that of the stage
 PROGRESS = ".refined.json"  # not part of the artifact
 REFINED = "+refined"  # after the method that made the start
 Experts = Mapping[int, Mapping[str, PackedWeight]]  # {expert: {projection: matrix}}
