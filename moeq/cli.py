@@ -10,8 +10,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +20,7 @@ from moeq.errors import InternalError, MoeqError, RecipeError, StorageError
 from moeq.version import __version__
 
 if TYPE_CHECKING:
+    from moeq.recipe import Recipe
     from moeq.stages.context import Context
 
 app = typer.Typer(
@@ -39,6 +41,17 @@ TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model's directory brings along.")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress, no messages but errors.")]
+MethodOption = Annotated[
+    Literal["rtn", "gptq", "signround", "best"] | None,
+    typer.Option(
+        "--method",
+        help="Whose replicas are used (assign.quantizer; losses.methods gains it); best: of losses.methods, the one "
+        "that loses least.",
+    ),
+]
+RefineOption = Annotated[
+    bool, typer.Option("--refine", help="Train the placed experts of every layer together (quantize.refine).")
+]
 
 
 INTERRUPTED = 130
@@ -60,7 +73,14 @@ def _root(
 
 
 def _context(
-    recipe: Path | None, model: str | None, out: Path | None, overrides: list[str] | None, quiet: bool, trust: bool
+    recipe: Path | None,
+    model: str | None,
+    out: Path | None,
+    overrides: list[str] | None,
+    quiet: bool,
+    trust: bool,
+    method: str | None = None,
+    refine: bool = False,
 ) -> Context:
     """The run that the options describe."""
     from moeq.progress import Reporter
@@ -69,12 +89,28 @@ def _context(
 
     if recipe is None and out is not None and (out / "recipe.yaml").is_file():
         recipe = out / "recipe.yaml"
-    loaded = load_recipe(recipe, [*(overrides or []), *(["trust_remote_code=true"] if trust else [])])
+    wanted = [*(overrides or []), *(["trust_remote_code=true"] if trust else [])]
+    loaded = load_recipe(recipe, wanted)
+    more = _overrides(loaded, method, refine)
+    loaded = load_recipe(recipe, [*wanted, *more]) if more else loaded
     name = model or loaded.model
     if name is None:
         raise RecipeError("no model", where=str(recipe or "defaults"), do="give a recipe, --model, or --out of a run")
     target = out or Path("moeq-out") / loaded.name
     return Context(recipe=loaded, model_name=name, out=target, reporter=Reporter(quiet=quiet))
+
+
+def _overrides(loaded: Recipe, method: str | None, refine: bool) -> list[str]:
+    """What --method and --refine change of a recipe."""
+    found = []
+    if method is not None:
+        from moeq.recipe import BEST
+
+        methods = [*loaded.losses.methods, *({method} - {BEST, *loaded.losses.methods})]
+        found += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={method}"]
+    if refine and loaded.quantize.refine is None:
+        found.append("quantize.refine={}")
+    return found
 
 
 @app.command()
@@ -83,12 +119,14 @@ def run(
     model: ModelOption = None,
     out: OutOption = None,
     set_: SetOption = None,
+    method: MethodOption = None,
+    refine: RefineOption = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Run all stages below in order; goes on where it was stopped."""
-    context = _context(recipe, model, out, set_, quiet, trust_remote_code)
+    context = _context(recipe, model, out, set_, quiet, trust_remote_code, method, refine)
     from moeq import pipeline, results, terminal
 
     outcomes = pipeline.run(context)
@@ -111,11 +149,13 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
         model: ModelOption = None,
         out: OutOption = None,
         set_: SetOption = None,
+        method: MethodOption = None,
+        refine: RefineOption = False,
         trust_remote_code: TrustOption = False,
         json: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
-        context = _context(recipe, model, out, set_, quiet, trust_remote_code)
+        context = _context(recipe, model, out, set_, quiet, trust_remote_code, method, refine)
         from moeq import pipeline, terminal
 
         outcome = pipeline.run_alone(context, name)
@@ -125,7 +165,14 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
             terminal.print_summary(outcome.record.summary)
 
     command.__doc__ = summary
+    whole = signature(command, eval_str=True)
+    absent = {option for option, stages in STAGE_OPTIONS.items() if name not in stages}
+    mine = [parameter for parameter in whole.parameters.values() if parameter.name not in absent]
+    command.__signature__ = whole.replace(parameters=mine)  # type: ignore[attr-defined]
     return command
+
+
+STAGE_OPTIONS = {"method": ("losses", "assign"), "refine": ("quantize",)}  # options that not every stage has
 
 
 STAGE_HELP = {

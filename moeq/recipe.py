@@ -212,7 +212,17 @@ class NamedAssignSection(AssignSection):
     name: str = Field(min_length=1, max_length=40, pattern=r"^[\w.+-]+$")
 
 
+class RefineSection(Section):
+    """SignRound of a whole layer at the assigned widths, from the replicas that were chosen, layer after layer."""
+
+    iterations: int = Field(200, ge=1, description="steps of training a layer")
+    working_memory: Bytes = Field(2 * 2**30, description="bound for the tensors of the experts trained at once")
+
+
 class QuantizeSection(Section):
+    refine: RefineSection | None = Field(
+        None, description="train the placed experts of every layer together; {}: with 200 iterations; none: as stored"
+    )
     replicas: Literal["placed", "all"] = Field(
         "placed", description="all: also every other stored width of every expert, for runtimes that place by context"
     )

@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from moeq.cli import app
+from moeq.cli import _overrides, app
 from moeq.inspection import inspect
+from moeq.recipe import RefineSection, load_recipe
 from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
-    "run": STAGE,
-    **dict.fromkeys(("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report"), STAGE),
+    "run": STAGE | {"--method", "--refine"},
+    **dict.fromkeys(("profile", "export", "eval", "estimate", "report"), STAGE),
+    **dict.fromkeys(("losses", "assign"), STAGE | {"--method"}),
+    "quantize": STAGE | {"--refine"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
     "gc": {"--out", "--store", "--dry-run", "--json"},
@@ -77,6 +80,20 @@ def test_import_registers_with_transformers_whenever_it_is_imported() -> None:
     for code in (f"import moeq; {check}", f"import transformers.quantizers.auto; import moeq; {check}"):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_method_and_refine_change_the_recipe() -> None:
+    base = load_recipe(None)
+    assert base.quantize.refine is None
+    assert _overrides(base, None, False) == []
+    signround = load_recipe(None, _overrides(base, "signround", True))
+    assert signround.losses.methods == ["gptq", "rtn", "signround"]
+    assert signround.assign.quantizer == "signround"
+    assert signround.quantize.refine == RefineSection()
+    best = load_recipe(None, _overrides(base, "best", False))
+    assert (best.losses.methods, best.assign.quantizer) == (base.losses.methods, "best")
+    own = load_recipe(None, ["quantize.refine={iterations: 7}"])
+    assert _overrides(own, None, True) == []
 
 
 def test_stages_one_by_one_in_json(tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ class TensorStamp(BaseModel):
 class Replica(BaseModel):
     """One stored copy of an expert. `index`: position of the expert on the tensors' first axis, None when its own.
 
-    quantizer: the method that made it; None: the checkpoint's own weights, or made before moeq wrote it down.
+    quantizer: the method that made it (and `+refined`: trained further with its layer); None: the checkpoint's own
+    weights, or made before moeq wrote it down.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

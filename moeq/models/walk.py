@@ -81,11 +81,11 @@ def walk(
     def stop_here(layer: ExpertLayer, seen: tuple[Tensor, Tensor, Tensor]) -> None:
         main.switch((layer, *(part.detach() for part in seen)))
 
-    runs = [greenlet(lambda batch=batch: _forward(model, batch, device, finish)) for batch in batches]
+    runs = [greenlet(lambda batch=batch: run_batch(model, batch, device, finish)) for batch in batches]
     with ExitStack() as stack:
-        stack.callback(_stop, runs)
+        stack.callback(stop_runs, runs)
         for layer in layers:
-            stack.callback(_tap(model, layer, stop_here))
+            stack.callback(tap(model, layer, stop_here))
         if streamed is not None:
             stack.enter_context(streamed.lockstep(main.switch))
         done = 0
@@ -96,18 +96,18 @@ def walk(
             if all(run.dead for run in runs):
                 if done == len(layers):
                     return
-                raise _out_of_turn(layers[done].name)
+                raise out_of_turn(layers[done].name)
             if streamed is not None and all(isinstance(event, str) and event == events[0] for event in events):
                 streamed.only(events[0])
                 continue
             if done == len(layers) or any(not isinstance(event, tuple) or event[0] != layers[done] for event in events):
-                raise _out_of_turn(layers[min(done, len(layers) - 1)].name if layers else "the model")
+                raise out_of_turn(layers[min(done, len(layers) - 1)].name if layers else "the model")
             check_weights(model, layers[done])
-            yield _gather(layers[done], events, batches)
+            yield gather(layers[done], events, batches)
             done += 1
 
 
-def _tap(
+def tap(
     model: nn.Module, layer: ExpertLayer, stop_here: Callable[[ExpertLayer, tuple[Tensor, Tensor, Tensor]], None]
 ) -> Callable[[], None]:
     """Call stop_here with what the layer's experts are about to be given; returns what takes the hook off."""
@@ -120,13 +120,13 @@ def _tap(
     return module.register_forward_pre_hook(before).remove
 
 
-def _stop(runs: Sequence[greenlet]) -> None:
+def stop_runs(runs: Sequence[greenlet]) -> None:
     for run in runs:
         if run and not run.dead:
             run.throw(GreenletExit)
 
 
-def _out_of_turn(where: str) -> ModelError:
+def out_of_turn(where: str) -> ModelError:
     return ModelError(
         "this MoE layer did not run in its turn",
         where=where,
@@ -147,7 +147,9 @@ def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
             )
 
 
-def _forward(model: nn.Module, batch: Batch, device: torch.device, finish: Callable[[Batch, Any], None] | None) -> None:
+def run_batch(
+    model: nn.Module, batch: Batch, device: torch.device, finish: Callable[[Batch, Any], None] | None
+) -> None:
     padded = not bool(batch.mask.all())
     extra: dict[str, Tensor] = {}
     if batch.extra:
@@ -159,7 +161,7 @@ def _forward(model: nn.Module, batch: Batch, device: torch.device, finish: Calla
         finish(batch, output)
 
 
-def _gather(
+def gather(
     layer: ExpertLayer, captured: Sequence[tuple[ExpertLayer, Tensor, Tensor, Tensor]], batches: Sequence[Batch]
 ) -> LayerInputs:
     """Join the batches' captures and take the pads, and what is not finite, out."""

@@ -90,9 +90,21 @@ class PackedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., N, K]: (code - zero) * scale in float32, then rounded to `dtype`."""
         codes = unpack(self.codes, self.bits, self.inputs)
-        zero: Tensor | float
+        return grids.decode(codes, self.scales, self._zero(), self.group_size).to(dtype)
+
+    def unpacked(self) -> Quantized:
+        """A stack [E, N, ...] as codes uint8 [E, 1, N, K] with scales and zero points [E, 1, N, G]."""
+        zero = self._zero()
+        zero = zero.float() if isinstance(zero, Tensor) else torch.full_like(self.scales, zero, dtype=torch.float32)
+        return Quantized(
+            codes=unpack(self.codes, self.bits, self.inputs).unsqueeze(1),
+            scale=self.scales.float().unsqueeze(1),
+            zero=zero.unsqueeze(1),
+            bits=(self.bits,),
+            group_size=self.group_size,
+        )
+
+    def _zero(self) -> Tensor | float:
         if self.zeros is not None:
-            zero = unpack(self.zeros, self.bits, self.scales.shape[-1])
-        else:
-            zero = grids.SIGN_ZERO if self.bits == 1 else 2.0 ** (self.bits - 1)
-        return grids.decode(codes, self.scales, zero, self.group_size).to(dtype)
+            return unpack(self.zeros, self.bits, self.scales.shape[-1])
+        return grids.SIGN_ZERO if self.bits == 1 else 2.0 ** (self.bits - 1)

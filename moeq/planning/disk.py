@@ -35,7 +35,7 @@ from moeq.planning.sizes import ModelSizes, Work
 from moeq.recipe import AssignSection, Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
-from moeq.stages import assign, model_card, quantize, report
+from moeq.stages import assign, model_card, quantize, refine, report
 from moeq.stages import estimate as estimate_stage
 from moeq.stages import losses as losses_stage
 from moeq.stages import profile as profile_stage
@@ -105,11 +105,9 @@ class Disk:
         if stage == "losses":
             return own + (disk if streams else 0)
         if stage == "quantize":
-            return (
-                own
-                + int(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
-                + self._replicas(self.recipe.assign)
-            )
+            walked = disk if streams and self.recipe.quantize.refine is not None else 0
+            experts = int(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
+            return own + walked + experts + self._replicas(self.recipe.assign)
         if stage == "export":
             return own + self.sizes.disk - self.sizes.experts_disk + sum(self._packed().values())
         if stage == "eval":
@@ -238,13 +236,25 @@ class Disk:
                 )
         made = {layer.name: self._made_by(layer.index) for layer in self.sizes.layers}
         text = canonical_json({"schema_version": quantize.SCHEMA_VERSION, "layers": made})
+        if self.recipe.quantize.refine is not None:
+            done = canonical_json({"key": DIGEST, "files": dict.fromkeys(files, DIGEST)})
+            files[refine.PROGRESS] = len(done.encode())
         return files | {quantize.NAME: len(text.encode())}
 
     def _made_by(self, layer: int) -> list[dict[str, str]]:
         """{bits: method} of the replicas of every expert of a layer."""
         method = methods(self.recipe.assign, self.recipe)[0]
         more = self.recipe.losses.bits if self.recipe.quantize.replicas == "all" else ()
-        return [{str(bits): method for bits in {one.bits, *more} - {FULL}} for one in self.own.layers[layer].experts]
+        placed = self._placed_by()
+        return [
+            {str(bits): placed if bits == one.bits else method for bits in {one.bits, *more} - {FULL}}
+            for one in self.own.layers[layer].experts
+        ]
+
+    def _placed_by(self) -> str:
+        """Who makes the placed replicas."""
+        refined = self.recipe.quantize.refine is not None
+        return methods(self.recipe.assign, self.recipe)[0] + (refine.REFINED if refined else "")
 
     def _placed(self, layer: ExpertLayer, mine: list[int]) -> int:
         shapes: Shapes = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}
@@ -275,7 +285,7 @@ class Disk:
 
     def _packed(self) -> dict[str, int]:
         """The files of packed experts, which quantize writes and export takes over."""
-        return {name: size for name, size in self.lasting("quantize").items() if name not in {RECORD, quantize.NAME}}
+        return {name: size for name, size in self.lasting("quantize").items() if name.endswith(".safetensors")}
 
     def _export(self) -> dict[str, int]:
         source, experts = self.context.source, self._packed()
@@ -395,7 +405,11 @@ class Disk:
                 manifest.Replica(
                     bits=width,
                     placed=width == bits,
-                    quantizer=None if width == FULL else methods(self.recipe.assign, self.recipe)[0],
+                    quantizer=None
+                    if width == FULL
+                    else self._placed_by()
+                    if width == bits
+                    else methods(self.recipe.assign, self.recipe)[0],
                     file=layer_name(layer.index) if width == bits else extra_name(layer.index),
                     key_prefix=prefix,
                     tensors=tensors,

@@ -13,6 +13,7 @@ from moeq.planning.placed import methods, placed_bytes
 from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import RTN, SAMPLE_TOKENS
+from moeq.quantizers.refine import BATCH_ROWS
 from moeq.recipe import Recipe
 
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
@@ -91,7 +92,22 @@ class Hours:
     def _quantize(self) -> float:
         reading = self._reading(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
         rounding = self._rounding() if RTN in methods(self.recipe.assign, self.recipe) else 0
-        return reading + rounding + placed_bytes(self.sizes, self.recipe.assign, self.recipe) / self.rates.cached_bytes
+        placed = placed_bytes(self.sizes, self.recipe.assign, self.recipe)
+        return reading + rounding + placed / self.rates.cached_bytes + self._refine()
+
+    def _refine(self) -> float:
+        """Seconds of both runs, the repeated decoder layers and the training."""
+        section, text = self.recipe.quantize.refine, self.work.calibration
+        if section is None:
+            return 0.0
+        weights = self.sizes.expert_parameters
+        training = section.iterations * weights * (6 * BATCH_ROWS + WEIGHT_OPERATIONS)
+        reading = self._reading(self.sizes.disk) if self.streams else 0
+        return (
+            reading
+            + 3 * self._forward(text.batch_tokens, text.batches, head=False)
+            + training / self.rates.losses_flops
+        )
 
     def _export(self) -> float:
         rest = self.sizes.disk - self.sizes.experts_disk

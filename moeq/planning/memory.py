@@ -28,6 +28,7 @@ from moeq.planning.placed import methods
 from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import RTN, SAMPLE_TOKENS, SIGNROUND, STORED, expert_batches
+from moeq.quantizers.signround import WEIGHT_BYTES
 from moeq.recipe import Recipe
 from moeq.stages.losses import ON_DEMAND
 
@@ -48,6 +49,7 @@ HELD_PER_TOKEN = (
 )
 CAPTURED = 2  # copies of a layer's inputs while they are joined: pieces and whole
 
+REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted, and one temporary
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
 Moment = list[Term]
 
@@ -206,7 +208,28 @@ class Memory:
         every = store_bytes(largest, self.recipe) + dense if self.recipe.quantize.replicas == "all" else share
         reads = read_share(self.sizes, self.recipe) > 0
         one = Term(what="one expert", bytes=16 * largest.parameters_per_expert if reads else 0)
-        return [[*self._model(), *self._tables(), Term(what="packed experts of a layer", bytes=int(every)), one]]
+        packed = Term(what="packed experts of a layer", bytes=int(every))
+        return [[*self._model(), *self._tables(), packed, one], *self._refine(largest, packed)]
+
+    def _refine(self, layer: ExpertLayer, packed: Term) -> list[Moment]:
+        """Both runs of all batches stand at the end of a decoder layer, whose experts are trained."""
+        section, text = self.recipe.quantize.refine, self.work.calibration
+        if section is None:
+            return []
+        floats = REFINED_FLOATS * 4 * text.tokens * self.sizes.hidden_size
+        trained = max(section.working_memory, WEIGHT_BYTES * layer.parameters_per_expert)
+        unpacked = 2 * layer.num_experts * layer.parameters_per_expert
+        waiting = [*self._model(), *self._block(), self._stopped(2 * HELD_PER_TOKEN), self._captured(CAPTURED)]
+        return [
+            [*self._loading(), self._stopped(4)],
+            [*waiting, self._forward(text.batch_tokens, text.length)],
+            [
+                *waiting, *self._tables(), packed,
+                self._term("tokens in float32", floats, "fewer corpus.sequences"),
+                self._term("codes of a layer", unpacked),
+                self._term("experts in training", trained, "a smaller quantize.refine.working_memory"),
+            ],
+        ]  # fmt: skip
 
     def _export(self) -> list[Moment]:
         experts = sum(layer.num_experts for layer in self.sizes.layers)

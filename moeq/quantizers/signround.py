@@ -11,7 +11,7 @@ I intermediate size, K inputs, N output rows, G groups, B bit widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,15 +19,14 @@ from torch import Tensor
 from moeq.models.experts import DOWN, ExpertMath
 from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
-from moeq.quantizers.trained_grid import TrainedGrid
-from moeq.quantizers.training_rows import Pool, Pools, Rows, evenly
+from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
+from moeq.quantizers.training_rows import SEED_STRIDE, Pool, Pools, Rows, evenly
 
 CHECK_ROWS = 512  # of an expert's own rows, and of the lent ones, on which the step to keep is chosen
+CLIP_UNITS = 3.0  # the largest code of 2 bits, up to which clips move as fast as offsets
 CHECKS = 20  # how many times in a training
 MIN_LENT = 64  # rows that are lent even to an expert with many of its own
 WEIGHT_BYTES = 48  # a weight in training: itself, offsets and their bounds, rounded values, gradients, temporaries
-SEED_STRIDE = 1_000_003  # keeps the draws of one seed's experts apart from another's
-State = tuple[Tensor, Tensor, Tensor]  # codes [E, N, K], scale and zero [E, N, G]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +34,10 @@ class Training:
     """How experts are trained.
 
     rate: the first step of the offsets in units of the grid, falling linearly to zero (None: 1/iterations, with which
-    an offset can come half a unit far); clip_rate: that of the clips (None: the same); batch_rows: rows that an expert
-    sees in a step; lend: how many own rows the lent ones count for; working_memory: bytes of the tensors in training
-    (one expert is trained whatever it takes).
+    an offset can come half a unit far); clip_rate: that of the clips (None: the same up to 2 bits, then falling with
+    the square of the largest code, since a clip moves all codes of its group); batch_rows: rows that an expert sees in
+    a step; lend: how many own rows the lent ones count for; working_memory: bytes of the tensors in training (one
+    expert is trained whatever it takes).
     """
 
     iterations: int = 200
@@ -52,11 +52,12 @@ class Training:
         if self.iterations < 1 or self.batch_rows < 1 or self.lend < 0:
             raise ValueError("iterations and batch_rows must be at least 1, lend at least 0")
 
-    def rates(self, iteration: int) -> tuple[float, float]:
-        """Steps of the offsets and of the clips."""
+    def rates(self, iteration: int, top: float) -> tuple[float, float]:
+        """Steps of the offsets and of the clips of a grid whose largest code is `top`."""
         rate = 1 / self.iterations if self.rate is None else self.rate
+        clip_rate = rate * min(1, CLIP_UNITS / top) ** 2 if self.clip_rate is None else self.clip_rate
         left = 1 - iteration / self.iterations
-        return rate * left, (rate if self.clip_rate is None else self.clip_rate) * left
+        return rate * left, clip_rate * left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +101,21 @@ def sign_round(
         name: gptq.quantize(weight, None, bits=bits, group_size=group_size, symmetric=symmetric)
         for name, weight in weights.items()
     }
-    for quantized in start.values():
-        if quantized.group_size != group_size or not set(bits) <= set(quantized.bits):
-            raise ValueError(f"the start has groups of {quantized.group_size} and {quantized.bits} bits")
+    check_start(start, bits, group_size)
     parts: list[dict[str, Quantized]] = []
     for which, pools in _chunks(rows, lent, weights, biases, math, training, numbers):
         experts = _Experts(weights=_some(weights, which), biases=_some(biases, which), math=math, pools=pools)
-        begin = {name: _slice(quantized, which) for name, quantized in start.items()}
+        begin = {name: select(codes, which) for name, codes in start.items()}
         widths = [_train(experts, begin, width, symmetric, training) for width in bits]
-        parts.append({name: _quantized([width[name] for width in widths], bits, group_size) for name in weights})
-    return {name: _join([part[name] for part in parts]) for name in weights}
+        parts.append({name: quantized([width[name] for width in widths], bits, group_size) for name in weights})
+    return {name: join([part[name] for part in parts]) for name in weights}
+
+
+def check_start(start: dict[str, Quantized], bits: Sequence[int], group_size: int) -> None:
+    """ValueError for a start that training cannot begin with."""
+    for codes in start.values():
+        if codes.group_size != group_size or not set(bits) <= set(codes.bits):
+            raise ValueError(f"the start has groups of {codes.group_size} and {codes.bits} bits")
 
 
 def _some(stacks: dict[str, Tensor], which: slice) -> dict[str, Tensor]:
@@ -214,7 +220,7 @@ def _train(
         if iteration < training.iterations:
             gradients = _gradients(experts, values, draws.next(training.batch_rows))
             for grid, gradient in zip(grids.values(), gradients, strict=True):
-                grid.step(gradient, *training.rates(iteration))
+                grid.step(gradient, *training.rates(iteration, grid.top))
     return best
 
 
@@ -240,19 +246,3 @@ def _merge(better: Tensor, new: State, old: State | None) -> State:
     chosen = better.view(-1, 1, 1)
     codes, scale, zero = (torch.where(chosen, a, b) for a, b in zip(new, old, strict=True))
     return codes, scale, zero
-
-
-def _quantized(states: list[State], bits: Sequence[int], group_size: int) -> Quantized:
-    """One matrix's states at all widths."""
-    codes, scale, zero = (torch.stack(parts, 1) for parts in zip(*states, strict=True))
-    return Quantized(codes=codes, scale=scale, zero=zero, bits=tuple(bits), group_size=group_size)
-
-
-def _slice(quantized: Quantized, which: slice) -> Quantized:
-    codes, scale, zero = quantized.codes[which], quantized.scale[which], quantized.zero[which]
-    return replace(quantized, codes=codes, scale=scale, zero=zero)
-
-
-def _join(parts: list[Quantized]) -> Quantized:
-    codes, scale, zero = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "zero"))
-    return replace(parts[0], codes=codes, scale=scale, zero=zero)

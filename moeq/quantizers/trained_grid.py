@@ -12,6 +12,9 @@ Axes: E experts, N output rows, G groups, g inputs of a group; K inputs, G*g - K
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,8 +23,11 @@ from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import SCALE_DTYPE, group_count, inverse_scale, resolved_group_size
 
 MAX_OFFSET = 0.5
-CELL = 0.5 - 1e-3  # half of what is rounded to one code, less what float32 may miss
+START_MARGIN = 0.1  # of a code: nearer the edges of their cells, weights would leave the start in the first steps
 CLIP_RANGE = (0.0, 1.0)  # of the ends that the start has
+
+
+State = tuple[Tensor, Tensor, Tensor]  # codes uint8 [E, N, K], scale and zero [E, N, G]
 
 
 class TrainedGrid:
@@ -30,8 +36,7 @@ class TrainedGrid:
     def __init__(self, weight: Tensor, start: Quantized, bits: int, symmetric: bool) -> None:
         """weight: [E, N, K] float32; start: codes and grids (`bits` among its widths) that the first rounding gives.
 
-        Where the start's code is not the nearest one, the weight's offset is the smallest that gives it, and may become
-        half a step larger.
+        Offsets stay within half a code of zero, or of where they begin if that is further.
         """
         width = start.bits.index(bits)
         self.top = 2.0**bits - 1
@@ -69,10 +74,11 @@ class TrainedGrid:
         self.inverse = inverse_scale(self.scale)
 
     def _first_offset(self, codes: Tensor) -> Tensor:
-        """The smallest offsets that round to `codes`: none where a code is the nearest one, or at the grid's end."""
+        """The smallest offsets that put every weight into the cell of its code, START_MARGIN from the edge at least."""
         exact = torch.addcmul(self.zero, self.weight, self.inverse)
-        least = torch.where(codes > 0, codes - CELL, -torch.inf)
-        most = torch.where(codes < self.top, codes + CELL, torch.inf)
+        inside = 0.5 - START_MARGIN
+        least = torch.where(codes > 0, codes - inside, -torch.inf)
+        most = torch.where(codes < self.top, codes + inside, torch.inf)
         return torch.minimum(torch.maximum(exact, least), most).sub_(exact)
 
     def round(self) -> Tensor:
@@ -108,7 +114,24 @@ class TrainedGrid:
         self.high_clip.sub_((scale_gradient * self.high).sign_(), alpha=rate).clamp_(*CLIP_RANGE)
         self.low_clip.sub_((low_gradient * self.low).sign_(), alpha=rate).clamp_(*CLIP_RANGE)
 
-    def state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes uint8 [E, N, K], scale and zero [E, N, G] of the last `round`."""
+    def state(self) -> State:
+        """What the last `round` gave."""
         codes = self._codes.flatten(-2)[..., : self.inputs].to(torch.uint8)
         return codes, self.scale.squeeze(-1), self.zero.expand_as(self.scale).squeeze(-1)
+
+
+def quantized(states: Sequence[State], bits: Sequence[int], group_size: int) -> Quantized:
+    """One matrix's states at some widths as one batch."""
+    codes, scale, zero = (torch.stack(parts, 1) for parts in zip(*states, strict=True))
+    return Quantized(codes=codes, scale=scale, zero=zero, bits=tuple(bits), group_size=group_size)
+
+
+def select(batch: Quantized, experts: slice | list[int]) -> Quantized:
+    """Some of a batch's experts."""
+    return replace(batch, codes=batch.codes[experts], scale=batch.scale[experts], zero=batch.zero[experts])
+
+
+def join(parts: Sequence[Quantized]) -> Quantized:
+    """Batches of experts one after the other."""
+    codes, scale, zero = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "zero"))
+    return replace(parts[0], codes=codes, scale=scale, zero=zero)

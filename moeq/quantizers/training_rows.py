@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SEED_STRIDE = 1_000_003  # keeps the draws of one seed's experts apart from those of another's
+
 
 def evenly(length: int, count: int) -> Tensor:
     """`count` of `length` indices, evenly spaced."""
@@ -90,28 +92,35 @@ class Pools:
         return Draws(self)
 
 
+class Deck:
+    """Indices below `length` (at least 1) in a random order, all of them before any comes again."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self._length = length
+        self._generator = torch.Generator().manual_seed(seed)
+        self._waiting = torch.empty(0, dtype=torch.int64)
+
+    def next(self, count: int) -> Tensor:
+        """The next `count` indices."""
+        while len(self._waiting) < count:
+            self._waiting = torch.cat([self._waiting, torch.randperm(self._length, generator=self._generator)])
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+
 class Draws:
-    """Rows of every step, expert by expert in a random order, all own rows before any comes again."""
+    """Rows of every step: own and lent ones of each expert in proportion, each from a deck of its own."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._generators = [torch.Generator().manual_seed(pool.seed) for pool in pools.parts]
-        self._waiting = [torch.empty(0, dtype=torch.int64) for _ in pools.parts]
+        self._decks = [
+            (Deck(pool.own, pool.seed), Deck(len(pool.hidden) - pool.own, pool.seed)) for pool in pools.parts
+        ]
 
     def next(self, count: int) -> Tensor:
         """`count` rows of every expert, [E, T] on the pools' device."""
-        rows = [self._of(expert, count) for expert in range(len(self._waiting))]
+        rows = []
+        for pool, start, (own, lent) in zip(self._pools.parts, self._pools.starts, self._decks, strict=True):
+            mine = round(count * pool.own_share)
+            rows.append(start + torch.cat([own.next(mine), pool.own + lent.next(count - mine)]))
         return torch.stack(rows).to(self._pools.hidden.device)
-
-    def _of(self, expert: int, count: int) -> Tensor:
-        pool, generator = self._pools.parts[expert], self._generators[expert]
-        own = round(count * pool.own_share)
-        waiting = self._waiting[expert]
-        while len(waiting) < own:
-            waiting = torch.cat([waiting, torch.randperm(pool.own, generator=generator)])
-        self._waiting[expert] = waiting[own:]
-        mine = waiting[:own]
-        if own < count:
-            lent = torch.randint(len(pool.hidden) - pool.own, (count - own,), generator=generator)
-            mine = torch.cat([mine, pool.own + lent])
-        return self._pools.starts[expert] + mine

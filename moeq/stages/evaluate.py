@@ -19,7 +19,7 @@ from moeq.models.experts import ExpertLayer, set_expert_weights
 from moeq.models.forward import forward
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.stages import assign, export
+from moeq.stages import assign, export, quantize, refine
 from moeq.stages.context import Context
 from moeq.stages.quantize import Replicas
 
@@ -73,11 +73,17 @@ def check(context: Context) -> None:
     _ = context.evaluation
 
 
-def apply_assignment(context: Context, assignment: Assignment) -> None:
-    """Replace the model's experts by their dequantized replicas: now, or as a streamed model's layers are read."""
+def apply_assignment(context: Context, assignment: Assignment, *, exported: bool = False) -> None:
+    """Replace the model's experts by their dequantized replicas: now, or as a streamed model's layers are read.
+
+    exported: the assignment is the recipe's own, whose experts quantize may have refined.
+    """
+    directory = context.directory("quantize")
+    made = quantize.quantizers(directory) if exported else {}
 
     def replace(model: nn.Module, layer: ExpertLayer) -> None:
-        replicas = Replicas(context, assignment, layer, model)
+        refined = refine.read_refined(directory, layer, assignment, made[layer.name]) if made else None
+        replicas = Replicas(context, assignment, layer, model, refined=refined)
         for expert, bits in enumerate(assignment.bits()[layer.index].tolist()):
             if bits != FULL:
                 values = {name: packed.dequantize() for name, packed in replicas.packed(expert, bits).items()}
@@ -90,17 +96,17 @@ def apply_assignment(context: Context, assignment: Assignment) -> None:
         replace(context.model, layer)
 
 
-def _in_place(context: Context, assignment: Assignment | None) -> Any:
+def _in_place(context: Context, assignment: Assignment | None, *, exported: bool = False) -> Any:
     """The model with one assignment's dequantized experts, from fresh weights."""
     context.drop_model()
     if assignment is not None:
-        apply_assignment(context, assignment)
+        apply_assignment(context, assignment, exported=exported)
     return context.model
 
 
 def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
     """The exported checkpoint, loaded as a user would, and its logits' error against the dequantized weights."""
-    dequantized = _in_place(context, assignment)
+    dequantized = _in_place(context, assignment, exported=True)
     generator = torch.Generator().manual_seed(context.recipe.seed)
     vocabulary = dequantized.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (2, 32), generator=generator).to(context.device)

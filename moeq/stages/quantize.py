@@ -1,10 +1,12 @@
 """quantize: the replicas that the assignment names, one file a layer, under the names the checkpoint gives them.
 
-quantizers.json says which method made each of them.
+quantizers.json says which method made each of them. With quantize.refine the placed ones are trained further, see
+stages/refine.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from moeq.numerics.slab import Slab
 from moeq.quantizers.layer import GPTQ, rtn_batch
 from moeq.recipe import BEST
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
-from moeq.stages import assign, losses
+from moeq.stages import assign, losses, refine
 from moeq.stages.context import Context
 
 NAME = "quantizers.json"
@@ -35,32 +37,64 @@ Best = list[dict[int, np.ndarray]]  # of every layer: {bits: name of the best me
 
 def run(context: Context) -> dict[str, Any]:
     """Write one file of placed experts a layer, and one of the other widths where the recipe asks for all replicas."""
+    refine.check(context)
     assignment = assign.load(context)
     directory = make_directory(context.directory("quantize"))
+    done = refine.Progress.of(context)
     for path in directory.glob("*.safetensors"):
-        path.unlink()
+        if path.name not in done.files:
+            path.unlink()
     every = context.recipe.quantize.replicas == "all" and assignment.parameters.get("quantizer") == BEST
     best = losses.load(context).best() if every else None
-    placed = others = 0
+    layers = (Replicas(context, assignment, layer, best=best) for layer in context.layers)
+    placed = others = refined = 0
     made: dict[str, list[dict[str, str]]] = {}
     with context.reporter.bar("quantize", len(context.layers)) as advance:
-        for layer in context.layers:
-            replicas = Replicas(context, assignment, layer, best=best)
-            sizes = _write_layer(context, replicas, directory)
-            made[layer.name] = replicas.made_by()
+        for replicas in _refined(context, assignment, layers, done):
+            sizes = _write_layer(context, replicas, directory, done)
+            made[replicas.layer.name] = replicas.made_by()
             placed, others = placed + sizes[0], others + sizes[1]
+            refined += len(replicas.refined)
             advance()
     write_json(directory / NAME, {"schema_version": SCHEMA_VERSION, "layers": made})
-    return {"placed_expert_bytes": placed, "other_replica_bytes": others}
+    return {"placed_expert_bytes": placed, "other_replica_bytes": others, "refined_experts": refined}
 
 
-def _write_layer(context: Context, replicas: Replicas, directory: Path) -> tuple[int, int]:
+def _refined(
+    context: Context, assignment: Assignment, layers: Iterator[Replicas], done: refine.Progress
+) -> Iterator[Replicas]:
+    """The layers' replicas, those that are placed refined where the recipe says so."""
+    section = context.recipe.quantize.refine
+    if section is None:
+        yield from layers
+        return
+    here: list[Replicas] = []
+
+    def starts() -> Iterator[dict[int, dict[str, PackedWeight]]]:
+        for replicas in layers:
+            here[:] = [replicas]
+            yield {
+                expert: replicas.packed(expert, replicas.choices[expert].bits)
+                for expert in refine.quantized_experts(assignment, replicas.layer)
+            }
+
+    for found in refine.refined(context, assignment, starts(), section, done):
+        here[0].refined = found
+        yield here[0]
+
+
+def _write_layer(context: Context, replicas: Replicas, directory: Path, done: refine.Progress) -> tuple[int, int]:
     """Write one layer's files; returns the bytes of its placed experts and of the other replicas."""
     layer = replicas.layer
     tensors, extra = layer_tensors(replicas)
-    write_tensors(directory / layer_name(layer.index), tensors | guards(layer), METADATA)
+    files = {layer_name(layer.index): tensors | guards(layer)}
     if extra:
-        write_tensors(directory / extra_name(layer.index), extra, METADATA)
+        files[extra_name(layer.index)] = extra
+    for name, mine in files.items():
+        if name not in done.files:
+            write_tensors(directory / name, mine, METADATA)
+    if context.recipe.quantize.refine is not None:
+        done.add([directory / name for name in files])
     return sum(map(_bytes, tensors.values())), sum(map(_bytes, extra.values()))
 
 
@@ -91,7 +125,8 @@ class Replicas:
     """Replicas of one layer's experts: from the store, made now (rtn), or the checkpoint's own weights (16).
 
     model: where weights are taken from; without it experts are read from the checkpoint one by one. best: the best
-    methods of all layers, where the caller has them; they are looked up when they are needed.
+    methods of all layers, where the caller has them; they are looked up when they are needed. refined: placed replicas
+    that were trained further, which stand in for those of the store.
     """
 
     def __init__(
@@ -101,8 +136,10 @@ class Replicas:
         layer: ExpertLayer,
         model: nn.Module | None = None,
         best: Best | None = None,
+        refined: refine.Experts | None = None,
     ) -> None:
         self.context, self.layer, self.model = context, layer, model
+        self.refined: refine.Experts = refined or {}
         self.choices = assignment.layers[layer.index].experts
         self.quantizer = str(assignment.parameters.get("quantizer", GPTQ))
         self._best = best
@@ -127,9 +164,14 @@ class Replicas:
     def made_by(self) -> list[dict[str, str]]:
         """{bits: method} of every expert's replicas that the checkpoint has."""
         return [
-            {str(bits): self.method(expert, bits) for bits in widths if bits != FULL}
+            {str(bits): self._maker(expert, bits) for bits in widths if bits != FULL}
             for expert, widths in enumerate(self.widths())
         ]
+
+    def _maker(self, expert: int, bits: int) -> str:
+        """The method that made a replica, and whether it was refined."""
+        refined = expert in self.refined and bits == self.choices[expert].bits
+        return self.method(expert, bits) + (refine.REFINED if refined else "")
 
     @cached_property
     def index(self) -> ReplicaIndex:
@@ -141,6 +183,8 @@ class Replicas:
 
     def packed(self, expert: int, bits: int) -> dict[str, PackedWeight]:
         """The matrices of one expert at a width below 16."""
+        if expert in self.refined and bits == self.choices[expert].bits:
+            return dict(self.refined[expert])
         method = self.method(expert, bits)
         if method not in losses.ON_DEMAND:
             entry = self.index.entry(method, bits)

@@ -31,6 +31,8 @@ CASES = {
     ),
     "best": ("tiny_qwen", ("losses.group_size=16", "quantize.replicas=all",
                            "assign={method: uniform, bits: 3, quantizer: best}")),
+    "refined": ("tiny_mixtral", ("losses.group_size=16", "losses.methods=[gptq,rtn]", "assign.average_bits=2",
+                                 "quantize={replicas: all, refine: {iterations: 5}}")),
     "rtn": ("tiny_qwen", ("losses.methods=[rtn]", "assign={method: uniform, bits: 3, quantizer: rtn}",
                           "eval.compare=[]", "export.max_shard=30KB", "losses.per_projection=false")),
 }  # fmt: skip

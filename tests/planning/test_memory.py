@@ -95,6 +95,8 @@ def test_memory_grows_with_what_it_hangs_on(sparse_small: Path, tmp_path: Path) 
     shorter = of("eval") - of("eval", "eval.perplexity.batch_size=4")
     logits = 12 * 512 * 151936 * 14
     assert 0.5 * logits < shorter < 1.5 * logits
+    refined = of("quantize", "quantize.refine={}") - of("quantize")
+    assert 8 * 2 * tokens + 2 * 2**30 < refined < 24 * 2 * tokens + 8 * 2**30  # two runs' tokens, and the training
     whole = of("profile", "stream=never")
     assert whole > 18 * 2**30 > of("profile")
 

@@ -1,0 +1,262 @@
+"""Perplexity of small trained checkpoints by quantizer and width: experts only, groups of 64.
+
+    python benchmarks/quality.py MODELS [--names tiny-mixtral tiny-qwen3-moe] [--bits 4 3 2 1] [--average 2]
+                                        [--methods rtn gptq signround]
+                                        [--peers gptqmodel auto-round] [--environments FOLDER]
+
+MODELS is a folder of checkpoints with their training script (`train_tiny.py`: text and windows) beside them; without it
+nothing is measured. Calibration: 32 windows of 256 tokens from each domain of the training text. Perplexity: 24
+held-out windows of each, exp of the mean over domains. 200 iterations.
+
+rtn, gptq, signround and best are uniform assignments over the replicas of `moeq losses`, which keeps a quarter of the
+calibration sequences apart; signround+refined is a uniform assignment of GPTQ's replicas with `quantize.refine`. With
+--average, prefix-split at that mean width over the best replicas, as it is and refined.
+
+--peers: the peers' own output on the same windows, each in an environment of its own below --environments, which is
+made at the first use (minutes, gigabytes); what cannot be installed or run is named and left out. Recorded figures of
+gptqmodel 7.6.0 (asymmetric) and auto-round 0.16.1 (symmetric), the same windows, stand beside in any case.
+
+Goals: gptq no worse than gptqmodel, signround+refined within 0.5 % of auto-round, in no more time than 90 s a width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
+
+import torch  # isort: skip
+from safetensors.torch import save_file  # isort: skip
+from torch import Tensor  # isort: skip
+
+from moeq import pipeline
+from moeq.models.corpus import Sequences
+from moeq.progress import Reporter
+from moeq.recipe import AssignSection, load_recipe
+from moeq.stages import assign, evaluate
+from moeq.stages.context import Context
+
+GROUP = 64
+ITERATIONS = 200
+RECORDED = {
+    "gptqmodel": {
+        "tiny-mixtral": {2: 28.01, 3: 24.87, 4: 24.38},
+        "tiny-qwen3-moe": {2: 26.20, 3: 23.49, 4: 23.14},
+    },
+    "auto-round": {
+        "tiny-mixtral": {2: 26.01, 3: 24.63, 4: 24.37},
+        "tiny-qwen3-moe": {2: 24.58, 3: 23.31, 4: 23.14},
+    },
+}
+AUTO_ROUND_SECONDS = 90  # a width, two quiet cores
+TOLERANCE = {"gptqmodel": 1.0, "auto-round": 1.005}
+AGAINST = {"gptq": "gptqmodel", "signround+refined": "auto-round"}
+METHODS = ("rtn", "gptq", "signround")
+BEST = "best"
+REFINED = "signround+refined"
+PACKAGES = {"gptqmodel": "gptqmodel==7.6.0", "auto-round": "auto-round==0.16.1"}
+Rows = dict[str, dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token windows: calibration [S, 256] and, for every domain, held-out ones."""
+
+    calibration: Tensor
+    heldout: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, script: ModuleType, tokenizer: Any) -> Windows:
+        def cut(split: str, count: int) -> dict[str, Tensor]:
+            streams = {domain: script.token_stream(tokenizer, domain, split) for domain in script.DOMAINS}
+            return {domain: script.windows(stream, 256, count) for domain, stream in streams.items()}
+
+        return cls(torch.cat(list(cut("train", 32).values())), cut("heldout", 24))
+
+
+class Bench:
+    """One checkpoint, run through the stages in one directory."""
+
+    def __init__(self, model: Path, script: ModuleType, out: Path, methods: list[str], iterations: int) -> None:
+        self.model, self.out, self.methods, self.iterations = model, out, methods, iterations
+        self.windows = Windows.of(script, self.context().tokenizer)
+
+    def context(self, *overrides: str) -> Context:
+        recipe = load_recipe(
+            None,
+            [
+                f"losses.group_size={GROUP}", "losses.bits=[1,2,3,4]", f"losses.methods=[{','.join(self.methods)}]",
+                "losses.per_projection=false", f"losses.signround_iterations={self.iterations}", "dtype=float32",
+                "stream=never", "eval.compare=[]", *overrides,
+            ],
+        )  # fmt: skip
+        found = Context(recipe=recipe, model_name=str(self.model), out=self.out, reporter=Reporter(quiet=True))
+        if hasattr(self, "windows"):
+            ids = self.windows.calibration.long()
+            found.__dict__["calibration"] = Sequences(
+                ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), domains=("",) * len(ids)
+            )
+        return found
+
+    def seconds(self, context: Context, *stages: str) -> float:
+        """Run stages; how long they took."""
+        return sum(outcome.seconds for outcome in pipeline.run(context, stages))
+
+    @torch.no_grad()
+    def perplexity(self, context: Context) -> float:
+        losses = []
+        for windows in self.windows.heldout.values():
+            batches = windows.long().split(16)
+            found = [float(context.model(input_ids=batch, labels=batch).loss) * len(batch) for batch in batches]
+            losses.append(sum(found) / len(windows))
+        context.drop_model()
+        return math.exp(sum(losses) / len(losses))
+
+    def assigned(self, context: Context, section: AssignSection) -> float:
+        """Perplexity of an assignment over the replicas as they are stored."""
+        evaluate.apply_assignment(context, assign.make(context, section, "bench"))
+        return self.perplexity(context)
+
+    def refined(self, section: dict[str, Any]) -> tuple[float, float]:
+        """Perplexity of a refined assignment, and the seconds of refining it."""
+        refine = f"quantize.refine={{iterations: {self.iterations}}}"
+        context = self.context(f"assign={json.dumps(section)}", refine)
+        self.seconds(context, "profile", "losses", "assign")
+        taken = self.seconds(context, "quantize")
+        evaluate.apply_assignment(context, assign.load(context), exported=True)
+        return self.perplexity(context), taken
+
+
+def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, float]:
+    """Print what losses took; perplexity {row: {bits: ...}}, and the most seconds that refining a width took."""
+    gptq = bench.context("losses.methods=[gptq]")
+    taken = [bench.seconds(gptq, "profile", "losses")]
+    context = bench.context()
+    taken.append(bench.seconds(context, "losses"))
+    name = bench.model.name
+    print(f"\n{name}: perplexity {bench.perplexity(context):.2f} with exact experts; profile and losses with GPTQ")
+    print(f"{taken[0]:.0f} s, {bench.methods} {taken[1]:.0f} s more, at 1 to 4 bits", flush=True)
+    methods = [*bench.methods, BEST]
+    rows: Rows = {method: {} for method in methods}
+    for method in methods:
+        for width in bits:
+            section = AssignSection(method="uniform", bits=width, quantizer=method)  # type: ignore[arg-type]
+            rows[method][width] = bench.assigned(context, section)
+        print(f"{method}: " + ", ".join(f"{rows[method][width]:.2f} at {width}" for width in bits), flush=True)
+    rows[REFINED], slowest = {}, 0.0
+    for width in bits:
+        section = {"method": "uniform", "bits": width, "quantizer": "gptq"}
+        rows[REFINED][width], seconds = bench.refined(section)
+        slowest = max(slowest, seconds)
+        print(f"refined at {width} bits: {rows[REFINED][width]:.2f}, {seconds:.0f} s", flush=True)
+    for average in averages:
+        split = {"method": "prefix-split", "average_bits": average, "quantizer": "best"}
+        plain = bench.assigned(context, AssignSection(**split))  # type: ignore[arg-type]
+        found, seconds = bench.refined(split)
+        print(f"prefix-split at {average} bits, best: {plain:.2f}, refined {found:.2f} in {seconds:.0f} s", flush=True)
+    return rows, slowest
+
+
+def peer_rows(bench: Bench, peers: list[str], environments: Path, bits: list[int]) -> Rows:
+    """The peers' own figures; a line for what could not be had."""
+    windows = bench.out / "windows.safetensors"
+    held = {f"heldout.{domain}": one.int() for domain, one in bench.windows.heldout.items()}
+    save_file({"calibration": bench.windows.calibration.int()} | held, windows)
+    rows: Rows = {}
+    for peer in peers:
+        python = environments / peer / "bin" / "python"
+        problem = None if python.is_file() else install(peer, environments / peer)
+        for width in [] if problem else [one for one in bits if one > 1]:
+            script = Path(__file__).with_name("quality_peer.py")
+            command = [python, script, peer, bench.model, windows, str(width), str(GROUP), str(bench.iterations)]
+            environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1"}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if done.returncode:
+                problem = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                break
+            found = json.loads(done.stdout.strip().splitlines()[-1])
+            rows.setdefault(f"{peer}, here", {})[width] = found["perplexity"]
+            print(f"{peer} at {width} bits: {found['perplexity']:.2f}, {found['seconds']:.0f} s", flush=True)
+        if problem is not None:
+            print(f"{peer} left out: {problem}", flush=True)
+    return rows
+
+
+def install(peer: str, folder: Path) -> str | None:
+    """Make a peer's environment; what went wrong, None when nothing did."""
+    pins = Path(__file__).resolve().parents[1] / "constraints.txt"
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "-c", pins, PACKAGES[peer], "torch", "transformers"]
+    for command in ([sys.executable, "-m", "venv", folder], pip):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            (folder / "bin" / "python").unlink(missing_ok=True)
+            return f"cannot be installed ({(done.stderr.strip().splitlines() or ['no message'])[-1]})"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="?", type=Path, help="folder of the checkpoints")
+    parser.add_argument("--names", nargs="+", default=["tiny-mixtral", "tiny-qwen3-moe"])
+    parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2, 1])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="gptq is always there")
+    parser.add_argument("--iterations", type=int, default=ITERATIONS)
+    parser.add_argument("--average", nargs="*", default=[], help="mean widths of mixed assignments")
+    parser.add_argument("--peers", nargs="*", default=[], choices=list(PACKAGES))
+    parser.add_argument("--environments", type=Path, default=Path.home() / ".cache" / "moeq" / "benchmarks")
+    options = parser.parse_args()
+    if options.models is None or not (options.models / "train_tiny.py").is_file():
+        print("skipped: give the folder of the trained checkpoints and their train_tiny.py, which are not moeq's")
+        return 0
+    script = load_script(options.models / "train_tiny.py")
+    worst = dict.fromkeys(AGAINST, 0.0)
+    slowest = 0.0
+    for name in options.names:
+        with tempfile.TemporaryDirectory() as folder:
+            methods = [method for method in METHODS if method in (*options.methods, "gptq")]
+            bench = Bench(options.models / name, script, Path(folder), methods, options.iterations)
+            started = time.monotonic()
+            rows, seconds = measure(bench, options.bits, options.average)
+            rows |= peer_rows(bench, options.peers, options.environments, options.bits)
+        slowest = max(slowest, seconds)
+        rows |= {f"{peer}, recorded": known.get(name, {}) for peer, known in RECORDED.items()}
+        print(f"{name}, {time.monotonic() - started:.0f} s" + "".join(f"{bits:>7} bits" for bits in options.bits))
+        for row, values in rows.items():
+            print(f"{row:<22}" + "".join(f"{values.get(bits, math.nan):12.2f}" for bits in options.bits), flush=True)
+        for mine, peer in AGAINST.items():
+            goals = RECORDED[peer].get(name, {})
+            ratios = [rows[mine][bits] / goals[bits] for bits in options.bits if bits in goals]
+            worst[mine] = max([worst[mine], *ratios])
+    print(
+        f"gptq at most {worst['gptq']:.4f} of gptqmodel's perplexity (goal {TOLERANCE['gptqmodel']}), {REFINED} at "
+        f"most {worst[REFINED]:.4f} of auto-round's (goal {TOLERANCE['auto-round']}), a width in {slowest:.0f} s "
+        f"at most (goal {AUTO_ROUND_SECONDS} on quiet cores)"
+    )
+    met = [worst[mine] <= TOLERANCE[peer] for mine, peer in AGAINST.items()]
+    return 0 if all(met) and slowest <= AUTO_ROUND_SECONDS else 1
+
+
+def load_script(path: Path) -> ModuleType:
+    """The training script as a module."""
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main())

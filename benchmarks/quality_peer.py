@@ -1,0 +1,105 @@
+"""One peer on one checkpoint, run by benchmarks/quality.py in the peer's own environment; knows nothing of moeq.
+
+    python quality_peer.py PEER MODEL WINDOWS BITS GROUP ITERATIONS
+
+WINDOWS: safetensors with `calibration` [S, T] and `heldout.DOMAIN` [n, T]. Prints {"perplexity", "seconds"} as its last
+line. Only routed experts are quantized: asymmetric by gptqmodel, symmetric by auto-round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+
+def perplexity(model: Any, windows: dict[str, Tensor]) -> float:
+    losses = []
+    for name, one in windows.items():
+        if name.startswith("heldout."):
+            with torch.no_grad():
+                found = [float(model(input_ids=b, labels=b).loss) * len(b) for b in one.long().split(16)]
+            losses.append(sum(found) / len(one))
+    return math.exp(sum(losses) / len(losses))
+
+
+def auto_round(folder: str, calibration: Tensor, bits: int, group: int, iterations: int) -> Any:
+    from auto_round import AutoRound
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in calibration]
+    kept = [n for n, one in model.named_modules() if isinstance(one, nn.Linear) and ".experts." not in n]
+    rounding = AutoRound(
+        model,
+        AutoTokenizer.from_pretrained(folder),
+        bits=bits,
+        group_size=group,
+        sym=True,
+        iters=iterations,
+        nsamples=len(calibration),
+        seqlen=calibration.shape[1],
+        batch_size=8,
+        dataset=DataLoader(rows, batch_size=8),  # type: ignore[arg-type]
+        layer_config={name: {"bits": 16, "data_type": "float"} for name in [*kept, *routers(model)]},
+        device_map="cpu",
+        enable_torch_compile=False,
+    )
+    return rounding.quantize()[0]
+
+
+def routers(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules() if name.endswith("mlp.gate")]
+
+
+def gptqmodel(folder: str, calibration: Tensor, bits: int, group: int, iterations: int) -> Any:
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+    config = QuantizeConfig(
+        bits=bits, group_size=group, sym=False, dynamic={r"-:.*self_attn.*": {}, r"-:.*mlp\.gate$": {}}
+    )
+    model = GPTQModel.load(folder, config)
+    rows = [{"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)} for ids in calibration]
+    model.quantize(rows, batch_size=8)
+    with tempfile.TemporaryDirectory() as saved:
+        model.save(saved)
+        loaded = GPTQModel.load(saved, backend=BACKEND.TORCH, device="cpu").model
+        unpack(loaded)
+        loaded.float()
+        return loaded
+
+
+def unpack(model: nn.Module) -> None:
+    """Packed matrices as plain ones of the same values: dequantizing them in every forward takes minutes."""
+    packed = {name: one for name, one in model.named_modules() if hasattr(one, "dequantize_weight")}
+    for name, module in packed.items():
+        weight = module.dequantize_weight().T.float().contiguous()  # type: ignore[operator]
+        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        plain.weight.data.copy_(weight)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, plain)
+
+
+def main() -> None:
+    peer, folder, windows, bits, group, iterations = sys.argv[1:]
+    tensors = load_file(windows)
+    started = time.monotonic()
+    make = {"auto-round": auto_round, "gptqmodel": gptqmodel}[peer]
+    model = make(folder, tensors["calibration"].long(), int(bits), int(group), int(iterations))
+    seconds = time.monotonic() - started
+    print(json.dumps({"perplexity": perplexity(model, tensors), "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Refining one layer: packed replicas in, packed replicas out, and how the layer's experts move its output.
+
+Letters: T tokens, t some of them, H hidden size, E experts, n experts of one width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeq.models.experts import ExpertMath
+from moeq.models.walk import LayerInputs
+from moeq.numerics.gptq import Quantized
+from moeq.numerics.packed import PackedWeight
+from moeq.quantizers.signround import Training
+from moeq.quantizers.signround_layer import FULL, LayerTokens, WidthCodes, add_output, sign_round_layer
+from moeq.quantizers.trained_grid import join
+from moeq.recipe import RefineSection
+
+BATCH_ROWS = 256  # of an expert in a step, on average
+MISFIT = 0.1  # of the energy of what has moved, that a link may leave unexplained
+MEASURED_TOKENS = 2048  # by which a link is measured
+Packed = Mapping[str, PackedWeight]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerJob:
+    """One layer: what its experts are given, and what they are.
+
+    behind: [T, H] what its output should be more than exact experts make it (None: nothing); weights: {projection: [E,
+    rows, inputs]} and biases {projection: [E, rows]}, exact; bits: of every expert, 16 for one that stays as it is.
+    """
+
+    inputs: LayerInputs
+    behind: Tensor | None
+    weights: dict[str, Tensor]
+    biases: dict[str, Tensor]
+    math: ExpertMath
+    bits: tuple[int, ...]
+    group_size: int
+    symmetric: bool
+
+    def tokens(self) -> LayerTokens:
+        return LayerTokens(
+            hidden=self.inputs.hidden.float(),
+            experts=self.inputs.experts,
+            weights=self.inputs.weights,
+            correction=self.behind,
+            scales_inputs=self.inputs.layer.kind.scales_inputs,
+        )
+
+
+@torch.no_grad()
+def refine_layer(
+    job: LayerJob, start: Mapping[int, Packed], section: RefineSection
+) -> dict[int, dict[str, PackedWeight]]:
+    """The experts of `start`, {expert: {projection: matrix}}, as the layer's training leaves them.
+
+    start: all experts below 16 bits. Matrices come back on the CPU, in the order of the experts.
+    """
+    device = job.inputs.hidden.device
+    found = sign_round_layer(
+        job.tokens(),
+        job.weights,
+        job.biases,
+        job.math,
+        bits=job.bits,
+        group_size=job.group_size,
+        symmetric=job.symmetric,
+        training=Training(iterations=section.iterations, batch_rows=BATCH_ROWS, working_memory=section.working_memory),
+        start=[_codes(start, job.bits, width, device) for width in sorted(set(job.bits) - {FULL})],
+    )
+    packed: dict[int, dict[str, PackedWeight]] = {}
+    for part in found:
+        stacks = {name: PackedWeight.of(codes, part.bits, job.symmetric) for name, codes in part.matrices.items()}
+        for place, expert in enumerate(part.experts):
+            packed[expert] = {name: _one(stack, place) for name, stack in stacks.items()}
+    return dict(sorted(packed.items()))
+
+
+def _one(stack: PackedWeight, place: int) -> PackedWeight:
+    return stack.map(lambda part: part[place].cpu().clone())
+
+
+def _codes(start: Mapping[int, Packed], bits: tuple[int, ...], width: int, device: torch.device) -> WidthCodes:
+    """The experts of one width, unpacked and stacked."""
+    experts = tuple(expert for expert, own in enumerate(bits) if own == width)
+    names = start[experts[0]]
+
+    def stacked(name: str) -> Quantized:
+        alone = (start[expert][name].map(lambda part: part.unsqueeze(0).to(device)) for expert in experts)
+        return join([one.unpacked() for one in alone])
+
+    return WidthCodes(bits=width, experts=experts, matrices={name: stacked(name) for name in names})
+
+
+class Change:
+    """What new matrices change of the sum of a layer's experts' outputs at the layer's first tokens, [t, H]."""
+
+    def __init__(self, job: LayerJob) -> None:
+        rows = slice(0, MEASURED_TOKENS)
+        inputs = replace(
+            job.inputs,
+            hidden=job.inputs.hidden[rows],
+            experts=job.inputs.experts[rows],
+            weights=job.inputs.weights[rows],
+        )
+        self._job = replace(job, inputs=inputs, behind=None, biases={k: v.float() for k, v in job.biases.items()})
+        self._tokens = self._job.tokens()
+        self.total = torch.zeros_like(self._tokens.hidden)
+
+    @torch.no_grad()
+    def add(self, expert: int, new: Mapping[str, Tensor]) -> None:
+        """Count one expert's new matrices {projection: [rows, inputs]}; the job still has the exact ones."""
+        old = {name: stack[expert] for name, stack in self._job.weights.items()}
+        for matrices, factor in ((new, 1), (old, -1)):
+            there = {name: matrix.to(self.total) for name, matrix in matrices.items()}
+            add_output(self._tokens, expert, there, self._job.biases, self._job.math, total=self.total, factor=factor)
+
+
+def link_of(moved: Tensor, changed: Tensor) -> float | None:
+    """By how much a decoder layer's output moves when the sum of its experts' outputs changes by 1.
+
+    moved, changed: [t, H]; the shorter decides. None when the two are not proportional (a norm lies between them, or
+    the computing type's rounding hides the change).
+    """
+    count = min(len(moved), len(changed))
+    moved, changed = moved[:count].double(), changed[:count].double()
+    energy = float(changed.square().sum())
+    if moved.shape != changed.shape or energy == 0:
+        return None
+    link = float((moved * changed).sum()) / energy
+    unexplained = float((moved - link * changed).square().sum())
+    return link if link > 0 and unexplained <= MISFIT * float(moved.square().sum()) else None

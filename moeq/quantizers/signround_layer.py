@@ -1,0 +1,306 @@
+"""SignRound of a layer as a whole: experts that answer the same token are trained on the sum of what they say.
+
+For an assignment that is already made: every expert has its own width, and what it gets wrong can be made up for by the
+others of its tokens, and by the next layers (the correction of their tokens). Better than training experts alone where
+several answer a token; but the codes then belong together.
+
+Letters: E experts, T tokens, t tokens of one step, k experts a token, n rows of one expert, H hidden size, K inputs, N
+output rows, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeq.models.experts import DOWN, ExpertMath
+from moeq.numerics import gptq
+from moeq.numerics.gptq import Quantized
+from moeq.numerics.grids import decode
+from moeq.quantizers.signround import CHECKS, WEIGHT_BYTES, Training, check_start
+from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
+from moeq.quantizers.training_rows import SEED_STRIDE, Deck, evenly
+
+CHECK_TOKENS = 2048
+BLOCK_ROWS = 4096  # of an expert at once outside of training
+FULL = 16  # the width of an expert that stays as it is
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTokens:
+    """What a layer is trained on: hidden [T, H] float32, the chosen experts [T, k] and their routing weights [T, k].
+
+    correction: [T, H] what the layer's output should be more than exact experts make it (None: nothing), such as the
+    error that earlier layers left behind; scales_inputs: the routing weight multiplies inputs instead of outputs.
+    """
+
+    hidden: Tensor
+    experts: Tensor
+    weights: Tensor
+    correction: Tensor | None = None
+    scales_inputs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthCodes:
+    """The experts of one width, in ascending order, and {projection: codes [E, 1, N, K]} of them."""
+
+    bits: int
+    experts: tuple[int, ...]
+    matrices: dict[str, Quantized]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """Everything about the layer that training leaves as it is: matrices [E, N, K] and biases [E, N] of all experts."""
+
+    tokens: LayerTokens
+    weights: dict[str, Tensor]
+    biases: dict[str, Tensor]
+    math: ExpertMath
+    rows: list[tuple[Tensor, Tensor]]  # of every expert: its tokens [n] and their routing weights [n]
+
+    def output(self, expert: int, rows: Tensor, scale: Tensor, matrices: dict[str, Tensor]) -> Tensor:
+        """What an expert adds to the layer's output at some tokens [n], with matrices {projection: [N, K]}."""
+        hidden = self.tokens.hidden[rows]
+        scale = scale.unsqueeze(1)
+        biases = {name: bias[expert] for name, bias in self.biases.items()}
+        inner = self.math.intermediate(hidden * scale if self.tokens.scales_inputs else hidden, matrices, biases)
+        found = self.math.output(inner, matrices[DOWN], biases.get(DOWN))
+        return found if self.tokens.scales_inputs else found * scale
+
+    def exact(self, expert: int, rows: Tensor, scale: Tensor) -> Tensor:
+        """The same with the expert's own matrices."""
+        return self.output(expert, rows, scale, {name: stack[expert].float() for name, stack in self.weights.items()})
+
+
+class _Run:
+    """The training of some of a layer's experts, the others' outputs being exact."""
+
+    def __init__(
+        self,
+        layer: _Layer,
+        experts: list[int],
+        bits: Sequence[int],
+        left: Tensor,
+        start: Sequence[WidthCodes],
+        symmetric: bool,
+        training: Training,
+    ) -> None:
+        """left: [T, H] what the outputs should be more than exact experts make them."""
+        self.layer, self.training, self.left = layer, training, left
+        self.experts = sorted(experts, key=lambda expert: (bits[expert], expert))
+        self.active = (
+            torch.isin(layer.tokens.experts, torch.tensor(experts).to(left.device)).any(1).nonzero().squeeze(1)
+        )
+        self.target = left.clone()  # [T, H] of what these experts add
+        for expert in experts:
+            for rows, scale in self._blocks(expert):
+                self.target.index_add_(0, rows, layer.exact(expert, rows, scale))
+        self.grids: list[dict[str, TrainedGrid]] = []  # width by width, as `experts` are
+        for part in sorted(start, key=lambda part: part.bits):
+            chosen = [expert for expert in self.experts if bits[expert] == part.bits]
+            places = [part.experts.index(expert) for expert in chosen]
+            if chosen:
+                self.grids.append(
+                    {
+                        name: TrainedGrid(
+                            stack[chosen].float(), select(part.matrices[name], places), part.bits, symmetric
+                        )
+                        for name, stack in layer.weights.items()
+                    }
+                )
+        self.deck = Deck(len(self.active), training.seed * SEED_STRIDE + experts[0])
+
+    def _blocks(self, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """An expert's tokens and their routing weights, some at a time."""
+        rows, scale = self.layer.rows[expert]
+        yield from zip(rows.split(BLOCK_ROWS), scale.split(BLOCK_ROWS), strict=True)
+
+    def train(self) -> dict[int, dict[str, State]]:
+        """The best states met in training, {expert: {projection: state [1, ...]}}."""
+        check = self.active[evenly(len(self.active), min(len(self.active), CHECK_TOKENS)).to(self.active.device)]
+        pairs = sum(len(self.layer.rows[expert][0]) for expert in self.experts)
+        count = round(self.training.batch_rows * len(self.experts) * len(self.active) / max(pairs, 1))
+        every = max(1, self.training.iterations // CHECKS)
+        least = float("inf")
+        best: list[dict[str, State]] = []
+        for iteration in range(self.training.iterations + 1 if pairs else 1):
+            values = [{name: grid.round() for name, grid in grids.items()} for grids in self.grids]
+            if iteration % every == 0 or iteration == self.training.iterations:
+                loss = float(self._error(check, _by_expert(values)))
+                if loss < least or not best:
+                    least, best = loss, [{name: grid.state() for name, grid in of.items()} for of in self.grids]
+            if iteration < self.training.iterations and pairs:
+                self._step(values, self.active[self.deck.next(count).to(self.active.device)], iteration)
+        return dict(zip(self.experts, _apart(best), strict=True))
+
+    def _step(self, values: list[dict[str, Tensor]], tokens: Tensor, iteration: int) -> None:
+        leaves = [value.requires_grad_() for of in values for value in of.values()]
+        grids = [grid for of in self.grids for grid in of.values()]
+        with torch.enable_grad():
+            loss = self._error(tokens, _by_expert(values))
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        for grid, gradient in zip(grids, gradients, strict=True):
+            if gradient is not None:
+                grid.step(gradient, *self.training.rates(iteration, grid.top))
+
+    def _error(self, tokens: Tensor, matrices: list[dict[str, Tensor]]) -> Tensor:
+        """Squared error of the sum of these experts' outputs at some tokens [t]."""
+        picks = self.layer.tokens.experts[tokens]  # [t, k]
+        total = -self.target[tokens]
+        for expert, own in zip(self.experts, matrices, strict=True):
+            slots, choices = (picks == expert).nonzero(as_tuple=True)
+            if len(slots):
+                rows = tokens[slots]
+                scale = self.layer.tokens.weights[rows, choices].float()
+                total = total.index_add(0, slots, self.layer.output(expert, rows, scale, own))
+        return total.square().sum()
+
+    def hand_on(self, states: dict[int, dict[str, State]], group_size: int) -> None:
+        """Add to `left` what these experts, with their states, still lack."""
+        for expert, own in states.items():
+            matrices = {
+                name: decode(codes[0], scale[0], zero[0], group_size) for name, (codes, scale, zero) in own.items()
+            }
+            for rows, scale in self._blocks(expert):
+                missing = self.layer.exact(expert, rows, scale) - self.layer.output(expert, rows, scale, matrices)
+                self.left.index_add_(0, rows, missing)
+
+
+def _by_expert(values: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Stacks of each width as {projection: [N, K]} of each expert."""
+    found = []
+    for of in values:
+        parts = {name: stack.unbind(0) for name, stack in of.items()}
+        found += [dict(zip(parts, own, strict=True)) for own in zip(*parts.values(), strict=True)]
+    return found
+
+
+def _apart(best: list[dict[str, State]]) -> list[dict[str, State]]:
+    """States of each width as those of each expert, [1, ...]."""
+    return [
+        {name: _one(state, index) for name, state in of.items()} for of in best for index in range(len(of[DOWN][0]))
+    ]
+
+
+def _one(state: State, index: int) -> State:
+    codes, scale, zero = (part[index : index + 1] for part in state)
+    return codes, scale, zero
+
+
+@torch.no_grad()
+def sign_round_layer(
+    tokens: LayerTokens,
+    weights: dict[str, Tensor],
+    biases: dict[str, Tensor],
+    math: ExpertMath,
+    *,
+    bits: Sequence[int],
+    group_size: int,
+    symmetric: bool = False,
+    training: Training | None = None,
+    start: Sequence[WidthCodes] | None = None,
+) -> list[WidthCodes]:
+    """Codes and grids of a layer's experts, each at its own width, width by width in ascending order.
+
+    weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which stay as they are; bits: of every expert, 16
+    for one that is not quantized; start: the codes to begin with, as they are returned (None: rounding to nearest).
+    Training.batch_rows is the mean over experts; lend is not used: an expert without tokens keeps its start. As many
+    experts as fit into the working memory are trained at once; the next ones then answer for what these get wrong. On
+    evenly spaced tokens the output's mean squared error is never above the start's. Raises ValueError for a start of
+    another group size or of other experts.
+    """
+    training = training or Training()
+    start = _rounded(weights, bits, group_size, symmetric) if start is None else start
+    _check_start(start, bits, group_size)
+    layer = _Layer(
+        tokens=tokens,
+        weights=weights,
+        biases={name: stack.float() for name, stack in biases.items()},
+        math=math,
+        rows=[_rows(tokens, expert) for expert in range(len(bits))],
+    )
+    left = torch.zeros_like(tokens.hidden) if tokens.correction is None else tokens.correction.float().clone()
+    found: dict[int, list[tuple[int, dict[str, State]]]] = {width: [] for width in sorted(set(bits) - {FULL})}
+    for chunk in _chunks(layer, bits, training):
+        run = _Run(layer, chunk, bits, left, start, symmetric, training)
+        states = run.train()
+        run.hand_on(states, group_size)
+        for expert in chunk:
+            found[bits[expert]].append((expert, states[expert]))
+    return [_codes(width, own, group_size) for width, own in found.items()]
+
+
+def _rounded(weights: dict[str, Tensor], bits: Sequence[int], group_size: int, symmetric: bool) -> list[WidthCodes]:
+    """Every expert rounded to nearest."""
+    found = []
+    for width in sorted(set(bits) - {FULL}):
+        experts = [expert for expert, own in enumerate(bits) if own == width]
+        found.append(
+            WidthCodes(
+                bits=width,
+                experts=tuple(experts),
+                matrices={
+                    name: gptq.quantize(
+                        stack[experts].float(), None, bits=[width], group_size=group_size, symmetric=symmetric
+                    )
+                    for name, stack in weights.items()
+                },
+            )
+        )
+    return found
+
+
+def _check_start(start: Sequence[WidthCodes], bits: Sequence[int], group_size: int) -> None:
+    there = {expert: part.bits for part in start for expert in part.experts}
+    if there != {expert: width for expert, width in enumerate(bits) if width != FULL}:
+        raise ValueError("the start is of other experts or widths")
+    for part in start:
+        check_start(part.matrices, [part.bits], group_size)
+
+
+def add_output(
+    tokens: LayerTokens,
+    expert: int,
+    matrices: dict[str, Tensor],
+    biases: dict[str, Tensor],
+    math: ExpertMath,
+    *,
+    total: Tensor,
+    factor: float = 1.0,
+) -> None:
+    """Add `factor` times what one expert with matrices {projection: [N, K]} adds to the layer's output, [T, H]."""
+    layer = _Layer(tokens=tokens, weights={}, biases=biases, math=math, rows=[])
+    rows, scale = _rows(tokens, expert)
+    for some, own in zip(rows.split(BLOCK_ROWS), scale.split(BLOCK_ROWS), strict=True):
+        total.index_add_(0, some, layer.output(expert, some, own, matrices), alpha=factor)
+
+
+def _codes(width: int, found: list[tuple[int, dict[str, State]]], group_size: int) -> WidthCodes:
+    names = found[0][1]
+    return WidthCodes(
+        bits=width,
+        experts=tuple(expert for expert, _ in found),
+        matrices={
+            name: join([quantized([states[name]], (width,), group_size) for _, states in found]) for name in names
+        },
+    )
+
+
+def _rows(tokens: LayerTokens, expert: int) -> tuple[Tensor, Tensor]:
+    chosen = tokens.experts == expert
+    rows = chosen.any(1).nonzero().squeeze(1)
+    return rows, (tokens.weights * chosen).sum(1)[rows].float()
+
+
+def _chunks(layer: _Layer, bits: Sequence[int], training: Training) -> Iterator[list[int]]:
+    """Experts to be quantized, as many at once as the working memory allows."""
+    each = sum(stack[0].numel() for stack in layer.weights.values()) * WEIGHT_BYTES
+    step = max(1, training.working_memory // each)
+    quantized = [expert for expert, width in enumerate(bits) if width != FULL]
+    for first in range(0, len(quantized), step):
+        yield quantized[first : first + step]

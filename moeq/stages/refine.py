@@ -1,0 +1,184 @@
+"""Refining: the experts of every layer trained together on the layer's output, at the widths that were assigned.
+
+Layer after layer, from the replicas that were chosen: a layer's inputs are what the layers before it, already refined,
+leave, and what these lost of the residual stream is asked of it as well. All calibration sequences are used, those that
+losses measured on too. Which layers are done is noted, so that a killed run goes on with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.files import digest_of, read_json, sha256_file, write_json
+from moeq.artifacts.stage import current_digest
+from moeq.errors import ArtifactError
+from moeq.exporters.moeq import layer_name
+from moeq.models.beside import Beside, walk_beside
+from moeq.models.experts import ExpertLayer, expert_math, set_expert_weights, stacked_biases, stacked_weights
+from moeq.numerics.packed import PARTS, PackedWeight
+from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
+from moeq.recipe import RefineSection
+from moeq.stages import losses
+from moeq.stages.context import Context
+
+REVISION = 1  # of what is half done; when the same inputs give other replicas, raise it and that of the stage
+PROGRESS = ".refined.json"  # not part of the artifact
+REFINED = "+refined"  # after the method that made the start
+Experts = Mapping[int, Mapping[str, PackedWeight]]  # {expert: {projection: matrix}}
+
+
+def check(context: Context) -> None:
+    """CorpusError when there is no text to refine on."""
+    if context.recipe.quantize.refine is not None:
+        _ = context.tokenizer, context.calibration
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The layers whose files are finished, {file: SHA-256}, of one set of inputs."""
+
+    path: Path
+    key: str
+    files: dict[str, str]
+
+    @classmethod
+    def of(cls, context: Context) -> Progress:
+        """What a run with the same inputs has finished; files that are damaged or were made of others do not count.
+
+        Nothing where the recipe does not refine.
+        """
+        directory = context.directory("quantize")
+        if context.recipe.quantize.refine is None:
+            (directory / PROGRESS).unlink(missing_ok=True)
+            return cls(path=directory / PROGRESS, key="", files={})
+        before = [current_digest(context.directory(stage), stage) for stage in ("losses", "assign")]
+        section = context.recipe.quantize.model_dump(mode="json")
+        key = digest_of([REVISION, context.stamp.digest, *before, section, context.compute()])
+        try:
+            found = read_json(directory / PROGRESS)
+            files: dict[str, str] = found["files"] if found["key"] == key else {}
+        except (ArtifactError, KeyError, TypeError):
+            files = {}
+        sound = {
+            name: digest
+            for name, digest in files.items()
+            if (directory / name).is_file() and sha256_file(directory / name) == digest
+        }
+        return cls(path=directory / PROGRESS, key=key, files=sound)
+
+    def add(self, paths: list[Path]) -> None:
+        """Note a layer's files."""
+        self.files |= {path.name: sha256_file(path) for path in paths}
+        write_json(self.path, {"key": self.key, "files": self.files})
+
+
+def refined(
+    context: Context, assignment: Assignment, starts: Iterator[Experts], section: RefineSection, done: Progress
+) -> Iterator[Experts]:
+    """The experts that training has changed, of every layer in turn, before the next one is trained.
+
+    starts: the replicas that training begins with, layer by layer, of all experts below 16 bits. Layers that are done
+    are read from the stage's files. Raises ArtifactError when the losses are of other text.
+    """
+    sequences = context.grown_calibration
+    if losses.load_index(context).set != losses.planned(context, sequences.digest()).set:
+        where = str(context.directory("losses"))
+        raise ArtifactError("made of other text or settings", where=where, do="run `moeq losses` again")
+    batches = sequences.batches(context.recipe.corpus.batch_size)
+    link: float | None = None
+    changed: Tensor | None = None
+    try:
+        for beside in walk_beside(context.model, context.layers, batches, context.device, streamed=context.streamed):
+            layer = beside.inputs.layer
+            if beside.moved is not None and changed is not None and bool(changed.any()):
+                link = link_of(beside.moved, changed)
+            job = _job(context, assignment, beside, link)
+            start = next(starts)
+            if layer_name(layer.index) in done.files:
+                found = read(context.directory("quantize"), layer, assignment, list(start))
+            else:
+                found = refine_layer(job, start, section)
+            change = Change(job)
+            for expert, own in found.items():
+                values = {name: packed.dequantize() for name, packed in own.items()}
+                change.add(expert, values)
+                set_expert_weights(context.model, layer, expert, values)
+            changed = change.total
+            found = {expert: own for expert, own in found.items() if _is_changed(start[expert], own)}
+            del beside, job, start, change
+            yield found
+    finally:
+        context.drop_model()
+
+
+def _job(context: Context, assignment: Assignment, beside: Beside, link: float | None) -> LayerJob:
+    inputs, device = beside.inputs, beside.inputs.hidden.device
+    layer = inputs.layer
+    return LayerJob(
+        inputs=inputs,
+        behind=None if link is None or beside.behind is None else beside.behind.to(device) / link,
+        weights=stacked_weights(context.model, layer, slice(None)),
+        biases=stacked_biases(context.model, layer, slice(None)),
+        math=expert_math(context.model, layer),
+        bits=tuple(choice.bits for choice in assignment.layers[layer.index].experts),
+        group_size=assignment.group_size,
+        symmetric=assignment.symmetric,
+    )
+
+
+def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: list[int]) -> Experts:
+    """Placed replicas of some of a layer's experts, as the quantize stage wrote them."""
+    path = directory / layer_name(layer.index)
+    found: dict[int, dict[str, PackedWeight]] = {}
+    with safe_open(path, "pt") as file:
+        there = set(file.keys())
+        for expert in experts:
+            bits = assignment.layers[layer.index].experts[expert].bits
+            found[expert] = {}
+            for name in layer.projections:
+                keys = {part: f"{layer.name}.{expert}.{name}.{part}" for part in PARTS}
+                parts: dict[str, Any] = {p: file.get_tensor(key) if key in there else None for p, key in keys.items()}
+                if parts["codes"] is None or parts["scales"] is None:
+                    raise ArtifactError(f"no {keys['codes']}", where=str(path), do="run `moeq quantize` again")
+                found[expert][name] = PackedWeight(
+                    **parts,
+                    bits=bits,
+                    group_size=assignment.group_size,
+                    inputs=layer.shape(name)[1],
+                    symmetric=assignment.symmetric,
+                )
+    return found
+
+
+def quantized_experts(assignment: Assignment, layer: ExpertLayer) -> list[int]:
+    """The experts of a layer that are not left as they are."""
+    choices = assignment.layers[layer.index].experts
+    return [expert for expert, choice in enumerate(choices) if choice.bits != FULL]
+
+
+def read_refined(directory: Path, layer: ExpertLayer, assignment: Assignment, made: list[dict[int, str]]) -> Experts:
+    """A layer's refined experts; made: {bits: method} of every expert, as quantizers.json says."""
+    choices = assignment.layers[layer.index].experts
+    experts = [
+        expert
+        for expert, (choice, methods) in enumerate(zip(choices, made, strict=True))
+        if methods.get(choice.bits, "").endswith(REFINED)
+    ]
+    return read(directory, layer, assignment, experts)
+
+
+def _is_changed(start: Mapping[str, PackedWeight], found: Mapping[str, PackedWeight]) -> bool:
+    """Whether any code or grid of an expert is another one."""
+    return any(
+        not torch.equal(mine, other)
+        for name in start
+        for mine, other in zip(start[name].parts().values(), found[name].parts().values(), strict=True)
+    )

@@ -1,0 +1,167 @@
+"""SignRound of whole layers: mixed widths, corrections, chunks of experts, what stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moeq.models.experts import DOWN, ExpertMath
+from moeq.models.kinds import GATED
+from moeq.models.kinds.base import act_then_multiply
+from moeq.numerics import gptq
+from moeq.numerics.grids import decode
+from moeq.quantizers.signround import Training
+from moeq.quantizers.signround_layer import LayerTokens, WidthCodes, add_output, sign_round_layer
+
+EXPERTS, HIDDEN, INTER, TOKENS = 5, 40, 24, 300
+GROUP = 16
+SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
+QUICK = Training(iterations=60, batch_rows=48)
+SHAPES = {"gate_proj": (INTER, HIDDEN), "up_proj": (INTER, HIDDEN), DOWN: (HIDDEN, INTER)}
+BITS = [2, 3, 16, 2, 1]
+IDLE = 3
+
+
+def problem(scales_inputs: bool = False) -> tuple[dict[str, Tensor], LayerTokens]:
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: 0.3 * torch.randn(EXPERTS, *shape, generator=generator) for name, shape in SHAPES.items()}
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator) * torch.linspace(0.2, 2, HIDDEN)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator)
+    scores[:, IDLE] = -1
+    routing, experts = scores.topk(2, -1)
+    experts[:5, 1] = EXPERTS  # no second expert
+    hidden = hidden + 0.8 * hidden.roll(1, -1)
+    return weights, LayerTokens(hidden=hidden, experts=experts, weights=routing, scales_inputs=scales_inputs)
+
+
+def output(tokens: LayerTokens, weights: dict[str, Tensor]) -> Tensor:
+    """The layer's output, token by token and expert by expert."""
+    total = torch.zeros_like(tokens.hidden)
+    for token, (experts, routing) in enumerate(zip(tokens.experts, tokens.weights, strict=True)):
+        for expert, weight in zip(experts.tolist(), routing.tolist(), strict=True):
+            if expert < EXPERTS:
+                row = tokens.hidden[token] * (weight if tokens.scales_inputs else 1)
+                gate, up, down = (weights[name][expert] for name in GATED)
+                found = (nn.functional.silu(row @ gate.T) * (row @ up.T)) @ down.T
+                total[token] += found * (1 if tokens.scales_inputs else weight)
+    return total
+
+
+def replaced(weights: dict[str, Tensor], found: list[WidthCodes]) -> dict[str, Tensor]:
+    changed = {name: stack.clone() for name, stack in weights.items()}
+    for part in found:
+        for name, codes in part.matrices.items():
+            assert codes.bits == (part.bits,)
+            assert int(codes.codes.max()) < 2**part.bits
+            changed[name][list(part.experts)] = decode(codes.codes[:, 0], codes.scale[:, 0], codes.zero[:, 0], GROUP)
+    return changed
+
+
+def rounded(weights: dict[str, Tensor], bits: list[int]) -> dict[str, Tensor]:
+    """Rounding to nearest, which training starts from."""
+    changed = {name: stack.clone() for name, stack in weights.items()}
+    for name, stack in weights.items():
+        for expert, width in enumerate(bits):
+            if width != 16:
+                own = gptq.quantize(stack[expert : expert + 1], None, bits=[width], group_size=GROUP)
+                changed[name][expert] = decode(own.codes[0, 0], own.scale[0, 0], own.zero[0, 0], GROUP)
+    return changed
+
+
+def error(tokens: LayerTokens, exact: dict[str, Tensor], changed: dict[str, Tensor]) -> float:
+    wanted = output(tokens, exact) + (0 if tokens.correction is None else tokens.correction)
+    return float((output(tokens, changed) - wanted).square().mean())
+
+
+@pytest.mark.parametrize("scales_inputs", [False, True])
+def test_mixed_widths_lose_less_together_than_rounded(scales_inputs: bool) -> None:
+    weights, tokens = problem(scales_inputs)
+    found = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
+    assert [(part.bits, part.experts) for part in found] == [(1, (4,)), (2, (0, 3)), (3, (1,))]
+    changed, before = replaced(weights, found), rounded(weights, BITS)
+    assert error(tokens, weights, changed) < 0.6 * error(tokens, weights, before)
+    for name in GATED:
+        assert torch.equal(changed[name][2], weights[name][2])
+        assert torch.equal(changed[name][IDLE], before[name][IDLE])
+        assert not torch.equal(changed[name][0], before[name][0])
+
+
+def test_what_earlier_layers_left_behind_is_made_up_for() -> None:
+    weights, tokens = problem()
+    bits = [4] * EXPERTS
+    noisy = {
+        name: stack + 0.03 * torch.randn(stack.shape, generator=torch.Generator().manual_seed(1))
+        for name, stack in weights.items()
+    }
+    correction = output(tokens, noisy) - output(tokens, weights)
+    asked = replace(tokens, correction=correction)
+    kept = correction.clone()
+    training = replace(QUICK, iterations=120)
+    plain = sign_round_layer(tokens, weights, {}, SILU, bits=bits, group_size=GROUP, training=training)
+    found = sign_round_layer(asked, weights, {}, SILU, bits=bits, group_size=GROUP, training=training)
+    assert torch.equal(correction, kept)
+    errors = [error(asked, weights, replaced(weights, part)) for part in (plain, found)]
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_one_expert_at_a_time_answers_for_those_before() -> None:
+    """Within little memory the sum still gets better than each alone would make it, and nothing is lost."""
+    weights, tokens = problem()
+    small = replace(QUICK, working_memory=1)
+    found = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=small)
+    together = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
+    assert [part.experts for part in found] == [part.experts for part in together]
+    errors = [error(tokens, weights, replaced(weights, part)) for part in (found, together)]
+    assert errors[0] < 0.6 * error(tokens, weights, rounded(weights, BITS))
+    assert errors[0] == pytest.approx(errors[1], rel=0.3)
+
+
+def test_the_same_seed_gives_the_same_codes() -> None:
+    weights, tokens = problem()
+    runs = [
+        sign_round_layer(
+            tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=replace(QUICK, iterations=20, seed=seed)
+        )
+        for seed in (0, 0, 1)
+    ]
+    first, again, other = ([part.matrices[DOWN].codes for part in run] for run in runs)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_layer_without_any_tokens_keeps_its_start() -> None:
+    weights, tokens = problem()
+    none = replace(tokens, experts=torch.full_like(tokens.experts, EXPERTS))
+    found = sign_round_layer(none, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
+    changed, before = replaced(weights, found), rounded(weights, BITS)
+    assert all(torch.equal(changed[name], before[name]) for name in GATED)
+
+
+def test_a_start_of_other_widths_or_groups_is_refused() -> None:
+    weights, tokens = problem()
+    start = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=8, training=replace(QUICK, iterations=1))
+    options = {"group_size": GROUP, "training": QUICK, "start": start}
+    with pytest.raises(ValueError, match="the start has groups of 8"):
+        sign_round_layer(tokens, weights, {}, SILU, bits=BITS, **options)
+    with pytest.raises(ValueError, match="of other experts or widths"):
+        sign_round_layer(tokens, weights, {}, SILU, bits=[2, *BITS[1:4], 2], **options)
+
+
+def test_training_goes_on_from_where_another_ended() -> None:
+    weights, tokens = problem()
+    first = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
+    again = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK, start=first)
+    errors = [error(tokens, weights, replaced(weights, part)) for part in (first, again)]
+    assert errors[1] < 0.97 * errors[0]
+
+
+def test_one_experts_part_of_the_output() -> None:
+    weights, tokens = problem()
+    total = torch.zeros_like(tokens.hidden)
+    for expert in range(EXPERTS):
+        own = {name: stack[expert] for name, stack in weights.items()}
+        add_output(tokens, expert, own, {}, SILU, total=total, factor=2)
+    torch.testing.assert_close(total, 2 * output(tokens, weights), rtol=1e-4, atol=1e-4)
