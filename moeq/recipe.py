@@ -200,7 +200,7 @@ class OthersSection(Section):
 
     attention: token mixers of decoder layers (attention, linear attention, Mamba); dense: feed-forward parts of layers
     without experts; shared: shared experts, and what else every token passes in layers with experts; embeddings: the
-    table of input tokens; head: the projection to logits. Where embeddings and head are one tensor, both have one width.
+    table of input tokens; head: the projection to logits. Where embeddings and head are one tensor, both have the same.
     """
 
     attention: Width = None

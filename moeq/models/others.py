@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from moeq.models.source import ModelSource
 from moeq.models.streaming import blocks_of
 from moeq.models.weights import WeightReader
 
-Class = Literal["attention", "dense", "shared", "embeddings", "head"]
 ATTENTION, DENSE, SHARED, EMBEDDINGS, HEAD = "attention", "dense", "shared", "embeddings", "head"
 _MIXER = re.compile(r"attn|attention|mamba|mixer|conv|delta", re.IGNORECASE)
 _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward", re.IGNORECASE)
@@ -47,7 +46,7 @@ class OtherModule:
     """
 
     name: str
-    kind: Class
+    kind: str
     block: str
     rows: int
     inputs: int
@@ -63,10 +62,10 @@ class OtherModule:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherModules:
-    """What can be quantized, in order of execution, and what of the five classes stays as it is, with the reason."""
+    """What can be quantized; left: {name: (class, reason)} of what belongs to a class and stays as it is."""
 
     modules: tuple[OtherModule, ...]
-    left: dict[str, str]
+    left: dict[str, tuple[str, str]]
 
     def of(self, kinds: Iterable[str]) -> list[OtherModule]:
         """The modules of some classes."""
@@ -80,7 +79,7 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
     source: the checkpoint, where modules whose weights it keeps in one tensor with others are to be left as they are.
     """
     found = [*_resident(model), *_in_layers(model, layers)]
-    left: dict[str, str] = {}
+    left: dict[str, tuple[str, str]] = {}
     kept = []
     ties = tied(model)
     names = {module.weight: module for module in found}
@@ -88,14 +87,14 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
         others = ties.get(module.weight, [])
         pair = _pair(module, others, names)
         if others and pair is None:
-            left[module.name] = OTHER_TIES
+            left[module.name] = (module.kind, OTHER_TIES)
         elif _reads_weight(model, module.name) or (pair is not None and _reads_weight(model, pair.name)):
-            left[module.name] = READS_WEIGHT
+            left[module.name] = (module.kind, READS_WEIGHT)
         else:
             kept.append(replace(module, tied=pair.name) if pair is not None and module.kind == HEAD else module)
     if source is not None:
         strays = _on_disk_with_others(model, source, kept)
-        left |= dict.fromkeys(sorted(strays), OTHER_FILES)
+        left |= {module.name: (module.kind, OTHER_FILES) for module in kept if module.name in strays}
         kept = [module for module in kept if module.name not in strays]
     return OtherModules(modules=tuple(kept), left=left)
 
@@ -119,11 +118,9 @@ def _resident(model: Any) -> Iterator[OtherModule]:
         yield _linear(names[id(head)], head, HEAD, "")
 
 
-def _linear(name: str, module: nn.Linear, kind: Class, block: str) -> OtherModule:
+def _linear(name: str, module: nn.Linear, kind: str, block: str) -> OtherModule:
     rows, inputs = module.weight.shape
-    return OtherModule(
-        name=name, kind=kind, block=block, rows=rows, inputs=inputs, biased=module.bias is not None
-    )
+    return OtherModule(name=name, kind=kind, block=block, rows=rows, inputs=inputs, biased=module.bias is not None)
 
 
 def _in_layers(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[OtherModule]:
@@ -149,7 +146,7 @@ def _is_gate(module: nn.Linear, layers: list[ExpertLayer]) -> bool:
     return module.out_features == 1 or any(module.out_features == layer.num_experts for layer in layers)
 
 
-def _class_of(block: nn.Module, path: str, experts: list[str]) -> Class | None:
+def _class_of(block: nn.Module, path: str, experts: list[str]) -> str | None:
     """The class of a linear at `path` in a decoder layer, None for what is neither mixer nor feed-forward.
 
     experts: paths of the layer's experts modules. The slot is the child of the layer that the linear lies in; of a list
@@ -166,7 +163,7 @@ def _class_of(block: nn.Module, path: str, experts: list[str]) -> Class | None:
         return None
     inner = block.get_submodule(slot)
     first = inner[0] if isinstance(inner, nn.ModuleList) else inner
-    feed_forward: Class = SHARED if experts else DENSE
+    feed_forward: str = SHARED if experts else DENSE
     if any(name == slot or name.startswith(f"{slot}.") for name in experts):
         return feed_forward
     for word in (type(first).__name__, slot.rpartition(".")[2]):
@@ -215,8 +212,8 @@ def _weights_read(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef) and node.name == "_init_weights":
         return
     if isinstance(node, ast.If) and "self.training" in ast.unparse(node.test):
-        for child in node.orelse:
-            yield from _weights_read(child)
+        for statement in node.orelse:
+            yield from _weights_read(statement)
         return
     if isinstance(node, ast.Attribute):
         if node.attr == "device" and isinstance(node.value, ast.Attribute) and node.value.attr == "weight":

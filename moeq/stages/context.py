@@ -20,6 +20,7 @@ from moeq.errors import ArtifactError, CorpusError
 from moeq.evaluation.harness import open_tasks
 from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer
+from moeq.models.others import OtherModules, find_others
 from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
@@ -86,6 +87,11 @@ class Context:
     @property
     def layers(self) -> list[ExpertLayer]:
         return self.described[1]
+
+    @cached_property
+    def others(self) -> OtherModules:
+        """What is not a routed expert and can be quantized."""
+        return find_others(*self.described, self.source)
 
     @cached_property
     def tokenizer(self) -> Any:
