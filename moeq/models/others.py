@@ -224,6 +224,12 @@ def _weights_read(node: ast.AST) -> Iterator[str]:
         yield from _weights_read(child)
 
 
+def weight_keys(source: ModelSource, model: nn.Module, modules: Iterable[OtherModule]) -> set[str]:
+    """The tensors on disk that hold the modules' weights."""
+    names = [module.weight for module in modules]
+    return set(WeightReader(source, model, torch.float32, torch.device("cpu")).keys(names)) if names else set()
+
+
 def _on_disk_with_others(model: Any, source: ModelSource, modules: list[OtherModule]) -> set[str]:
     """Modules whose weight shares a tensor on disk with a parameter that is not among them."""
     reader = WeightReader(source, model, torch.float32, torch.device("cpu"))

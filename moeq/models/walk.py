@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +110,7 @@ def walk(
         for layer in layers:
             stack.callback(_tap(model, layer, stop_here))
         for block in blocks:
-            stack.callback(_at_end(model.get_submodule(block), lambda at=block: main.switch(_Left(at))))
+            stack.callback(_at_end(model.get_submodule(block), partial(main.switch, _Left(block))))
         if streamed is not None:
             stack.enter_context(streamed.lockstep(main.switch))
         done = 0

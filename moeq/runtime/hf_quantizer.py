@@ -18,6 +18,7 @@ from moeq.errors import ArtifactError
 from moeq.models.experts import find_expert_layers
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
 from moeq.runtime.packed_experts import PACKED, PackedExperts
+from moeq.runtime.packed_modules import OtherWidths, PackedModule, TiedHead, replace_modules
 
 METHOD = "moeq"
 FORMAT_VERSION = 1
@@ -27,7 +28,8 @@ FORMAT_VERSION = 1
 class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of config.json: the width of every expert of every layer, and the grid.
 
-    experts: {module path: [bits of expert 0, 1, ...]}, 16 meaning dense.
+    experts: {module path: [bits of expert 0, 1, ...]}, 16 meaning dense; others: packed modules outside of the experts,
+    with a grid of their own (see OtherWidths), absent where there are none.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         experts: dict[str, list[int]] | None = None,
         group_size: int = 128,
         symmetric: bool = False,
+        others: dict[str, Any] | None = None,
         format_version: int = FORMAT_VERSION,
         layout: str = LAYOUT,
         layout_version: int = LAYOUT_VERSION,
@@ -50,6 +53,8 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = METHOD
         self.experts = experts or {}
         self.group_size, self.symmetric = group_size, symmetric
+        if others:
+            self.others = others
         self.format_version, self.layout, self.layout_version = format_version, layout, layout_version
 
 
@@ -95,6 +100,8 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
             setattr(model.get_submodule(parent), leaf, packed)
             if layer.kind.name == "numbered":  # the family's initialization reaches for experts by name
                 setattr(model.get_submodule(parent), "_is_hf_initialized", True)  # noqa: B010
+        if hasattr(config, "others"):
+            replace_modules(model, OtherWidths(**config.others))
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
@@ -122,12 +129,19 @@ def _makes(targets: list[str], stacks: tuple[str, ...]) -> bool:
 
 
 def _changes_when_saved(rules: list[Any], model: nn.Module) -> bool:
-    """Whether a converter, turned round, takes hold of a packed expert's tensor."""
+    """Whether a converter, turned round, takes hold of a packed expert's tensor, or of another packed module's."""
     names = [
         f"{path}.{name}"
         for path, module in model.named_modules()
         if isinstance(module, PackedExperts)
         for name in module.get_submodule("0").state_dict(prefix="0.")
+    ]
+    names += [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, PackedModule | TiedHead)
+        for name in module.state_dict()
+        if name != "bias"
     ]
     converters = [rule.reverse_transform() for rule in rules if isinstance(rule, WeightConverter)]
     return any(apply_converters(name, converters)[1] is not None for name in names)

@@ -47,6 +47,7 @@ class Context:
     out: Path
     reporter: Reporter = field(default_factory=Reporter)
     announced: bool = False
+    overwritten: list[str] = field(default_factory=list)  # resident parameters of a streamed model
 
     def directory(self, stage: str) -> Path:
         return self.out / DIRECTORIES.get(stage, stage)
@@ -133,7 +134,9 @@ class Context:
         """Forget what was done to the model; the next use of `model` has the checkpoint's weights again."""
         self.__dict__.pop("model", None)
         if self.streamed is not None:
-            self.streamed.overlay = None
+            self.streamed.overlay = self.streamed.block_overlay = None
+            self.streamed.read_again(self.overwritten)
+            self.overwritten = []
 
     @cached_property
     def calibration_sources(self) -> list[corpus.Source]:

@@ -21,6 +21,7 @@ from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import assign, export
 from moeq.stages.context import Context
+from moeq.stages.others import Stored
 from moeq.stages.quantize import Replicas
 
 ORIGINAL = "original"
@@ -74,7 +75,12 @@ def check(context: Context) -> None:
 
 
 def apply_assignment(context: Context, assignment: Assignment) -> None:
-    """Replace the model's experts by their dequantized replicas: now, or as a streamed model's layers are read."""
+    """Replace the model's experts, and what else is quantized, by their dequantized replicas.
+
+    It is done now, or as a streamed model's layers are read.
+    """
+    others = Stored(context)
+    others.apply(context.model, "")
 
     def replace(model: nn.Module, layer: ExpertLayer) -> None:
         replicas = Replicas(context, assignment, layer, model)
@@ -84,8 +90,11 @@ def apply_assignment(context: Context, assignment: Assignment) -> None:
                 set_expert_weights(model, layer, expert, values)
 
     if context.streamed is not None:
-        context.streamed.overlay = replace
+        context.overwritten = [module.weight for module in others.by_block.get("", ())]
+        context.streamed.overlay, context.streamed.block_overlay = replace, others.apply
         return
+    for block in others.by_block:
+        others.apply(context.model, block)
     for layer in context.layers:
         replace(context.model, layer)
 

@@ -23,10 +23,11 @@ from moeq.artifacts.others import MadeOthers, OtherIndex, OtherRow, OtherTable
 from moeq.artifacts.replicas import LayerReplicas, layer_file
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import Sequences
-from moeq.models.loading import expert_keys, keys_of
-from moeq.models.others import EMBEDDINGS, HEAD, OtherModule
+from moeq.models.loading import expert_keys
+from moeq.models.others import EMBEDDINGS, HEAD, OtherModule, weight_keys
 from moeq.models.streaming import blocks_of
 from moeq.models.walk import end_batch
+from moeq.models.weights import plain_header, scale_keys
 from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.quantizers.layer import heldout_stride
 from moeq.quantizers.others import GPTQ, RTN, Grid, Listener, Result, quantize_embedding, quantize_linears
@@ -81,20 +82,20 @@ def packed_weight_bytes(recipe: Recipe, module: OtherModule) -> int:
     return packed_bytes(module.rows, module.inputs, how.bits, how.group_size, how.symmetric)
 
 
-def weight_keys(context: Context, modules: list[OtherModule]) -> set[str]:
-    """The tensors on disk that hold these modules' weights, the scales of packed ones included."""
-    skeleton = context.described[0]
-    return keys_of(context.source, skeleton, {m.weight: m.rows * m.inputs for m in modules}) if modules else set()
-
-
 def non_expert_bytes(context: Context) -> tuple[int, int]:
     """Bytes of everything but the routed experts: in the original, and as it is exported."""
     headers = context.source.tensors
     experts = expert_keys(context.source, *context.described)
     before = sum(header.bytes for key, header in headers.items() if key not in experts)
     modules = chosen(context)
-    gone = sum(headers[key].bytes for key in weight_keys(context, modules))
-    return before, before - gone + sum(packed_weight_bytes(context.recipe, module) for module in modules)
+    kept = set(headers) - experts - replaced_keys(context) - scale_keys(context.source)
+    after = sum(plain_header(context.source, key)[2] for key in kept)
+    return before, after + sum(packed_weight_bytes(context.recipe, module) for module in modules)
+
+
+def replaced_keys(context: Context) -> set[str]:
+    """The tensors on disk that packed modules stand for."""
+    return weight_keys(context.source, context.described[0], chosen(context))
 
 
 def planned(context: Context, tokens: str) -> OtherIndex:
@@ -372,6 +373,10 @@ class Stored:
         for module in self.modules:
             found.setdefault(module.block, []).append(module)
         return found
+
+    def by_number(self) -> dict[int, list[OtherModule]]:
+        """Modules by the number of their decoder layer; those in none have the last number."""
+        return {self._numbers[block]: modules for block, modules in self.by_block.items()}
 
     def packed(self, module: OtherModule) -> PackedWeight:
         """One module's packed weight [N, K]."""
