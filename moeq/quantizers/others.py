@@ -23,7 +23,7 @@ from moeq.models.walk import Batch, current_batch
 from moeq.numerics import gptq
 from moeq.numerics.packed import PackedWeight
 
-ROWS_AT_ONCE = 16384  # output rows of a large matrix that are quantized and measured together
+ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and measured together
 GPTQ, RTN = "gptq", "rtn"
 
 

@@ -19,7 +19,7 @@ from moeq.models.experts import ExpertLayer, set_expert_weights
 from moeq.models.forward import forward
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.stages import assign, export
+from moeq.stages import assign, export, others
 from moeq.stages.context import Context
 from moeq.stages.others import Stored
 from moeq.stages.quantize import Replicas
@@ -79,8 +79,8 @@ def apply_assignment(context: Context, assignment: Assignment) -> None:
 
     It is done now, or as a streamed model's layers are read.
     """
-    others = Stored(context)
-    others.apply(context.model, "")
+    stored = Stored(context)
+    stored.apply(context.model, "")
 
     def replace(model: nn.Module, layer: ExpertLayer) -> None:
         replicas = Replicas(context, assignment, layer, model)
@@ -90,11 +90,11 @@ def apply_assignment(context: Context, assignment: Assignment) -> None:
                 set_expert_weights(model, layer, expert, values)
 
     if context.streamed is not None:
-        context.overwritten = [module.weight for module in others.by_block.get("", ())]
-        context.streamed.overlay, context.streamed.block_overlay = replace, others.apply
+        context.overwritten = [module.weight for module in stored.by_block.get("", ())]
+        context.streamed.overlay, context.streamed.block_overlay = replace, stored.apply
         return
-    for block in others.by_block:
-        others.apply(context.model, block)
+    for block in stored.by_block:
+        stored.apply(context.model, block)
     for layer in context.layers:
         replace(context.model, layer)
 
@@ -163,6 +163,7 @@ def _evaluate(
         exported=variant.exported,
         assignment=assignment,
         expert_bytes=size,
+        other_bytes=others.non_expert_bytes(context)[assignment is not None],
         average_bits=None if average is None else float(average),
         perplexity=measured["perplexity"],
         perplexity_by_domain=measured["by_domain"],
@@ -180,6 +181,7 @@ def summarize(report: EvalReport) -> dict[str, Any]:
             {
                 "name": row.name,
                 "expert_bytes": row.expert_bytes,
+                "other_bytes": row.other_bytes,
                 "perplexity": row.perplexity,
                 "accuracy": row.accuracy,
             }

@@ -93,6 +93,14 @@ def non_expert_bytes(context: Context) -> tuple[int, int]:
     return before, after + sum(packed_weight_bytes(context.recipe, module) for module in modules)
 
 
+def sizes(context: Context, expert_bytes: int) -> dict[str, int]:
+    """Bytes of the checkpoint beside its experts and in all; nothing where the recipe packs nothing but experts."""
+    if not context.recipe.others.widths():
+        return {}
+    rest = non_expert_bytes(context)[1]
+    return {"other_bytes": rest, "checkpoint_bytes": expert_bytes + rest}
+
+
 def replaced_keys(context: Context) -> set[str]:
     """The tensors on disk that packed modules stand for."""
     return weight_keys(context.source, context.described[0], chosen(context))
