@@ -133,9 +133,10 @@ def print_plan(plan: Plan) -> None:
         f"{model['compute_dtype']} on {model['device']}, {how}",
         markup=False,
     )
+    packed = f" (packed: {human_bytes(model['placed_other_bytes'])})" if "placed_other_bytes" in model else ""
     console.print(
         f"{human_bytes(model['bytes'])}: experts {human_bytes(model['expert_bytes'])} (placed: "
-        f"{human_bytes(model['placed_expert_bytes'])}), the rest {human_bytes(model['other_bytes'])}; largest "
+        f"{human_bytes(model['placed_expert_bytes'])}), the rest {human_bytes(model['other_bytes'])}{packed}; largest "
         f"layer {human_bytes(model['largest_decoder_layer_bytes'])}, outside the layers "
         f"{human_bytes(model['resident_bytes'])}"
     )

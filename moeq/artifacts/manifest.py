@@ -149,10 +149,15 @@ def layout(group_size: int, symmetric: bool) -> dict[str, Any]:
 def write_manifest(directory: Path, manifest: PlacementManifest) -> None:
     """Write placement.json and placement.schema.json."""
     write_json(directory / "placement.schema.json", PlacementManifest.model_json_schema())
+    write_json(directory / NAME, manifest_json(manifest))
+
+
+def manifest_json(manifest: PlacementManifest) -> dict[str, Any]:
+    """What placement.json holds; without packed modules outside of the experts, as older versions write and read it."""
     found = manifest.model_dump(mode="json", exclude_none=True)
-    if not manifest.others:  # as older versions write and read it
+    if not manifest.others:
         del found["others"], found["totals"]["packed_module_bytes"]
-    write_json(directory / NAME, found)
+    return found
 
 
 def read_manifest(directory: Path) -> PlacementManifest:

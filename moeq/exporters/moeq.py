@@ -102,7 +102,7 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
 
 def _quantization(inputs: ExportInputs) -> dict[str, Any]:
     block = layout(inputs.assignment.group_size, inputs.assignment.symmetric)
-    others = {} if inputs.others is None or not inputs.others.modules else {"others": _other_widths(inputs.others)}
+    others = {} if inputs.others is None or not inputs.others.modules else {"others": other_widths(inputs.others)}
     return others | {
         "quant_method": METHOD,
         "format_version": FORMAT_VERSION,
@@ -116,7 +116,7 @@ def _quantization(inputs: ExportInputs) -> dict[str, Any]:
     }
 
 
-def _other_widths(others: OtherTable) -> dict[str, Any]:
+def other_widths(others: OtherTable) -> dict[str, Any]:
     """What config.json says of packed modules outside of the experts."""
     first = others.modules[0]
     return {

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moeq.errors import ModelError, QuantizationError
+from moeq.errors import QuantizationError
 from moeq.models.others import OtherModule
 from moeq.models.walk import Batch, current_batch
 from moeq.numerics import gptq
@@ -27,31 +27,36 @@ ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and meas
 GPTQ, RTN = "gptq", "rtn"
 
 
+NOT_ROWS, UNEVEN = "not_one_row_a_token", "inputs_vary"
+
+
 @dataclass(eq=False, kw_only=True)
 class InputSums:
     """Sums of x x^T [K, K] over calibration and over held-out rows, with their numbers of rows.
 
-    unknown: whether rows came that could not be told apart by sequence; members: the linears that share the sums.
+    additions: tensors that were added; members: the linears that share the sums; problem: why they do not tell what a
+    linear was given: NOT_ROWS, rows that cannot be told apart by sequence, or UNEVEN, some came to other linears only.
     """
 
     calibration: Tensor
     heldout: Tensor
     calibration_rows: int = 0
     heldout_rows: int = 0
-    unknown: bool = False
+    additions: int = 0
     members: list[str] = field(default_factory=list)
+    problem: str = ""
 
     @classmethod
     def of(cls, inputs: int, device: torch.device) -> InputSums:
         """Nothing seen yet."""
-        return cls(
-            calibration=torch.zeros(inputs, inputs, device=device), heldout=torch.zeros(inputs, inputs, device=device)
-        )
+        calibration, heldout = (torch.zeros(inputs, inputs, device=device) for _ in range(2))
+        return cls(calibration=calibration, heldout=heldout)
 
     def add(self, rows: tuple[Tensor, Tensor] | None) -> None:
         """Add calibration rows and held-out rows [T, K]."""
+        self.additions += 1
         if rows is None:
-            self.unknown = True
+            self.problem = NOT_ROWS
             return
         calibration, heldout = (part.float() for part in rows)
         self.calibration.addmm_(calibration.mT, calibration)
@@ -92,6 +97,7 @@ class Listener:
         self.model, self.heldout = model, heldout
         self.modules = {module.name: module for module in modules}
         self._sums: dict[str, InputSums] = {}
+        self._given: dict[str, int] = {}  # how many tensors each linear was given
         self._recent: dict[int, list[tuple[weakref.ref[Tensor], int, InputSums]]] = {}
         self._hooks = [
             model.get_submodule(name).register_forward_pre_hook(lambda _, given, at=name: self._see(at, given))
@@ -107,29 +113,33 @@ class Listener:
         """The sums of a block's linears, which are forgotten here."""
         self._recent.clear()
         names = [name for name in self._sums if self.modules[name].block == block]
-        return {name: self._sums.pop(name) for name in names}
+        found = {name: self._sums.pop(name) for name in names}
+        for name, sums in found.items():
+            if self._given.pop(name) != sums.additions:
+                found[name] = replace(sums, problem=UNEVEN)
+        return found
 
     def _see(self, name: str, given: tuple[Any, ...]) -> None:
+        """Add up one call's inputs; a linear that is given what another was given before shares that one's sums."""
         inputs: Tensor = given[0]
-        batch = current_batch()
-        seen = self._recent.setdefault(id(batch), [])
+        seen = self._recent.setdefault(id(current_batch()), [])
         seen[:] = [one for one in seen if one[0]() is not None]
         match = next((sums for ref, version, sums in seen if ref() is inputs and version == inputs._version), None)
         sums = self._sums.get(name)
         if sums is None:
-            sums = match or InputSums.of(inputs.shape[-1], inputs.device)
+            sums = self._sums[name] = match or InputSums.of(inputs.shape[-1], inputs.device)
             sums.members.append(name)
-            self._sums[name] = sums
-        if sums is match:
-            return
-        if name != sums.members[0]:
-            raise ModelError(
-                f"given another tensor than {sums.members[0]}, though both were given the same before",
-                where=name,
-                do="report the model's family, or leave this class of modules out of others",
-            )
-        sums.add(split_rows(inputs.detach(), batch, self.heldout))
-        seen.append((weakref.ref(inputs), inputs._version, sums))
+        elif sums is not match and name != sums.members[0]:
+            sums = self._sums[name] = self._apart(name, sums)
+        self._given[name] = self._given.get(name, 0) + 1
+        if sums is not match:
+            sums.add(split_rows(inputs.detach(), current_batch(), self.heldout))
+            seen.append((weakref.ref(inputs), inputs._version, sums))
+
+    def _apart(self, name: str, sums: InputSums) -> InputSums:
+        """Sums of its own for a linear that shared another's and is now given something else."""
+        sums.members.remove(name)
+        return replace(sums, calibration=sums.calibration.clone(), heldout=sums.heldout.clone(), members=[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +177,7 @@ def quantize_linears(
         group = sums.get(module.name)
         _check_finite(module.name, weight(module.name), group)
         factor = None
-        if grid.method == GPTQ and group is not None and group.calibration_rows and not group.unknown:
+        if grid.method == GPTQ and group is not None and group.calibration_rows and not group.problem:
             if last is None or last[0] is not group or last[1] != grid.damping:
                 last = (group, grid.damping, gptq.factorize(group.hessian(), grid.damping))
             factor = last[2]
@@ -184,7 +194,7 @@ def _check_finite(name: str, weight: Tensor, group: InputSums | None) -> None:
 
 def _linear(weight: Tensor, group: InputSums | None, factor: gptq.Factor | None, grid: Grid) -> Result:
     parts, error, energy = [], 0.0, 0.0
-    measured = group is not None and group.heldout_rows > 0 and not group.unknown
+    measured = group is not None and group.heldout_rows > 0 and not group.problem
     for start in range(0, len(weight), ROWS_AT_ONCE):
         exact = weight[start : start + ROWS_AT_ONCE].float()
         packed = _packed(exact, factor, grid)
@@ -206,8 +216,8 @@ def _fallback(group: InputSums | None, factor: gptq.Factor | None, grid: Grid) -
     """What stood in for GPTQ: none, rounded (with why), or what the factorization came to."""
     if grid.method == RTN:
         return "none"
-    if group is not None and group.unknown:
-        return "rounded+not_one_row_a_token"
+    if group is not None and group.problem:
+        return f"rounded+{group.problem}"
     if factor is None:
         return "rounded+no_tokens"
     found = {

@@ -15,6 +15,7 @@ FALLBACKS = {
     "rounded": "rounded to nearest instead of GPTQ",
     "no_tokens": "no calibration row came to it",
     "not_one_row_a_token": "its inputs are not one row a token",
+    "inputs_vary": "it was given other tensors than what it shared them with",
     "raised_damping": "the factorization held only with more damping",
     "float64": "the factorization held only in float64",
 }

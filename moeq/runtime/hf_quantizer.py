@@ -5,6 +5,7 @@ Importing this module registers the method `moeq`; `import moeq` arranges that (
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from moeq.errors import ArtifactError
 from moeq.models.experts import find_expert_layers
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
 from moeq.runtime.packed_experts import PACKED, PackedExperts
-from moeq.runtime.packed_modules import OtherWidths, PackedModule, TiedHead, replace_modules
+from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules
 
 METHOD = "moeq"
 FORMAT_VERSION = 1
@@ -105,13 +106,17 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """Without those that only make the family's stacks of experts: a packed checkpoint has none."""
+        """Without those that only make what is packed, stacks of experts or others: a packed checkpoint has none."""
         left = [name for name, _ in model.named_parameters() if name.endswith(self.stacks)]  # of experts left alone
         kept = [
             rule
             for rule in weight_conversions
             if left or not (isinstance(rule, WeightConverter) and _makes(rule.target_patterns, self.stacks))
         ]
+        packed = _packed_names(model)
+        if packed:
+            others = [name for name in _names_beside_experts(model) if name not in packed]
+            kept = [rule for rule in kept if not (_takes(rule, packed) and not _takes(rule, others))]
         self.saved_as_loaded = not _changes_when_saved(kept, model)
         return kept
 
@@ -136,12 +141,29 @@ def _changes_when_saved(rules: list[Any], model: nn.Module) -> bool:
         if isinstance(module, PackedExperts)
         for name in module.get_submodule("0").state_dict(prefix="0.")
     ]
-    names += [
+    return any(_takes(rule, [*names, *_packed_names(model)]) for rule in rules)
+
+
+def _packed_names(model: nn.Module) -> set[str]:
+    """Names of the tensors of packed modules outside of the experts, biases apart."""
+    return {
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if isinstance(module, PackedModule | TiedHead)
+        if isinstance(module, PackedModule)
         for name in module.state_dict()
         if name != "bias"
-    ]
-    converters = [rule.reverse_transform() for rule in rules if isinstance(rule, WeightConverter)]
-    return any(apply_converters(name, converters)[1] is not None for name in names)
+    }
+
+
+def _names_beside_experts(model: nn.Module) -> list[str]:
+    """Names of all tensors but those of packed experts."""
+    experts = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, PackedExperts))
+    return [name for name in model.state_dict() if not name.startswith(experts)]
+
+
+def _takes(rule: Any, names: Collection[str]) -> bool:
+    """Whether a converter, turned round, takes hold of one of these tensors."""
+    if not isinstance(rule, WeightConverter):
+        return False
+    converter = [rule.reverse_transform()]
+    return any(apply_converters(name, converter)[1] is not None for name in names)
