@@ -169,7 +169,14 @@ class StreamedModel:
         if self.overlay is not None:
             for layer in self.layers:
                 if layer.name.startswith(f"{block}."):
+                    self._detach(layer)
                     self.overlay(self.model, layer)
+
+    def _detach(self, layer: ExpertLayer) -> None:
+        """Copies of a layer's experts: stacks that are read whole are the memory through which they are read again."""
+        for name in layer.parameters:
+            parameter = self.model.get_parameter(f"{layer.name}.{name}")
+            parameter.data = parameter.data.clone()
 
     def read_again(self, parameters: list[str]) -> None:
         """Have resident parameters, and those tied to them, as the checkpoint has them."""

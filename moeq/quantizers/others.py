@@ -72,9 +72,11 @@ class InputSums:
 def split_rows(inputs: Tensor, batch: Batch, heldout: Tensor) -> tuple[Tensor, Tensor] | None:
     """Calibration rows and held-out rows [T, K] of a linear's inputs, pads taken out; None when no shape fits.
 
-    inputs: [B, S, ..., K], [B*S, ..., K], or, in a batch without pads, [B, anything, K]; heldout: [sequences] bool.
+    inputs: [B, ..., S, ..., K], [B*S, ..., K] or, in a batch without pads, [B, anything, K]; heldout: [sequences] bool.
     """
     rows, length = batch.mask.shape
+    if inputs.dim() >= 4 and inputs.shape[0] == rows and length in inputs.shape[1:-1]:
+        inputs = inputs.movedim(1 + inputs.shape[1:-1].index(length), 1)
     mine = heldout[batch.sequences].unsqueeze(1).expand_as(batch.mask)
     real = batch.mask.bool()
     if inputs.dim() >= 3 and tuple(inputs.shape[:2]) == (rows, length):

@@ -396,8 +396,10 @@ class Stored:
         return self._open[1].expert(self.index.entry_of(module.kind), module.name, 0)
 
     def apply(self, model: nn.Module, block: str) -> None:
-        """Overwrite the weights of one layer's modules ("": of those in none) by their dequantized values."""
-        with torch.no_grad():
-            for module in self.by_block.get(block, ()):
-                weight = model.get_submodule(module.name).get_parameter("weight")
-                weight.copy_(self.packed(module).dequantize())
+        """Give one layer's modules ("": those in none) their dequantized weights.
+
+        Not in place: of a streamed model the old ones may be the very memory through which the file is read again.
+        """
+        for module in self.by_block.get(block, ()):
+            weight = model.get_submodule(module.name).get_parameter("weight")
+            weight.data = self.packed(module).dequantize().to(weight)
