@@ -54,9 +54,15 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = METHOD
         self.experts = experts or {}
         self.group_size, self.symmetric = group_size, symmetric
-        if others:
-            self.others = others
         self.format_version, self.layout, self.layout_version = format_version, layout, layout_version
+        if others:
+            OtherWidths.of(others)
+            self.others = others
+
+    @property
+    def widths(self) -> OtherWidths:
+        """The packed modules outside of the experts."""
+        return OtherWidths.of(self.others)
 
 
 @register_quantizer(METHOD)
@@ -102,7 +108,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
             if layer.kind.name == "numbered":  # the family's initialization reaches for experts by name
                 setattr(model.get_submodule(parent), "_is_hf_initialized", True)  # noqa: B010
         if hasattr(config, "others"):
-            replace_modules(model, OtherWidths(**config.others))
+            replace_modules(model, config.widths)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:

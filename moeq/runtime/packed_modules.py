@@ -6,10 +6,10 @@ so that whoever loads the checkpoint without moeq gets an error. A head that sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from moeq.errors import ArtifactError
@@ -24,17 +24,27 @@ def guard_name(module: str) -> str:
     return f"{module}.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherWidths:
+class OtherWidths(BaseModel):
     """What config.json says of packed modules outside of the experts.
 
     bits: {module: width}; tied: {embeddings: the head that uses the same tensor}.
     """
 
-    bits: dict[str, int]
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    bits: dict[str, Literal[2, 3, 4, 8]]
     group_size: int
     symmetric: bool
-    tied: dict[str, str]
+    tied: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, block: Any) -> OtherWidths:
+        """Read the block; ArtifactError naming what is wrong with it."""
+        try:
+            return cls.model_validate(block)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = f"config.json, others: {'.'.join(map(str, first['loc']))}"
+            raise ArtifactError(first["msg"], where=where, do="export the checkpoint again") from None
 
 
 class PackedModule(PackedLinear):

@@ -49,6 +49,7 @@ def run(context: Context) -> dict[str, Any]:
     batches = (
         0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
     )
+    rest = others.non_expert_bytes(context)
     rows = []
     error = 0.0
     with context.reporter.bar("eval", len(variants) * (batches + bool(section.tasks))) as advance:
@@ -57,7 +58,7 @@ def run(context: Context) -> dict[str, Any]:
                 model, error = _exported(context, own)
             else:
                 model = _in_place(context, variant.assignment)
-            rows.append(_evaluate(context, model, variant, sequences, manager, advance))
+            rows.append(_evaluate(context, model, variant, sequences, manager, rest, advance))
             del model  # before the next variant's is loaded
     context.drop_model()
     tokens = 0 if sequences is None else int(sequences.mask[:, 1:].sum())
@@ -132,8 +133,15 @@ def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
 
 
 def _evaluate(
-    context: Context, model: Any, variant: _Variant, sequences: corpus.Sequences | None, manager: Any, advance: Any
+    context: Context,
+    model: Any,
+    variant: _Variant,
+    sequences: corpus.Sequences | None,
+    manager: Any,
+    rest: tuple[int, int],
+    advance: Any,
 ) -> EvalRow:
+    """Measure one variant; rest: bytes beside the experts, of the original and as exported."""
     section = context.recipe.eval
     measured: dict[str, Any] = {"perplexity": None, "by_domain": {}}
     if sequences is not None and section.perplexity is not None:
@@ -163,7 +171,7 @@ def _evaluate(
         exported=variant.exported,
         assignment=assignment,
         expert_bytes=size,
-        other_bytes=others.non_expert_bytes(context)[assignment is not None],
+        other_bytes=rest[assignment is not None],
         average_bits=None if average is None else float(average),
         perplexity=measured["perplexity"],
         perplexity_by_domain=measured["by_domain"],

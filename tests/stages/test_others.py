@@ -20,13 +20,15 @@ from moeq.artifacts.replicas import layer_file
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models import loading
 from moeq.models.forward import forward
+from moeq.models.source import read_header
 from moeq.models.streaming import StreamedModel
 from moeq.numerics import gptq
 from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.runtime.packed_modules import PackedModule, TiedHead
+from moeq.runtime.hf_quantizer import MoeqConfig
+from moeq.runtime.packed_modules import GUARD_SHAPE, PackedModule, TiedHead, replace_modules
 from moeq.stages import assign, evaluate, losses, others
 from moeq.stages import others as others_stage
 from moeq.stages.context import Context
@@ -134,9 +136,8 @@ def test_what_is_exported_is_what_was_evaluated(family: str, tmp_path: Path) -> 
         here = packed.get_submodule(module.name)
         assert isinstance(here, PackedModule)
         assert torch.equal(here.values(torch.float32), values)
-        for name in ("bias",):
-            if module.biased:
-                assert torch.equal(here.get_buffer(name), original.get_submodule(module.name).get_parameter(name))
+        if module.biased:
+            assert torch.equal(here.get_buffer("bias"), original.get_submodule(module.name).get_parameter("bias"))
     ids = torch.randint(20, family_models.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         wanted, found = forward(original, ids).logits, forward(packed, ids).logits
@@ -416,16 +417,14 @@ def test_what_the_model_lacks_or_keeps_is_said(tmp_path: Path) -> None:
 def test_loading_without_moeq_fails_by_these_guards_alone(deepseek: Path, tmp_path: Path) -> None:
     made = run(deepseek, tmp_path / "run", "others={attention: 4}", stages=TO_EXPORT)
     folder = shutil.copytree(made.directory("export"), tmp_path / "copy")
-    names = [module.name for module in read_manifest(folder).others]
     plain: Any = loading.load_model(made.source, torch.float32, CPU)
-    for path in folder.glob("others-*.safetensors"):
-        from safetensors.torch import load_file
-
-        tensors = load_file(path)
-        for name in names:
-            if f"{name}.weight" in tensors:
-                assert tensors[f"{name}.weight"].shape != plain.get_parameter(f"{name}.weight").shape
-                names.remove(name)
+    headers = {key: header for path in folder.glob("others-*.safetensors") for key, header in read_header(path).items()}
+    modules = read_manifest(folder).others
+    assert len(modules) == 15
+    for module in modules:
+        assert (
+            headers[f"{module.name}.weight"].shape == GUARD_SHAPE != plain.get_parameter(f"{module.name}.weight").shape
+        )
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -455,3 +454,20 @@ def test_modules_of_unlike_types_are_not_touched(deepseek: Path, tmp_path: Path)
     assert left == {name for name in kept if "norm" in name or name.endswith("mlp.gate.weight")}
     assert all(torch.equal(kept[name], parameter) for name, parameter in packed.named_parameters())
     assert not any(isinstance(module, nn.Linear | nn.Embedding) for module in packed.modules())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": {"model.layers.0.mlp": 4}}, "names a module that is no linear"),
+        ({"group_size": None}, "others: group_size"),
+        ({"bits": {"lm_head": 5.5}}, "others: bits"),
+        ({"extra": 1}, "others: extra"),
+        ({"tied": None}, "others: tied"),
+    ],
+)
+def test_a_configuration_that_was_changed_is_refused(change: dict[str, Any], message: str) -> None:
+    sound = {"bits": {"lm_head": 4}, "group_size": 16, "symmetric": False, "tied": {}}
+    MoeqConfig(experts={}, others=sound)
+    with pytest.raises(ArtifactError, match=message):
+        replace_modules(family_models.build("mixtral"), MoeqConfig(experts={}, others=sound | change).widths)
