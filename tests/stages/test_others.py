@@ -43,6 +43,7 @@ SMALL = (
 )  # fmt: skip
 ALL = "others={attention: 4, dense: 3, shared: 2, embeddings: 8, head: 8}"
 TO_EXPORT = ("profile", "losses", "assign", "quantize", "export")
+TO_EVAL = (*TO_EXPORT, "eval")
 FAMILIES = {  # shared experts; a dense first layer and MLA; tied embeddings; biases on attention; heads with biases
     "qwen2_moe": {"attention", "dense", "shared", "embeddings", "head"},
     "deepseek_v3": {"attention", "dense", "shared", "embeddings", "head"},
@@ -119,7 +120,7 @@ LONG = {"granitemoehybrid", "phimoe", "switch_transformers"}
 def test_what_is_exported_is_what_was_evaluated(family: str, tmp_path: Path) -> None:
     """Logits of the loaded checkpoint, of the model with its weights replaced and of modules replaced by hand."""
     model = family_models.save(family, tmp_path / "model")
-    made = run(model, tmp_path / "run", ALL, stages=tuple(pipeline.BY_NAME))
+    made = run(model, tmp_path / "run", ALL, stages=TO_EVAL)
     check_export(made, tmp_path / "checked")
     run(model, tmp_path / "run", ALL, stages=("export",))  # the check takes the configuration apart
     manifest = read_manifest(made.directory("export"))
@@ -228,8 +229,8 @@ def test_errors_in_the_table_are_those_of_held_out_rows(deepseek: Path, tmp_path
 
 def test_a_streamed_run_writes_the_same_bytes(deepseek: Path, tmp_path: Path) -> None:
     reads: list[int] = []
-    whole = run(deepseek, tmp_path / "whole", ALL, stages=tuple(pipeline.BY_NAME))
-    streamed = run(deepseek, tmp_path / "streamed", ALL, "stream=always", stages=tuple(pipeline.BY_NAME))
+    whole = run(deepseek, tmp_path / "whole", ALL, stages=TO_EVAL)
+    streamed = run(deepseek, tmp_path / "streamed", ALL, "stream=always", stages=TO_EVAL)
     for stage in ("losses", "quantize"):
         assert content(whole.directory(stage)) == content(streamed.directory(stage)), stage
     figures = [evaluate.load(one).rows for one in (whole, streamed)]
@@ -264,7 +265,7 @@ def test_the_original_stays_the_original(tied: Path, tmp_path: Path) -> None:
 
 def test_compared_assignments_have_the_same_rest(deepseek: Path, tmp_path: Path) -> None:
     made = run(deepseek, tmp_path / "run", ALL, "eval.compare=[{name: again, method: uniform, bits: 2}]",
-               stages=tuple(pipeline.BY_NAME))  # fmt: skip
+               stages=TO_EVAL)  # fmt: skip
     original, own, again = evaluate.load(made).rows
     assert own.perplexity == pytest.approx(again.perplexity, rel=1e-5)
     assert original.perplexity != pytest.approx(own.perplexity, rel=1e-3)
@@ -273,7 +274,7 @@ def test_compared_assignments_have_the_same_rest(deepseek: Path, tmp_path: Path)
     assert original.total_bytes == sum(header.bytes for header in made.source.tensors.values())
     summary = json.loads((made.directory("assign") / "stage.json").read_text())["summary"]
     assert summary["checkpoint_bytes"] == own.total_bytes
-    plain = run(deepseek, tmp_path / "plain", stages=tuple(pipeline.BY_NAME))
+    plain = run(deepseek, tmp_path / "plain", stages=TO_EVAL)
     assert evaluate.load(plain).rows[1].other_bytes == original.other_bytes
     assert "others" not in json.loads((plain.directory("export") / "placement.json").read_text())
     assert "others" not in json.loads((plain.directory("export") / "config.json").read_text())["quantization_config"]
@@ -433,7 +434,10 @@ def test_loading_without_moeq_fails_by_these_guards_alone(deepseek: Path, tmp_pa
 
 
 def test_inspect_finds_a_flipped_bit(deepseek: Path, tmp_path: Path) -> None:
-    made = run(deepseek, tmp_path / "run", ALL, stages=TO_EXPORT)
+    made = run(deepseek, tmp_path / "run", ALL, stages=tuple(pipeline.BY_NAME))
+    assert "What else was packed" in (made.directory("report") / "report.html").read_text()
+    card = (made.directory("export") / "README.md").read_text()
+    assert "| of it shared | 6 at 2 bits, groups of 16, asymmetric:" in card
     found = inspection.inspect(made.directory("export"))
     assert set(found["packed_modules"]) == {"embeddings", "head", "attention", "dense", "shared"}
     path = made.directory("export") / "others-001.safetensors"
