@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts import replicas
+from moeq.artifacts import others, replicas
 from moeq.artifacts.files import PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
 from moeq.errors import ArtifactError, RecipeError
@@ -71,7 +71,9 @@ def collect(runs: Sequence[Path], store: Path | None, *, dry_run: bool) -> dict[
             known |= {run.resolve() for run in replicas.noted_runs(folder).values() if run.is_dir()}
         for run in sorted(known):
             stack.enter_context(locked(run))
-        indices = [replicas.read_index(run / "losses") for run in sorted(known) if (run / "losses" / INDEX).is_file()]
+        folders = [run / "losses" for run in sorted(known)]
+        indices = [replicas.read_index(folder) for folder in folders if (folder / INDEX).is_file()]
+        indices += [others.read_index(folder) for folder in folders if (folder / others.INDEX).is_file()]
         for folder in stores:
             _clean_store(folder, indices, sweep)
         for run in sorted(run.resolve() for run in runs):

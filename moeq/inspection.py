@@ -10,7 +10,7 @@ from moeq.artifacts import losses as loss_table
 from moeq.artifacts.assignment import read_assignment
 from moeq.artifacts.files import read_json, sha256_file
 from moeq.artifacts.manifest import NAME as MANIFEST
-from moeq.artifacts.manifest import PlacementManifest, Replica, read_manifest
+from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest
 from moeq.artifacts.stage import RECORD, StageRecord, current_digest, read_record
 from moeq.errors import ArtifactError
 from moeq.exporters.moeq import tensors_sha256
@@ -65,11 +65,13 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
                     else:
                         other += replica.bytes
                 advance()
+    packed = _check_modules(directory, manifest, headers)
     on_disk = sum(header.bytes for tensors in headers.values() for header in tensors.values())
     totals = manifest.totals
     stated = {
         "placed_expert_bytes": (placed, totals.placed_expert_bytes),
         "other_replica_bytes": (other, totals.other_replica_bytes),
+        "packed_module_bytes": (packed, totals.packed_module_bytes),
         "bytes_by_tier": (by_tier, totals.bytes_by_tier),
         "tensor bytes on disk": (
             on_disk,
@@ -88,7 +90,14 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
     return _checkpoint_summary(manifest, on_disk)
 
 
-def _check_replica(directory: Path, replica: Replica, headers: dict[str, Any], what: str) -> None:
+def _check_modules(directory: Path, manifest: PlacementManifest, headers: dict[str, Any]) -> int:
+    """Compare the packed modules outside of the experts with the manifest; returns their bytes."""
+    for module in manifest.others:
+        _check_replica(directory, module, headers, f"{module.name}, {module.bits} bits")
+    return sum(module.bytes for module in manifest.others)
+
+
+def _check_replica(directory: Path, replica: Replica | PlacedModule, headers: dict[str, Any], what: str) -> None:
     file = headers.get(replica.file)
     again = "export the checkpoint again"
     if file is None:
@@ -121,10 +130,22 @@ def _checkpoint_summary(manifest: PlacementManifest, on_disk: int) -> dict[str, 
         "placed_expert_bytes": manifest.totals.placed_expert_bytes,
         "other_replica_bytes": manifest.totals.other_replica_bytes,
         "non_expert_bytes": manifest.totals.non_expert_bytes,
+        **_packed_modules(manifest),
         "bytes_by_tier": {f"{tier}_bytes": size for tier, size in manifest.totals.bytes_by_tier.items()},
         "tensor_bytes_on_disk": on_disk,
         "check": "every size, sum and SHA-256 equals the manifest",
     }
+
+
+def _packed_modules(manifest: PlacementManifest) -> dict[str, Any]:
+    """Packed modules outside of the experts by class; nothing where there are none."""
+    if not manifest.others:
+        return {}
+    found: dict[str, str] = {}
+    for kind in dict.fromkeys(module.kind for module in manifest.others):
+        mine = [module for module in manifest.others if module.kind == kind]
+        found[kind] = f"{len(mine)} at {mine[0].bits} bits, {human_bytes(sum(module.bytes for module in mine))}"
+    return {"packed_module_bytes": manifest.totals.packed_module_bytes, "packed_modules": found}
 
 
 def _run_directory(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from moeq.errors import ArtifactError
 from moeq.models.corpus import BUNDLED, Source, pinned
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
-from moeq.stages import assign, estimate, evaluate, export, losses, profile, quantize, report
+from moeq.stages import assign, estimate, evaluate, export, losses, others, profile, quantize, report
 from moeq.stages.context import STORE, Context
 from moeq.tables import human_seconds
 
@@ -66,10 +66,11 @@ STAGES = (
         name="losses",
         run=losses.run,
         revision=losses.REVISION,
-        sections=("corpus", "losses"),
+        sections=("corpus", "losses", "others"),
         after_growth=("profile",),
         text=("calibration",),
         computes=True,
+        check=others.check,
         intact=losses.is_intact,
     ),
     Stage(

@@ -208,6 +208,39 @@ class AssignSection(Section):
         return self
 
 
+Width = Literal[2, 3, 4, 8] | None
+
+
+class OthersSection(Section):
+    """Widths of what is not a routed expert, by class of module; none: full precision. Routers and norms keep theirs.
+
+    attention: token mixers of decoder layers (attention, linear attention, Mamba); dense: feed-forward parts of layers
+    without experts; shared: shared experts, and what else every token passes in layers with experts; embeddings: the
+    table of input tokens; head: the projection to logits. Where embeddings and head are one tensor, both have the same.
+    """
+
+    attention: Width = None
+    dense: Width = None
+    shared: Width = None
+    embeddings: Width = None
+    head: Width = None
+    method: Literal["gptq", "rtn"] = Field("gptq", description="embeddings are always rounded row by row (rtn)")
+    group_size: int | None = Field(None, ge=-1, description="none: losses.group_size")
+    symmetric: bool = False
+    damping: float | None = Field(None, gt=0, le=1, description="none: losses.damping")
+
+    @model_validator(mode="after")
+    def _check(self) -> OthersSection:
+        if self.group_size is not None and self.group_size != -1 and self.group_size < 8:
+            raise ValueError("group_size must be -1 (whole rows) or at least 8")
+        return self
+
+    def widths(self) -> dict[str, int]:
+        """{class: bits} of the classes that are quantized."""
+        found = {name: getattr(self, name) for name in ("attention", "dense", "shared", "embeddings", "head")}
+        return {name: bits for name, bits in found.items() if bits is not None}
+
+
 class NamedAssignSection(AssignSection):
     name: str = Field(min_length=1, max_length=40, pattern=r"^[\w.+-]+$")
 
@@ -294,6 +327,7 @@ class Recipe(Section):
     corpus: CorpusSection = CorpusSection()
     profile: ProfileSection = ProfileSection()
     losses: LossesSection = LossesSection()
+    others: OthersSection = OthersSection()
     assign: AssignSection = AssignSection()
     quantize: QuantizeSection = QuantizeSection()
     export: ExportSection = ExportSection()

@@ -25,6 +25,7 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
                 "exported": row.exported,
                 "average_bits": row.average_bits,
                 "expert_bytes": row.expert_bytes,
+                "total_bytes": row.total_bytes,
                 "perplexity": row.perplexity,
                 "perplexity_change": change,
                 "accuracy": row.accuracy,

@@ -61,7 +61,16 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     table.add_column("assignment", overflow="fold")
     small = console.width < SMALL
-    titles = ["bits", "experts", *(["original"] if wide else []), "ppl", *(["+"] if wide else []), "acc"]
+    others = wide and _others_packed(rows)
+    titles = [
+        "bits",
+        "experts",
+        *(["original"] if wide else []),
+        *(["whole"] if others else []),
+        "ppl",
+        *(["+"] if wide else []),
+        "acc",
+    ]
     for title in [*titles, *([] if small else ["speed-up"])]:
         table.add_column(title, justify="right", no_wrap=True)
     largest = max(row["expert_bytes"] for row in rows)
@@ -71,6 +80,7 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
             "-" if row["average_bits"] is None else f"{row['average_bits']:.3g}",
             human_bytes(row["expert_bytes"]),
             *([f"{row['expert_bytes'] / largest:.1%}"] if wide else []),
+            *([human_bytes(row["total_bytes"])] if others else []),
             _number(row["perplexity"], "{:.2f}"),
             *([_number(row["perplexity_change"], "{:+z.1%}")] if wide else []),
             _number(row["accuracy"], "{:.1%}"),
@@ -80,13 +90,21 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     console.print(table)
     estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
     of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
+    whole = "whole: with everything else, packed alike in all rows but the original. " if others else ""
     console.print(
-        "* exported. experts: bytes with scales and zero points. speed-up: estimated decode speed over MoNDE by its "
-        f"bandwidth rule / cost-optimal, for {of}.{_error_note(rows)}",
+        "* exported. experts: bytes with scales and zero points. "
+        f"{whole}speed-up: estimated decode speed over MoNDE by "
+        f"its bandwidth rule / cost-optimal, for {of}.{_error_note(rows)}",
         style="dim",
     )
     for name, path in paths.items():
         console.print(f"{name:11}{path}", soft_wrap=True, markup=False)
+
+
+def _others_packed(rows: list[dict[str, Any]]) -> bool:
+    """Whether more than the experts was packed: the rest of the checkpoint has not one size."""
+    known = [row["total_bytes"] - row["expert_bytes"] for row in rows if row["total_bytes"] is not None]
+    return len(known) == len(rows) and len(set(known)) > 1
 
 
 def _error_note(rows: list[dict[str, Any]]) -> str:
@@ -115,9 +133,10 @@ def print_plan(plan: Plan) -> None:
         f"{model['compute_dtype']} on {model['device']}, {how}",
         markup=False,
     )
+    packed = f" (packed: {human_bytes(model['placed_other_bytes'])})" if "placed_other_bytes" in model else ""
     console.print(
         f"{human_bytes(model['bytes'])}: experts {human_bytes(model['expert_bytes'])} (placed: "
-        f"{human_bytes(model['placed_expert_bytes'])}), the rest {human_bytes(model['other_bytes'])}; largest "
+        f"{human_bytes(model['placed_expert_bytes'])}), the rest {human_bytes(model['other_bytes'])}{packed}; largest "
         f"layer {human_bytes(model['largest_decoder_layer_bytes'])}, outside the layers "
         f"{human_bytes(model['resident_bytes'])}"
     )

@@ -16,19 +16,28 @@ REMEDY = "run `moeq eval` again"
 
 
 class EvalRow(BaseModel):
-    """One evaluated variant. `assignment` is None for the original; accuracy is the mean over tasks, with its error."""
+    """One evaluated variant. `assignment` is None for the original; accuracy is the mean over tasks, with its error.
+
+    other_bytes: of everything but the routed experts (None: written before moeq counted them).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     exported: bool
     assignment: Assignment | None
     expert_bytes: int
+    other_bytes: int | None = None
     average_bits: float | None
     perplexity: float | None
     perplexity_by_domain: dict[str, float]
     accuracy: float | None
     accuracy_stderr: float | None = None
     tasks: dict[str, dict[str, float]]
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Of the whole checkpoint."""
+        return None if self.other_bytes is None else self.expert_bytes + self.other_bytes
 
 
 class EvalReport(BaseModel):

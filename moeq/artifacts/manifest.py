@@ -31,7 +31,9 @@ LAYOUT_TEXT = (
     "in bits [k*bits, (k+1)*bits), least significant bit first, bit i of the stream is bit i%8 of byte i//8. `scales` "
     "float16 [rows, groups]. `zeros` uint8 [rows, ceil(groups*bits/8)], packed like codes; absent for 1 bit "
     "(zero = 0.5) and for symmetric grids (zero = 2^(bits-1)). `dense`: the weights themselves, in the checkpoint's "
-    "type, shown as 16 bits. `bias`: [rows], in the checkpoint's type, where the family has biases."
+    "type, shown as 16 bits. `bias`: [rows], in the checkpoint's type, where the family has biases. Modules outside of "
+    "the experts (`others`) are packed alike, each with its own group size and grid; their biases lie with the other "
+    "weights, under the names that the checkpoint gives them."
 )
 
 
@@ -86,14 +88,38 @@ class PlacedLayer(BaseModel):
     experts: tuple[PlacedExpert, ...]
 
 
+class PlacedModule(BaseModel):
+    """A packed module outside of the experts: a linear, or an embedding of `rows` vectors, with a grid of its own.
+
+    kind: attention, dense, shared, embeddings or head; tied: a head that uses the same tensors.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    kind: str
+    bits: int
+    group_size: int
+    symmetric: bool
+    quantizer: str
+    rows: int
+    inputs: int
+    tied: str | None = None
+    file: str
+    key_prefix: str
+    tensors: tuple[TensorStamp, ...]
+    bytes: int
+    sha256: str
+
+
 class Totals(BaseModel):
-    """Bytes of tensors (safetensors headers apart)."""
+    """Bytes of tensors (safetensors headers apart). `packed_module_bytes`: of non_expert_bytes, the packed modules."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     placed_expert_bytes: int
     other_replica_bytes: int
     non_expert_bytes: int
     guard_bytes: int
+    packed_module_bytes: int = 0
     bytes_by_tier: dict[str, int]
 
 
@@ -105,6 +131,7 @@ class PlacementManifest(BaseModel):
     assignment: dict[str, Any]
     layout: dict[str, Any]
     layers: tuple[PlacedLayer, ...]
+    others: tuple[PlacedModule, ...] = ()
     totals: Totals
     inputs: dict[str, str]
 
@@ -123,7 +150,15 @@ def layout(group_size: int, symmetric: bool) -> dict[str, Any]:
 def write_manifest(directory: Path, manifest: PlacementManifest) -> None:
     """Write placement.json and placement.schema.json."""
     write_json(directory / "placement.schema.json", PlacementManifest.model_json_schema())
-    write_json(directory / NAME, manifest.model_dump(mode="json", exclude_none=True))
+    write_json(directory / NAME, manifest_json(manifest))
+
+
+def manifest_json(manifest: PlacementManifest) -> dict[str, Any]:
+    """What placement.json holds; without packed modules outside of the experts, as older versions write and read it."""
+    found = manifest.model_dump(mode="json", exclude_none=True)
+    if not manifest.others:
+        del found["others"], found["totals"]["packed_module_bytes"]
+    return found
 
 
 def read_manifest(directory: Path) -> PlacementManifest:

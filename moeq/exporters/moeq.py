@@ -1,8 +1,9 @@
 """The native format: a transformers checkpoint directory with packed experts and a placement manifest.
 
 config.json                      the model's own, with quantization_config (method moeq, every expert's width)
-model-0000i-of-0000n.safetensors everything that is not a routed expert, byte for byte as it was (FP8: dequantized)
+model-0000i-of-0000n.safetensors everything that is not packed, byte for byte as it was (FP8: dequantized)
 experts-layer-NNN.safetensors    one MoE layer's experts at their placed widths
+others-NNN.safetensors           packed modules of a decoder layer outside of its experts, and of no layer, if any
 replicas-layer-NNN.safetensors   the other widths, where the recipe asked for them (not loaded by transformers)
 model.safetensors.index.json     key -> file
 placement.json                   the manifest; README.md, the model card, is written by the stage
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from moeq.artifacts.files import building, place, write_in_chunks, write_json
 from moeq.artifacts.manifest import (
     PlacedExpert,
     PlacedLayer,
+    PlacedModule,
     PlacementManifest,
     Replica,
     TensorStamp,
@@ -30,11 +32,14 @@ from moeq.artifacts.manifest import (
     layout,
     write_manifest,
 )
+from moeq.artifacts.others import OtherTable
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, ModelSource, TensorHeader, read_header
 from moeq.models.weights import plain_chunks, plain_header, scale_keys
+from moeq.numerics.packed import PARTS
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD
 from moeq.runtime.packed_experts import guard_shapes
+from moeq.runtime.packed_modules import guard_name
 
 METADATA = {"format": "pt"}  # transformers refuses safetensors without it
 _EXTRA = "replicas-"
@@ -50,11 +55,17 @@ def extra_name(layer: int) -> str:
     return f"{_EXTRA}layer-{layer:03d}.safetensors"
 
 
+def others_name(number: int) -> str:
+    """File of the packed modules of one decoder layer, or (the last number) of those in none."""
+    return f"others-{number:03d}.safetensors"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportInputs:
     """What an exporter is given: the source, what to place, and the quantized files of every layer.
 
-    quantizers: who made each replica, {layer: [{bits: method} of every expert]}.
+    quantizers: who made each replica, {layer: [{bits: method} of every expert]}. others: the packed modules outside of
+    the experts, and other_keys: the tensors on disk that they replace.
     """
 
     source: ModelSource
@@ -67,6 +78,8 @@ class ExportInputs:
     max_shard_bytes: int
     stamp: Any
     digests: dict[str, str]
+    others: OtherTable | None = None
+    other_keys: frozenset[str] = frozenset()
 
 
 def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
@@ -89,7 +102,8 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
 
 def _quantization(inputs: ExportInputs) -> dict[str, Any]:
     block = layout(inputs.assignment.group_size, inputs.assignment.symmetric)
-    return {
+    others = {} if inputs.others is None or not inputs.others.modules else {"others": other_widths(inputs.others)}
+    return others | {
         "quant_method": METHOD,
         "format_version": FORMAT_VERSION,
         "layout": block["name"],
@@ -102,14 +116,25 @@ def _quantization(inputs: ExportInputs) -> dict[str, Any]:
     }
 
 
+def other_widths(others: OtherTable) -> dict[str, Any]:
+    """What config.json says of packed modules outside of the experts."""
+    first = others.modules[0]
+    return {
+        "bits": {row.module: row.bits for row in others.modules},
+        "group_size": first.group_size,
+        "symmetric": first.symmetric,
+        "tied": {row.module: row.tied for row in others.modules if row.tied is not None},
+    }
+
+
 def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
-    """Copy all tensors that are not routed experts into shards, a few megabytes at a time; returns key -> file.
+    """Copy all tensors that are not packed into shards, a few megabytes at a time; returns key -> file.
 
     Those of a checkpoint that is dequantized while loading are written dequantized.
     """
     shards: list[list[str]] = [[]]
     size = 0
-    for key in sorted(set(inputs.source.tensors) - inputs.expert_keys - scale_keys(inputs.source)):
+    for key in sorted(set(inputs.source.tensors) - inputs.expert_keys - inputs.other_keys - scale_keys(inputs.source)):
         tensor_bytes = plain_header(inputs.source, key)[2]
         if shards[-1] and size + tensor_bytes > inputs.max_shard_bytes:
             shards.append([])
@@ -161,14 +186,42 @@ def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> Placeme
                 experts=tuple(experts),
             )
         )
+    others = () if inputs.others is None else tuple(_placed_modules(inputs.others, headers))
     return PlacementManifest(
         model=inputs.stamp,
         assignment=inputs.assignment.model_dump(mode="json", include={"name", "method", "parameters"}),
         layout=layout(inputs.assignment.group_size, inputs.assignment.symmetric),
         layers=tuple(layers),
-        totals=_totals(layers, inputs.layers, headers),
+        others=others,
+        totals=_totals(layers, inputs.layers, others, headers),
         inputs=inputs.digests,
     )
+
+
+def _placed_modules(others: OtherTable, headers: dict[str, TensorHeader]) -> Iterator[PlacedModule]:
+    for row in others.modules:
+        prefix = f"{row.module}."
+        mine = [part for part in sorted(PARTS) if f"{prefix}{part}" in headers]
+        found = [headers[f"{prefix}{part}"] for part in mine]
+        yield PlacedModule(
+            name=row.module,
+            kind=row.kind,
+            bits=row.bits,
+            group_size=row.group_size,
+            symmetric=row.symmetric,
+            quantizer=row.method,
+            rows=row.rows,
+            inputs=row.inputs,
+            tied=row.tied,
+            file=found[0].file.name,
+            key_prefix=prefix,
+            tensors=tuple(
+                TensorStamp(name=part, dtype=header.dtype, shape=header.shape)
+                for part, header in zip(mine, found, strict=True)
+            ),
+            bytes=sum(header.bytes for header in found),
+            sha256=tensors_sha256(found),
+        )
 
 
 def _expert_prefix(key: str, names: set[str]) -> str | None:
@@ -220,7 +273,12 @@ def tensors_sha256(headers: Sequence[TensorHeader]) -> str:
     return digest.hexdigest()
 
 
-def _totals(layers: list[PlacedLayer], sources: list[ExpertLayer], headers: dict[str, TensorHeader]) -> Totals:
+def _totals(
+    layers: list[PlacedLayer],
+    sources: list[ExpertLayer],
+    others: tuple[PlacedModule, ...],
+    headers: dict[str, TensorHeader],
+) -> Totals:
     placed = other = 0
     tiers: dict[str, int] = {}
     for layer in layers:
@@ -232,11 +290,13 @@ def _totals(layers: list[PlacedLayer], sources: list[ExpertLayer], headers: dict
                 else:
                     other += replica.bytes
     guard = sum(headers[f"{layer.name}.{part}"].bytes for layer in sources for part in guard_shapes(layer))
+    guard += sum(headers[guard_name(module.name)].bytes for module in others)
     everything = sum(header.bytes for header in headers.values())
     return Totals(
         placed_expert_bytes=placed,
         other_replica_bytes=other,
         non_expert_bytes=everything - placed - other - guard,
         guard_bytes=guard,
+        packed_module_bytes=sum(module.bytes for module in others),
         bytes_by_tier=dict(sorted(tiers.items())),
     )

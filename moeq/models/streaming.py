@@ -70,6 +70,7 @@ class StreamedModel:
         self.reader.check_unexpected()
         self.blocks = blocks_of(self.model)
         self.overlay: Overlay | None = None
+        self.block_overlay: Callable[[nn.Module, str], None] | None = None  # changes a block right after it was read
         self.loaded: set[str] = set()
         self._pause: Callable[[str], None] | None = None
         self._names = self._names_by_block()
@@ -163,10 +164,24 @@ class StreamedModel:
         self._read([name for name in self._names[block] if name not in self._pinned])
         self.loaded.add(block)
         _return_memory()  # the tensors on disk that its parameters were put together from
+        if self.block_overlay is not None:
+            self.block_overlay(self.model, block)
         if self.overlay is not None:
             for layer in self.layers:
                 if layer.name.startswith(f"{block}."):
+                    self._detach(layer)
                     self.overlay(self.model, layer)
+
+    def _detach(self, layer: ExpertLayer) -> None:
+        """Copies of a layer's experts: stacks that are read whole are the memory through which they are read again."""
+        for name in layer.parameters:
+            parameter = self.model.get_parameter(f"{layer.name}.{name}")
+            parameter.data = parameter.data.clone()
+
+    def read_again(self, parameters: list[str]) -> None:
+        """Have resident parameters, and those tied to them, as the checkpoint has them."""
+        partners = [other for name in parameters for other in self._tied.get(name, ()) if not self.block_of(other)]
+        self._read([*parameters, *partners])
 
     def only(self, block: str) -> None:
         """Have this block read and no other."""

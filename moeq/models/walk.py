@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +61,26 @@ class LayerInputs:
     left_out: int = 0
 
 
+@dataclass(frozen=True)
+class _Left:
+    """A batch has come to the end of a decoder layer."""
+
+    block: str
+
+
+_running: ContextVar[Batch] = ContextVar("batch")  # every greenlet has a context of its own
+
+
+def current_batch() -> Batch:
+    """The batch that runs, for hooks that are called within a walk."""
+    return _running.get()
+
+
+def end_batch() -> None:
+    """Let the batch that runs end here, for hooks of a walk that need nothing of what follows."""
+    raise GreenletExit
+
+
 def walk(
     model: nn.Module,
     layers: Sequence[ExpertLayer],
@@ -67,14 +89,17 @@ def walk(
     *,
     streamed: StreamedModel | None = None,
     finish: Callable[[Batch, Any], None] | None = None,
+    blocks: Sequence[str] = (),
+    left: Callable[[str], None] | None = None,
 ) -> Iterator[LayerInputs]:
     """Yield the inputs of every MoE layer in turn, over all batches.
 
     streamed: the blocks of this model are read when all batches have come to them, once each; a layer's weights are
     there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer of both.
-    finish: called with each batch's output; without it the walk ends after the last layer. Raises ModelError when the
-    layers do not run in the order in which they were found, and NotFiniteError when an expert's weights are not finite
-    or no token's activations are.
+    finish: called with each batch's output; without it the walk ends after the last layer. blocks: paths of decoder
+    layers; `left` is called with each when all batches have come to its end, while its weights are there. Raises
+    ModelError when the layers do not run in the order in which they were found, and NotFiniteError when an expert's
+    weights are not finite or no token's activations are.
     """
     main = getcurrent()
 
@@ -86,6 +111,8 @@ def walk(
         stack.callback(stop_runs, runs)
         for layer in layers:
             stack.callback(tap(model, layer, stop_here))
+        for block in blocks:
+            stack.callback(_at_end(model.get_submodule(block), partial(main.switch, _Left(block))))
         if streamed is not None:
             stack.enter_context(streamed.lockstep(main.switch))
         done = 0
@@ -99,6 +126,9 @@ def walk(
                 raise out_of_turn(layers[done].name)
             if streamed is not None and all(isinstance(event, str) and event == events[0] for event in events):
                 streamed.only(events[0])
+                continue
+            if left is not None and all(isinstance(event, _Left) and event == events[0] for event in events):
+                left(events[0].block)
                 continue
             if done == len(layers) or any(not isinstance(event, tuple) or event[0] != layers[done] for event in events):
                 raise out_of_turn(layers[min(done, len(layers) - 1)].name if layers else "the model")
@@ -118,6 +148,15 @@ def tap(
         return module.register_forward_hook(after).remove
     before = lambda own, arguments: stop_here(layer, tap.read(own, arguments, None))  # noqa: E731
     return module.register_forward_pre_hook(before).remove
+
+
+def _at_end(block: nn.Module, stop_here: Callable[[], object]) -> Callable[[], None]:
+    """Call stop_here when a module has run; returns what takes the hook off."""
+
+    def after(*_: Any) -> None:
+        stop_here()
+
+    return block.register_forward_hook(after).remove
 
 
 def stop_runs(runs: Sequence[greenlet]) -> None:
@@ -150,6 +189,7 @@ def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
 def run_batch(
     model: nn.Module, batch: Batch, device: torch.device, finish: Callable[[Batch, Any], None] | None
 ) -> None:
+    _running.set(batch)
     padded = not bool(batch.mask.all())
     extra: dict[str, Tensor] = {}
     if batch.extra:

@@ -24,7 +24,7 @@ from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.estimator import load_hardware
-from moeq.exporters.moeq import METADATA, extra_name, layer_name
+from moeq.exporters.moeq import METADATA, extra_name, layer_name, other_widths
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, TensorHeader
 from moeq.numerics.packed import packed_shapes
@@ -93,6 +93,7 @@ class Disk:
                 self._stored = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
             for layer in self.sizes.layers:
                 self._stored |= self._store_layer(layer)
+            self._stored |= self.sizes.others.store()
         return self._stored
 
     def read(self, stage: str) -> int:
@@ -107,12 +108,13 @@ class Disk:
         if stage == "quantize":
             walked = disk if streams and self.recipe.quantize.refine is not None else 0
             experts = int(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
-            return own + walked + experts + self._replicas(self.recipe.assign)
+            return own + walked + experts + self._replicas(self.recipe.assign) + self.sizes.others.packed
         if stage == "export":
-            return own + self.sizes.disk - self.sizes.experts_disk + sum(self._packed().values())
+            rest = self.sizes.disk - self.sizes.experts_disk - self.sizes.others.disk
+            return own + rest + sum(self._packed().values())
         if stage == "eval":
             passes = self._passes() * (1 + len(self.recipe.eval.compare)) + 1 if streams else 2 + len(self.sections)
-            stores = sum(self._replicas(section) for _, section in self.sections)
+            stores = sum(self._replicas(section) + self.sizes.others.packed for _, section in self.sections)
             return int(own + disk * passes) + stores + sum(self.lasting("export").values())
         return own
 
@@ -171,7 +173,8 @@ class Disk:
         rows = loss_rows(self.sizes, self.recipe)
         made = list(_loss_rows(self.sizes, self.recipe, min(rows, SAMPLE_ROWS)))
         size = _written(lambda folder: losses.write_losses(folder / losses.NAME, [made]))[losses.NAME]
-        return {losses.NAME: size * rows // len(made), replicas.INDEX: len(canonical_json(self._index()).encode())}
+        index = len(canonical_json(self._index()).encode())
+        return {losses.NAME: size * rows // len(made), replicas.INDEX: index} | self.sizes.others.artifacts()
 
     def _index(self) -> dict[str, Any]:
         made = losses_stage.entries(self.recipe.losses)
@@ -239,7 +242,7 @@ class Disk:
         if self.recipe.quantize.refine is not None:
             done = canonical_json({"key": DIGEST, "files": dict.fromkeys(files, DIGEST)})
             files[refine.PROGRESS] = len(done.encode())
-        return files | {quantize.NAME: len(text.encode())}
+        return files | {quantize.NAME: len(text.encode())} | self.sizes.others.written()
 
     def _made_by(self, layer: int) -> list[dict[str, str]]:
         """{bits: method} of the replicas of every expert of a layer."""
@@ -296,6 +299,7 @@ class Disk:
                 names = self._replica(layer, bits, f"{layer.name}.{expert}")
                 where |= dict.fromkeys(names, layer_name(layer.index))
             where |= {f"{layer.name}.{name}": layer_name(layer.index) for name in guard_shapes(layer)}
+        where |= self.sizes.others.where()
         files = dict(experts)
         for name, keys in shards.items():
             dtypes = {key: source.tensors[key] for key in keys}
@@ -309,6 +313,8 @@ class Disk:
             "quant_method": "moeq", "format_version": 1, "layout": block["name"], "layout_version": block["version"],
             "group_size": self.own.group_size, "symmetric": self.own.symmetric, "experts": experts_block,
         }  # fmt: skip
+        if self.sizes.others.modules:
+            quantization["others"] = other_widths(self.sizes.others.table())
         files["config.json"] = len(canonical_json(source.config | {"quantization_config": quantization}).encode())
         files |= {path.name: path.stat().st_size for path in source.side_files()}
         return files | self._manifest()
@@ -319,7 +325,7 @@ class Disk:
         experts = self.sizes.expert_keys
         shards: list[list[str]] = [[]]
         size = 0
-        for key in sorted(set(source.tensors) - experts):
+        for key in sorted(set(source.tensors) - experts - self.sizes.others.keys):
             if shards[-1] and size + source.tensors[key].bytes > self.recipe.export.max_shard:
                 shards.append([])
                 size = 0
@@ -356,12 +362,14 @@ class Disk:
             )
             if len(layers) == 2:
                 break
-        placed = placed_bytes(self.sizes, self.recipe.assign, self.recipe)
+        placed, others = placed_bytes(self.sizes, self.recipe.assign, self.recipe), self.sizes.others
+        modules = others.placed()
         totals = manifest.Totals(
             placed_expert_bytes=placed,
             other_replica_bytes=0,
-            non_expert_bytes=self.sizes.disk - self.sizes.experts_disk,
-            guard_bytes=6 * len(self.sizes.layers),
+            non_expert_bytes=self.sizes.disk - self.sizes.experts_disk - others.disk + others.packed,
+            guard_bytes=6 * len(self.sizes.layers) + others.guards(),
+            packed_module_bytes=others.packed,
             bytes_by_tier={"ndp": placed},
         )
 
@@ -371,12 +379,13 @@ class Disk:
                 assignment=self.own.model_dump(mode="json", include={"name", "method", "parameters"}),
                 layout=manifest.layout(self.own.group_size, self.own.symmetric),
                 layers=tuple(some),
+                others=modules,
                 totals=totals,
                 inputs={"assign": DIGEST, "quantize": DIGEST},
             )
 
         def size(some: list[manifest.PlacedLayer]) -> int:
-            return len(canonical_json(make(some).model_dump(mode="json", exclude_none=True)).encode())
+            return len(canonical_json(manifest.manifest_json(make(some))).encode())
 
         whole, first = size(layers), size(layers[:1])
         schema = canonical_json(manifest.PlacementManifest.model_json_schema())
@@ -432,6 +441,7 @@ class Disk:
                     exported=name == self.recipe.name,
                     assignment=None if section is None else stand_in(self.sizes, section, self.recipe, name),
                     expert_bytes=self.sizes.experts_disk,
+                    other_bytes=self.sizes.disk - self.sizes.experts_disk,
                     average_bits=2.5,
                     perplexity=12.345678901234567,
                     perplexity_by_domain=dict.fromkeys(("math", "prose", "python"), 12.345678901234567),

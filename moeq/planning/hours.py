@@ -84,7 +84,8 @@ class Hours:
         reading = self._reading(self.sizes.disk) if self.streams else 0
         walk = self._forward(text.batch_tokens, text.batches, head=False)
         rows = loss_rows(self.sizes, self.recipe) * ROW
-        return reading + walk + shared + operations / self.rates.losses_flops + rows
+        others = self.sizes.others.operations(text.tokens) / self.rates.losses_flops
+        return reading + walk + shared + operations / self.rates.losses_flops + rows + others
 
     def _assign(self) -> float:
         return loss_rows(self.sizes, self.recipe) * ROW / 10
@@ -124,7 +125,7 @@ class Hours:
         if tasks is not None:
             forwards += self._forward(tasks.batch * tasks.mean_tokens, tasks.batches * tasks.steps, head=True)
             batches += tasks.batches * tasks.steps
-        dequantizing = sizes.expert_parameters / self.rates.dequantized_weights
+        dequantizing = (sizes.expert_parameters + sizes.others.parameters) / self.rates.dequantized_weights
         dequantizing += sum(layer.num_experts for layer in sizes.layers) * PACKED_CALLS
         sections = [self.recipe.assign, *self.recipe.eval.compare]
         rounding = sum(RTN in methods(section, self.recipe) for section in sections) * self._rounding()

@@ -139,8 +139,17 @@ def _describe(context: Context, sizes: ModelSizes, placed: int) -> dict[str, Any
         "largest_decoder_layer_bytes": max(sizes.block_parameters) * item,
         "resident_bytes": sizes.resident_parameters * item,
         "placed_expert_bytes": placed,
+        **_packed_others(sizes),
         "streamed": context.streams,
     }
+
+
+def _packed_others(sizes: ModelSizes) -> dict[str, int]:
+    """Bytes of everything else once it is packed; nothing where the recipe packs nothing but experts."""
+    others = sizes.others
+    if not others.modules:
+        return {}
+    return {"placed_other_bytes": sizes.disk - sizes.experts_disk - others.disk + others.packed}
 
 
 def _short_name(dtype: torch.dtype) -> str:

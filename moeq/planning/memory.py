@@ -156,7 +156,7 @@ class Memory:
         ]  # fmt: skip
 
     def _losses(self) -> list[Moment]:
-        text, section = self.work.calibration, self.recipe.losses
+        text, section, sizes = self.work.calibration, self.recipe.losses, self.sizes
         largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
         packed = store_bytes(largest, self.recipe) if set(section.methods) - ON_DEMAND else 0
         rows = loss_rows(self.sizes, self.recipe)
@@ -177,6 +177,12 @@ class Memory:
                 Term(what="rows of a layer", bytes=rows // len(self.sizes.layers) * ROW),
                 self._term("batch of experts", batch_bytes(largest, self.recipe, self._routed(largest)),
                            "a smaller losses.working_memory"),
+                self._term("sums over inputs of other modules", sizes.others.sums()),
+            ],
+            [
+                *self._model(), *self._block(), self._stopped(HELD_PER_TOKEN),
+                self._term("sums over inputs of other modules", sizes.others.sums()),
+                self._term("another module", sizes.others.working()),
             ],
             [*self._model(), Term(what="loss table", bytes=whole * ROW + 2 * rows * STORED_ROW)],
         ]  # fmt: skip
@@ -240,7 +246,7 @@ class Memory:
         text, tasks, sizes = self.work.evaluation, self.work.tasks, self.sizes
         held = sum(text.whole * TOKEN for text in [text] if text is not None)
         tables = [*self._tables(), Term(what="text", bytes=held // 4)]
-        rest = sizes.whole - sizes.expert_parameters * self.d
+        rest = sizes.whole - (sizes.expert_parameters + sizes.others.parameters) * self.d + sizes.others.packed
         exported = self._term("exported checkpoint", rest + self.placed * 1.02, "run the stages before eval alone")
         largest = max(layer.parameters_per_expert for layer in sizes.layers)
         one = self._term("one expert, dequantized", 12 * largest)

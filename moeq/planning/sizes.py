@@ -23,6 +23,7 @@ from moeq.models.corpus.sources import LocalFile
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import blocks_of
 from moeq.models.weights import is_dequantized
+from moeq.planning.others import Others
 from moeq.stages.context import Context
 from moeq.stages.estimate import config_values
 
@@ -54,6 +55,7 @@ class ModelSizes:
     expert_parameters: int  # weights of all routed experts
     resident_parameters: int  # weights outside the blocks
     expert_keys: frozenset[str]  # tensors on disk that hold routed experts
+    others: Others  # what else is packed
 
     @property
     def whole(self) -> int:
@@ -116,6 +118,7 @@ def model_sizes(context: Context) -> ModelSizes:
         expert_parameters=sum(layer.num_experts * layer.parameters_per_expert for layer in layers),
         resident_parameters=_weights(skeleton) - sum(by_block),
         expert_keys=frozenset(keys),
+        others=Others(context),
     )
 
 

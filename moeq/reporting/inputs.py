@@ -10,6 +10,7 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.manifest import PlacementManifest
+from moeq.artifacts.others import OtherTable
 from moeq.artifacts.profile import ExpertProfile
 from moeq.estimator.result import Estimate
 
@@ -41,6 +42,7 @@ class ReportInputs:
     speed: SpeedInputs
     recipe_text: str
     digests: Mapping[str, str]
+    others: OtherTable | None = None  # modules outside of the experts that are packed too
 
     @property
     def original(self) -> EvalRow | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeq.reporting import experts, speed, summary
+from moeq.reporting import experts, others, speed, summary
 from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, section, table
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.style import CSS
@@ -10,11 +10,13 @@ from moeq.reporting.style import CSS
 
 def render(inputs: ReportInputs) -> str:
     """The report as one HTML document; its bytes depend only on the artifacts."""
+    more = others.packed_modules(inputs)
     sections = [
         summary.headline(inputs),
         experts.activation(inputs),
         experts.losses(inputs),
         experts.bits(inputs),
+        *([] if more is None else [more]),
         summary.size_against_perplexity(inputs),
         speed.estimate(inputs),
         provenance(inputs),

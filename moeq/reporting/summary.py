@@ -53,7 +53,22 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
             _accuracy_note(old, new),
         ),
     ]
+    if inputs.others is not None:
+        tiles.insert(1, _whole_tile(old, new))
     return [*tiles, *_speed_tile(inputs)]
+
+
+def _whole_tile(old: EvalRow | None, new: EvalRow) -> Raw:
+    """The whole checkpoint, where more than its experts is packed."""
+    before = None if old is None else old.total_bytes
+    after = new.total_bytes
+    size = _arrow(_bytes(before), _bytes(after))
+    note = f"{formats.ratio(before / after)} smaller" if before and after else ""
+    return _tile("bytes of the whole checkpoint", size, note)
+
+
+def _bytes(size: int | None) -> str:
+    return formats.MISSING if size is None else human_bytes(size)
 
 
 def _accuracy_note(old: EvalRow | None, new: EvalRow) -> str:
@@ -83,7 +98,8 @@ def _tile(title: str, value: str, note: str) -> Raw:
 def _comparison(inputs: ReportInputs) -> Raw:
     old = inputs.original
     rows = [_marked(row, _figures(inputs, row, old)) for row in inputs.evaluation.rows]
-    head = ("assignment", "average bits", "expert bytes", "perplexity", "over original", "accuracy",
+    whole = () if inputs.others is None else ("whole checkpoint",)
+    head = ("assignment", "average bits", "expert bytes", *whole, "perplexity", "over original", "accuracy",
             *(_two_lines("decode speed-up,", title) for _, title in BOTH))  # fmt: skip
     return table(
         "Each row is one assignment of the same model: smaller bytes and lower perplexity are better. Average bits "
@@ -103,6 +119,7 @@ def _figures(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[st
     return [
         "as stored" if row.assignment is None else formats.bits(row.average_bits),
         human_bytes(row.expert_bytes),
+        *([] if inputs.others is None else [_bytes(row.total_bytes)]),
         formats.perplexity(row.perplexity),
         "" if row is old else formats.change(row.perplexity, old.perplexity if old else None),
         formats.accuracy(row.accuracy),

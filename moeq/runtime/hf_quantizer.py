@@ -5,6 +5,7 @@ Importing this module registers the method `moeq`; `import moeq` arranges that (
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from moeq.errors import ArtifactError
 from moeq.models.experts import find_expert_layers
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
 from moeq.runtime.packed_experts import PACKED, PackedExperts
+from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules
 
 METHOD = "moeq"
 FORMAT_VERSION = 1
@@ -27,7 +29,8 @@ FORMAT_VERSION = 1
 class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of config.json: the width of every expert of every layer, and the grid.
 
-    experts: {module path: [bits of expert 0, 1, ...]}, 16 meaning dense.
+    experts: {module path: [bits of expert 0, 1, ...]}, 16 meaning dense; others: packed modules outside of the experts,
+    with a grid of their own (see OtherWidths), absent where there are none.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         experts: dict[str, list[int]] | None = None,
         group_size: int = 128,
         symmetric: bool = False,
+        others: dict[str, Any] | None = None,
         format_version: int = FORMAT_VERSION,
         layout: str = LAYOUT,
         layout_version: int = LAYOUT_VERSION,
@@ -51,6 +55,14 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.experts = experts or {}
         self.group_size, self.symmetric = group_size, symmetric
         self.format_version, self.layout, self.layout_version = format_version, layout, layout_version
+        if others:
+            OtherWidths.of(others)
+            self.others = others
+
+    @property
+    def widths(self) -> OtherWidths:
+        """The packed modules outside of the experts."""
+        return OtherWidths.of(self.others)
 
 
 @register_quantizer(METHOD)
@@ -95,16 +107,22 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
             setattr(model.get_submodule(parent), leaf, packed)
             if layer.kind.name == "numbered":  # the family's initialization reaches for experts by name
                 setattr(model.get_submodule(parent), "_is_hf_initialized", True)  # noqa: B010
+        if hasattr(config, "others"):
+            replace_modules(model, config.widths)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """Without those that only make the family's stacks of experts: a packed checkpoint has none."""
+        """Without those that only make what is packed, stacks of experts or others: a packed checkpoint has none."""
         left = [name for name, _ in model.named_parameters() if name.endswith(self.stacks)]  # of experts left alone
         kept = [
             rule
             for rule in weight_conversions
             if left or not (isinstance(rule, WeightConverter) and _makes(rule.target_patterns, self.stacks))
         ]
+        packed = _packed_names(model)
+        if packed:
+            others = [name for name in _names_beside_experts(model) if name not in packed]
+            kept = [rule for rule in kept if not (_takes(rule, packed) and not _takes(rule, others))]
         self.saved_as_loaded = not _changes_when_saved(kept, model)
         return kept
 
@@ -122,12 +140,36 @@ def _makes(targets: list[str], stacks: tuple[str, ...]) -> bool:
 
 
 def _changes_when_saved(rules: list[Any], model: nn.Module) -> bool:
-    """Whether a converter, turned round, takes hold of a packed expert's tensor."""
+    """Whether a converter, turned round, takes hold of a packed expert's tensor, or of another packed module's."""
     names = [
         f"{path}.{name}"
         for path, module in model.named_modules()
         if isinstance(module, PackedExperts)
         for name in module.get_submodule("0").state_dict(prefix="0.")
     ]
-    converters = [rule.reverse_transform() for rule in rules if isinstance(rule, WeightConverter)]
-    return any(apply_converters(name, converters)[1] is not None for name in names)
+    return any(_takes(rule, [*names, *_packed_names(model)]) for rule in rules)
+
+
+def _packed_names(model: nn.Module) -> set[str]:
+    """Names of the tensors of packed modules outside of the experts, biases apart."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, PackedModule)
+        for name in module.state_dict()
+        if name != "bias"
+    }
+
+
+def _names_beside_experts(model: nn.Module) -> list[str]:
+    """Names of all tensors but those of packed experts."""
+    experts = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, PackedExperts))
+    return [name for name in model.state_dict() if not name.startswith(experts)]
+
+
+def _takes(rule: Any, names: Collection[str]) -> bool:
+    """Whether a converter, turned round, takes hold of one of these tensors."""
+    if not isinstance(rule, WeightConverter):
+        return False
+    converter = [rule.reverse_transform()]
+    return any(apply_converters(name, converter)[1] is not None for name in names)

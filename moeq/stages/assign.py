@@ -12,7 +12,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import packed_bytes
 from moeq.recipe import AssignSection
-from moeq.stages import losses, profile
+from moeq.stages import losses, others, profile
 from moeq.stages.context import Context
 
 NAME = "assignment.json"
@@ -81,11 +81,13 @@ def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
     """Average bits, bytes and the number of experts at each width."""
     ndp, everywhere = assignment.average_bits("ndp"), assignment.average_bits()
     flat = [int(bits) for layer in assignment.bits() for bits in layer]
+    size = total_bytes(context, assignment)
     return {
         "method": assignment.method,
         "average_bits_ndp": None if ndp is None else float(ndp),
         "average_bits_all": None if everywhere is None else float(everywhere),
-        "expert_bytes": total_bytes(context, assignment),
+        "expert_bytes": size,
+        **others.sizes(context, size),
         "experts_by_bits": {str(bits): flat.count(bits) for bits in assignment.widths()},
         "gpu_experts": int(sum(hot.sum() for hot in assignment.hot())),
     }

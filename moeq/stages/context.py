@@ -20,6 +20,7 @@ from moeq.errors import ArtifactError, CorpusError
 from moeq.evaluation.harness import open_tasks
 from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer
+from moeq.models.others import OtherModules, find_others
 from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
@@ -46,6 +47,7 @@ class Context:
     out: Path
     reporter: Reporter = field(default_factory=Reporter)
     announced: bool = False
+    overwritten: list[str] = field(default_factory=list)  # resident parameters of a streamed model
 
     def directory(self, stage: str) -> Path:
         return self.out / DIRECTORIES.get(stage, stage)
@@ -88,6 +90,11 @@ class Context:
         return self.described[1]
 
     @cached_property
+    def others(self) -> OtherModules:
+        """What is not a routed expert and can be quantized."""
+        return find_others(*self.described, self.source)
+
+    @cached_property
     def tokenizer(self) -> Any:
         return loading.load_tokenizer(self.source, self.recipe.trust_remote_code)
 
@@ -127,7 +134,9 @@ class Context:
         """Forget what was done to the model; the next use of `model` has the checkpoint's weights again."""
         self.__dict__.pop("model", None)
         if self.streamed is not None:
-            self.streamed.overlay = None
+            self.streamed.overlay = self.streamed.block_overlay = None
+            self.streamed.read_again(self.overwritten)
+            self.overwritten = []
 
     @cached_property
     def calibration_sources(self) -> list[corpus.Source]:

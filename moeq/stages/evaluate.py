@@ -19,8 +19,9 @@ from moeq.models.experts import ExpertLayer, set_expert_weights
 from moeq.models.forward import forward
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.stages import assign, export, quantize, refine
+from moeq.stages import assign, export, others, quantize, refine
 from moeq.stages.context import Context
+from moeq.stages.others import Stored
 from moeq.stages.quantize import Replicas
 
 ORIGINAL = "original"
@@ -48,6 +49,7 @@ def run(context: Context) -> dict[str, Any]:
     batches = (
         0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
     )
+    rest = others.non_expert_bytes(context)
     rows = []
     error = 0.0
     with context.reporter.bar("eval", len(variants) * (batches + bool(section.tasks))) as advance:
@@ -56,7 +58,7 @@ def run(context: Context) -> dict[str, Any]:
                 model, error = _exported(context, own)
             else:
                 model = _in_place(context, variant.assignment)
-            rows.append(_evaluate(context, model, variant, sequences, manager, advance))
+            rows.append(_evaluate(context, model, variant, sequences, manager, rest, advance))
             del model  # before the next variant's is loaded
     context.drop_model()
     tokens = 0 if sequences is None else int(sequences.mask[:, 1:].sum())
@@ -74,12 +76,15 @@ def check(context: Context) -> None:
 
 
 def apply_assignment(context: Context, assignment: Assignment, *, exported: bool = False) -> None:
-    """Replace the model's experts by their dequantized replicas: now, or as a streamed model's layers are read.
+    """Replace the model's experts, and what else is quantized, by their dequantized replicas.
 
-    exported: the assignment is the recipe's own, whose experts quantize may have refined.
+    It is done now, or as a streamed model's layers are read. exported: the assignment is the recipe's own, whose
+    experts quantize may have refined.
     """
     directory = context.directory("quantize")
     made = quantize.quantizers(directory) if exported else {}
+    stored = Stored(context)
+    stored.apply(context.model, "")
 
     def replace(model: nn.Module, layer: ExpertLayer) -> None:
         refined = refine.read_refined(directory, layer, assignment, made[layer.name]) if made else None
@@ -90,8 +95,11 @@ def apply_assignment(context: Context, assignment: Assignment, *, exported: bool
                 set_expert_weights(model, layer, expert, values)
 
     if context.streamed is not None:
-        context.streamed.overlay = replace
+        context.overwritten = [module.weight for module in stored.by_block.get("", ())]
+        context.streamed.overlay, context.streamed.block_overlay = replace, stored.apply
         return
+    for block in stored.by_block:
+        stored.apply(context.model, block)
     for layer in context.layers:
         replace(context.model, layer)
 
@@ -129,8 +137,15 @@ def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
 
 
 def _evaluate(
-    context: Context, model: Any, variant: _Variant, sequences: corpus.Sequences | None, manager: Any, advance: Any
+    context: Context,
+    model: Any,
+    variant: _Variant,
+    sequences: corpus.Sequences | None,
+    manager: Any,
+    rest: tuple[int, int],
+    advance: Any,
 ) -> EvalRow:
+    """Measure one variant; rest: bytes beside the experts, of the original and as exported."""
     section = context.recipe.eval
     measured: dict[str, Any] = {"perplexity": None, "by_domain": {}}
     if sequences is not None and section.perplexity is not None:
@@ -160,6 +175,7 @@ def _evaluate(
         exported=variant.exported,
         assignment=assignment,
         expert_bytes=size,
+        other_bytes=rest[assignment is not None],
         average_bits=None if average is None else float(average),
         perplexity=measured["perplexity"],
         perplexity_by_domain=measured["by_domain"],
@@ -177,6 +193,7 @@ def summarize(report: EvalReport) -> dict[str, Any]:
             {
                 "name": row.name,
                 "expert_bytes": row.expert_bytes,
+                "other_bytes": row.other_bytes,
                 "perplexity": row.perplexity,
                 "accuracy": row.accuracy,
             }

@@ -11,7 +11,7 @@ from moeq.exporters import export
 from moeq.exporters.moeq import ExportInputs
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import CARD
-from moeq.stages import assign, model_card, profile, quantize
+from moeq.stages import assign, model_card, others, profile, quantize
 from moeq.stages.context import Context
 
 
@@ -30,6 +30,8 @@ def run(context: Context) -> dict[str, Any]:
         quantizers=quantize.quantizers(directory),
         max_shard_bytes=context.recipe.export.max_shard,
         stamp=context.stamp,
+        others=others.table(context),
+        other_keys=frozenset(others.replaced_keys(context)),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in ("assign", "quantize")},
     )
     target = context.directory("export")

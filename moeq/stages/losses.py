@@ -24,6 +24,7 @@ from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs, walk
 from moeq.quantizers.layer import RTN, heldout_stride, quantize_layer
 from moeq.recipe import LossesSection
+from moeq.stages import others as others_stage
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file, say_left_out
 
@@ -52,14 +53,22 @@ def run(context: Context) -> dict[str, Any]:
     replicas.write_index(directory, index)  # before the first replica, so that `moeq gc` keeps it
     replicas.open_store(context.store, None if context.owns_store else context.out)
     missing = _all_missing(context, index)
-    if any(missing.values()):
+    more = others_stage.Making(context, sequences)
+    if any(missing.values()) or more.needs_walk:
         batches = sequences.batches(context.recipe.corpus.batch_size)
-        with naming_the_file(context), context.reporter.bar("losses", len(context.layers)) as advance:
-            for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
+        with (
+            naming_the_file(context),
+            context.reporter.bar("losses", len(context.layers)) as advance,
+            more.listening() as listening,
+        ):
+            for inputs in walk(
+                context.model, context.layers, batches, context.device, streamed=context.streamed, **listening
+            ):
                 say_left_out(context, inputs)
                 _finish_layer(context, inputs, index, missing[inputs.layer.index])
                 advance()
                 del inputs  # before the next layer's are gathered
+    more.finish()
     found = [_digests(context, index, layer.index) for layer in context.layers]
     replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))
     write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.layers))
@@ -67,7 +76,8 @@ def run(context: Context) -> dict[str, Any]:
     if summary["fallbacks"]:
         counts = ", ".join(f"{name} {count:,}" for name, count in summary["fallbacks"].items())
         context.reporter.say(f"  fallbacks of {summary['experts']:,} experts: {counts}")
-    return summary
+    table = others_stage.table(context)
+    return summary | ({} if table is None else {"others": others_stage.summarize(table)})
 
 
 def planned(context: Context, tokens: str) -> ReplicaIndex:
@@ -214,7 +224,7 @@ def is_intact(context: Context) -> bool:
             LayerReplicas(context.store / index.set, layer).check(index.layers[layer])
     except (ArtifactError, IndexError):
         return False
-    return True
+    return others_stage.is_intact(context)
 
 
 def summarize(table: LossTable) -> dict[str, Any]:

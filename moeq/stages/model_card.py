@@ -24,7 +24,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         "---",
         f"# {manifest.model.name}, experts packed by moeq {manifest.moeq_version}",
         "",
-        f"Routed experts of `{config.get('model_type')}` quantized one by one; everything else is untouched.",
+        f"Routed experts of `{config.get('model_type')}` quantized one by one; {_rest(manifest)}.",
         "",
         "```python",
         "import moeq  # registers the format with transformers",
@@ -43,6 +43,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         f"| expert bytes, scales and zero points counted | {human_bytes(totals.placed_expert_bytes)} |",
         f"| other replicas | {human_bytes(totals.other_replica_bytes)} |",
         f"| everything else | {human_bytes(totals.non_expert_bytes)} |",
+        *_modules(manifest),
         "",
         "Where every expert should live, and how its bytes are laid out: `placement.json`.",
         "",
@@ -55,3 +56,24 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
             lines.append(f"| {row['name']} | {human_bytes(row['expert_bytes'])} | {perplexity} | {accuracy} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _rest(manifest: PlacementManifest) -> str:
+    """What was done to everything else."""
+    if not manifest.others:
+        return "everything else is untouched"
+    kinds = ", ".join(dict.fromkeys(module.kind for module in manifest.others))
+    return f"of the rest, {kinds} are quantized too, routers and norms are untouched"
+
+
+def _modules(manifest: PlacementManifest) -> list[str]:
+    """A line for each class of packed modules outside of the experts."""
+    lines = []
+    for kind in dict.fromkeys(module.kind for module in manifest.others):
+        mine = [module for module in manifest.others if module.kind == kind]
+        first, size = mine[0], human_bytes(sum(module.bytes for module in mine))
+        grid = "symmetric" if first.symmetric else "asymmetric"
+        lines.append(
+            f"| of it {kind} | {len(mine)} at {first.bits} bits, groups of {first.group_size}, {grid}: {size} |"
+        )
+    return lines

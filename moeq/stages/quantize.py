@@ -1,7 +1,7 @@
 """quantize: the replicas that the assignment names, one file a layer, under the names the checkpoint gives them.
 
 quantizers.json says which method made each of them. With quantize.refine the placed ones are trained further, see
-stages/refine.py.
+stages/refine.py. Packed modules outside of the experts, where the recipe has some, are written likewise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.files import make_directory, read_json, write_json, write_tensors
 from moeq.artifacts.replicas import LayerReplicas, ReplicaIndex
 from moeq.artifacts.stage import check_schema_version
-from moeq.exporters.moeq import METADATA, extra_name, layer_name
+from moeq.exporters.moeq import METADATA, extra_name, layer_name, others_name
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
@@ -27,8 +27,10 @@ from moeq.numerics.slab import Slab
 from moeq.quantizers.layer import GPTQ, rtn_batch
 from moeq.recipe import BEST
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
+from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.stages import assign, losses, refine
 from moeq.stages.context import Context
+from moeq.stages.others import Stored
 
 NAME = "quantizers.json"
 SCHEMA_VERSION = 1
@@ -57,7 +59,8 @@ def run(context: Context) -> dict[str, Any]:
             refined += len(replicas.refined)
             advance()
     write_json(directory / NAME, {"schema_version": SCHEMA_VERSION, "layers": made})
-    return {"placed_expert_bytes": placed, "other_replica_bytes": others, "refined_experts": refined}
+    experts = {"placed_expert_bytes": placed, "other_replica_bytes": others, "refined_experts": refined}
+    return experts | _write_others(context, directory)
 
 
 def _refined(
@@ -96,6 +99,18 @@ def _write_layer(context: Context, replicas: Replicas, directory: Path, done: re
     if context.recipe.quantize.refine is not None:
         done.add([directory / name for name in files])
     return sum(map(_bytes, tensors.values())), sum(map(_bytes, extra.values()))
+
+
+def _write_others(context: Context, directory: Path) -> dict[str, int]:
+    """Write the packed modules outside of the experts, a file a decoder layer; their bytes, nothing where none are."""
+    stored = Stored(context)
+    size = 0
+    for number, modules in stored.by_number().items():
+        tensors = {f"{one.name}.{part}": t for one in modules for part, t in stored.packed(one).parts().items()}
+        size += sum(map(_bytes, tensors.values()))
+        tensors |= {guard_name(one.name): torch.zeros(GUARD_SHAPE, dtype=GUARD_DTYPE) for one in modules}
+        write_tensors(directory / others_name(number), tensors, METADATA)
+    return {"packed_module_bytes": size} if stored.modules else {}
 
 
 def guards(layer: ExpertLayer) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from moeq.artifacts.stage import read_record
 from moeq.reporting.inputs import ReportInputs, SpeedInputs
 from moeq.reporting.page import render
 from moeq.runtime.checkpoint import CARD
-from moeq.stages import assign, estimate, evaluate, export, losses, model_card, profile
+from moeq.stages import assign, estimate, evaluate, export, losses, model_card, others, profile
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 
@@ -41,6 +41,7 @@ def collect(context: Context) -> ReportInputs:
         manifest=read_manifest(context.directory("export")),
         speed=speed_inputs(estimate.load(context)),
         recipe_text=_recipe_text(context),
+        others=others.table(context),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in STAGES},
     )
 

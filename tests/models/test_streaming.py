@@ -99,3 +99,29 @@ def test_a_layer_without_weights_is_named(tiny_mixtral: Path, tmp_path: Path) ->
     streamed = StreamedModel(open_source(str(tmp_path / "model")), torch.float32, CPU)
     with pytest.raises(ModelError, match=r"1 missing keys, the first: model\.layers\.1\.self_attn\.q_proj\.weight"):
         streamed.model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "switch_transformers"])
+def test_what_overlays_write_is_not_read_again(family: str, tmp_path: Path) -> None:
+    """Stacks that the disk has as the model has them are read without a copy."""
+    streamed = StreamedModel(open_source(str(save(family, tmp_path / "model"))), torch.float32, CPU)
+    layer = streamed.layers[-1]
+    block = streamed.block_of(layer.name)
+
+    def first(doubled: bool) -> list[torch.Tensor]:
+        streamed.overlay = double if doubled else None
+        with streamed.having(layer) as model:
+            views = layer.kind.views(model.get_submodule(layer.name), 0)
+            return [view.clone() for view in views.values()]
+
+    def double(model: torch.nn.Module, of: object) -> None:
+        if of == layer:
+            for view in layer.kind.views(model.get_submodule(layer.name), 0).values():
+                with torch.no_grad():
+                    view.mul_(2)
+
+    before, changed, after = first(False), first(True), first(False)
+    assert block not in streamed.loaded
+    for one, two, three in zip(before, changed, after, strict=True):
+        assert torch.equal(2 * one, two)
+        assert torch.equal(one, three)

@@ -8,8 +8,10 @@ import family_models
 import pytest
 
 from moeq import pipeline
-from moeq.planning.disk import Disk
+from moeq.artifacts.others import read_index
+from moeq.planning.disk import DIGEST, Disk
 from moeq.planning.memory import STAGES
+from moeq.planning.others import DIGEST as OTHERS_DIGEST
 from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -33,6 +35,8 @@ CASES = {
                            "assign={method: uniform, bits: 3, quantizer: best}")),
     "refined": ("tiny_mixtral", ("losses.group_size=16", "losses.methods=[gptq,rtn]", "assign.average_bits=2",
                                  "quantize={replicas: all, refine: {iterations: 5}}")),
+    "others": ("tiny_qwen", ("losses.group_size=16", "assign={method: uniform, bits: 2}", "export.max_shard=30KB",
+                             "others={attention: 4, dense: 3, shared: 4, embeddings: 8, head: 8, symmetric: true}")),
     "rtn": ("tiny_qwen", ("losses.methods=[rtn]", "assign={method: uniform, bits: 3, quantizer: rtn}",
                           "eval.compare=[]", "export.max_shard=30KB", "losses.per_projection=false")),
 }  # fmt: skip
@@ -97,15 +101,16 @@ def test_every_file_of_every_stage_is_named(finished: Context) -> None:
 def test_every_file_of_the_store_is_foretold(finished: Context) -> None:
     found = {path.relative_to(finished.store).as_posix(): path.stat().st_size
              for path in finished.store.rglob("*") if path.is_file() and path.name != ".lock"}  # fmt: skip
-    wanted = foretold(finished).store()
-    name = losses.load_index(finished).set
-    assert {path.replace("0" * 64, name) for path in wanted if path.endswith("tensors")} == {
-        path for path in found if path.endswith("tensors")
-    }
+    names = {DIGEST: losses.load_index(finished).set}
+    if finished.recipe.others.widths():
+        names[OTHERS_DIGEST] = read_index(finished.directory("losses")).set
+    named = lambda path: names.get(path.partition("/")[0], "") + path.removeprefix(path.partition("/")[0])  # noqa: E731
+    wanted = {named(path) if "/" in path else path: size for path, size in foretold(finished).store().items()}
+    assert {path for path in wanted if path.endswith("tensors")} == {path for path in found if path.endswith("tensors")}
     assert len(wanted) == len(found)
     for path, size in wanted.items():
         if path.endswith("tensors"):
-            assert size == found[path.replace("0" * 64, name)], path
+            assert size == found[path], path
     rows = [sum(size for path, size in sizes.items() if "/losses/" in path) for sizes in (wanted, found)]
     assert rows[0] == pytest.approx(rows[1], rel=0.02)
 

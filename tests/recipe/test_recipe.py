@@ -121,3 +121,29 @@ def test_best_chooses_among_the_methods_there_are() -> None:
     assert (one.assign.quantizer, one.losses.methods) == ("best", ["rtn"])
     with pytest.raises(RecipeError, match=r"quantizer gptq is not among losses\.methods"):
         load_recipe(None, ["losses.methods=[rtn]", "eval.compare=[]"])
+
+
+def test_others_are_full_precision_by_default() -> None:
+    section = load_recipe(None).others
+    assert section.widths() == {}
+    assert (section.method, section.group_size, section.symmetric, section.damping) == ("gptq", None, False, None)
+    chosen = load_recipe(None, ["others={attention: 4, head: 8, shared: null}"]).others
+    assert chosen.widths() == {"attention": 4, "head": 8}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("others.attention=16", r"others\.attention: Input should be 2, 3, 4 or 8 \(given 16\)"),
+        ("others.attention=1", r"others\.attention"),
+        ("others.atention=4", r"unknown key 'others\.atention'.*did you mean 'attention'"),
+        ("others.router=4", r"unknown key 'others\.router'"),
+        ("others.method=signround", r"others\.method"),
+        ("others.group_size=0", r"group_size must be -1 \(whole rows\) or at least 8"),
+        ("others.group_size=4", r"group_size must be -1 \(whole rows\) or at least 8"),
+        ("others.damping=0", r"others\.damping"),
+    ],
+)
+def test_others_that_cannot_be_are_named(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(None, [override])

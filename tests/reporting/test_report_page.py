@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from moeq.artifacts.others import OtherRow, OtherTable
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.page import render
 from moeq.stages.report import card_figures
@@ -194,3 +195,36 @@ def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:
     found = card_figures(make().evaluation)
     assert [row["name"] for row in found] == ["original", "uniform-4", "mixed"]
     assert set(found[0]) == {"name", "expert_bytes", "perplexity", "accuracy"}
+
+
+def other_row(module: str, kind: str, error: float | None, **more: object) -> OtherRow:
+    values = {
+        "module": module, "kind": kind, "bits": 4, "method": "gptq", "group_size": 64, "symmetric": False, "rows": 40,
+        "inputs": 30, "relative_error": error, "calibration_rows": 9, "heldout_rows": 3, "fallback": "none",
+        "bytes": 700,
+    }  # fmt: skip
+    return OtherRow(**values | more)
+
+
+def test_other_modules_have_a_section_where_they_are_packed(make: Make, page: str) -> None:
+    rows = (
+        other_row("layers.0.q", "attention", 0.01),
+        other_row("layers.0.k", "attention", 0.03, fallback="rounded+no_tokens", method="rtn"),
+        other_row("table", "embeddings", None, bits=8, tied="lm_head", bytes=1300),
+    )
+    left = {"layers.0.dt": "the family's code reads its weight without calling it"}
+    inputs = make()
+    evaluation = inputs.evaluation.model_copy(
+        update={"rows": tuple(row.model_copy(update={"other_bytes": 4_000_000}) for row in inputs.evaluation.rows)}
+    )
+    table = OtherTable(modules=rows, left=left, absent=("dense",))
+    text = parsed(render(replace(inputs, others=table, evaluation=evaluation))).text
+    for words in (
+        "What else was packed", "1.37 KiB", "4.69 KiB", "2 %", "3 %", "table and lm_head are one tensor",
+        "1 module left in full precision: the family's code reads its weight", "Not in this model: dense",
+        "rounded to nearest instead of GPTQ", "no calibration row came to it", "bytes of the whole checkpoint",
+        "whole checkpoint", "9.54 MiB", "4.67 MiB",
+    ):  # fmt: skip
+        assert words in text.replace("\N{NARROW NO-BREAK SPACE}", " "), words
+    assert "What else was packed" not in page
+    assert "whole checkpoint" not in page

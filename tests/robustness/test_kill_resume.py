@@ -40,9 +40,10 @@ class Reference:
 def reference(
     moeq: ForkServer, tiny_model: Path, short_corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:
-    """Every stage has something to do: lm-eval, replicas of all widths, a second assignment."""
+    """Every stage has something to do: lm-eval, replicas of all widths, other modules, a second assignment."""
     folder = tmp_path_factory.mktemp("reference")
-    recipe = tiny_recipe(tiny_model, short_corpus, quantize={"replicas": "all"})
+    others = {"attention": 4, "embeddings": 8, "head": 8}
+    recipe = tiny_recipe(tiny_model, short_corpus, quantize={"replicas": "all"}, others=others)
     recipe["eval"] |= {"tasks": ["moeq_continuation"], "limit": 4}
     path = write_recipe(folder / "recipe.yaml", recipe)
     finished = moeq.run("run", path, "--out", folder / "run", "--quiet")

@@ -1,0 +1,104 @@
+"""Packed linears, embeddings and tied heads compute what their dequantized weights compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from family_models import build
+from torch import nn
+
+from moeq.errors import ArtifactError
+from moeq.numerics import gptq
+from moeq.numerics.packed import PackedWeight
+from moeq.runtime.packed_modules import (
+    GUARD_SHAPE,
+    OtherWidths,
+    PackedEmbedding,
+    PackedModule,
+    TiedHead,
+    replace_modules,
+)
+
+
+def packed_weight(weight: torch.Tensor, bits: int, symmetric: bool) -> PackedWeight:
+    made = gptq.quantize(weight.detach().unsqueeze(0), None, bits=[bits], group_size=16, symmetric=symmetric)
+    return PackedWeight.of(made, bits, symmetric).map(lambda part: part[0])
+
+
+def fill(module: nn.Module, weight: PackedWeight) -> None:
+    for part, tensor in weight.parts().items():
+        buffer = module.get_buffer(part)
+        assert (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
+        buffer.copy_(tensor)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_packed_linear_is_its_dequantized_linear(bits: int, symmetric: bool, biased: bool) -> None:
+    original = nn.Linear(40, 24, bias=biased)
+    weight = packed_weight(original.weight, bits, symmetric)
+    packed = PackedModule(original, bits, 16, symmetric)
+    fill(packed, weight)
+    if biased:
+        packed.get_buffer("bias").copy_(original.bias)
+    with torch.no_grad():
+        original.weight.copy_(weight.dequantize())
+    rows = torch.randn(2, 5, 40)
+    assert torch.equal(packed(rows), original(rows))
+    assert (packed.in_features, packed.out_features) == (40, 24)
+    assert tuple(packed.state_dict()["weight"].shape) == GUARD_SHAPE
+    assert ("zeros" in packed.state_dict()) == (not symmetric)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_dequantizes_what_is_looked_up(dtype: torch.dtype) -> None:
+    original = nn.Embedding(60, 40, padding_idx=2, dtype=dtype)
+    weight = packed_weight(original.weight, 4, False)
+    packed = PackedEmbedding(original, 4, 16, False)
+    fill(packed, weight)
+    with torch.no_grad():
+        original.weight.copy_(weight.dequantize())
+    ids = torch.tensor([[3, 59, 0], [2, 2, 7]])
+    found = packed(ids)
+    assert found.dtype == dtype
+    assert torch.equal(found, original(ids))
+    assert packed.padding_idx == 2
+
+
+def test_a_tied_head_has_no_tensor_of_its_own() -> None:
+    table, head = nn.Embedding(60, 40), nn.Linear(40, 60)
+    weight = packed_weight(table.weight, 3, False)
+    embeddings = PackedEmbedding(table, 3, 16, False)
+    fill(embeddings, weight)
+    tied = TiedHead(head, embeddings)
+    tied.get_buffer("bias").copy_(head.bias)
+    rows = torch.randn(4, 40)
+    wanted = nn.functional.linear(rows, weight.dequantize(), head.bias)
+    assert torch.equal(tied(rows), wanted)
+    assert set(tied.state_dict()) == {"bias"}
+    assert not list(TiedHead(nn.Linear(40, 60, bias=False), embeddings).state_dict())
+
+
+def widths(bits: dict[str, int], tied: dict[str, str] | None = None) -> OtherWidths:
+    return OtherWidths(bits=bits, group_size=16, symmetric=False, tied=tied or {})
+
+
+def test_modules_are_put_in_place_and_no_longer_tied() -> None:
+    model: Any = build("cohere2_moe")
+    assert model.all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
+    replace_modules(model, widths({"model.embed_tokens": 8}, {"model.embed_tokens": "lm_head"}))
+    assert isinstance(model.get_input_embeddings(), PackedEmbedding)
+    assert isinstance(model.get_output_embeddings(), TiedHead)
+    assert model.all_tied_weights_keys == {}
+    other: Any = build("cohere2_moe")
+    replace_modules(other, widths({"model.layers.0.self_attn.q_proj": 4}))
+    assert other.all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("name", ["model.nowhere", "model.layers.0.input_layernorm", "model.layers.1.mlp.experts"])
+def test_a_module_that_cannot_be_packed_is_refused(name: str) -> None:
+    with pytest.raises(ArtifactError, match=f"config.json, {name}.*export the checkpoint again"):
+        replace_modules(build("mixtral"), widths({name: 4}))
