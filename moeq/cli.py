@@ -138,8 +138,75 @@ STAGE_HELP = {
     "estimate": "Estimate speed on GPU + near-data-memory hardware.",
     "report": "Write the HTML report.",
 }
+
+
+def assign(
+    recipe: RecipeArgument = None,
+    model: ModelOption = None,
+    out: OutOption = None,
+    set_: SetOption = None,
+    method: Annotated[
+        str | None,
+        typer.Option("--method", help="uniform, frequency, prefix-split, mopeq, optimal or budget."),
+    ] = None,
+    average_bits: Annotated[
+        str | None, typer.Option("--average-bits", help="Budget: mean width of the experts, such as 2.5.")
+    ] = None,
+    expert_bytes: Annotated[
+        str | None, typer.Option("--expert-bytes", help="Budget: bytes of all experts, such as 10GiB.")
+    ] = None,
+    size: Annotated[str | None, typer.Option("--size", help="Budget: the whole checkpoint, such as 12GiB.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="Runtime that must load it: moeq, auto-round, gptqmodel, vllm or transformers."),
+    ] = None,
+    price: Annotated[bool, typer.Option("--price", help="Show what each target's restriction costs.")] = False,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Objective against bytes of every method: table, JSON and plot.")
+    ] = False,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    given = {"average_bits": average_bits, "expert_bytes": expert_bytes, "size": size}
+    overrides = [*(set_ or []), *_assign_overrides(method, given), *([f"assign.target={target}"] if target else [])]
+    context = _context(recipe, model, out, overrides, quiet, trust_remote_code)
+    from moeq import pipeline, terminal
+    from moeq.stages import assign as stage
+
+    outcome = pipeline.run_alone(context, "assign")
+    prices = stage.prices(context) if price else None
+    curve = stage.frontier(context) if frontier else None
+    if json:
+        extra = {"prices": prices, "frontier": curve}
+        _print_json(
+            terminal.outcome_json(outcome) | {name: value for name, value in extra.items() if value is not None}
+        )
+    elif not quiet:
+        terminal.print_summary(outcome.record.summary)
+        if prices is not None:
+            terminal.print_prices(prices)
+        if curve is not None:
+            terminal.print_frontier(curve, context.directory("assign") / stage.FRONTIER_PLOT)
+
+
+def _assign_overrides(method: str | None, given: dict[str, str | None]) -> list[str]:
+    """What --method and the budget options set; a budget that is given replaces the recipe's, whatever it was."""
+    from moeq.recipe import BUDGETS
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    dropped = [name for name in ("bits", *given) if name not in chosen] if chosen else []
+    if method is not None and method in BUDGETS and not chosen:
+        dropped = [name for name in ("bits", *given) if name not in BUDGETS[method]]
+    return [
+        *([f"assign.method={method}"] if method is not None else []),
+        *(f"assign.{name}=null" for name in dropped),
+        *(f"assign.{name}={value}" for name, value in chosen.items()),
+    ]
+
+
 for _name, _summary in STAGE_HELP.items():
-    app.command(_name)(_stage_command(_name, _summary))
+    app.command(_name, help=_summary)(assign if _name == "assign" else _stage_command(_name, _summary))
 
 
 @app.command()

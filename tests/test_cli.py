@@ -18,7 +18,8 @@ COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
     "run": STAGE,
-    **dict.fromkeys(("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report"), STAGE),
+    **dict.fromkeys(("profile", "losses", "quantize", "export", "eval", "estimate", "report"), STAGE),
+    "assign": STAGE | {"--method", "--average-bits", "--expert-bytes", "--size", "--target", "--price", "--frontier"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
     "gc": {"--out", "--store", "--dry-run", "--json"},

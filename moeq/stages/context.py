@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.markup import escape
 from torch import nn
@@ -46,6 +47,7 @@ class Context:
     out: Path
     reporter: Reporter = field(default_factory=Reporter)
     announced: bool = False
+    traces: dict[Any, list[np.ndarray]] = field(default_factory=dict)  # of the experts' Hessians, by how they were made
 
     def directory(self, stage: str) -> Path:
         return self.out / DIRECTORIES.get(stage, stage)
