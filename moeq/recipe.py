@@ -374,6 +374,10 @@ class Recipe(Section):
             missing = sorted({1, 2, 3, 4} - set(self.losses.bits))
             if section.method == "prefix-split" and section.selector and missing:
                 raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")
+        if self.assign.size is not None and self.quantize.replicas == "all":
+            raise ValueError(
+                "assign: size counts the placed replicas alone; use expert_bytes with quantize.replicas all"
+            )
         names = [self.name, "original", *(c.name for c in self.eval.compare)]
         if len(set(names)) != len(names):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from fractions import Fraction
 from functools import partial
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ SENSITIVITIES = "sensitivities.parquet"
 FRONTIER, FRONTIER_PLOT = "frontier.json", "frontier.svg"
 AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
 TRACE_SAMPLES = 32
-RECORD_BYTES = 4096  # of one expert in the manifest, the configuration and the headers of tensors: generous
+RECORD_BYTES = 6144  # of one expert in the manifest, the configuration and the headers of tensors: generous
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -198,12 +200,28 @@ def load(context: Context) -> Assignment:
     """Read the assignment and check it against the model."""
     path = context.directory("assign") / NAME
     assignment = read_assignment(path)
-    wanted = [(layer.name, layer.num_experts) for layer in context.layers]
-    found = [(layer.name, len(layer.experts)) for layer in assignment.layers]
-    if wanted != found:
-        raise AssignmentError(
-            "the assignment is for other layers or experts than the model has",
-            where=str(path),
-            do="run `moeq assign` again",
-        )
+    _check_shape(context, assignment, path)
+    made = {FULL, *context.recipe.losses.bits}
+    for layer in assignment.layers:
+        for expert, choice in enumerate(layer.experts):
+            if choice.bits not in made:
+                raise AssignmentError(
+                    f"{choice.bits} bits is not among losses.bits {list(context.recipe.losses.bits)}",
+                    where=f"{path}: {layer.name}, expert {expert}",
+                    do="choose another width, or add it to losses.bits and run `moeq losses`",
+                )
     return assignment
+
+
+def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
+    """AssignmentError naming the first layer that the model does not have so."""
+    for index, (wanted, found) in enumerate(zip_longest(context.layers, assignment.layers)):
+        problem = None
+        if wanted is None or found is None:
+            problem = f"{len(assignment.layers)} layers, the model has {len(context.layers)}"
+        elif wanted.name != found.name:
+            problem = f"layer {index} is called {found.name}, in the model {wanted.name}"
+        elif wanted.num_experts != len(found.experts):
+            problem = f"{found.name} has {len(found.experts)} experts, in the model {wanted.num_experts}"
+        if problem is not None:
+            raise AssignmentError(problem, where=str(path), do="mend the file or run `moeq assign` again")
