@@ -56,7 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=["gptq"], help="quantizers; of several, the best is taken")
     parser.add_argument("--set", action="append", default=[], help="key=value of the losses section, such as act_order")
     parser.add_argument("--weighting", choices=("mass", "squared", "none"), default="squared")
-    parser.add_argument("--layer-weighting", choices=("measured", "none"), default="measured")
+    parser.add_argument("--layer-weighting", choices=("measured", "none"), default="none")
     parser.add_argument("--goal", type=float, default=0.55, help="share to win back at 2 bits")
     parser.add_argument("--out", type=Path, help="keep the run here")
     return parser.parse_args()
@@ -103,7 +103,7 @@ def entries(context: Context, options: argparse.Namespace) -> Iterator[Entry]:
         made = assign.make(context, NamedAssignSection(**entry), entry["name"])
         return assign.total_bytes(context, made)
 
-    yield from (shared | {"name": f"uniform-{bits}", "method": "uniform", "bits": bits} for bits in (4, 3, 2, 1))
+    yield from (shared | {"name": f"uniform-{bits}", "method": "uniform", "bits": bits} for bits in (4, 3, 2))
     for average in AVERAGES:
         budget = {"average_bits": average}
         split = mass | budget | {"name": f"prefix-split-{average}", "method": "prefix-split"}
@@ -115,7 +115,13 @@ def entries(context: Context, options: argparse.Namespace) -> Iterator[Entry]:
         else:
             limit = size(shared | {"name": "u", "method": "uniform", "bits": int(average)})
         yield shared | {"name": f"optimal-{average}", "method": "optimal", "expert_bytes": limit}
-        yield shared | {"name": f"optimal-layer-{average}", "method": "optimal", "scope": "layer", **budget}
+        if average == "2":
+            best = {"method": "optimal", "expert_bytes": limit, "quantizer": shared["quantizer"]}
+            for weighting in ("mass", "squared", "none"):
+                for layers in (None, "measured"):
+                    name = f"optimal-2-{weighting}{'' if layers is None else '-layers'}"
+                    yield best | {"name": name, "loss_weighting": weighting, "layer_weighting": layers}
+            yield best | {"name": "optimal-2-scope-layer", "scope": "layer", "loss_weighting": options.weighting}
     half = context.layers[0].num_experts // 2
     for selector in (True, False):
         name = f"hot{half}+prefix-split-2{'' if selector else '-no-selector'}"

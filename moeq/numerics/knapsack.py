@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-EFFORT = 50_000_000
+EFFORT = 200_000_000
 QUICK = 512  # states of a first pass, which is not exact, for a good solution to start with
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
