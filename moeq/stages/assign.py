@@ -43,9 +43,14 @@ def run(context: Context) -> dict[str, Any]:
     assignment = decide(inputs)
     directory = make_directory(context.directory("assign"))
     write_assignment(directory / NAME, assignment)
-    table = pa.table(sensitivity.columns(inputs, inputs.memo.get("traces")))
-    write_atomically(directory / SENSITIVITIES, lambda partial: pq.write_table(table, partial, compression="zstd"))
+    write_sensitivities(directory / SENSITIVITIES, sensitivity.columns(inputs, inputs.memo.get("traces")))
     return summarize(context, assignment) | report.score(inputs, assignment).as_json()
+
+
+def write_sensitivities(path: Path, columns: dict[str, Any]) -> None:
+    """The table of sensitivities as Parquet, a row for every layer and expert."""
+    table = pa.table(columns)
+    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
 def check(context: Context) -> None:
