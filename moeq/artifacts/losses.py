@@ -151,14 +151,19 @@ def write_losses(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
     write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
-def read_losses(path: Path) -> LossTable:
-    """Read a loss table; ArtifactError when it is missing, damaged or of another schema version."""
+def read_parquet(path: Path) -> pa.Table:
+    """A Parquet file; ArtifactError when it is missing or damaged."""
     try:
-        table = pq.read_table(path)
+        return pq.read_table(path)
     except FileNotFoundError:
         raise ArtifactError("no such file", where=str(path), do=REMEDY) from None
     except (OSError, pa.ArrowException) as error:
         raise ArtifactError(f"cannot be read as Parquet ({error})", where=str(path), do=REMEDY) from None
+
+
+def read_losses(path: Path) -> LossTable:
+    """Read a loss table; ArtifactError when it is missing, damaged or of another schema version."""
+    table = read_parquet(path)
     metadata = table.schema.metadata or {}
     version = metadata.get(b"moeq_schema_version", b"none").decode()
     if version == "1" and not set(ADDED) & set(table.schema.names):

@@ -32,6 +32,7 @@ from moeq.stages.context import Context
 NAME = "assignment.json"
 SENSITIVITIES = "sensitivities.parquet"
 FRONTIER, FRONTIER_PLOT = "frontier.json", "frontier.svg"
+FRONTIER_VERSION = 1
 AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
 TRACE_SAMPLES = 32
 RECORD_BYTES = 6144  # of one expert in the manifest, the configuration and the headers of tensors: generous
@@ -42,6 +43,8 @@ def run(context: Context) -> dict[str, Any]:
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
     assignment = decide(inputs)
     directory = make_directory(context.directory("assign"))
+    for name in (FRONTIER, FRONTIER_PLOT):  # of an earlier assignment
+        (directory / name).unlink(missing_ok=True)
     write_assignment(directory / NAME, assignment)
     write_sensitivities(directory / SENSITIVITIES, sensitivity.columns(inputs, inputs.memo.get("traces")))
     return summarize(context, assignment) | report.score(inputs, assignment).as_json()
@@ -112,6 +115,7 @@ def frontier(context: Context) -> dict[str, Any]:
         points = report.frontier(inputs, AVERAGES, decide, advance)
     directory = make_directory(context.directory("assign"))
     found = {
+        "schema_version": FRONTIER_VERSION,
         "loss_weighting": inputs.config.loss_weighting,
         "layer_weighting": inputs.config.layer_weighting,
         "points": [asdict(point) for point in points],

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from moeq import cli, pipeline
+from moeq import cli, inspection, pipeline
 from moeq.artifacts.effects import read_effects
 from moeq.errors import AssignmentError
 from moeq.progress import Reporter
@@ -134,3 +134,15 @@ def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context
     assert assign.load(context).average_bits() > 1
     with pytest.raises(AssignmentError, match=r"size: .* the least possible is \d+"):
         moeq_assign(finished, tmp_path / "other", "--size", "10KiB")
+
+
+def test_inspect_knows_the_files(finished: Context, tmp_path: Path) -> None:
+    moeq_assign(finished, tmp_path / "run", "--average-bits", "2", "--frontier")
+    folder = tmp_path / "run" / "assign"
+    table = inspection.inspect(folder / assign.SENSITIVITIES)
+    assert (table["kind"], "objective_2" in table["columns"]) == ("table of sensitivities", True)
+    assert inspection.inspect(folder / assign.FRONTIER)["kind"] == "moeq frontier"
+    effects = inspection.inspect(tmp_path / "run" / "losses" / "layer_effects.json")
+    assert effects["kind"] == "moeq layer_effects"
+    moeq_assign(finished, tmp_path / "run", "--average-bits", "3")
+    assert not (folder / assign.FRONTIER).exists()  # it was of the earlier assignment
