@@ -41,10 +41,10 @@ TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model's directory brings along.")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress, no messages but errors.")]
-MethodOption = Annotated[
+QuantizerOption = Annotated[
     Literal["rtn", "gptq", "signround", "best"] | None,
     typer.Option(
-        "--method",
+        "--quantizer",
         help="Whose replicas are used (assign.quantizer; losses.methods gains it); best: of losses.methods, the one "
         "that loses least.",
     ),
@@ -79,7 +79,7 @@ def _context(
     overrides: list[str] | None,
     quiet: bool,
     trust: bool,
-    method: str | None = None,
+    quantizer: str | None = None,
     refine: bool = False,
 ) -> Context:
     """The run that the options describe."""
@@ -91,7 +91,7 @@ def _context(
         recipe = out / "recipe.yaml"
     wanted = [*(overrides or []), *(["trust_remote_code=true"] if trust else [])]
     loaded = load_recipe(recipe, wanted)
-    more = _overrides(loaded, method, refine)
+    more = _overrides(loaded, quantizer, refine)
     loaded = load_recipe(recipe, [*wanted, *more]) if more else loaded
     name = model or loaded.model
     if name is None:
@@ -100,14 +100,14 @@ def _context(
     return Context(recipe=loaded, model_name=name, out=target, reporter=Reporter(quiet=quiet))
 
 
-def _overrides(loaded: Recipe, method: str | None, refine: bool) -> list[str]:
-    """What --method and --refine change of a recipe."""
+def _overrides(loaded: Recipe, quantizer: str | None, refine: bool) -> list[str]:
+    """What --quantizer and --refine change of a recipe."""
     found = []
-    if method is not None:
+    if quantizer is not None:
         from moeq.recipe import BEST
 
-        methods = [*loaded.losses.methods, *({method} - {BEST, *loaded.losses.methods})]
-        found += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={method}"]
+        methods = [*loaded.losses.methods, *({quantizer} - {BEST, *loaded.losses.methods})]
+        found += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={quantizer}"]
     if refine and loaded.quantize.refine is None:
         found.append("quantize.refine={}")
     return found
@@ -119,14 +119,14 @@ def run(
     model: ModelOption = None,
     out: OutOption = None,
     set_: SetOption = None,
-    method: MethodOption = None,
+    quantizer: QuantizerOption = None,
     refine: RefineOption = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Run all stages below in order; goes on where it was stopped."""
-    context = _context(recipe, model, out, set_, quiet, trust_remote_code, method, refine)
+    context = _context(recipe, model, out, set_, quiet, trust_remote_code, quantizer, refine)
     from moeq import pipeline, results, terminal
 
     outcomes = pipeline.run(context)
@@ -149,13 +149,13 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
         model: ModelOption = None,
         out: OutOption = None,
         set_: SetOption = None,
-        method: MethodOption = None,
+        quantizer: QuantizerOption = None,
         refine: RefineOption = False,
         trust_remote_code: TrustOption = False,
         json: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
-        context = _context(recipe, model, out, set_, quiet, trust_remote_code, method, refine)
+        context = _context(recipe, model, out, set_, quiet, trust_remote_code, quantizer, refine)
         from moeq import pipeline, terminal
 
         outcome = pipeline.run_alone(context, name)
@@ -172,7 +172,7 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
     return command
 
 
-STAGE_OPTIONS = {"method": ("losses", "assign"), "refine": ("quantize",)}  # options that not every stage has
+STAGE_OPTIONS = {"quantizer": ("losses",), "refine": ("quantize",)}  # options that not every stage has
 
 
 STAGE_HELP = {
@@ -185,8 +185,76 @@ STAGE_HELP = {
     "estimate": "Estimate speed on GPU + near-data-memory hardware.",
     "report": "Write the HTML report.",
 }
+
+
+def assign(
+    recipe: RecipeArgument = None,
+    model: ModelOption = None,
+    out: OutOption = None,
+    set_: SetOption = None,
+    method: Annotated[
+        str | None,
+        typer.Option("--method", help="uniform, frequency, prefix-split, mopeq, optimal or budget."),
+    ] = None,
+    average_bits: Annotated[
+        str | None, typer.Option("--average-bits", help="Budget: mean width of the experts, such as 2.5.")
+    ] = None,
+    expert_bytes: Annotated[
+        str | None, typer.Option("--expert-bytes", help="Budget: bytes of all experts, such as 10GiB.")
+    ] = None,
+    size: Annotated[str | None, typer.Option("--size", help="Budget: the whole checkpoint, such as 12GiB.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="Runtime that must load it: moeq, auto-round, gptqmodel, vllm or transformers."),
+    ] = None,
+    price: Annotated[bool, typer.Option("--price", help="Show what each target's restriction costs.")] = False,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Objective against bytes of every method: table, JSON and plot.")
+    ] = False,
+    quantizer: QuantizerOption = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    given = {"average_bits": average_bits, "expert_bytes": expert_bytes, "size": size}
+    overrides = [*(set_ or []), *_assign_overrides(method, given), *([f"assign.target={target}"] if target else [])]
+    context = _context(recipe, model, out, overrides, quiet, trust_remote_code, quantizer)
+    from moeq import pipeline, terminal
+    from moeq.stages import assign as stage
+
+    outcome = pipeline.run_alone(context, "assign")
+    prices = stage.prices(context) if price else None
+    curve = stage.frontier(context) if frontier else None
+    if json:
+        extra = {"prices": prices, "frontier": curve}
+        _print_json(
+            terminal.outcome_json(outcome) | {name: value for name, value in extra.items() if value is not None}
+        )
+    elif not quiet:
+        terminal.print_summary(outcome.record.summary)
+        if prices is not None:
+            terminal.print_prices(prices)
+        if curve is not None:
+            terminal.print_frontier(curve, context.directory("assign") / stage.FRONTIER_PLOT)
+
+
+def _assign_overrides(method: str | None, given: dict[str, str | None]) -> list[str]:
+    """What --method and the budget options set; a budget that is given replaces the recipe's, whatever it was."""
+    from moeq.recipe import BUDGETS
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    dropped = [name for name in ("bits", *given) if name not in chosen] if chosen else []
+    if method is not None and method in BUDGETS and not chosen:
+        dropped = [name for name in ("bits", *given) if name not in BUDGETS[method]]
+    return [
+        *([f"assign.method={method}"] if method is not None else []),
+        *(f"assign.{name}=null" for name in dropped),
+        *(f"assign.{name}={value}" for name, value in chosen.items()),
+    ]
+
+
 for _name, _summary in STAGE_HELP.items():
-    app.command(_name)(_stage_command(_name, _summary))
+    app.command(_name, help=_summary)(assign if _name == "assign" else _stage_command(_name, _summary))
 
 
 @app.command()

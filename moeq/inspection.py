@@ -19,6 +19,7 @@ from moeq.models.source import open_source, read_header
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import losses
+from moeq.stages.assign import SENSITIVITIES
 from moeq.stages.context import DIRECTORIES
 from moeq.tables import human_bytes
 
@@ -231,6 +232,9 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         headers = read_header(path)
         return {"kind": "safetensors", "tensors": len(headers), "tensor_bytes": sum(h.bytes for h in headers.values())}
+    if path.name == SENSITIVITIES:
+        table = loss_table.read_parquet(path)
+        return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
     if path.suffix == ".parquet":
         return {"kind": "loss table", **losses.summarize(loss_table.read_losses(path))}
     if path.suffix in {".yaml", ".yml"}:

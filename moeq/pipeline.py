@@ -65,7 +65,7 @@ STAGES = (
     Stage(
         name="losses",
         run=losses.run,
-        revision=losses.REVISION,
+        revision=losses.REVISION + losses.ROWS_REVISION,
         sections=("corpus", "losses", "others"),
         after_growth=("profile",),
         text=("calibration",),
@@ -79,6 +79,7 @@ STAGES = (
         sections=("name", "assign"),
         after=("profile", "losses"),
         check=assign.check,
+        apart=frozenset({assign.SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
         editable=frozenset({assign.NAME}),
     ),
     Stage(name="quantize", run=quantize.run, sections=("quantize",), after=("losses", "assign"), computes=True),

@@ -121,6 +121,13 @@ class ProfileSection(Section):
     )
 
 
+class LayerEffectsSection(Section):
+    """What quantizing one layer's experts alone does to the model's output, on held-out calibration sequences."""
+
+    bits: Literal[1, 2, 3, 4, 8] = 2
+    sequences: int = Field(16, ge=1, description="held-out sequences it is measured on")
+
+
 class LossesSection(Section):
     bits: list[Literal[1, 2, 3, 4, 8]] = [1, 2, 3, 4, 8]
     methods: list[Literal["gptq", "rtn", "signround"]] = ["gptq", "rtn"]
@@ -146,6 +153,9 @@ class LossesSection(Section):
     max_measured_tokens: int = Field(2048, ge=1, description="held-out tokens an expert is measured on")
     per_projection: bool = Field(True, description="also measure each projection alone")
     working_memory: Bytes = Field(2 * 2**30, description="bound for the tensors of one batch of experts")
+    layer_effects: LayerEffectsSection | None = Field(
+        None, description="also measure what each layer alone does to the output, for assign.layer_weighting"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> LossesSection:
@@ -157,6 +167,8 @@ class LossesSection(Section):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"{name} must name at least one value and none twice")
+        if self.layer_effects is not None and self.layer_effects.bits not in self.bits:
+            raise ValueError(f"layer_effects: {self.layer_effects.bits} bits is not among losses.bits")
         return self
 
     def symmetry(self) -> bool | Literal["narrow", "full"]:
@@ -164,16 +176,72 @@ class LossesSection(Section):
         return self.symmetric if self.symmetric_range == "even" else self.symmetric_range
 
 
+_ALL_BUDGETS = ("bits", "average_bits", "expert_bytes", "size")
+BUDGETS: dict[str, tuple[str, ...]] = {  # what says how much a method may spend
+    "uniform": ("bits", "expert_bytes", "size"),
+    "frequency": ("average_bits", "expert_bytes", "size"),
+    "prefix-split": ("average_bits", "expert_bytes", "size"),
+    "mopeq": (),
+    "optimal": ("average_bits", "expert_bytes", "size"),
+    "budget": ("expert_bytes", "size"),
+}
+_BELONGS: dict[str, tuple[str, ...]] = {  # the methods that read a key
+    **{name: tuple(method for method, takes in BUDGETS.items() if name in takes) for name in _ALL_BUDGETS},
+    "widths": ("frequency", "mopeq", "optimal"),
+    "scope": ("frequency", "mopeq", "optimal"),
+    **dict.fromkeys(("metric", "trace", "trace_samples"), ("mopeq",)),
+    **dict.fromkeys(("hot_bits", "cold_bits", "transient_bytes", "ema", "warmup_sequences"), ("budget",)),
+}
+
+
+def _either(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
 class AssignSection(Section):
     """How bits and places are decided; also the shape of an entry of eval.compare."""
 
-    method: Literal["uniform", "prefix-split"] = "prefix-split"
+    method: Literal["uniform", "frequency", "prefix-split", "mopeq", "optimal", "budget"] = "prefix-split"
     bits: Literal[1, 2, 3, 4, 8, 16] | None = Field(None, description="uniform: the width")
-    average_bits: Rational | None = Field(None, description="prefix-split: mean width of the experts on NDP, 1 to 4")
+    average_bits: Rational | None = Field(
+        None, description="budget: mean width of the experts on NDP; prefix-split: 1 to 4"
+    )
+    expert_bytes: Bytes | None = Field(
+        None, description="budget: bytes of all experts, with scales, zero points and experts in full precision"
+    )
+    size: Bytes | None = Field(None, description="budget: bytes of the whole checkpoint")
+    widths: list[Literal[1, 2, 3, 4, 8, 16]] | None = Field(
+        None,
+        description="frequency, mopeq, optimal: widths to choose from; none: losses.bits (frequency: those around the "
+        "budget; mopeq: 2, 3, 4)",
+    )
+    scope: Literal["layer", "model"] | None = Field(
+        None, description="what a budget or a clustering spans; none: model for optimal, layer for frequency and mopeq"
+    )
+    metric: Literal["frequency", "hessian", "hybrid"] | None = Field(None, description="mopeq; none: hybrid")
+    trace: Literal["closed", "rademacher", "gaussian"] | None = Field(
+        None, description="mopeq: the Hessian trace in closed form (none), or sampled as paper 003 does"
+    )
+    trace_samples: int | None = Field(None, ge=1, description="mopeq: samples of a matrix; none: 32")
+    hot_bits: Literal[1, 2, 3, 4, 8, 16] | None = Field(None, description="budget: width of hot experts; none: 4")
+    cold_bits: Literal[1, 2, 3, 4, 8] | None = Field(None, description="budget: width of cold experts; none: 2")
+    transient_bytes: Bytes | None = Field(None, description="budget: kept free for experts that change their width")
+    ema: float | None = Field(None, ge=0, lt=1, description="budget: what warm-up hotness keeps a sequence; none: 0.9")
+    warmup_sequences: int | None = Field(None, ge=1, description="budget: sequences of the warm-up; none: all")
+    target: Literal["moeq", "transformers", "vllm", "gptqmodel", "auto-round"] | None = Field(
+        None, description="runtime that must be able to load the assignment"
+    )
     gpu_experts: int = Field(0, ge=0, description="K: experts a layer kept on the GPU in full precision")
     alpha: float = Field(0.5, ge=0, le=1, description="importance = alpha*P~ + (1-alpha)*W~")
     selector: bool = Field(True, description="false: paper 000's ablation without the bit-width selector")
-    loss_weighting: Literal["mass", "none"] = Field("mass", description="none: losses as paper 000 prints them")
+    loss_weighting: Literal["mass", "squared", "none"] = Field(
+        "mass",
+        description="mass: losses times the expert's share of the routing weight; squared: errors times squared "
+        "routing weights; none: losses as paper 000 prints them",
+    )
+    layer_weighting: Literal["measured"] | None = Field(
+        None, description="measured: layers count by losses.layer_effects; none: all alike"
+    )
     normalization: Literal["sum", "max"] = Field("sum", description="what ~ divides by")
     statistics: Literal["all", "prefill", "decode"] = Field("all", description="which positions' routing counts")
     quantizer: Literal["gptq", "rtn", "signround", "best"] = Field(
@@ -185,27 +253,46 @@ class AssignSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_average(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("method", "prefix-split") == "prefix-split" and "bits" not in data:
+        budgets = {"bits", "average_bits", "expert_bytes", "size"}
+        if isinstance(data, dict) and data.get("method", "prefix-split") == "prefix-split" and not budgets & set(data):
             return {"average_bits": DEFAULT_AVERAGE_BITS} | data
         return data
 
     @model_validator(mode="after")
     def _check(self) -> AssignSection:
-        if self.method == "uniform":
-            if self.bits is None:
-                raise ValueError("method uniform needs bits")
-            if self.average_bits is not None:
-                raise ValueError("average_bits belongs to prefix-split; uniform takes bits")
-            return self
-        if self.bits is not None:
-            raise ValueError("bits belongs to uniform; prefix-split takes average_bits")
-        if self.average_bits is None:
-            raise ValueError("method prefix-split needs average_bits")
-        if not 1 <= Fraction(self.average_bits) <= 4:
-            raise ValueError(f"average_bits must lie between 1 and 4, not {self.average_bits}")
-        if not self.selector and Fraction(self.average_bits) not in (1, 2, 3, 4):
+        budgets = BUDGETS[self.method]
+        for name, methods in _BELONGS.items():
+            if getattr(self, name) is not None and self.method not in methods:
+                takes = f"; {self.method} takes {_either(budgets)}" if budgets and name in _ALL_BUDGETS else ""
+                raise ValueError(f"{name} belongs to {_either(methods)}{takes}")
+        given = [name for name in budgets if getattr(self, name) is not None]
+        if budgets and not given:
+            raise ValueError(f"method {self.method} needs {_either(budgets)}")
+        if len(given) > 1:
+            raise ValueError(f"one budget is enough: give {_either(given)}")
+        if self.widths is not None and (not self.widths or len(set(self.widths)) != len(self.widths)):
+            raise ValueError("widths must name at least one value and none twice")
+        if self.method == "budget" and (self.hot_bits or 4) < (self.cold_bits or 2):
+            raise ValueError("hot_bits must not be below cold_bits")
+        return self._check_average()
+
+    def _check_average(self) -> AssignSection:
+        average = None if self.average_bits is None else Fraction(self.average_bits)
+        low, high = (1, 4) if self.method == "prefix-split" else (min(self.widths or [1]), max(self.widths or [16]))
+        if average is not None and not low <= average <= high:
+            raise ValueError(f"average_bits must lie between {low} and {high}, not {self.average_bits}")
+        if not self.selector and (average is None or average not in (1, 2, 3, 4)):
             raise ValueError("selector off gives every NDP expert the same width: average_bits must be 1, 2, 3 or 4")
         return self
+
+    def named_widths(self) -> set[int]:
+        """Widths below 16 that the section names."""
+        named = {self.bits, *(self.widths or ())}
+        if self.method == "budget":
+            named |= {self.hot_bits or 4, self.cold_bits or 2}
+        if self.method == "mopeq" and self.widths is None:
+            named |= {2, 3, 4}
+        return {width for width in named if width is not None and width < 16}
 
 
 Width = Literal[2, 3, 4, 8] | None
@@ -339,11 +426,18 @@ class Recipe(Section):
         for where, section in [("assign", self.assign), *((f"eval.compare {c.name}", c) for c in self.eval.compare)]:
             if section.quantizer not in (BEST, *self.losses.methods):
                 raise ValueError(f"{where}: quantizer {section.quantizer} is not among losses.methods")
-            if section.bits not in (None, 16, *self.losses.bits):
-                raise ValueError(f"{where}: {section.bits} bits is not among losses.bits")
+            foreign = sorted(section.named_widths() - set(self.losses.bits))
+            if foreign:
+                raise ValueError(f"{where}: {', '.join(map(str, foreign))} bits is not among losses.bits")
+            if section.layer_weighting is not None and self.losses.layer_effects is None:
+                raise ValueError(f"{where}: layer_weighting measured needs losses.layer_effects")
             missing = sorted({1, 2, 3, 4} - set(self.losses.bits))
             if section.method == "prefix-split" and section.selector and missing:
                 raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")
+        if self.assign.size is not None and self.quantize.replicas == "all":
+            raise ValueError(
+                "assign: size counts the placed replicas alone; use expert_bytes with quantize.replicas all"
+            )
         names = [self.name, "original", *(c.name for c in self.eval.compare)]
         if len(set(names)) != len(names):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")

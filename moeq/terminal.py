@@ -192,6 +192,49 @@ def _rates_line(rates: dict[str, float]) -> str:
     )
 
 
+def print_prices(prices: list[dict[str, Any]]) -> None:
+    """What the restriction of every target costs in objective."""
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("target", no_wrap=True)
+    for title in ("bits", "experts", "objective", "times"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for row in prices:
+        table.add_row(
+            row["target"],
+            _number(row["average_bits"], "{:.3g}"),
+            "-" if row["expert_bytes"] is None else human_bytes(row["expert_bytes"]),
+            _number(row["objective"], "{:.4g}"),
+            _number(row["ratio"], "{:.3f}"),
+            row["refusal"] or "",
+            style="dim" if row["refusal"] else None,
+        )
+    console.print(table)
+    console.print("times: the least objective within the target, over that of any mix on the same budget.", style="dim")
+
+
+def print_frontier(found: dict[str, Any], plot: Path) -> None:
+    """Objective and bytes of every method; dominated points are dim."""
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("method", no_wrap=True)
+    for title in ("bits", "experts", "objective"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("")
+    for point in sorted(found["points"], key=lambda one: (one["expert_bytes"], one["objective"])):
+        table.add_row(
+            point["method"],
+            f"{point['average_bits']:.3g}",
+            human_bytes(point["expert_bytes"]),
+            f"{point['objective']:.4g}",
+            "dominated" if point["dominated"] else "",
+            style="dim" if point["dominated"] else None,
+        )
+    console.print(table)
+    console.print(f"plot       {plot}", soft_wrap=True, markup=False)
+
+
 def print_freed(found: dict[str, Any]) -> None:
     """What `moeq gc` dropped, or would drop."""
     console = Console(highlight=False)

@@ -18,10 +18,12 @@ from moeq.version import __version__
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
-    "run": STAGE | {"--method", "--refine"},
+    "run": STAGE | {"--quantizer", "--refine"},
     **dict.fromkeys(("profile", "export", "eval", "estimate", "report"), STAGE),
-    **dict.fromkeys(("losses", "assign"), STAGE | {"--method"}),
+    "losses": STAGE | {"--quantizer"},
     "quantize": STAGE | {"--refine"},
+    "assign": STAGE
+    | {"--method", "--quantizer", "--average-bits", "--expert-bytes", "--size", "--target", "--price", "--frontier"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
     "gc": {"--out", "--store", "--dry-run", "--json"},

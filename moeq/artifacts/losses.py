@@ -6,7 +6,9 @@ tokens and output features; `relative_loss` is divided by the mean square of the
 `heldout_tokens` count the expert's own tokens. `fallback` says what stood in for missing tokens or a failed
 factorization (none, borrowed_hessian, left_out_tokens, raised_damping, float64, rounded; joined by +), `measured_on`
 where the loss was taken (heldout: the expert's own held-out tokens; borrowed: held-out tokens of its layer). `bytes`
-counts codes, scales and zero points.
+counts codes, scales and zero points. `weighted_loss` is `loss` with every token's error multiplied by its squared
+routing weight. `hessian_trace`: of the Hessians that quantized it (means of x x^T over calibration tokens), summed over
+the matrices; none for methods that take none. Both are none in tables of schema version 1.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from moeq.artifacts.stage import check_schema_version
 from moeq.errors import ArtifactError
 from moeq.recipe import BEST
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+ADDED = ("weighted_loss", "hessian_trace")  # by version 2
 NAME = "losses.parquet"
 WHOLE = "expert"
 REMEDY = "run `moeq losses` again"
@@ -48,6 +51,8 @@ SCHEMA = pa.schema(
         ("fallback", pa.string()),
         ("measured_on", pa.string()),
         ("bytes", pa.int64()),
+        ("weighted_loss", pa.float64()),
+        ("hessian_trace", pa.float64()),
     ],
     metadata={"moeq_schema_version": str(SCHEMA_VERSION)},
 )
@@ -92,7 +97,7 @@ class LossTable:
         result: list[dict[int, np.ndarray]] = []
         for index in range(int(layer.max()) + 1):
             here = layer == index
-            count = int(expert[here].max()) + 1
+            count = int(expert[here].max(initial=-1)) + 1
             widths: dict[int, np.ndarray] = {}
             for width in sorted(set(bits[here].tolist())):
                 pick = here & (bits == width)
@@ -146,17 +151,26 @@ def write_losses(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
     write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
-def read_losses(path: Path) -> LossTable:
-    """Read a loss table; ArtifactError when it is missing, damaged or of another schema version."""
+def read_parquet(path: Path) -> pa.Table:
+    """A Parquet file; ArtifactError when it is missing or damaged."""
     try:
-        table = pq.read_table(path)
+        return pq.read_table(path)
     except FileNotFoundError:
         raise ArtifactError("no such file", where=str(path), do=REMEDY) from None
     except (OSError, pa.ArrowException) as error:
         raise ArtifactError(f"cannot be read as Parquet ({error})", where=str(path), do=REMEDY) from None
+
+
+def read_losses(path: Path) -> LossTable:
+    """Read a loss table; ArtifactError when it is missing, damaged or of another schema version."""
+    table = read_parquet(path)
     metadata = table.schema.metadata or {}
     version = metadata.get(b"moeq_schema_version", b"none").decode()
-    check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
+    if version == "1" and not set(ADDED) & set(table.schema.names):
+        for name in ADDED:
+            table = table.append_column(name, pa.nulls(len(table), pa.float64()))
+    else:
+        check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
     if not table.schema.equals(SCHEMA):
         raise ArtifactError("not a loss table: other columns", where=str(path), do=REMEDY)
     return LossTable(table)

@@ -7,9 +7,10 @@ import pkgutil
 
 from moeq.artifacts.assignment import Assignment
 from moeq.assigners.inputs import AssignInputs
+from moeq.assigners.targets import TARGETS, check
 from moeq.errors import AssignmentError
 
-_SHARED = {"inputs"}
+_SHARED = {"inputs", "limits", "online", "report", "sensitivity", "targets"}  # modules that are no assigners
 
 
 def known_methods() -> list[str]:
@@ -18,10 +19,15 @@ def known_methods() -> list[str]:
 
 
 def assign(inputs: AssignInputs) -> Assignment:
-    """Run the assigner that the recipe names; AssignmentError when the budget cannot be met."""
+    """Run the assigner that the recipe names.
+
+    Raises AssignmentError when the budget cannot be met, or when the target cannot load what was assigned.
+    """
     method = inputs.config.method
     if method not in known_methods():
         raise AssignmentError(f"no assigner {method!r}", do=f"use one of {', '.join(known_methods())}")
     module = importlib.import_module(f"{__name__}.{method.replace('-', '_')}")
     result: Assignment = module.assign(inputs)
+    if inputs.config.target is not None:
+        check(TARGETS[inputs.config.target], result.bits(), inputs.profile.layers, symmetric=inputs.symmetric)
     return result

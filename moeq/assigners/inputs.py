@@ -5,11 +5,14 @@ Letters: L layers, E experts of a layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssignment
+from moeq.artifacts.effects import LayerEffects
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.profile import ExpertProfile
 from moeq.errors import AssignmentError
@@ -18,7 +21,12 @@ from moeq.recipe import BEST, AssignSection
 
 @dataclass(frozen=True, kw_only=True)
 class AssignInputs:
-    """The recipe's section, the profile, the loss table (None where none is needed) and the grid of the replicas."""
+    """The recipe's section, the profile, the loss table (None where none is needed) and the grid of the replicas.
+
+    bytes: of one expert at every width, a layer; other_bytes: of the checkpoint without its experts; traces: the
+    Hessian trace of the Frobenius norm of every expert, [E] a layer; effects: what quantizing a layer alone does to the
+    output; memo: what was computed of these inputs.
+    """
 
     name: str
     config: AssignSection
@@ -26,6 +34,22 @@ class AssignInputs:
     losses: LossTable | None
     group_size: int
     symmetric: bool
+    bytes: tuple[dict[int, int], ...] = ()
+    other_bytes: int = 0
+    traces: Callable[[], list[np.ndarray]] | None = None
+    effects: LayerEffects | None = None
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def bytes_of(self, layer: int) -> dict[int, int]:
+        """{width: bytes of one expert} of a layer; AssignmentError when they were not given."""
+        if not self.bytes:
+            raise AssignmentError("the sizes of the experts are not known", do="give AssignInputs.bytes")
+        return self.bytes[layer]
+
+    def tokens(self) -> int:
+        """Tokens that the statistics count."""
+        totals = self.profile.tokens.sum(0)
+        return int({"prefill": totals[0], "decode": totals[1], "all": totals.sum()}[self.config.statistics])
 
     def phase(self) -> str | None:
         return None if self.config.statistics == "all" else self.config.statistics
@@ -88,6 +112,12 @@ def quantizers(inputs: AssignInputs, bits: list[np.ndarray]) -> list[list[str | 
             raise AssignmentError(f"the loss table lacks {missing} bits", where=name, do="add them to losses.bits")
         found.append([None if w == FULL else str(best[int(w)][expert]) for expert, w in enumerate(widths)])
     return found
+
+
+def hot_masks(inputs: AssignInputs) -> list[np.ndarray]:
+    """`hot_experts` of every layer."""
+    layers = range(len(inputs.profile.layers))
+    return [hot_experts(inputs, importance(inputs, layer), layer) for layer in layers]
 
 
 def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -> Assignment:

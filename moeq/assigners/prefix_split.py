@@ -12,13 +12,15 @@ default an expert's loss is weighted by its share of the layer's routing weight 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from moeq.artifacts.assignment import Assignment
-from moeq.assigners.inputs import AssignInputs, build, hot_experts, importance, ranking, routing_mass
+from moeq.assigners.inputs import AssignInputs, build, hot_experts, importance, ranking
+from moeq.assigners.limits import Limit, limit_of
+from moeq.assigners.sensitivity import tables
 from moeq.errors import AssignmentError
 
 WIDTHS = (1, 2, 3, 4)
@@ -70,40 +72,70 @@ def candidates(count: int, budget: int) -> np.ndarray:
 
 
 def assign(inputs: AssignInputs) -> Assignment:
-    """Assign every layer; AssignmentError when the loss table lacks a width."""
-    average = Fraction(inputs.config.average_bits or "0")
+    """Assign every layer; AssignmentError when the loss table lacks a width or the budget cannot be met."""
     layers = range(len(inputs.profile.layers))
     scores = [importance(inputs, layer) for layer in layers]
     hot = [hot_experts(inputs, scores[layer], layer) for layer in layers]
     if not inputs.config.selector:
+        average = Fraction(inputs.config.average_bits or "0")
         return build(inputs, [np.full(len(s), int(average)) for s in scores], hot)
     order = [np.array([e for e in ranking(scores[layer]) if not hot[layer][e]], int) for layer in layers]
-    counts = [len(experts) for experts in order]
-    runs = split(_ordered_losses(inputs, order), np.array(counts), np.array(increments(counts, average)))
-    bits = []
-    for layer in layers:
-        widths = np.full(len(scores[layer]), 1)
-        widths[order[layer]] = np.repeat([4, 3, 2, 1], runs[layer])
-        bits.append(widths)
-    return build(inputs, bits, hot)
+    losses = _ordered_losses(inputs, order)
+
+    def cut(average: Fraction) -> list[np.ndarray]:
+        counts = [len(experts) for experts in order]
+        runs = split(losses, np.array(counts), np.array(increments(counts, average)))
+        bits = []
+        for layer in layers:
+            widths = np.full(len(scores[layer]), 1)
+            widths[order[layer]] = np.repeat([4, 3, 2, 1], runs[layer])
+            bits.append(widths)
+        return bits
+
+    if inputs.config.average_bits is not None:
+        return build(inputs, cut(Fraction(inputs.config.average_bits)), hot)
+    return build(inputs, _largest_that_fits(cut, limit_of(inputs, WIDTHS, hot), order), hot)
+
+
+def _largest_that_fits(
+    cut: Callable[[Fraction], list[np.ndarray]], limit: Limit, order: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Widths of the largest number of increments whose bytes are within the limit.
+
+    Bytes rise with the increments but for zero points, which cuts of as many bits can differ in: the search halves,
+    then steps down until the cut fits.
+    """
+    experts = sum(map(len, order))
+
+    def fits(steps: int) -> list[np.ndarray] | None:
+        bits = cut(1 + Fraction(steps, max(1, experts)))
+        used = sum(
+            int(limit.costs[layer][bits[layer][mine] - 1].sum()) for layer, mine in enumerate(order) if len(mine)
+        )
+        return bits if used <= limit.total else None
+
+    low, high = 0, 3 * experts
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) is not None else (low, middle - 1)
+    for steps in range(low, -1, -1):
+        found = fits(steps)
+        if found is not None:
+            return found
+    return cut(Fraction(1))
 
 
 def _ordered_losses(inputs: AssignInputs, order: list[np.ndarray]) -> np.ndarray:
     """Losses [L, E, 4] of the NDP experts in the given order, weighted as the recipe says."""
-    if inputs.losses is None:
-        raise AssignmentError("prefix-split needs the loss table", do="run `moeq losses` first")
-    table = inputs.losses.matrix(inputs.config.quantizer)
     result = np.zeros((len(order), max(map(len, order), default=0), len(WIDTHS)))
-    for layer, experts in enumerate(order):
-        missing = [width for width in WIDTHS if width not in table[layer]]
+    for layer, (table, experts) in enumerate(zip(tables(inputs), order, strict=True)):
+        missing = [width for width in WIDTHS if width not in table.losses]
         if missing:
             raise AssignmentError(
                 f"prefix-split needs losses at {WIDTHS} bits, the table lacks {missing}",
-                where=inputs.profile.layers[layer],
+                where=table.name,
                 do="add them to losses.bits",
             )
-        losses = np.stack([table[layer][width] for width in WIDTHS], 1)
-        if inputs.config.loss_weighting == "mass":
-            losses = losses * routing_mass(inputs, layer)[:, None]
+        losses = np.stack([table.losses[width] for width in WIDTHS], 1)
         result[layer, : len(experts)] = losses[experts]
     return result

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeq.artifacts import evaluation, losses, manifest, profile, replicas
+from moeq.artifacts import effects, evaluation, losses, manifest, profile, replicas
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
@@ -32,6 +32,7 @@ from moeq.pipeline import BY_NAME, Stage
 from moeq.planning.memory import loss_rows, read_share, store_bytes
 from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
 from moeq.planning.sizes import ModelSizes, Work
+from moeq.quantizers.layer import STORED
 from moeq.recipe import AssignSection, Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
@@ -45,7 +46,7 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DIGEST = "0" * 64
 SAMPLE_ROWS = 20_000  # of the loss table: of a larger one, this many rows are written and the size scaled
 SUMMARIES = {  # bytes of what a record says about its stage, of which for every assignment
-    "profile": (160, 0), "losses": (560, 0), "assign": (270, 0), "quantize": (70, 0), "export": (320, 0),
+    "profile": (160, 0), "losses": (560, 0), "assign": (390, 0), "quantize": (70, 0), "export": (320, 0),
     "eval": (200, 140), "estimate": (220, 145), "report": (40, 0),
 }  # fmt: skip
 REPORT = 64_400  # bytes of the page before anything is drawn
@@ -174,7 +175,21 @@ class Disk:
         made = list(_loss_rows(self.sizes, self.recipe, min(rows, SAMPLE_ROWS)))
         size = _written(lambda folder: losses.write_losses(folder / losses.NAME, [made]))[losses.NAME]
         index = len(canonical_json(self._index()).encode())
-        return {losses.NAME: size * rows // len(made), replicas.INDEX: index} | self.sizes.others.artifacts()
+        own = {losses.NAME: size * rows // len(made), replicas.INDEX: index}
+        return own | self._effects() | self.sizes.others.artifacts()
+
+    def _effects(self) -> dict[str, int]:
+        section = self.recipe.losses.layer_effects
+        if section is None:
+            return {}
+        made = effects.LayerEffects(
+            bits=section.bits,
+            method=self.recipe.losses.methods[0],
+            sequences=section.sequences,
+            tokens=self.work.calibration.length * section.sequences,
+            divergence=(TYPICAL,) * len(self.sizes.layers),
+        )
+        return _written(lambda folder: effects.write_effects(folder, made))
 
     def _index(self) -> dict[str, Any]:
         made = losses_stage.entries(self.recipe.losses)
@@ -222,7 +237,35 @@ class Disk:
     def _assign(self) -> dict[str, int]:
         text = canonical_json(self.own.model_dump(mode="json"))
         schema = canonical_json(Assignment.model_json_schema())
-        return {assign.NAME: len(text.encode()), "assignment.schema.json": len(schema.encode())}
+        return {
+            assign.NAME: len(text.encode()),
+            "assignment.schema.json": len(schema.encode()),
+            assign.SENSITIVITIES: self._sensitivities(),
+        }
+
+    def _sensitivities(self) -> int:
+        """Bytes of the table of sensitivities, from one with made-up figures."""
+        experts = sum(layer.num_experts for layer in self.sizes.layers)
+        count = min(experts, SAMPLE_ROWS)
+        chosen = [(layer, expert) for layer in self.sizes.layers for expert in range(layer.num_experts)][:count]
+        generator = np.random.default_rng(0)
+        known = self.recipe.losses.methods[0] in STORED
+        shares = ("activation_frequency", "routing_mass", "importance")
+        columns: dict[str, Any] = {
+            "layer": [layer.index for layer, _ in chosen],
+            "layer_name": [layer.name for layer, _ in chosen],
+            "expert": [expert for _, expert in chosen],
+            "activations": generator.integers(0, 9_999, count),
+            **{name: generator.random(count) for name in shares},
+            "calibration_hessian_trace": generator.random(count) if known else [None] * count,
+            "frobenius_hessian_trace": [None] * count,
+        }
+        full = self.sizes.source_dtype.itemsize
+        for bits in sorted(self.recipe.losses.bits):
+            columns |= {f"{name}_{bits}": generator.random(count) for name in ("loss", "objective")}
+            columns[f"bytes_{bits}"] = [expert_bytes(layer, bits, self.recipe, full) for layer, _ in chosen]
+        written = _written(lambda folder: assign.write_sensitivities(folder / assign.SENSITIVITIES, columns))
+        return written[assign.SENSITIVITIES] * experts // count
 
     def _quantize(self) -> dict[str, int]:
         files: dict[str, int] = {}
@@ -515,7 +558,8 @@ def _loss_rows(sizes: ModelSizes, recipe: Recipe, count: int) -> Iterator[dict[s
     )
     for layer, expert, method, bits, projection in islice(order, count):
         yield _loss_row(layer, expert, method, bits, projection, sizes, recipe) | {
-            name: float(value) for name, value in zip(("loss", "relative_loss"), generator.random(2), strict=True)
+            name: float(value)
+            for name, value in zip(("loss", "relative_loss", "weighted_loss"), generator.random(3), strict=True)
         }
 
 
@@ -538,4 +582,5 @@ def _loss_row(
         "loss": TYPICAL / 1000, "relative_loss": TYPICAL, "calibration_tokens": 3 * expert, "heldout_tokens": expert,
         "fallback": "none", "measured_on": "heldout",
         "bytes": expert_bytes(layer, bits, recipe, sizes.source_dtype.itemsize),
+        "weighted_loss": TYPICAL / 1000, "hessian_trace": 123 * TYPICAL if method in STORED else None,
     }  # fmt: skip

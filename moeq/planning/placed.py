@@ -35,8 +35,8 @@ def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[li
     """Widths of every layer's experts, those on the GPU first, as the section will choose them.
 
     Which expert gets which is not known yet. prefix-split may choose among several cuts of the same number of bits; the
-    one of most bytes stands here (they differ by zero points, which 1 bit does not store). An assigner that this
-    function does not know may give every expert the largest width of losses.bits.
+    one of most bytes stands here (they differ by zero points, which 1 bit does not store). Of methods that spend a
+    budget as the losses say, a mix that spends it stands here; of those without one, the widest width that they take.
     """
     full = sizes.source_dtype.itemsize
     chosen: list[list[int]]
@@ -54,8 +54,40 @@ def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[li
         else:
             chosen = [[int(average)] * count for count in cold]
     else:
-        chosen = [[max(recipe.losses.bits)] * count for count in cold]
+        chosen = _fullest(sizes, section, recipe, cold)
     return [[FULL] * section.gpu_experts + mine for mine in chosen]
+
+
+def _fullest(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: list[int]) -> list[list[int]]:
+    """Widths of as many bytes as a section's budget allows: from the first layer on, the widest that leaves enough for
+    the narrowest after it. Without a budget, the widest that the method takes for all.
+    """
+    full = sizes.source_dtype.itemsize
+    named = sorted(section.named_widths())
+    known = named if named or section.method == "mopeq" else sorted(recipe.losses.bits)
+    known += [FULL] if FULL in (section.widths or ()) else []
+    cost = [{bits: expert_bytes(layer, bits, recipe, full) for bits in known} for layer in sizes.layers]
+    if section.average_bits is not None:
+        left = int(Fraction(section.average_bits) * sum(cold))
+        cost = [{bits: bits for bits in known} for _ in sizes.layers]
+    elif section.expert_bytes is not None or section.size is not None:
+        left = section.expert_bytes if section.expert_bytes is not None else section.size or 0
+        left -= sizes.disk - sizes.experts_disk if section.size is not None else 0
+        hot = [layer.num_experts - count for layer, count in zip(sizes.layers, cold, strict=True)]
+        left -= sum(n * expert_bytes(layer, FULL, recipe, full) for n, layer in zip(hot, sizes.layers, strict=True))
+    else:
+        return [[max(known)] * count for count in cold]
+    left -= sum(min(costs.values()) * count for costs, count in zip(cost, cold, strict=True))
+    chosen = []
+    for costs, count in zip(cost, cold, strict=True):
+        mine = []
+        for _ in range(count):
+            least = min(costs.values())
+            bits = max((bits for bits in known if costs[bits] - least <= max(left, 0)), default=known[0])
+            left -= costs[bits] - least
+            mine.append(bits)
+        chosen.append(mine)
+    return chosen
 
 
 def _largest_cut(layer: ExpertLayer, count: int, budget: int, recipe: Recipe, full: int) -> list[int]:

@@ -46,6 +46,7 @@ class _Tokens:
     hidden: Tensor  # [T, H] float32
     experts: Tensor  # [T, k]
     scores: Tensor | None  # [T, k] what multiplies an expert's input, where a family does that
+    weights: Tensor  # [T, k] what multiplies an expert's output: routing weights, or ones
     heldout: Tensor  # [T] bool
     everyone: bool  # whether every expert calibrates on all tokens
     sample: Tensor  # [<= SAMPLE_TOKENS, H] of the calibration rows
@@ -73,6 +74,7 @@ class _Tokens:
             hidden=hidden,
             experts=inputs.experts,
             scores=scores,
+            weights=inputs.weights.to(hidden) if scores is None else torch.ones_like(scores),
             heldout=heldout,
             everyone=config.tokens == "all",
             sample=samples[0],
@@ -94,6 +96,15 @@ class _Tokens:
         own = (self.scores * chosen).sum(1)
         scale = torch.where(chosen.any(1), own, self.scores.mean(1))
         return self.hidden[mine] * scale[mine].unsqueeze(1)
+
+    def squared_weights(self, expert: int) -> Tensor:
+        """Squared weight [n] that multiplies the expert's output at each of its held-out tokens, as `routed` has them.
+
+        Without any, the mean over all that the layer's experts were given.
+        """
+        chosen = self.experts == expert
+        mine = (self.weights * chosen).sum(1).square()[chosen.any(1) & self.heldout]
+        return mine if len(mine) else self.weights.square().mean().reshape(1)
 
     def shared(self) -> Tensor:
         """Mean of x x^T over the calibration tokens, [H, H]."""
@@ -247,6 +258,7 @@ def _gptq_batch(
         second.append((own.T @ own + lend * (borrowed.T @ borrowed) / len(borrowed)) / total)
         stood_in = {"borrowed_hessian": len(mine) < config.min_tokens, "left_out_tokens": tokens.left_out > 0}
         notes[index]["fallback"] = [name for name, here in stood_in.items() if here]
+        notes[index]["hessian_trace"] = [float(one[-1].diagonal().sum()) for one in (first, second)]
     names = [name for name in batch.weights if name != DOWN]
     stack = torch.cat([batch.weights[name] for name in names], 1)
     both = _gptq(stack, torch.stack(first), config, notes)
@@ -344,6 +356,8 @@ def _measure(
     own = tokens.routed(expert, heldout=True)
     enough = len(own) >= config.min_tokens
     rows = thin(own if enough else tokens.heldout_sample, config.max_measured_tokens)
+    squared = tokens.squared_weights(expert)
+    squared = thin(squared, config.max_measured_tokens) if enough else squared.mean().expand(len(rows))
     exact, biases = batch.one(index)
     gate, down_bias = batch.math.gate, biases.get(DOWN)
     products = first_products(rows, exact, biases)
@@ -373,7 +387,8 @@ def _measure(
                     outputs[name] = batch.math.output(one, exact[DOWN], down_bias)
                 outputs[DOWN] = batch.math.output(inner, values[DOWN], down_bias)
             for projection, output in outputs.items():
-                loss = float((output - target).square().mean())
+                errors = (output - target).square().mean(1)
+                loss = float(errors.mean())
                 if not math.isfinite(loss) or not math.isfinite(energy):
                     raise QuantizationError(
                         f"the {bits}-bit {method} loss is not a number",
@@ -392,9 +407,17 @@ def _measure(
                         "relative_loss": loss / energy if energy > 0 else 0.0,
                         "fallback": fallback,
                         "bytes": sum(stored),
+                        "weighted_loss": float((squared * errors).mean()),
+                        "hessian_trace": _trace(note, names) if method in STORED else None,
                     }
                 )
     return found
+
+
+def _trace(note: dict[str, Any], names: Sequence[str]) -> float:
+    """Trace of the Hessians of some matrices; gate and up share one."""
+    first, down = note["hessian_trace"]
+    return float(sum(down if name == DOWN else first for name in names))
 
 
 def _values(quantized: gptq.Quantized, index: int, bits: int) -> Tensor:

@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from fractions import Fraction
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
 from moeq.artifacts.assignment import FULL, Assignment, read_assignment, write_assignment
-from moeq.assigners import assign
+from moeq.artifacts.files import make_directory, write_atomically, write_json, write_text
+from moeq.assigners import assign, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import AssignmentError
 from moeq.models.experts import ExpertLayer
-from moeq.models.loading import source_dtype
+from moeq.models.loading import expert_keys, source_dtype
+from moeq.models.weights import plain_header, scale_keys
 from moeq.numerics.packed import packed_bytes
+from moeq.numerics.traces import closed_form, hutchinson
 from moeq.recipe import AssignSection
+from moeq.reporting.frontier import frontier_svg
 from moeq.stages import losses, others, profile
 from moeq.stages.context import Context
 
 NAME = "assignment.json"
+SENSITIVITIES = "sensitivities.parquet"
+FRONTIER, FRONTIER_PLOT = "frontier.json", "frontier.svg"
+FRONTIER_VERSION = 1
+AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
+TRACE_SAMPLES = 32
+RECORD_BYTES = 6144  # of one expert in the manifest, the configuration and the headers of tensors: generous
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Write assignment.json; returns the summary."""
-    assignment = make(context, context.recipe.assign, context.recipe.name)
-    write_assignment(context.directory("assign") / NAME, assignment)
-    return summarize(context, assignment)
+    """Write assignment.json and the table of sensitivities; returns the summary."""
+    inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
+    assignment = decide(inputs)
+    directory = make_directory(context.directory("assign"))
+    for name in (FRONTIER, FRONTIER_PLOT):  # of an earlier assignment
+        (directory / name).unlink(missing_ok=True)
+    write_assignment(directory / NAME, assignment)
+    write_sensitivities(directory / SENSITIVITIES, sensitivity.columns(inputs, inputs.memo.get("traces")))
+    return summarize(context, assignment) | report.score(inputs, assignment).as_json()
+
+
+def write_sensitivities(path: Path, columns: dict[str, Any]) -> None:
+    """The table of sensitivities as Parquet, a row for every layer and expert."""
+    table = pa.table(columns)
+    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
 def check(context: Context) -> None:
@@ -39,23 +70,106 @@ def check(context: Context) -> None:
 
 def make(context: Context, config: AssignSection, name: str) -> Assignment:
     """Decide one assignment; AssignmentError when a width it names was not made into replicas."""
-    section = context.recipe.losses
-    if config.bits is not None and config.bits != FULL and config.bits not in section.bits:
+    return decide(inputs_of(context, config, name))
+
+
+def decide(inputs: AssignInputs) -> Assignment:
+    """Run the assigner; AssignmentError when it takes a width whose replicas were not made."""
+    found = assign(inputs)
+    made = {FULL} if inputs.losses is None else {FULL, *inputs.losses.bits()}
+    missing = [width for width in found.widths() if width not in made]
+    if missing:
         raise AssignmentError(
-            f"{config.bits} bits is not among losses.bits {list(section.bits)}", where=name, do="add it to losses.bits"
+            f"{missing[0]} bits is not among losses.bits {sorted(made - {FULL})}",
+            where=inputs.name,
+            do="add it to losses.bits",
         )
-    inputs = AssignInputs(
+    return found
+
+
+def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInputs:
+    """What an assigner is given of a run, for a section of its recipe."""
+    section = context.recipe.losses
+    size = source_dtype(context.source).itemsize
+    widths = (*section.bits, FULL)
+    grid = (section.group_size, section.symmetric)
+    return AssignInputs(
         name=name,
         config=config,
         profile=profile.load(context),
         losses=losses.load(context),
         group_size=section.group_size,
         symmetric=section.symmetric,
+        bytes=tuple({bits: bytes_of(layer, bits, *grid, size) for bits in widths} for layer in context.layers),
+        other_bytes=other_bytes(context),
+        traces=partial(traces, context, config),
+        effects=losses.load_effects(context),
     )
-    return assign(inputs)
 
 
-def expert_bytes(layer: ExpertLayer, bits: int, assignment: Assignment, full_bytes_per_weight: int) -> int:
+def frontier(context: Context) -> dict[str, Any]:
+    """Objective against bytes of every method, written as frontier.json and frontier.svg beside the assignment."""
+    inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
+    number = len(report.sections(inputs, AVERAGES))
+    with context.reporter.bar("frontier", number) as advance:
+        points = report.frontier(inputs, AVERAGES, decide, advance)
+    directory = make_directory(context.directory("assign"))
+    found = {
+        "schema_version": FRONTIER_VERSION,
+        "loss_weighting": inputs.config.loss_weighting,
+        "layer_weighting": inputs.config.layer_weighting,
+        "points": [asdict(point) for point in points],
+    }
+    write_json(directory / FRONTIER, found)
+    write_text(directory / FRONTIER_PLOT, frontier_svg(points))
+    return found
+
+
+def prices(context: Context) -> list[dict[str, Any]]:
+    """What every target's restriction costs in objective, on the budget of the recipe's assignment."""
+    inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
+    return [asdict(price) for price in report.prices(inputs, load(context))]
+
+
+def other_bytes(context: Context) -> int:
+    """Bytes of a checkpoint beside its experts' tensors: other weights, files, room for headers and the manifest."""
+    keys = set(context.source.tensors) - expert_keys(context.source, *context.described) - scale_keys(context.source)
+    weights = sum(plain_header(context.source, key)[2] for key in keys)
+    files = sum(path.stat().st_size for path in context.source.side_files())
+    experts = sum(layer.num_experts for layer in context.layers)
+    return weights + files + RECORD_BYTES * (experts + len(context.layers) + 8) + 256 * len(keys)
+
+
+def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
+    """The Hessian trace of the Frobenius norm, summed over every expert's matrices, [E] a layer (paper 003).
+
+    Experts are read from the checkpoint one by one; the same traces are not computed twice in a run.
+    """
+    how = config.trace or "closed"
+    key = (how, None if how == "closed" else config.trace_samples or TRACE_SAMPLES)
+    if key not in context.traces:
+        generator = torch.Generator().manual_seed(context.recipe.seed)
+        found = []
+        with context.reporter.bar("traces", len(context.layers)) as advance:
+            for layer in context.layers:
+                found.append(np.array([_trace(context, layer, e, key, generator) for e in range(layer.num_experts)]))
+                advance()
+        context.traces[key] = found
+    return context.traces[key]
+
+
+def _trace(
+    context: Context, layer: ExpertLayer, expert: int, how: tuple[str, int | None], generator: torch.Generator
+) -> float:
+    weights, _ = context.expert_reader.read(layer, expert)
+    name, samples = how
+    if samples is None:
+        return sum(closed_form(weight) for weight in weights.values())
+    distribution: Any = name
+    return sum(hutchinson(weight, samples, distribution, generator).mean for weight in weights.values())
+
+
+def bytes_of(layer: ExpertLayer, bits: int, group_size: int, symmetric: bool, full_bytes_per_weight: int) -> int:
     """Stored bytes of one expert at a width: codes, scales and zero points, or the checkpoint's own weights at 16.
 
     Biases stay in the checkpoint's type at every width.
@@ -64,14 +178,14 @@ def expert_bytes(layer: ExpertLayer, bits: int, assignment: Assignment, full_byt
     if bits == FULL:
         return layer.parameters_per_expert * full_bytes_per_weight + biases
     shapes = (layer.shape(projection) for projection in layer.projections)
-    return biases + sum(packed_bytes(*shape, bits, assignment.group_size, assignment.symmetric) for shape in shapes)
+    return biases + sum(packed_bytes(*shape, bits, group_size, symmetric) for shape in shapes)
 
 
 def total_bytes(context: Context, assignment: Assignment) -> int:
     """Bytes of all experts at their placed widths."""
     size = source_dtype(context.source).itemsize
     return sum(
-        expert_bytes(layer, int(bits), assignment, size)
+        bytes_of(layer, int(bits), assignment.group_size, assignment.symmetric, size)
         for layer, widths in zip(context.layers, assignment.bits(), strict=True)
         for bits in widths
     )
@@ -97,12 +211,28 @@ def load(context: Context) -> Assignment:
     """Read the assignment and check it against the model."""
     path = context.directory("assign") / NAME
     assignment = read_assignment(path)
-    wanted = [(layer.name, layer.num_experts) for layer in context.layers]
-    found = [(layer.name, len(layer.experts)) for layer in assignment.layers]
-    if wanted != found:
-        raise AssignmentError(
-            "the assignment is for other layers or experts than the model has",
-            where=str(path),
-            do="run `moeq assign` again",
-        )
+    _check_shape(context, assignment, path)
+    made = {FULL, *context.recipe.losses.bits}
+    for layer in assignment.layers:
+        for expert, choice in enumerate(layer.experts):
+            if choice.bits not in made:
+                raise AssignmentError(
+                    f"{choice.bits} bits is not among losses.bits {list(context.recipe.losses.bits)}",
+                    where=f"{path}: {layer.name}, expert {expert}",
+                    do="choose another width, or add it to losses.bits and run `moeq losses`",
+                )
     return assignment
+
+
+def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
+    """AssignmentError naming the first layer that the model does not have so."""
+    for index, (wanted, found) in enumerate(zip_longest(context.layers, assignment.layers)):
+        problem = None
+        if wanted is None or found is None:
+            problem = f"{len(assignment.layers)} layers, the model has {len(context.layers)}"
+        elif wanted.name != found.name:
+            problem = f"layer {index} is called {found.name}, in the model {wanted.name}"
+        elif wanted.num_experts != len(found.experts):
+            problem = f"{found.name} has {len(found.experts)} experts, in the model {wanted.num_experts}"
+        if problem is not None:
+            raise AssignmentError(problem, where=str(path), do="mend the file or run `moeq assign` again")

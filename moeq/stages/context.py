@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.markup import escape
 from torch import nn
@@ -48,6 +49,7 @@ class Context:
     reporter: Reporter = field(default_factory=Reporter)
     announced: bool = False
     overwritten: list[str] = field(default_factory=list)  # resident parameters of a streamed model
+    traces: dict[Any, list[np.ndarray]] = field(default_factory=dict)  # of the experts' Hessians, by how they were made
 
     def directory(self, stage: str) -> Path:
         return self.out / DIRECTORIES.get(stage, stage)

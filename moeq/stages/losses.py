@@ -16,6 +16,8 @@ import numpy as np
 from rich.markup import escape
 
 from moeq.artifacts import replicas
+from moeq.artifacts.effects import NAME as EFFECTS
+from moeq.artifacts.effects import LayerEffects, read_effects, write_effects
 from moeq.artifacts.files import digest_of, make_directory
 from moeq.artifacts.losses import NAME, WHOLE, LossTable, read_losses, write_losses
 from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex, layer_file, rows_file
@@ -28,9 +30,12 @@ from moeq.stages import others as others_stage
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file, say_left_out
 
-REVISION = 3  # raised when the same inputs give other replicas or losses: also for what lies in stores
+REVISION = 3  # raised when the same inputs give other replicas: also for what lies in stores
+ROWS_REVISION = 2  # raised when the same replicas give other rows
 ON_DEMAND = frozenset({RTN})  # methods whose replicas are made when they are needed
-CHOICES = frozenset({"bits", "methods", "working_memory"})  # settings that name entries, or decide nothing
+CHOICES = frozenset(
+    {"bits", "methods", "working_memory", "layer_effects"}
+)  # settings that name entries, or decide nothing
 MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  # that decide rows, not replicas
 OLDER = (".parts", "replicas")  # what schema version 1 kept in the stage's directory
 
@@ -72,6 +77,12 @@ def run(context: Context) -> dict[str, Any]:
     found = [_digests(context, index, layer.index) for layer in context.layers]
     replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))
     write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.layers))
+    if config.layer_effects is not None:
+        from moeq.stages.effects import measure  # it reads replicas by what is defined here
+
+        write_effects(directory, measure(context, config.layer_effects))
+    else:
+        (directory / EFFECTS).unlink(missing_ok=True)
     summary = summarize(read_losses(directory / NAME))
     if summary["fallbacks"]:
         counts = ", ".join(f"{name} {count:,}" for name, count in summary["fallbacks"].items())
@@ -98,7 +109,7 @@ def entries(config: LossesSection) -> tuple[Made, ...]:
         own = {name: value for name, value in whole.items() if _is_own(name, method)}
         for bits in config.bits:
             entry = f"{method}.{bits}.{digest_of(own)[: replicas.SHORT]}"
-            rows = f"{method}.{bits}.{digest_of([entry, measuring])[: replicas.SHORT]}"
+            rows = f"{method}.{bits}.{digest_of([entry, measuring, ROWS_REVISION])[: replicas.SHORT]}"
             made.append(Made(method=method, bits=bits, entry=None if method in ON_DEMAND else entry, rows=rows))
     return tuple(made)
 
@@ -253,6 +264,11 @@ def summarize(table: LossTable) -> dict[str, Any]:
 
 def load(context: Context) -> LossTable:
     return read_losses(context.directory("losses") / NAME)
+
+
+def load_effects(context: Context) -> LayerEffects | None:
+    """What each layer alone does to the output, None where the recipe did not ask for it."""
+    return read_effects(context.directory("losses"))
 
 
 def load_index(context: Context) -> ReplicaIndex:

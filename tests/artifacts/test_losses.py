@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+import pytest
+
 from moeq.artifacts.losses import WHOLE, read_losses, write_losses
+from moeq.errors import ArtifactError
 
 
 def row(layer: int, expert: int, projection: str) -> dict[str, Any]:
@@ -13,6 +17,7 @@ def row(layer: int, expert: int, projection: str) -> dict[str, Any]:
         "layer": layer, "layer_name": f"layers.{layer}", "expert": expert, "projection": projection, "method": "rtn",
         "bits": 2, "group_size": 8, "symmetric": False, "loss": 0.1 * expert, "relative_loss": 0.5 / (layer + 1),
         "calibration_tokens": 5, "heldout_tokens": 2, "fallback": "none", "measured_on": "heldout", "bytes": 64,
+        "weighted_loss": 0.01 * expert, "hessian_trace": None,
     }  # fmt: skip
 
 
@@ -40,3 +45,13 @@ def test_best_is_the_lowest_loss_of_the_whole_expert_and_the_first_of_equals(tmp
     assert table.best()[0][2].tolist() == ["a", "b", "b"]
     assert table.matrix("best")[0][2].tolist() == [0.2, 0.3, 0.1]
     assert table.matrix("best", projection="up_proj")[0][2].tolist() == [1.2, 1.3, 1.1]
+
+
+def test_tables_of_version_1_are_read(tmp_path: Path) -> None:
+    write_losses(tmp_path / "new", [[row(0, 0, WHOLE)]])
+    table = pq.read_table(tmp_path / "new").drop_columns(["weighted_loss", "hessian_trace"])
+    pq.write_table(table.replace_schema_metadata({"moeq_schema_version": "1"}), tmp_path / "old")
+    assert read_losses(tmp_path / "old").rows() == [row(0, 0, WHOLE) | {"weighted_loss": None}]
+    pq.write_table(table.replace_schema_metadata({"moeq_schema_version": "3"}), tmp_path / "newer")
+    with pytest.raises(ArtifactError, match="schema version '3'"):
+        read_losses(tmp_path / "newer")

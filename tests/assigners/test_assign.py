@@ -37,7 +37,8 @@ def loss_table(folder: Path, losses: np.ndarray) -> LossTable:
             "layer": layer, "layer_name": f"layer.{layer}", "expert": expert, "projection": "expert", "method": "gptq",
             "bits": bits, "group_size": 64, "symmetric": False, "loss": float(losses[expert, bits - 1]),
             "relative_loss": 0.1, "calibration_tokens": 10, "heldout_tokens": 5, "fallback": "none",
-            "measured_on": "heldout", "bytes": 100 * bits,
+            "measured_on": "heldout", "bytes": 100 * bits, "weighted_loss": 0.1 * float(losses[expert, bits - 1]),
+            "hessian_trace": 3.0,
         }
         for layer in range(2) for expert in range(EXPERTS) for bits in (1, 2, 3, 4)
     ]  # fmt: skip
@@ -49,22 +50,39 @@ def run(folder: Path, losses: np.ndarray | None = None, **options: object) -> As
     table = loss_table(folder, np.tile([1.0, 0.3, 0.1, 0.02], (EXPERTS, 1)) if losses is None else losses)
     config = AssignSection(**{"statistics": "prefill"} | options)
     return assign(
-        AssignInputs(name="x", config=config, profile=profile(), losses=table, group_size=64, symmetric=False)
+        AssignInputs(
+            name="x",
+            config=config,
+            profile=profile(),
+            losses=table,
+            group_size=64,
+            symmetric=False,
+            bytes=({bits: 100 * bits for bits in (1, 2, 3, 4, 16)},) * 2,
+            traces=lambda: [np.arange(EXPERTS, dtype=float)] * 2,
+        )
     )
 
 
 @pytest.mark.parametrize("method", known_methods())
 @pytest.mark.parametrize("gpu_experts", [0, 2, EXPERTS])
-def test_every_method_places_top_k_on_the_gpu_and_meets_the_average(
+def test_every_method_places_top_k_on_the_gpu_and_stays_within_its_budget(
     tmp_path: Path, method: str, gpu_experts: int
 ) -> None:
-    budget = {"bits": 2} if method == "uniform" else {"average_bits": 2}
+    expert_bytes = 2 * (1600 * gpu_experts + 200 * (EXPERTS - gpu_experts))
+    budget = {"uniform": {"bits": 2}, "mopeq": {}, "budget": {"expert_bytes": expert_bytes, "hot_bits": 4,
+              "cold_bits": 1}}.get(method, {"average_bits": 2})  # fmt: skip
     assignment = run(tmp_path, method=method, gpu_experts=gpu_experts, **budget)
     for bits, hot in zip(assignment.bits(), assignment.hot(), strict=True):
         assert hot.sum() == gpu_experts
         assert (bits[hot] == 16).all()
         assert set(np.flatnonzero(hot)) <= {1, 5}  or gpu_experts == EXPERTS  # fmt: skip
-    assert assignment.average_bits("ndp") == (2 if gpu_experts < EXPERTS else None)
+    average = assignment.average_bits("ndp")
+    if gpu_experts == EXPERTS:
+        assert average is None
+    elif method in ("uniform", "prefix-split", "frequency"):
+        assert average == 2
+    elif method != "mopeq":
+        assert 1 <= average <= 2
 
 
 def test_importance_orders_the_bits(tmp_path: Path) -> None:

@@ -629,6 +629,18 @@ def test_hand_edited_assignment(
     assert_refused(finished, ARTIFACT, "assignment.json", "layers.1.experts.2", message)
 
 
+def test_hand_edited_width_that_was_not_made(moeq: ForkServer, run_copy: Path) -> None:
+    _edit_assignment(run_copy, bits=3)
+    recipe = run_copy / "recipe.yaml"
+    widths = yaml.safe_load(recipe.read_text("utf-8"))
+    widths["losses"]["bits"] = [2, 4, 8]
+    widths["assign"] = {"method": "uniform", "bits": 2}
+    widths["eval"]["compare"] = []
+    recipe.write_text(yaml.safe_dump(widths))
+    finished = moeq.run("quantize", "--out", run_copy, "--quiet")
+    assert_refused(finished, ASSIGNMENT, "assignment.json", "expert 2", "3 bits is not among losses.bits")
+
+
 def test_edited_assignment_is_used(moeq: ForkServer, run_copy: Path) -> None:
     """What FORMATS promises: an assignment can be edited, and the stages after it follow."""
     path = run_copy / "assign" / "assignment.json"
@@ -647,7 +659,13 @@ def test_assignment_of_another_model(moeq: ForkServer, run_copy: Path) -> None:
     assignment["layers"].pop()
     path.write_text(json.dumps(assignment))
     shutil.rmtree(run_copy / "quantize")
-    assert_refused(moeq.run("quantize", "--out", run_copy, "--quiet"), ASSIGNMENT, "assignment.json")
+    finished = moeq.run("quantize", "--out", run_copy, "--quiet")
+    assert_refused(finished, ASSIGNMENT, "assignment.json", "layers, the model has")
+    assignment = json.loads(path.read_text("utf-8"))
+    assignment["layers"][0]["experts"].pop()
+    path.write_text(json.dumps(assignment))
+    finished = moeq.run("quantize", "--out", run_copy, "--quiet")
+    assert_refused(finished, ASSIGNMENT, "assignment.json", assignment["layers"][0]["name"], "experts, in the model")
 
 
 # --- inspect

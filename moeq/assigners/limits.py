@@ -1,0 +1,121 @@
+"""Budgets: average_bits, expert_bytes or size, as one limit on the cost of the experts that are decided.
+
+Costs are whole numbers: bits of a weight under average_bits (every expert counts alike), else bytes with scales, zero
+points and biases. Experts on the GPU stay in full precision: average_bits leaves them out, bytes count them.
+
+Letters: L layers, E experts of a layer, W widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from moeq.artifacts.assignment import FULL, Assignment
+from moeq.assigners.inputs import AssignInputs, hot_masks
+from moeq.assigners.targets import TARGETS
+from moeq.errors import AssignmentError
+from moeq.tables import human_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """widths: [W] rising; costs: [L, W] of one expert; counts: [L] experts that are decided; total: what they may cost.
+
+    fixed: bytes that are spent already (experts on the GPU, and for `size` all that is not an expert).
+    """
+
+    unit: str  # bits or bytes
+    widths: tuple[int, ...]
+    costs: np.ndarray
+    counts: np.ndarray
+    total: int
+    fixed: int = 0
+
+    @property
+    def least(self) -> int:
+        """Cost of all experts at their cheapest."""
+        return int((self.costs.min(1) * self.counts).sum())
+
+    def uniform(self) -> np.ndarray:
+        """Cost of all experts at each width, [W]."""
+        return np.asarray(self.counts @ self.costs)
+
+    def by_layer(self) -> list[int]:
+        """`total` cut into layers in proportion to what their experts cost at the widest; floors by largest remainder.
+
+        Raises AssignmentError when a layer's share does not pay for its cheapest width.
+        """
+        weight = [int(count * cost) for count, cost in zip(self.counts, self.costs.max(1), strict=True)]
+        exact = [Fraction(self.total * one, max(1, sum(weight))) for one in weight]
+        whole = [int(value) for value in exact]
+        left = self.total - sum(whole)
+        order = sorted(range(len(whole)), key=lambda layer: (whole[layer] - exact[layer], layer))
+        for layer in order[:left]:
+            whole[layer] += 1
+        return whole
+
+
+def choices(inputs: AssignInputs) -> tuple[int, ...]:
+    """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads."""
+    known: Sequence[int] = inputs.config.widths or (inputs.losses.bits() if inputs.losses is not None else ())
+    target = inputs.config.target
+    allowed = sorted(width for width in set(known) if target is None or width in TARGETS[target].widths)
+    if not allowed:
+        raise AssignmentError(
+            f"none of the widths {sorted(set(known))} can be loaded",
+            where=f"target {target}",
+            do=f"choose among {list(TARGETS[target].widths) if target else 'losses.bits'}",
+        )
+    return tuple(allowed)
+
+
+def limit_of(inputs: AssignInputs, widths: Sequence[int], hot: Sequence[np.ndarray] | None = None) -> Limit:
+    """The section's budget over some widths; AssignmentError with the least possible where it cannot be met."""
+    config = inputs.config
+    hot = hot_masks(inputs) if hot is None else hot
+    counts = np.array([int((~mask).sum()) for mask in hot])
+    if config.average_bits is not None:
+        average = Fraction(config.average_bits)
+        costs = np.tile(np.array(widths, np.int64), (len(counts), 1))
+        limit = Limit(
+            unit="bits", widths=tuple(widths), costs=costs, counts=counts, total=int(average * int(counts.sum()))
+        )
+        if limit.total < limit.least:
+            raise AssignmentError(
+                f"an average of {float(average):g} bits cannot be met with {list(widths)} bits",
+                do=f"ask for {widths[0]} bits or more",
+            )
+        return limit
+    whole = config.expert_bytes if config.expert_bytes is not None else config.size
+    if whole is None:
+        raise AssignmentError("no budget", do="give average_bits, expert_bytes or size")
+    fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot) if mask.any())
+    fixed += inputs.other_bytes if config.size is not None else 0
+    return byte_limit(inputs, widths, counts, whole, fixed)
+
+
+def byte_limit(inputs: AssignInputs, widths: Sequence[int], counts: np.ndarray, whole: int, fixed: int) -> Limit:
+    """A limit of `whole` bytes, `fixed` of which are spent; AssignmentError with the least possible."""
+    costs = np.array([[inputs.bytes_of(layer)[width] for width in widths] for layer in range(len(counts))], np.int64)
+    limit = Limit(unit="bytes", widths=tuple(widths), costs=costs, counts=counts, total=whole - fixed, fixed=fixed)
+    if limit.total < limit.least:
+        least = fixed + limit.least
+        raise AssignmentError(
+            f"{whole} bytes ({human_bytes(whole)}) cannot be met; the least possible is {least} ({human_bytes(least)})",
+            where="size" if inputs.config.size is not None else "expert_bytes",
+            do=f"ask for at least {least}" + (", or lower gpu_experts" if inputs.config.gpu_experts else ""),
+        )
+    return limit
+
+
+def spent(inputs: AssignInputs, assignment: Assignment, widths: Sequence[int]) -> Limit:
+    """The bytes that an assignment spends on the experts it decided, as a limit over some widths."""
+    counts = np.array([int((~mask).sum()) for mask in assignment.hot()])
+    total = 0
+    for layer, (bits, mask) in enumerate(zip(assignment.bits(), assignment.hot(), strict=True)):
+        total += sum(inputs.bytes_of(layer)[int(width)] for width in bits[~mask])
+    return byte_limit(inputs, widths, counts, total, 0)

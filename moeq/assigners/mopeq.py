@@ -1,0 +1,79 @@
+"""mopeq: paper 003, Algorithm 2: experts clustered by importance, the clusters given the widths in order.
+
+Importance is the activation frequency, the Hessian trace of the Frobenius norm (summed over an expert's matrices), or
+the product of both, each min-max normalized over the experts that are clustered together: those of a layer, or of the
+model. k-means runs on sorted values with a fixed seed and ten starts, so that the order of experts does not matter;
+where fewer values differ than there are widths, the clusters take the widest ones. There is no budget: it lands where
+it lands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moeq.artifacts.assignment import Assignment
+from moeq.assigners.inputs import AssignInputs, build, hot_masks
+from moeq.errors import AssignmentError
+
+PAPER_WIDTHS = (2, 3, 4)
+SEED, STARTS = 0, 10
+
+
+def assign(inputs: AssignInputs) -> Assignment:
+    """Cluster and assign; AssignmentError when the Hessian traces are asked for and were not given."""
+    config = inputs.config
+    hot = hot_masks(inputs)
+    widths = config.widths or PAPER_WIDTHS
+    layers = range(len(hot))
+    groups = [list(layers)] if config.scope == "model" else [[layer] for layer in layers]
+    bits = [np.full(len(mask), min(widths)) for mask in hot]
+    for group in groups:
+        values = _importance(inputs, group, hot)
+        found = cluster(values, widths)
+        ends = np.cumsum([int((~hot[layer]).sum()) for layer in group])[:-1]
+        for layer, part in zip(group, np.split(found, ends), strict=True):
+            bits[layer][~hot[layer]] = part
+    return build(inputs, bits, hot)
+
+
+def _importance(inputs: AssignInputs, group: Sequence[int], hot: Sequence[np.ndarray]) -> np.ndarray:
+    """Importance of the experts of some layers that are not on the GPU, one after the other."""
+    metric = inputs.config.metric or "hybrid"
+    parts = []
+    if metric != "hessian":
+        counts = [inputs.profile.total(layer, inputs.phase())[0][~hot[layer]] for layer in group]
+        parts.append(np.concatenate(counts).astype(float))
+    if metric != "frequency":
+        if inputs.traces is None:
+            raise AssignmentError(f"metric {metric} needs the experts' weights", do="use metric frequency")
+        traces = inputs.memo["traces"] = inputs.traces()
+        parts.append(np.concatenate([traces[layer][~hot[layer]] for layer in group]))
+    return parts[0] if len(parts) == 1 else spread(parts[0]) * spread(parts[1])
+
+
+def spread(values: np.ndarray) -> np.ndarray:
+    """Values min-max normalized to [0, 1]; ones where all are the same, so that they don't hide the other factor."""
+    if not len(values) or values.max() == values.min():
+        return np.ones(len(values))
+    return np.asarray((values - values.min()) / (values.max() - values.min()))
+
+
+def cluster(values: np.ndarray, widths: Sequence[int]) -> np.ndarray:
+    """The width [N] of every value: that of its cluster, the cluster of the largest mean has the widest."""
+    falling = sorted(set(widths), reverse=True)
+    count = min(len(falling), len(np.unique(values)))
+    if count < 2:
+        return np.full(len(values), falling[0])
+    from sklearn.cluster import KMeans
+
+    order = np.argsort(values, kind="stable")
+    column = values[order][:, None]
+    labels = KMeans(n_clusters=count, n_init=STARTS, random_state=SEED).fit_predict(column)
+    means = np.array([column[labels == label].mean() for label in range(count)])
+    rank = np.empty(count, int)
+    rank[np.argsort(-means, kind="stable")] = np.arange(count)
+    found = np.empty(len(values), int)
+    found[order] = np.array(falling)[rank[labels]]
+    return found

@@ -1,0 +1,124 @@
+"""optimal: the assignment of least objective within the budget, proven (numerics.knapsack).
+
+Every expert that is not on the GPU takes one of the widths; scope model (the default) spends one budget over all
+layers, scope layer the same share in each. Within a target that takes one width for a layer, or for the model, the
+experts that share a width are one item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeq.artifacts.assignment import Assignment
+from moeq.assigners.inputs import AssignInputs, build, hot_masks
+from moeq.assigners.limits import Limit, choices, limit_of
+from moeq.assigners.sensitivity import tables
+from moeq.assigners.targets import TARGETS, Granularity, refuse_grid
+from moeq.errors import AssignmentError
+from moeq.numerics import knapsack
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """bits: [E] a layer, those of GPU experts are not decided; loss: their objective; bound: none can have less."""
+
+    bits: list[np.ndarray]
+    loss: float
+    bound: float
+    proven: bool
+
+
+def assign(inputs: AssignInputs) -> Assignment:
+    """The optimum as an assignment; AssignmentError for a budget that cannot be met."""
+    hot = hot_masks(inputs)
+    target = TARGETS[inputs.config.target or "moeq"]
+    reason = refuse_grid(target, symmetric=inputs.symmetric)
+    if reason is not None:
+        raise AssignmentError(reason, where=f"target {target.name}")
+    limit = limit_of(inputs, choices(inputs), hot)
+    found = optimum(inputs, limit, hot, target.granularity, inputs.config.scope or "model")
+    return build(inputs, found.bits, hot)
+
+
+def optimum(
+    inputs: AssignInputs,
+    limit: Limit,
+    hot: Sequence[np.ndarray],
+    granularity: Granularity = "expert",
+    scope: str = "model",
+) -> Optimum:
+    """The least objective within a limit; kept in the inputs' memo."""
+    config = inputs.config
+    weighting = (config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics)
+    masks = b"".join(mask.tobytes() for mask in hot)
+    key = ("optimum", weighting, limit.unit, limit.total, limit.widths, masks, granularity, scope)
+    if key not in inputs.memo:
+        inputs.memo[key] = _optimum(inputs, limit, hot, granularity, scope)
+    found: Optimum = inputs.memo[key]
+    return found
+
+
+def _optimum(
+    inputs: AssignInputs, limit: Limit, hot: Sequence[np.ndarray], granularity: Granularity, scope: str
+) -> Optimum:
+    layers = range(len(hot))
+    values = [_losses(inputs, layer, limit.widths)[~hot[layer]] for layer in layers]
+    if scope == "model":
+        solved = [_solve(values, limit, list(layers), limit.total, granularity)]
+    else:
+        solved = [_solve(values, limit, [layer], total, granularity) for layer, total in enumerate(limit.by_layer())]
+    bits = []
+    chosen = [part for solution, parts in solved for part in parts]
+    for layer in layers:
+        widths = np.full(len(hot[layer]), limit.widths[0])
+        widths[~hot[layer]] = np.array(limit.widths)[chosen[layer]]
+        bits.append(widths)
+    return Optimum(
+        bits=bits,
+        loss=sum(solution.loss for solution, _ in solved),
+        bound=sum(solution.bound for solution, _ in solved),
+        proven=all(solution.proven for solution, _ in solved),
+    )
+
+
+def _losses(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> np.ndarray:
+    """Objective [E, W] of a layer's experts."""
+    table = tables(inputs)[layer]
+    missing = [width for width in widths if width not in table.losses]
+    if missing:
+        raise AssignmentError(f"the loss table lacks {missing} bits", where=table.name, do="add them to losses.bits")
+    return np.stack([table.losses[width] for width in widths], 1)
+
+
+def _solve(
+    values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int, granularity: Granularity
+) -> tuple[knapsack.Solution, list[np.ndarray]]:
+    """The knapsack of some layers; the choice [e] of every decided expert, a layer."""
+    groups = {
+        "expert": [values[layer] for layer in layers],
+        "layer": [values[layer].sum(0, keepdims=True) for layer in layers],
+        "model": [sum((values[layer].sum(0, keepdims=True) for layer in layers), np.zeros((1, len(limit.widths))))],
+    }[granularity]
+    costs = [limit.costs[layer] * (1 if granularity == "expert" else limit.counts[layer]) for layer in layers]
+    if granularity == "model":
+        costs = [np.asarray(sum(costs, np.zeros(len(limit.widths), np.int64)))]
+    stacked = np.concatenate([np.tile(cost, (len(group), 1)) for cost, group in zip(costs, groups, strict=True)])
+    least = knapsack.least_cost(stacked)
+    if least > total:
+        where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
+        raise AssignmentError(
+            f"its share of the budget is {total} {limit.unit}, the least possible is {least}",
+            where=where,
+            do="raise the budget",
+        )
+    solution = knapsack.solve(np.concatenate(groups), stacked, total)
+    if granularity == "model":
+        return solution, [np.repeat(solution.choices, len(values[layer])) for layer in layers]
+    sizes = [len(group) for group in groups]
+    parts = np.split(solution.choices, np.cumsum(sizes)[:-1])
+    if granularity == "layer":
+        parts = [np.repeat(part, len(values[layer])) for part, layer in zip(parts, layers, strict=True)]
+    return solution, parts

@@ -1,0 +1,200 @@
+"""How good an assignment is: its objective beside the proven optimum, the price of targets, the frontier of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moeq.artifacts.assignment import FULL, Assignment
+from moeq.assigners.inputs import AssignInputs, hot_masks
+from moeq.assigners.limits import Limit, byte_limit, limit_of, spent
+from moeq.assigners.optimal import Optimum, optimum
+from moeq.assigners.sensitivity import objective
+from moeq.assigners.targets import MIXED, TARGETS, Target, refuse_grid
+from moeq.errors import AssignmentError
+from moeq.recipe import BUDGETS, AssignSection
+
+KEPT = ("quantizer", "gpu_experts", "alpha", "loss_weighting", "layer_weighting", "normalization", "statistics")
+SAME = 1e-9  # relative difference below which objectives count as equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """objective of an assignment; optimum: the least of any mix of widths on the same budget; proven: whether it is.
+
+    gap: how far the objective lies above the optimum, None where the optimum is 0.
+    """
+
+    objective: float
+    optimum: float
+    proven: bool
+
+    @property
+    def gap(self) -> float | None:
+        return max(0.0, self.objective / self.optimum - 1) if self.optimum > 0 else None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"gap_to_optimum": self.gap}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """The optimum within a target; ratio: to that of any mix. refusal: why it cannot be had there, or None."""
+
+    target: str
+    objective: float | None
+    ratio: float | None
+    average_bits: float | None
+    expert_bytes: int | None
+    refusal: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One assignment of a method on the frontier; dominated: another is as small and as good, and better in one."""
+
+    method: str
+    average_bits: float
+    expert_bytes: int
+    objective: float
+    dominated: bool = False
+
+
+def all_widths(inputs: AssignInputs, *more: int) -> tuple[int, ...]:
+    """Widths of the loss table and others, rising."""
+    known = inputs.losses.bits() if inputs.losses is not None else []
+    return tuple(sorted({*known, *more}))
+
+
+def has_budget(config: AssignSection) -> bool:
+    """Whether a section says how much may be spent, other than by a width."""
+    return any(getattr(config, name) is not None for name in BUDGETS[config.method] if name != "bits")
+
+
+def budget_of(inputs: AssignInputs, assignment: Assignment, widths: Sequence[int]) -> Limit:
+    """The section's budget over some widths; of methods that have none, the bytes that the assignment takes."""
+    if has_budget(inputs.config):
+        return limit_of(inputs, widths, assignment.hot())
+    return spent(inputs, assignment, widths)
+
+
+def score(inputs: AssignInputs, assignment: Assignment) -> Score:
+    """The assignment's objective and the proven optimum of its budget over all widths of the loss table."""
+    used = [int(bits) for widths, hot in zip(assignment.bits(), assignment.hot(), strict=True) for bits in widths[~hot]]
+    limit = budget_of(inputs, assignment, all_widths(inputs, *used))
+    best = optimum(inputs, limit, assignment.hot())
+    return Score(objective=objective(inputs, assignment), optimum=best.loss, proven=best.proven)
+
+
+def prices(inputs: AssignInputs, assignment: Assignment) -> list[Price]:
+    """What the restriction of every target costs: its optimum on the assignment's budget."""
+    hot = assignment.hot()
+    free = optimum(inputs, budget_of(inputs, assignment, all_widths(inputs)), hot)
+    return [_price(inputs, assignment, target, free) for target in TARGETS.values()]
+
+
+def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: Optimum) -> Price:
+    hot = assignment.hot()
+    reason = refuse_grid(target, symmetric=inputs.symmetric)
+    if target.granularity != "expert" and any(mask.any() and not mask.all() for mask in hot):
+        reason = f"gpu_experts mixes 16 bits with others; {MIXED[target.granularity]}"
+    widths = [width for width in all_widths(inputs) if width in target.widths]
+    try:
+        if not widths:
+            raise AssignmentError(f"none of losses.bits is among {list(target.widths)}")
+        found = optimum(inputs, budget_of(inputs, assignment, widths), hot, target.granularity)
+    except AssignmentError as error:
+        return Price(
+            target=target.name, objective=None, ratio=None, average_bits=None, expert_bytes=None, refusal=str(error)
+        )
+    bits = np.concatenate([widths[~mask] for widths, mask in zip(found.bits, hot, strict=True)])
+    return Price(
+        target=target.name,
+        objective=found.loss,
+        ratio=found.loss / free.loss if free.loss > 0 else None,
+        average_bits=float(bits.mean()) if len(bits) else None,
+        expert_bytes=_bytes(inputs, found.bits, hot),
+        refusal=reason,
+    )
+
+
+def _bytes(inputs: AssignInputs, bits: Sequence[np.ndarray], hot: Sequence[np.ndarray]) -> int:
+    """Bytes of all experts, those on the GPU in full precision."""
+    return sum(
+        inputs.bytes_of(layer)[FULL if on_gpu else int(width)]
+        for layer, (widths, mask) in enumerate(zip(bits, hot, strict=True))
+        for width, on_gpu in zip(widths, mask, strict=True)
+    )
+
+
+def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, AssignSection]]:
+    """The methods that a frontier compares, by name, with the options that the inputs' section shares with them."""
+    known = all_widths(inputs)
+    shared = {name: getattr(inputs.config, name) for name in KEPT}
+    found = [("uniform", AssignSection(method="uniform", bits=bits, **shared)) for bits in known]
+    for average in averages:
+        if {1, 2, 3, 4} <= set(known):
+            found.append(("prefix-split", AssignSection(method="prefix-split", average_bits=average, **shared)))
+        found.append(("frequency", AssignSection(method="frequency", average_bits=average, **shared)))
+    if {2, 3, 4} <= set(known):
+        metrics = ("frequency", "hessian", "hybrid") if inputs.traces is not None else ("frequency",)
+        found += [
+            (f"mopeq {metric}, {scope}", AssignSection(method="mopeq", metric=metric, scope=scope, **shared))
+            for metric in metrics
+            for scope in ("layer", "model")
+        ]
+    return found
+
+
+def frontier(
+    inputs: AssignInputs,
+    averages: Sequence[str],
+    assign: Callable[[AssignInputs], Assignment],
+    advance: Callable[[], None] = lambda: None,
+) -> list[Point]:
+    """Objective and bytes of every method; `optimal` at the bytes that each of the others takes, per model and layer.
+
+    averages: budgets of the methods that take one. Dominated points are marked.
+    """
+    hot = hot_masks(inputs)
+    points: list[Point] = []
+    for name, section in sections(inputs, averages):
+        mine = replace(inputs, config=section)
+        found = assign(mine)
+        points.append(_point(mine, name, found.bits(), objective(mine, found), hot))
+        advance()
+    widths = all_widths(inputs)
+    counts = np.array([int((~mask).sum()) for mask in hot])
+    fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot))
+    for size in sorted({point.expert_bytes for point in points}):
+        limit = byte_limit(inputs, widths, counts, size, fixed)
+        for scope, name in (("model", "optimal"), ("layer", "optimal, layer")):
+            try:
+                best = optimum(inputs, limit, hot, scope=scope)
+            except AssignmentError:  # the share of a layer can be below its least where layers differ in size
+                continue
+            points.append(_point(inputs, name, best.bits, best.loss, hot))
+    points = list(dict.fromkeys(points))  # the same optimum at several budgets
+    return [replace(point, dominated=is_dominated(point, points)) for point in points]
+
+
+def _point(
+    inputs: AssignInputs, name: str, bits: Sequence[np.ndarray], loss: float, hot: Sequence[np.ndarray]
+) -> Point:
+    decided = np.concatenate([widths[~mask] for widths, mask in zip(bits, hot, strict=True)])
+    average = float(decided.mean()) if len(decided) else float(FULL)
+    return Point(method=name, average_bits=average, expert_bytes=_bytes(inputs, bits, hot), objective=loss)
+
+
+def is_dominated(point: Point, points: Sequence[Point]) -> bool:
+    """Whether another point is no larger and no worse, and better in one of both; rounding does not count."""
+    slack = 1 + SAME
+    return any(
+        other.expert_bytes <= point.expert_bytes
+        and other.objective <= point.objective * slack
+        and (other.expert_bytes < point.expert_bytes or other.objective * slack < point.objective)
+        for other in points
+    )

@@ -1,0 +1,169 @@
+"""What an expert is worth: one table of sensitivities of every layer and expert, and the objective made of them.
+
+The objective of an assignment is the sum over experts of
+
+    none     loss
+    mass     share of the layer's routing weight * loss
+    squared  tokens a layer's token sends to the expert * mean of (routing weight * error)^2
+
+at the expert's width, times a weight of its layer: 1, or (measured) what makes the layer's sum at the measured width
+the divergence that quantizing this layer alone caused, so that the objective is a divergence in nats a token.
+
+Letters: E experts of a layer, W widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.losses import LossTable
+from moeq.assigners.inputs import AssignInputs, importance, routing_mass
+from moeq.errors import AssignmentError
+
+AGAIN = "run `moeq losses` again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTable:
+    """One layer: {width: objective [E]}; 16 bits lose nothing."""
+
+    name: str
+    losses: dict[int, np.ndarray]
+
+
+def tables(inputs: AssignInputs) -> list[LayerTable]:
+    """The objective of every layer, expert and width; AssignmentError naming layer and expert where one is missing."""
+    config = inputs.config
+    key = ("tables", config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics)
+    if key not in inputs.memo:
+        inputs.memo[key] = _tables(inputs)
+    found: list[LayerTable] = inputs.memo[key]
+    return found
+
+
+def _tables(inputs: AssignInputs) -> list[LayerTable]:
+    if inputs.losses is None:
+        raise AssignmentError(f"{inputs.config.method} needs the loss table", do="run `moeq losses` first")
+    column = "weighted_loss" if inputs.config.loss_weighting == "squared" else "loss"
+    plain = checked(inputs, inputs.losses, column)
+    weights = np.ones(len(plain))
+    if inputs.config.layer_weighting == "measured":
+        weights = _layer_weights(inputs, inputs.losses, column)
+    found = []
+    for layer, name in enumerate(inputs.profile.layers):
+        share = usage(inputs, layer)
+        losses = {bits: weights[layer] * share * values for bits, values in plain[layer].items()}
+        losses[FULL] = np.zeros(len(share))
+        found.append(LayerTable(name=name, losses=losses))
+    return found
+
+
+def usage(inputs: AssignInputs, layer: int) -> np.ndarray:
+    """What the losses of a layer's experts are multiplied by, [E]."""
+    weighting = inputs.config.loss_weighting
+    if weighting == "none":
+        return np.ones(inputs.profile.counts[layer].shape[-1])
+    if weighting == "mass":
+        return routing_mass(inputs, layer)
+    counts, _ = inputs.profile.total(layer, inputs.phase())
+    return np.asarray(counts / max(1, inputs.tokens()))
+
+
+def _layer_weights(inputs: AssignInputs, losses: LossTable, column: str) -> np.ndarray:
+    """What makes every layer's sum its measured divergence, [L]."""
+    effects = inputs.effects
+    if effects is None:
+        raise AssignmentError(
+            "layer_weighting measured needs the effect of every layer",
+            do="set losses.layer_effects and run `moeq losses` again",
+        )
+    measured = losses.matrix(effects.method, column)
+    found = []
+    for layer, divergence in enumerate(effects.divergence):
+        total = float((usage(inputs, layer) * measured[layer][effects.bits]).sum())
+        found.append(max(divergence, 0.0) / total if total > 0 else 0.0)
+    return np.array(found)
+
+
+def checked(inputs: AssignInputs, losses: LossTable, column: str = "loss") -> list[dict[int, np.ndarray]]:
+    """{width: column [E]} of every layer of the profile, by the recipe's quantizer.
+
+    Raises AssignmentError naming the layer and expert whose figure is missing, not finite or negative.
+    """
+    table = losses.matrix(inputs.config.quantizer, column)
+    if len(table) != len(inputs.profile.layers):
+        raise AssignmentError(
+            f"the loss table has {len(table)} layers, the profile {len(inputs.profile.layers)}", do=AGAIN
+        )
+    for name, widths, counts in zip(inputs.profile.layers, table, inputs.profile.counts, strict=True):
+        experts = counts.shape[-1]
+        if not widths:
+            raise AssignmentError(f"no {column.replace('_', ' ')} of expert 0", where=name, do=AGAIN)
+        for bits, values in widths.items():
+            here = values.astype(float)
+            if len(here) > experts:
+                raise AssignmentError(
+                    f"the loss table has {len(here)} experts, the profile {experts}", where=name, do=AGAIN
+                )
+            bad = [*np.flatnonzero(~np.isfinite(here) | (here < 0)).tolist(), *range(len(here), experts)]
+            if bad:
+                known = here[bad[0]] if bad[0] < len(here) else np.nan
+                what = "is missing or not a number" if np.isnan(known) else f"is {known:g}"
+                raise AssignmentError(
+                    f"the {column.replace('_', ' ')} at {bits} bits {what}",
+                    where=f"{name}, expert {bad[0]}",
+                    do=AGAIN,
+                )
+    return table
+
+
+def objective(inputs: AssignInputs, assignment: Assignment) -> float:
+    """The objective of an assignment; AssignmentError when the loss table lacks one of its widths."""
+    total = 0.0
+    for table, bits in zip(tables(inputs), assignment.bits(), strict=True):
+        for width in np.unique(bits).tolist():
+            if width not in table.losses:
+                raise AssignmentError(
+                    f"the loss table lacks {width} bits", where=table.name, do="add them to losses.bits"
+                )
+            total += float(table.losses[width][bits == width].sum())
+    return total
+
+
+def columns(inputs: AssignInputs, traces: Sequence[np.ndarray] | None = None) -> dict[str, list[Any]]:
+    """The table of sensitivities: a row for every layer and expert, as columns.
+
+    loss_B and objective_B at every width B, bytes_B of one expert; traces: the Frobenius norm's, where it was computed.
+    """
+    if inputs.losses is None:
+        raise AssignmentError("sensitivities need the loss table", do="run `moeq losses` first")
+    plain = checked(inputs, inputs.losses)
+    hessian = inputs.losses.matrix(inputs.losses.listed_methods()[0], "hessian_trace")
+    found: dict[str, list[Any]] = {}
+
+    def add(name: str, values: Sequence[Any]) -> None:
+        found.setdefault(name, []).extend(values)
+
+    for layer, table in enumerate(tables(inputs)):
+        counts, _ = inputs.profile.total(layer, inputs.phase())
+        experts = len(counts)
+        add("layer", [layer] * experts)
+        add("layer_name", [table.name] * experts)
+        add("expert", range(experts))
+        add("activations", counts.tolist())
+        add("activation_frequency", (counts / max(1, counts.sum())).tolist())
+        add("routing_mass", routing_mass(inputs, layer).tolist())
+        add("importance", importance(inputs, layer).tolist())
+        calibration = next(iter(hessian[layer].values())).astype(float)
+        add("calibration_hessian_trace", [None if np.isnan(value) else value for value in calibration.tolist()])
+        add("frobenius_hessian_trace", [None] * experts if traces is None else traces[layer].tolist())
+        for bits in sorted(plain[layer]):
+            add(f"loss_{bits}", plain[layer][bits].tolist())
+            add(f"objective_{bits}", table.losses[bits].tolist())
+            add(f"bytes_{bits}", [inputs.bytes_of(layer)[bits]] * experts)
+    return found

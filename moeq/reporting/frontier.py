@@ -1,0 +1,77 @@
+"""The frontier of assignments: objective against bytes, a line or points for every method, as an SVG of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from moeq.reporting import svg
+from moeq.tables import human_bytes
+
+WIDTH, HEIGHT = 760, 420
+LEFT, BELOW, ABOVE, RIGHT = 74, 44, 10, 190
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
+COLOURS = """:root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24; --muted: #5b6570; --faint: #dfe3e8;
+  --series-1: #0067a8; --series-2: #c4500a; --series-3: #00805c; --series-4: #a84c86; }
+@media (prefers-color-scheme: dark) { :root { --paper: #14171b; --ink: #e6e9ed; --muted: #9aa5b1; --faint: #353c45;
+  --series-1: #5ab4f0; --series-2: #f0935a; --series-3: #3ecfa0; --series-4: #e08fc0; } }
+svg { background: var(--paper); font-family: system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; }"""
+
+
+class Spot(Protocol):
+    """A point of the frontier: assigners.report.Point."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def expert_bytes(self) -> int: ...
+    @property
+    def objective(self) -> float: ...
+    @property
+    def dominated(self) -> bool: ...
+
+
+def frontier_svg(points: Sequence[Spot]) -> str:
+    """An SVG file; dominated points are hollow, both axes logarithmic (objectives of 0 are left out)."""
+    shown = [point for point in points if point.objective > 0]
+    methods = list(dict.fromkeys(point.method for point in shown))
+
+    def fill(figure: Any) -> None:
+        plane = svg.axes(figure, LEFT, BELOW, WIDTH - LEFT - RIGHT, HEIGHT - BELOW - ABOVE)
+        for index, method in enumerate(methods):
+            mine = sorted((p for p in shown if p.method == method), key=lambda p: p.expert_bytes)
+            _line(plane, method, mine, svg.SERIES[index % len(svg.SERIES)], MARKERS[index % len(MARKERS)])
+        _axes(plane, shown)
+        plane.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, handlelength=1.6)
+
+    drawing = svg.draw("frontier", "objective against bytes by method", WIDTH, HEIGHT, fill)
+    head, _, rest = drawing.svg.partition(">")
+    return f"{head}>\n<style>{COLOURS}</style>{rest}\n"
+
+
+def _line(plane: Any, method: str, points: Sequence[Spot], colour: str, marker: str) -> None:
+    sizes, values = [p.expert_bytes for p in points], [p.objective for p in points]
+    if len(points) > 1:
+        plane.plot(sizes, values, color=colour, linewidth=1.0, alpha=0.6)
+    for point in points:
+        face = svg.PAPER if point.dominated else colour
+        plane.plot(
+            [point.expert_bytes], [point.objective], marker, markersize=5, markerfacecolor=face, markeredgecolor=colour
+        )
+    plane.plot([], [], marker, color=colour, markersize=5, label=method)
+
+
+def _axes(plane: Any, points: Sequence[Spot]) -> None:
+    sizes = [point.expert_bytes for point in points] or [1]
+    plane.set_xscale("log")
+    plane.set_yscale("log")
+    plane.set_xlim(min(sizes) / 1.05, max(sizes) * 1.05)
+    steps = [min(sizes) * (max(sizes) / min(sizes)) ** (part / 4) for part in range(5)]
+    marks = sorted({round(step) for step in steps})
+    plane.set_xticks(marks, [human_bytes(mark) for mark in marks])
+    plane.set_xticks([], minor=True)
+    plane.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+    plane.yaxis.set_minor_formatter(lambda value, _: "")
+    plane.grid()
+    plane.set_xlabel("bytes of all experts, scales and zero points counted (logarithmic)")
+    plane.set_ylabel("objective (hollow: dominated)")

@@ -1,0 +1,308 @@
+"""Every method on random tables: budgets are kept, optimal is optimal, k-means does not see the order of experts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeq.artifacts.effects import LayerEffects
+from moeq.artifacts.losses import SCHEMA, LossTable
+from moeq.artifacts.profile import ExpertProfile
+from moeq.assigners import assign, mopeq, report
+from moeq.assigners.inputs import AssignInputs
+from moeq.assigners.online import decide
+from moeq.assigners.sensitivity import columns, objective, tables
+from moeq.assigners.targets import TARGETS, refusal
+from moeq.errors import AssignmentError
+from moeq.recipe import AssignSection
+
+BITS = (1, 2, 3, 4, 8)
+
+
+def inputs_of(
+    seed: int, layers: int = 2, experts: int = 5, *, symmetric: bool = False, **options: object
+) -> AssignInputs:
+    """A random profile and loss table; bytes as packed experts have them: zero points at more than 1 bit."""
+    import pyarrow as pa
+
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 50, (layers, experts)) * (rng.random((layers, experts)) > 0.1)
+    scores = counts * rng.random((layers, experts))
+    profile = ExpertProfile(
+        layers=tuple(f"layer.{layer}" for layer in range(layers)),
+        top_k=(2,) * layers,
+        counts=tuple(np.stack([row, row])[None] for row in counts),
+        scores=tuple(np.stack([row, row])[None] for row in scores),
+        tokens=np.array([[200, 200]]),
+    )
+    rows = []
+    for layer in range(layers):
+        for expert in range(experts):
+            losses = rng.random() * np.array([1, 0.3, 0.08, 0.02, 1e-4]) * np.exp(rng.normal(0, 0.4, 5))
+            for bits, loss in zip(BITS, losses.tolist(), strict=True):
+                row = {
+                    "layer": layer, "layer_name": f"layer.{layer}", "expert": expert, "projection": "expert",
+                    "method": "gptq", "bits": bits, "group_size": 64, "symmetric": symmetric, "loss": loss,
+                    "relative_loss": loss, "calibration_tokens": 9, "heldout_tokens": 9, "fallback": "none",
+                    "measured_on": "heldout", "bytes": 0, "weighted_loss": loss * rng.random(), "hessian_trace": 1.0,
+                }  # fmt: skip
+                rows.append(row)
+    weights = rng.integers(8, 20, layers)
+    return AssignInputs(
+        name="x",
+        config=AssignSection(**options),
+        profile=profile,
+        losses=LossTable(pa.Table.from_pylist(rows, schema=SCHEMA)),
+        group_size=64,
+        symmetric=symmetric,
+        bytes=tuple({b: int(w) * (b * 8 + 2) + (b > 1) * b for b in (*BITS, 16)} for w in weights),
+        other_bytes=1000,
+        traces=lambda: [np.random.default_rng(seed + layer).random(experts) for layer in range(layers)],
+        effects=LayerEffects(bits=2, method="gptq", sequences=1, tokens=1, divergence=tuple(rng.random(layers))),
+    )
+
+
+def expert_bytes(inputs: AssignInputs, bits: list[np.ndarray]) -> int:
+    return sum(inputs.bytes[layer][int(width)] for layer, widths in enumerate(bits) for width in widths)
+
+
+def least_bytes(inputs: AssignInputs) -> int:
+    return sum(one[1] * len(counts[0, 0]) for one, counts in zip(inputs.bytes, inputs.profile.counts, strict=True))
+
+
+def with_options(inputs: AssignInputs, **options: object) -> AssignInputs:
+    return replace(inputs, config=AssignSection(**options))
+
+
+@given(st.integers(0, 10**6), st.sampled_from([(1, 4), (2, 2)]), st.floats(0, 1))
+@settings(max_examples=60, deadline=None)
+def test_optimal_equals_a_search_over_everything(seed: int, shape: tuple[int, int], share: float) -> None:
+    inputs = inputs_of(seed, *shape)
+    least = least_bytes(inputs)
+    limit = int(least + share * 3 * least)
+    inputs = with_options(inputs, method="optimal", expert_bytes=limit)
+    best = np.inf
+    for flat in itertools.product(BITS, repeat=shape[0] * shape[1]):
+        bits = list(np.array(flat).reshape(shape))
+        if expert_bytes(inputs, bits) <= limit:
+            best = min(best, sum(t.losses[int(b)][e] for t, w in zip(tables(inputs), bits, strict=True)
+                                 for e, b in enumerate(w)))  # fmt: skip
+    found = assign(inputs)
+    assert expert_bytes(inputs, found.bits()) <= limit
+    assert objective(inputs, found) == pytest.approx(best, rel=1e-9, abs=1e-15)
+    assert report.score(inputs, found).gap in (None, pytest.approx(0, abs=1e-9))
+
+
+@given(
+    st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 16), st.fractions(1, 4, max_denominator=16),
+    st.sampled_from(["none", "mass", "squared"]), st.sampled_from([None, "measured"]), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_every_method_keeps_its_budget_and_none_beats_optimal(
+    seed: int, layers: int, experts: int, average: Fraction, weighting: str, measured: str | None, in_bytes: bool
+) -> None:
+    shared = {"loss_weighting": weighting, "layer_weighting": measured}
+    inputs = inputs_of(seed, layers, experts)
+    limit = int(least_bytes(inputs) * average)
+    budget = {"expert_bytes": limit} if in_bytes else {"average_bits": str(average)}
+    optimal = with_options(inputs, method="optimal", **budget, **shared)
+    best = objective(optimal, assign(optimal))
+    for method in ("prefix-split", "frequency", "optimal"):
+        for scope in [None] if method == "prefix-split" else ["layer", "model"]:
+            if scope == "layer" and method == "optimal" and in_bytes:
+                continue  # a layer's share can be below its least
+            mine = with_options(inputs, method=method, scope=scope, **budget, **shared)
+            try:
+                found = assign(mine)
+            except AssignmentError:
+                assert scope == "layer"
+                assert in_bytes
+                continue
+            if in_bytes:
+                assert expert_bytes(mine, found.bits()) <= limit
+            else:
+                assert found.average_bits() <= average
+            assert objective(mine, found) >= best * (1 - 1e-9)
+            assert report.score(mine, found).gap is None or report.score(mine, found).gap >= 0
+    for method, bits in (("mopeq", None), ("uniform", 2), ("uniform", 8)):
+        mine = with_options(inputs, method=method, bits=bits, **shared)
+        found = assign(mine)
+        score = report.score(mine, found)
+        assert score.proven
+        assert score.objective >= score.optimum * (1 - 1e-9)
+    hot = with_options(inputs, method="budget", expert_bytes=2 * limit, cold_bits=1, hot_bits=4, **shared)
+    assert expert_bytes(hot, assign(hot).bits()) <= 2 * limit
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["frequency", "hessian", "hybrid"]), st.sampled_from(["layer", "model"]))
+@settings(max_examples=25, deadline=None)
+def test_mopeq_does_not_see_the_order_of_experts(seed: int, metric: str, scope: str) -> None:
+    inputs = inputs_of(seed, 2, 12, method="mopeq", metric=metric, scope=scope)
+    order = np.random.default_rng(seed).permutation(12)
+    profile = inputs.profile
+    traces = inputs.traces() if inputs.traces is not None else []
+    shuffled = replace(
+        inputs,
+        profile=replace(profile, counts=tuple(c[..., order] for c in profile.counts),
+                        scores=tuple(s[..., order] for s in profile.scores)),
+        traces=lambda: [one[order] for one in traces],
+        memo={},
+    )  # fmt: skip
+    for bits, other in zip(assign(inputs).bits(), assign(shuffled).bits(), strict=True):
+        assert bits[order].tolist() == other.tolist()
+
+
+def test_clusters_take_the_widths_in_the_order_of_their_means() -> None:
+    values = np.array([0.9, 5.0, 1.0, 5.1, 9.0, 0.95])
+    assert mopeq.cluster(values, [2, 4, 3]).tolist() == [2, 3, 2, 3, 4, 2]
+    assert mopeq.cluster(np.ones(4), (2, 3, 4)).tolist() == [4] * 4  # one cluster: the widest
+    assert mopeq.cluster(np.array([1.0, 1.0, 2.0]), (2, 3, 4)).tolist() == [3, 3, 4]
+    assert mopeq.spread(np.array([3.0, 3.0])).tolist() == [1.0, 1.0]
+
+
+def test_frequency_at_two_and_a_half_and_three_bits() -> None:
+    for average, widths in (("5/2", [3, 2]), ("3", [4, 2])):
+        inputs = inputs_of(3, 2, 8, method="frequency", average_bits=average)
+        for layer, bits in enumerate(assign(inputs).bits()):
+            order = np.argsort(-inputs.profile.total(layer)[0], kind="stable")
+            assert bits[order].tolist() == [widths[0]] * 4 + [widths[1]] * 4
+
+
+def test_budget_counts_hot_experts_and_picks_them_by_warm_up() -> None:
+    inputs = inputs_of(5, 1, 6)
+    cold, high = inputs.bytes[0][2], inputs.bytes[0][4]
+    room = 6 * cold + 2 * (high - cold) + 77
+    inputs = with_options(inputs, method="budget", expert_bytes=room + 100, transient_bytes=100)
+    bits = assign(inputs).bits()[0]
+    assert (bits == 4).sum() == 2
+    assert set(np.argsort(-inputs.profile.scores[0][0].sum(0))[:2]) == set(np.flatnonzero(bits == 4))
+
+
+def test_size_counts_the_rest_of_the_checkpoint() -> None:
+    inputs = inputs_of(7, 2, 6)
+    whole = least_bytes(inputs) + 1000
+    bits = assign(with_options(inputs, method="optimal", size=whole)).bits()
+    assert {int(width) for layer in bits for width in layer} == {1}
+    with pytest.raises(AssignmentError, match=rf"size: {whole - 1} bytes .* the least possible is {whole} "):
+        assign(with_options(inputs, method="optimal", size=whole - 1))
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_optimal_stays_within_a_target(target: str) -> None:
+    inputs = inputs_of(11, 3, 6, symmetric=True, method="optimal", average_bits="5/2", target=target)
+    found = assign(inputs)
+    assert refusal(TARGETS[target], found.bits(), inputs.profile.layers, symmetric=True) is None
+    prices = {price.target: price for price in report.prices(inputs, found)}
+    assert objective(inputs, found) == pytest.approx(prices[target].objective)
+    order = [prices[name].ratio for name in ("moeq", "auto-round", "vllm")]
+    assert order == sorted(order)
+    assert order[0] == pytest.approx(1)
+
+
+def test_a_target_refuses_what_it_cannot_load() -> None:
+    inputs = inputs_of(11, 3, 6, method="prefix-split", average_bits="5/2", target="vllm")
+    with pytest.raises(AssignmentError, match=r"target vllm: layer\.\d, expert \d: \d bits.*method optimal"):
+        assign(inputs)
+    with pytest.raises(AssignmentError, match="symmetric grids only"):
+        assign(with_options(inputs, method="optimal", average_bits=3, target="transformers"))
+    one = with_options(inputs, method="uniform", bits=1, target="gptqmodel")
+    with pytest.raises(AssignmentError, match=r"layer\.0, expert 0: 1 bits; gptqmodel loads 2, 3, 4, 8, 16"):
+        assign(one)
+
+
+def test_frontier_marks_what_is_dominated() -> None:
+    inputs = inputs_of(13, 2, 8, method="optimal", average_bits=2)
+    points = report.frontier(inputs, ("3/2", "2", "3"), assign)
+    assert {"uniform", "prefix-split", "frequency", "optimal", "mopeq hybrid, layer"} <= {p.method for p in points}
+    assert not any(point.dominated for point in points if point.method == "optimal")
+    uniform = next(point for point in points if point.method == "uniform" and point.average_bits == 2)
+    assert uniform.dominated
+
+
+@pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])
+def test_bad_tables_name_layer_and_expert(value: float) -> None:
+    inputs = inputs_of(17, 2, 4, method="optimal", average_bits=2)
+    rows = inputs.losses.rows()
+    next(r for r in rows if (r["layer"], r["expert"], r["bits"]) == (1, 2, 3))["loss"] = value
+    assert_refused(inputs, rows, r"layer\.1, expert 2: the loss at 3 bits is")
+
+
+@pytest.mark.parametrize("gone", [3, 1])
+def test_missing_experts_name_layer_and_expert(gone: int) -> None:
+    inputs = inputs_of(17, 2, 4, method="optimal", average_bits=2)
+    rows = [r for r in inputs.losses.rows() if (r["layer"], r["expert"]) != (0, gone)]
+    assert_refused(inputs, rows, rf"layer\.0, expert {gone}: the loss at 1 bits is missing")
+
+
+def assert_refused(inputs: AssignInputs, rows: list[dict[str, object]], message: str) -> None:
+    import pyarrow as pa
+
+    for method in ("optimal", "prefix-split"):
+        broken = replace(
+            inputs,
+            losses=LossTable(pa.Table.from_pylist(rows, schema=SCHEMA)),
+            config=AssignSection(method=method, average_bits=2),
+            memo={},
+        )
+        with pytest.raises(AssignmentError, match=message):
+            assign(broken)
+
+
+def test_columns_have_a_row_for_every_expert() -> None:
+    inputs = inputs_of(19, 2, 4, method="optimal", average_bits=2)
+    found = columns(inputs, inputs.traces())
+    assert {len(values) for values in found.values()} == {8}
+    assert found["bytes_2"][0] == inputs.bytes[0][2]
+    assert found["calibration_hessian_trace"] == [1.0] * 8
+    assert sum(found["routing_mass"][:4]) == pytest.approx(1)
+
+
+def test_measured_layer_weights_make_the_objective_a_divergence() -> None:
+    inputs = inputs_of(23, 3, 6, method="uniform", bits=2, layer_weighting="measured", loss_weighting="squared")
+    assert objective(inputs, assign(inputs)) == pytest.approx(sum(inputs.effects.divergence))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("gpu_experts", [0, 2, 7])
+def test_online_decision_equals_the_assigner(weighted: bool, gpu_experts: int) -> None:
+    options = {"gpu_experts": gpu_experts, "loss_weighting": "mass" if weighted else "none"}
+    inputs = inputs_of(29, 3, 7, method="prefix-split", average_bits="7/3", **options)
+    wanted = assign(inputs)
+    counts, scores = (np.stack(part) for part in zip(*(inputs.profile.total(n) for n in range(3)), strict=True))
+    losses = np.stack([np.stack([one[b] for b in (1, 2, 3, 4)], 1) for one in inputs.losses.matrix("gptq")])
+    found = decide(counts, scores, losses, "7/3", gpu_experts=gpu_experts, weighted=weighted)
+    assert found.bits.tolist() == [bits.tolist() for bits in wanted.bits()]
+    assert found.hot.tolist() == [hot.tolist() for hot in wanted.hot()]
+
+
+Section = Callable[..., AssignSection]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "optimal"}, "method optimal needs average_bits, expert_bytes or size"),
+        ({"method": "optimal", "average_bits": 2, "size": "1GiB"}, "one budget is enough"),
+        ({"method": "mopeq", "average_bits": 2}, "average_bits belongs to frequency, prefix-split or optimal"),
+        ({"method": "uniform", "bits": 2, "metric": "hessian"}, "metric belongs to mopeq"),
+        ({"method": "budget", "size": "1GiB", "hot_bits": 2, "cold_bits": 3}, "hot_bits must not be below"),
+        ({"method": "optimal", "average_bits": 5, "widths": [2, 4]}, "between 2 and 4"),
+        ({"method": "optimal", "average_bits": 2, "widths": [2, 2]}, "none twice"),
+    ],
+)
+def test_sections_that_make_no_sense(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AssignSection(**options)
+
+
+def test_impossible_average(tmp_path: Path) -> None:
+    with pytest.raises(AssignmentError, match=r"an average of 1 bits cannot be met .*; ask for 2 bits or more"):
+        assign(inputs_of(1, 2, 4, method="optimal", average_bits=1, target="gptqmodel"))

@@ -1,0 +1,148 @@
+"""`moeq assign` on a finished run: budgets, targets, prices, frontier, and a checkpoint within its size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from moeq import cli, inspection, pipeline
+from moeq.artifacts.effects import read_effects
+from moeq.errors import AssignmentError
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages import assign, evaluate, losses, profile
+from moeq.stages.context import Context
+
+SMALL = (
+    "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.methods=[gptq]",
+    "losses.bits=[1, 2, 3, 4]", "losses.layer_effects={bits: 2, sequences: 2}", "eval.perplexity.sequences=4",
+    "eval.perplexity.sequence_length=32", "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
+)  # fmt: skip
+METHODS = (
+    "{name: f, method: frequency, average_bits: 2.5}", "{name: o, method: optimal, expert_bytes: 1MB}",
+    "{name: m, method: mopeq, metric: hybrid}", "{name: s, method: mopeq, metric: hessian, trace: gaussian}",
+    "{name: b, method: budget, expert_bytes: 1MB, cold_bits: 1, hot_bits: 4}",
+    "{name: w, method: optimal, average_bits: 2, loss_weighting: squared, layer_weighting: measured}",
+)  # fmt: skip
+
+
+def context_of(model: Path, out: Path, *overrides: str) -> Context:
+    recipe = load_recipe(None, [*SMALL, f"eval.compare=[{', '.join(METHODS)}]", *overrides])
+    return Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Context:
+    context = context_of(tiny_qwen, tmp_path_factory.mktemp("assign") / "run")
+    pipeline.run(context)
+    return context
+
+
+def moeq_assign(context: Context, out: Path, *options: str) -> dict[str, object]:
+    shutil.copytree(context.out, out, dirs_exist_ok=True)
+    result = CliRunner().invoke(cli.app, ["assign", "--out", str(out), "--json", "--quiet", *options])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    found: dict[str, object] = json.loads(result.stdout)
+    return found
+
+
+def test_every_method_is_an_entry_of_compare(finished: Context) -> None:
+    rows = {row.name: row for row in evaluate.load(finished).rows}
+    assert {"f", "o", "m", "s", "b", "w"} <= set(rows)
+    assert all(row.perplexity is not None and np.isfinite(row.perplexity) for row in rows.values())
+    assert rows["f"].average_bits == 2.5
+    assert rows["o"].expert_bytes <= 10**6
+
+
+def test_sensitivities_have_what_the_losses_stage_measured(finished: Context) -> None:
+    table = pq.read_table(finished.directory("assign") / assign.SENSITIVITIES).to_pydict()
+    layers = finished.layers
+    assert len(table["expert"]) == sum(layer.num_experts for layer in layers)
+    assert min(table["calibration_hessian_trace"]) > 0
+    counts = np.concatenate([profile.load(finished).total(layer.index)[0] for layer in layers])
+    assert table["activations"] == counts.tolist()
+    rows = losses.load(finished).rows("expert")
+    assert all(0 <= row["weighted_loss"] <= row["loss"] * 1.0001 for row in rows)  # routing weights are at most 1
+    effects = read_effects(finished.directory("losses"))
+    assert effects is not None
+    assert len(effects.divergence) == len(layers)
+    assert min(effects.divergence) > 0
+
+
+def test_traces_are_read_from_the_checkpoint(finished: Context) -> None:
+    closed = assign.traces(finished, finished.recipe.eval.compare[2])
+    sampled = assign.traces(finished, finished.recipe.eval.compare[3])
+    for exact, estimate in zip(closed, sampled, strict=True):
+        np.testing.assert_allclose(estimate, exact, rtol=0.1)
+        assert (exact != estimate).all()
+
+
+def test_prices_frontier_and_gap(finished: Context, tmp_path: Path) -> None:
+    options = ("--method", "frequency", "--average-bits", "2.5", "--price", "--frontier")
+    found = moeq_assign(finished, tmp_path / "run", *options)
+    summary = found["summary"]
+    assert isinstance(summary, dict)
+    assert summary["method"] == "frequency"
+    assert summary["average_bits_all"] == 2.5
+    assert summary["proven"]
+    assert summary["gap_to_optimum"] > 0
+    prices = {price["target"]: price for price in found["prices"]}  # type: ignore[attr-defined]
+    assert prices["moeq"]["ratio"] == 1
+    assert prices["vllm"]["ratio"] >= prices["gptqmodel"]["ratio"] >= 1
+    assert "symmetric" in prices["transformers"]["refusal"]
+    points = found["frontier"]["points"]  # type: ignore[index]
+    assert any(point["dominated"] for point in points)
+    assert not any(point["dominated"] for point in points if point["method"] == "optimal")
+    plot = (tmp_path / "run" / "assign" / assign.FRONTIER_PLOT).read_text("utf-8")
+    assert plot.startswith("<svg")
+    assert "optimal" in plot
+
+
+def test_plot_and_tables_are_outside_the_digest(finished: Context, tmp_path: Path) -> None:
+    plain = moeq_assign(finished, tmp_path / "one", "--method", "optimal", "--average-bits", "2")
+    more = moeq_assign(finished, tmp_path / "two", "--method", "optimal", "--average-bits", "2", "--frontier")
+    assert plain["digest"] == more["digest"]
+
+
+def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None:
+    with pytest.raises(AssignmentError, match=r"target gptqmodel: .*, expert \d+: 1 bits"):
+        moeq_assign(finished, tmp_path / "run", "--target", "gptqmodel")
+    found = moeq_assign(finished, tmp_path / "run", "--method", "optimal", "--average-bits", "3", "--target", "vllm")
+    read = json.loads((tmp_path / "run" / "assign" / assign.NAME).read_text("utf-8"))
+    assert found["stage"] == "assign"
+    assert all(len({expert["bits"] for expert in layer["experts"]}) == 1 for layer in read["layers"])
+
+
+def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context, tmp_path: Path) -> None:
+    least = assign.other_bytes(finished) + sum(
+        layer.num_experts * assign.bytes_of(layer, 1, 16, False, 4) for layer in finished.layers
+    )
+    size = least + 20_000
+    shutil.copytree(finished.out, tmp_path / "run")
+    section = f"assign={{method: optimal, size: {size}}}"
+    context = context_of(tiny_qwen, tmp_path / "run", section, "eval.compare=[]")
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    folder = context.directory("export")
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= size
+    assert assign.load(context).average_bits() > 1
+    with pytest.raises(AssignmentError, match=r"size: .* the least possible is \d+"):
+        moeq_assign(finished, tmp_path / "other", "--size", "10KiB")
+
+
+def test_inspect_knows_the_files(finished: Context, tmp_path: Path) -> None:
+    moeq_assign(finished, tmp_path / "run", "--average-bits", "2", "--frontier")
+    folder = tmp_path / "run" / "assign"
+    table = inspection.inspect(folder / assign.SENSITIVITIES)
+    assert (table["kind"], "objective_2" in table["columns"]) == ("table of sensitivities", True)
+    assert inspection.inspect(folder / assign.FRONTIER)["kind"] == "moeq frontier"
+    effects = inspection.inspect(tmp_path / "run" / "losses" / "layer_effects.json")
+    assert effects["kind"] == "moeq layer_effects"
+    moeq_assign(finished, tmp_path / "run", "--average-bits", "3")
+    assert not (folder / assign.FRONTIER).exists()  # it was of the earlier assignment
