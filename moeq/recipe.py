@@ -152,7 +152,9 @@ class LossesSection(Section):
     heldout_fraction: float = Field(0.25, gt=0, le=0.5, description="share of sequences kept for measuring")
     max_measured_tokens: int = Field(2048, ge=1, description="held-out tokens an expert is measured on")
     per_projection: bool = Field(True, description="also measure each projection alone")
-    working_memory: Bytes = Field(2 * 2**30, description="bound for the tensors of one batch of experts")
+    working_memory: Bytes | None = Field(
+        None, description="bound for the tensors of one batch of experts; none: 2 GiB, or 40 % of what a GPU has free"
+    )
     layer_effects: LayerEffectsSection | None = Field(
         None, description="also measure what each layer alone does to the output, for assign.layer_weighting"
     )
@@ -336,7 +338,9 @@ class RefineSection(Section):
     """SignRound of a whole layer at the assigned widths, from the replicas that were chosen, layer after layer."""
 
     iterations: int = Field(200, ge=1, description="steps of training a layer")
-    working_memory: Bytes = Field(2 * 2**30, description="bound for the tensors of the experts trained at once")
+    working_memory: Bytes | None = Field(
+        None, description="bound for the tensors of the experts trained at once; none: 2 GiB, or 40 % of a GPU's free"
+    )
 
 
 class QuantizeSection(Section):

@@ -28,6 +28,7 @@ from moeq.planning.placed import methods
 from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import RTN, SAMPLE_TOKENS, SIGNROUND, STORED, expert_batches
+from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import WEIGHT_BYTES
 from moeq.recipe import Recipe
 from moeq.stages.losses import ON_DEMAND
@@ -223,7 +224,7 @@ class Memory:
         if section is None:
             return []
         floats = REFINED_FLOATS * 4 * text.tokens * self.sizes.hidden_size
-        trained = max(section.working_memory, WEIGHT_BYTES * layer.parameters_per_expert)
+        trained = max(working_memory(section.working_memory), WEIGHT_BYTES * layer.parameters_per_expert)
         unpacked = 2 * layer.num_experts * layer.parameters_per_expert
         waiting = [*self._model(), *self._block(), self._stopped(2 * HELD_PER_TOKEN), self._captured(CAPTURED)]
         return [
@@ -349,7 +350,7 @@ def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int) -> int:
             batch + hessians + 2 * factor + wide * (8 + 6 * widths) + step + codes,
         ]
     if SIGNROUND in section.methods:
-        moments += [batch + codes + section.working_memory]
+        moments += [batch + codes + working_memory(section.working_memory)]
     packing = 20 * count * hidden * inner
     both = codes * len(section.methods)
     measured = 4 * section.max_measured_tokens * (2 * hidden + 7 * inner) + 8 * weights

@@ -21,6 +21,7 @@ from moeq.numerics import gptq
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.numerics.slab import Slab
+from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import Training, sign_round
 from moeq.quantizers.training_rows import Rows
 from moeq.recipe import LossesSection
@@ -165,7 +166,7 @@ def quantize_layer(
     rows: list[dict[str, Any]] = []
     slab = Slab()
     stacks: dict[str, dict[int, list[PackedWeight]]] = {p: {b: [] for b in config.bits} for p in layer.projections}
-    for which in expert_batches(layer, config):
+    for which in expert_batches(layer, config, tokens.hidden.device):
         batch = _Experts(
             which=which,
             weights={name: stack[which].float() for name, stack in weights.items()},
@@ -207,19 +208,21 @@ def _sign_round(
         group_size=config.group_size,
         symmetric=config.symmetric,
         training=Training(
-            iterations=config.signround_iterations, lend=config.borrow_tokens, working_memory=config.working_memory
+            iterations=config.signround_iterations,
+            lend=config.borrow_tokens,
+            working_memory=working_memory(config.working_memory, tokens.hidden.device),
         ),
         start=start,
         numbers=numbers,
     )
 
 
-def expert_batches(layer: ExpertLayer, config: LossesSection) -> Iterator[slice]:
+def expert_batches(layer: ExpertLayer, config: LossesSection, device: torch.device | str = "cpu") -> Iterator[slice]:
     """Slices of experts whose Hessians, residuals and codes fit into the working memory (at least one expert)."""
     hidden, inter, widths = layer.hidden_size, layer.intermediate_size, len(config.bits)
     hessians = 4 * 3 * (hidden**2 + inter**2)
     results = len(layer.projections) * hidden * inter * (4 + widths * (4 + 1 + 1 + 4))
-    step = max(1, config.working_memory // (hessians + results))
+    step = max(1, working_memory(config.working_memory, device) // (hessians + results))
     for start in range(0, layer.num_experts, step):
         yield slice(start, min(start + step, layer.num_experts))
 

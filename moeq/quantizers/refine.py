@@ -15,6 +15,7 @@ from moeq.models.experts import ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.packed import PackedWeight
+from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import Training
 from moeq.quantizers.signround_layer import FULL, LayerTokens, WidthCodes, add_output, sign_round_layer
 from moeq.quantizers.trained_grid import join
@@ -62,6 +63,7 @@ def refine_layer(
     start: all experts below 16 bits. Matrices come back on the CPU, in the order of the experts.
     """
     device = job.inputs.hidden.device
+    memory = working_memory(section.working_memory, device)
     found = sign_round_layer(
         job.tokens(),
         job.weights,
@@ -70,7 +72,7 @@ def refine_layer(
         bits=job.bits,
         group_size=job.group_size,
         symmetric=job.symmetric,
-        training=Training(iterations=section.iterations, batch_rows=BATCH_ROWS, working_memory=section.working_memory),
+        training=Training(iterations=section.iterations, batch_rows=BATCH_ROWS, working_memory=memory),
         start=[_codes(start, job.bits, width, device) for width in sorted(set(job.bits) - {FULL})],
     )
     packed: dict[int, dict[str, PackedWeight]] = {}

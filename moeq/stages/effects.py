@@ -15,6 +15,7 @@ from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer, set_expert_weights, stacked_weights
 from moeq.models.walk import Batch, walk
 from moeq.quantizers.layer import heldout_stride
+from moeq.quantizers.memory import working_memory
 from moeq.recipe import LayerEffectsSection
 from moeq.stages.context import Context
 from moeq.stages.quantize import Replicas
@@ -62,7 +63,7 @@ def _batches(context: Context, count: int) -> list[Batch]:
     singles = context.grown_calibration.batches(1)[stride - 1 :: stride]
     chosen = singles if len(singles) <= count else [singles[index * len(singles) // count] for index in range(count)]
     widest = max(batch.input_ids.shape[1] for batch in chosen)
-    size = max(1, context.recipe.losses.working_memory // (3 * 4 * vocabulary * widest))
+    size = max(1, working_memory(context.recipe.losses.working_memory, context.device) // (3 * 4 * vocabulary * widest))
     found: list[Batch] = []
     for batch in chosen:
         last = found[-1] if found else None
