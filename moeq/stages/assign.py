@@ -36,6 +36,7 @@ FRONTIER_VERSION = 1
 AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
 TRACE_SAMPLES = 32
 RECORD_BYTES = 6144  # of one expert in the manifest, the configuration and the headers of tensors: generous
+MODULE_RECORD_BYTES = 2560  # of one packed module beside them
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -132,12 +133,17 @@ def prices(context: Context) -> list[dict[str, Any]]:
 
 
 def other_bytes(context: Context) -> int:
-    """Bytes of a checkpoint beside its experts' tensors: other weights, files, room for headers and the manifest."""
+    """Bytes of a checkpoint beside its experts' tensors: other weights, packed as the recipe says, files, room for
+    headers and the manifest."""
     keys = set(context.source.tensors) - expert_keys(context.source, *context.described) - scale_keys(context.source)
+    keys -= others.replaced_keys(context)
+    packed = others.chosen(context)
     weights = sum(plain_header(context.source, key)[2] for key in keys)
+    weights += sum(others.packed_weight_bytes(context.recipe, module) for module in packed)
     files = sum(path.stat().st_size for path in context.source.side_files())
     experts = sum(layer.num_experts for layer in context.layers)
-    return weights + files + RECORD_BYTES * (experts + len(context.layers) + 8) + 256 * len(keys)
+    records = MODULE_RECORD_BYTES * len(packed) + 256 * len(keys)
+    return weights + files + RECORD_BYTES * (experts + len(context.layers) + 8) + records
 
 
 def traces(context: Context, config: AssignSection) -> list[np.ndarray]:

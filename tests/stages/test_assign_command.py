@@ -120,14 +120,15 @@ def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None
     assert all(len({expert["bits"] for expert in layer["experts"]}) == 1 for layer in read["layers"])
 
 
-def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context, tmp_path: Path) -> None:
-    least = assign.other_bytes(finished) + sum(
-        layer.num_experts * assign.bytes_of(layer, 1, 16, False, 4) for layer in finished.layers
-    )
+@pytest.mark.parametrize("others", ["{}", "{attention: 4, dense: 3, embeddings: 8, head: 8}"])
+def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context, tmp_path: Path, others: str) -> None:
+    rest = assign.other_bytes(context_of(tiny_qwen, tmp_path, f"others={others}"))
+    assert (rest < assign.other_bytes(finished) - 100_000) == (others != "{}")
+    least = rest + sum(layer.num_experts * assign.bytes_of(layer, 1, 16, False, 4) for layer in finished.layers)
     size = least + 20_000
     shutil.copytree(finished.out, tmp_path / "run")
     section = f"assign={{method: optimal, size: {size}}}"
-    context = context_of(tiny_qwen, tmp_path / "run", section, "eval.compare=[]")
+    context = context_of(tiny_qwen, tmp_path / "run", section, "eval.compare=[]", f"others={others}")
     pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
     folder = context.directory("export")
     assert sum(path.stat().st_size for path in folder.iterdir()) <= size
