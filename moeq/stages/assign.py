@@ -20,8 +20,7 @@ from moeq.assigners import assign, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import AssignmentError
 from moeq.models.experts import ExpertLayer
-from moeq.models.loading import expert_keys, source_dtype
-from moeq.models.weights import plain_header, scale_keys
+from moeq.models.loading import source_dtype
 from moeq.numerics.packed import packed_bytes
 from moeq.numerics.traces import closed_form, hutchinson
 from moeq.recipe import AssignSection
@@ -133,11 +132,10 @@ def prices(context: Context) -> list[dict[str, Any]]:
 
 def other_bytes(context: Context) -> int:
     """Bytes of a checkpoint beside its experts' tensors: other weights, files, room for headers and the manifest."""
-    keys = set(context.source.tensors) - expert_keys(context.source, *context.described) - scale_keys(context.source)
-    weights = sum(plain_header(context.source, key)[2] for key in keys)
+    weights = others.non_expert_bytes(context)[1]
     files = sum(path.stat().st_size for path in context.source.side_files())
     experts = sum(layer.num_experts for layer in context.layers)
-    return weights + files + RECORD_BYTES * (experts + len(context.layers) + 8) + 256 * len(keys)
+    return weights + files + RECORD_BYTES * (experts + len(context.layers) + 8) + 256 * len(context.source.tensors)
 
 
 def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
