@@ -72,7 +72,8 @@ def _fullest(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: li
         cost = [{bits: bits for bits in known} for _ in sizes.layers]
     elif section.expert_bytes is not None or section.size is not None:
         left = section.expert_bytes if section.expert_bytes is not None else section.size or 0
-        left -= sizes.disk - sizes.experts_disk if section.size is not None else 0
+        if section.size is not None:
+            left -= sizes.disk - sizes.experts_disk - sizes.others.disk + sizes.others.packed
         hot = [layer.num_experts - count for layer, count in zip(sizes.layers, cold, strict=True)]
         left -= sum(n * expert_bytes(layer, FULL, recipe, full) for n, layer in zip(hot, sizes.layers, strict=True))
     else:
