@@ -119,6 +119,12 @@ def nested_grid(scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]
     return scale * inside, (zero - (inside - 1) / 2) / inside
 
 
+def grid_of_nested(scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `nested_grid`."""
+    inside = 2 ** (NESTED_BITS[-1] - bits)
+    return scale / inside, zero * inside + (inside - 1) / 2
+
+
 def inverse_scale(scale: Tensor) -> Tensor:
     """1/scale, with 0 where the scale is 0 (every weight of such a group then gets the code of the value 0)."""
     return torch.where(scale > 0, 1 / scale.clamp(min=1e-12), torch.zeros_like(scale))
