@@ -63,7 +63,7 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
                     if replica.placed:
                         placed += replica.bytes
                         by_tier[expert.tier] = by_tier.get(expert.tier, 0) + replica.bytes
-                    else:
+                    elif replica.leading_bits_of is None:
                         other += replica.bytes
                 advance()
     packed = _check_modules(directory, manifest, headers)

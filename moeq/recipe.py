@@ -138,6 +138,9 @@ class LossesSection(Section):
         description="what scale a largest magnitude m has on a symmetric grid of 8 (4) bits. even: m/127.5 (m/7.5); "
         "narrow: m/127 (m/7), codes -127 to 127; full: m/128 (m/8), codes -128 to 127",
     )
+    nested: bool = Field(
+        False, description="codes of 2 and 3 bits are the leading bits of the 4-bit ones, chosen for all three at once"
+    )
     clip: Literal["minmax", "mse"] = Field(
         "minmax",
         description="ends of the grids: least and largest weight, or the part of that range with the least error of "
@@ -163,6 +166,8 @@ class LossesSection(Section):
     def _check(self) -> LossesSection:
         if self.symmetric_range != "even" and not self.symmetric:
             raise ValueError(f"symmetric_range: {self.symmetric_range} needs symmetric: true")
+        if self.nested and (self.act_order or "signround" in self.methods):
+            raise ValueError("nested cannot go with act_order or signround")
         if self.group_size == 0 or (0 < self.group_size < 8):
             raise ValueError("group_size must be -1 (whole rows) or at least 8")
         for name in ("bits", "methods"):
@@ -442,6 +447,8 @@ class Recipe(Section):
             raise ValueError(
                 "assign: size counts the placed replicas alone; use expert_bytes with quantize.replicas all"
             )
+        if self.losses.nested and self.quantize.refine is not None:
+            raise ValueError("losses.nested cannot go with quantize.refine, which trains a width alone")
         names = [self.name, "original", *(c.name for c in self.eval.compare)]
         if len(set(names)) != len(names):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")

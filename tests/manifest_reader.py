@@ -35,7 +35,9 @@ def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     return (stream.reshape(len(packed), count, bits) * (1 << np.arange(bits))).sum(-1)
 
 
-def matrix(parts: dict[str, np.ndarray], inputs: int, bits: int, layout: dict[str, Any]) -> np.ndarray:
+def matrix(
+    parts: dict[str, np.ndarray], inputs: int, bits: int, layout: dict[str, Any], leading_bits_of: int | None = None
+) -> np.ndarray:
     """Values [rows, inputs] of one matrix."""
     if "dense" in parts:
         return parts["dense"].astype(np.float64)
@@ -43,10 +45,17 @@ def matrix(parts: dict[str, np.ndarray], inputs: int, bits: int, layout: dict[st
     groups = -(-inputs // group)
     of = np.arange(inputs) // group
     zero = np.array(0.5 if bits == 1 else 2.0 ** (bits - 1))
-    if "zeros" in parts:
+    nested = layout.get("nested") and bits in (2, 3, 4)
+    if "zeros" in parts and not nested:
         zero = unpack(parts["zeros"], bits, groups)[:, of]
-    codes = unpack(parts["codes"], bits, inputs)
-    return (codes - zero) * parts["scales"].astype(np.float64)[:, of]
+    stored = leading_bits_of or bits
+    codes = unpack(parts["codes"], stored, inputs) >> (stored - bits)
+    scales = parts["scales"].astype(np.float64)[:, of]
+    if nested:
+        zero = unpack(parts["zeros"], 4, groups)[:, of] if "zeros" in parts else 8
+        k = 2 ** (4 - bits)
+        return (codes * k + (k - 1) / 2 - zero) * scales
+    return (codes - zero) * scales
 
 
 def read_expert(folder: Path, layer: dict[str, Any], replica: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
@@ -65,5 +74,6 @@ def read_expert(folder: Path, layer: dict[str, Any], replica: dict[str, Any], la
         parts.setdefault(projection, {})[part] = array
     assert (digest.hexdigest(), size) == (replica["sha256"], replica["bytes"])
     inputs = dict.fromkeys(layer["projections"], layer["hidden_size"]) | {"down_proj": layer["intermediate_size"]}
-    found = {name: matrix(parts[name], inputs[name], replica["bits"], layout) for name in layer["projections"]}
+    how = (replica["bits"], layout, replica.get("leading_bits_of"))
+    found = {name: matrix(parts[name], inputs[name], *how) for name in layer["projections"]}
     return found | {f"{name}.bias": mine["bias"] for name, mine in parts.items() if "bias" in mine}

@@ -56,6 +56,7 @@ class Assignment(BaseModel):
     parameters: dict[str, Any] = {}
     group_size: int
     symmetric: bool = False
+    nested: bool = False
     layers: tuple[LayerAssignment, ...]
 
     def bits(self) -> list[np.ndarray]:

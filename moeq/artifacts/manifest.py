@@ -16,13 +16,19 @@ from pydantic import BaseModel, ConfigDict
 from moeq.artifacts.assignment import Tier
 from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import ModelStamp, read_model
-from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
+from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
 from moeq.version import __version__
 
 SCHEMA_VERSION = 1
 NAME = "placement.json"
 REMEDY = "export the checkpoint again"
 
+NESTED_TEXT = (
+    " Nested: `scales` and `zeros` of replicas of 2, 3 and 4 bits are those of the 4-bit grid (zeros packed at 4 bits; "
+    "symmetric: zero = 8), and with k = 2^(4-bits), value = (code*k + (k-1)/2 - zero) * scale. A replica with "
+    "`leading_bits_of` has no tensors of its own: its codes are the leading `bits` bits of those of the replica of "
+    "that width, whose tensors it names."
+)
 LAYOUT_TEXT = (
     "Weights are [rows, inputs] per matrix: gate_proj and up_proj [intermediate, hidden], down_proj [hidden, "
     "intermediate], whatever the family's own order in memory; a layer's `projections` says which it has. "
@@ -49,6 +55,8 @@ class Replica(BaseModel):
 
     quantizer: the method that made it (and `+refined`: trained further with its layer); None: the checkpoint's own
     weights, or made before moeq wrote it down.
+    leading_bits_of: the width of the stored replica whose tensors this one reads, None when it has its own; `bytes` and
+    `sha256` are then that one's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,6 +66,7 @@ class Replica(BaseModel):
     file: str
     key_prefix: str
     index: int | None = None
+    leading_bits_of: int | None = None
     tensors: tuple[TensorStamp, ...]
     bytes: int
     sha256: str
@@ -136,14 +145,15 @@ class PlacementManifest(BaseModel):
     inputs: dict[str, str]
 
 
-def layout(group_size: int, symmetric: bool) -> dict[str, Any]:
+def layout(group_size: int, symmetric: bool, nested: bool = False) -> dict[str, Any]:
     """The layout block of a manifest."""
     return {
         "name": LAYOUT,
-        "version": LAYOUT_VERSION,
+        "version": NESTED_VERSION if nested else LAYOUT_VERSION,
         "group_size": group_size,
         "symmetric": symmetric,
-        "description": LAYOUT_TEXT,
+        **({"nested": True} if nested else {}),
+        "description": LAYOUT_TEXT + NESTED_TEXT if nested else LAYOUT_TEXT,
     }
 
 

@@ -238,7 +238,8 @@ def existing(directory: Path, layer: int) -> LayerReplicas | None:
 
 
 def described(entry: str, sha256: str, projections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a layer's file says of an entry; projections: {name: inputs, group_size, symmetric}."""
+    """What a layer's file says of an entry; projections: {name: inputs, group_size, symmetric,
+    nested where it is}."""
     return {"bits": int(entry.split(".")[1]), "projections": projections, "sha256": sha256}
 
 
@@ -308,6 +309,7 @@ def _write(
                 for part, tensor in weight.parts().items()}  # fmt: skip
         shapes = {
             projection: {"inputs": weight.inputs, "group_size": weight.group_size, "symmetric": weight.symmetric}
+            | ({"nested": True} if weight.nested else {})
             for projection, weight in weights.items()
         }
         entries[name] = described(name, _sha256(_data(mine[key]) for key in sorted(mine)), shapes)

@@ -34,6 +34,7 @@ class AssignInputs:
     losses: LossTable | None
     group_size: int
     symmetric: bool
+    nested: bool = False
     bytes: tuple[dict[int, int], ...] = ()
     other_bytes: int = 0
     traces: Callable[[], list[np.ndarray]] | None = None
@@ -142,5 +143,6 @@ def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -
         parameters=inputs.config.model_dump(mode="json", exclude={"name", "method"}, exclude_none=True),
         group_size=inputs.group_size,
         symmetric=inputs.symmetric,
+        nested=inputs.nested,
         layers=tuple(layers),
     )

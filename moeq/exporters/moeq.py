@@ -37,6 +37,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, ModelSource, TensorHeader, read_header
 from moeq.models.weights import plain_chunks, plain_header, scale_keys
 from moeq.numerics.packed import PARTS
+from moeq.numerics.packing import NESTED_BITS
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
@@ -101,7 +102,7 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
 
 
 def _quantization(inputs: ExportInputs) -> dict[str, Any]:
-    block = layout(inputs.assignment.group_size, inputs.assignment.symmetric)
+    block = _layout(inputs.assignment)
     others = {} if inputs.others is None or not inputs.others.modules else {"others": other_widths(inputs.others)}
     return others | {
         "quant_method": METHOD,
@@ -110,6 +111,7 @@ def _quantization(inputs: ExportInputs) -> dict[str, Any]:
         "layout_version": block["version"],
         "group_size": inputs.assignment.group_size,
         "symmetric": inputs.assignment.symmetric,
+        **({"nested": True} if inputs.assignment.nested else {}),
         "experts": {
             layer.name: widths.tolist() for layer, widths in zip(inputs.layers, inputs.assignment.bits(), strict=True)
         },
@@ -125,6 +127,10 @@ def other_widths(others: OtherTable) -> dict[str, Any]:
         "symmetric": first.symmetric,
         "tied": {row.module: row.tied for row in others.modules if row.tied is not None},
     }
+
+
+def _layout(assignment: Assignment) -> dict[str, Any]:
+    return layout(assignment.group_size, assignment.symmetric, assignment.nested)
 
 
 def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
@@ -190,7 +196,7 @@ def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> Placeme
     return PlacementManifest(
         model=inputs.stamp,
         assignment=inputs.assignment.model_dump(mode="json", include={"name", "method", "parameters"}),
-        layout=layout(inputs.assignment.group_size, inputs.assignment.symmetric),
+        layout=_layout(inputs.assignment),
         layers=tuple(layers),
         others=others,
         totals=_totals(layers, inputs.layers, others, headers),
@@ -236,31 +242,39 @@ def _expert_prefix(key: str, names: set[str]) -> str | None:
 def _replicas(
     prefix: str, bits: int, keys: list[str], headers: dict[str, TensorHeader], made_by: dict[int, str]
 ) -> tuple[Replica, ...]:
-    """The placed replica first, then the other widths in order; made_by: {bits: method}."""
+    """The placed replica first, then the others by width, those without tensors last; made_by: {bits: method}."""
     by_width: dict[int, list[str]] = {}
     for key in keys:
         first = key.removeprefix(prefix).split(".")[0]
         by_width.setdefault(int(first[4:]) if first.startswith("bits") else bits, []).append(key)
-    found = []
-    for width in [bits, *sorted(set(by_width) - {bits})]:
-        start = prefix if width == bits else f"{prefix}bits{width}."
-        mine = sorted(by_width[width])
-        found.append(
-            Replica(
-                bits=width,
-                placed=width == bits,
-                quantizer=made_by.get(width),
-                file=headers[mine[0]].file.name,
-                key_prefix=start,
-                tensors=tuple(
-                    TensorStamp(name=key.removeprefix(start), dtype=headers[key].dtype, shape=headers[key].shape)
-                    for key in mine
-                ),
-                bytes=sum(headers[key].bytes for key in mine),
-                sha256=tensors_sha256([headers[key] for key in mine]),
-            )
-        )
+    stored = {
+        width: _stored(width, prefix if width == bits else f"{prefix}bits{width}.", by_width[width], headers)
+        for width in [bits, *sorted(set(by_width) - {bits})]
+    }
+    found = [one.model_copy(update={"placed": width == bits, "quantizer": made_by.get(width)})
+             for width, one in stored.items()]  # fmt: skip
+    for width in sorted(set(made_by) - set(stored)):
+        wide = max(one for one in set(stored) & set(NESTED_BITS) if made_by[one] == made_by[width])
+        update = {"bits": width, "leading_bits_of": wide, "quantizer": made_by[width]}
+        found.append(stored[wide].model_copy(update=update))
     return tuple(found)
+
+
+def _stored(width: int, start: str, keys: list[str], headers: dict[str, TensorHeader]) -> Replica:
+    """A replica whose tensors lie under `start`."""
+    mine = sorted(keys)
+    return Replica(
+        bits=width,
+        placed=False,
+        file=headers[mine[0]].file.name,
+        key_prefix=start,
+        tensors=tuple(
+            TensorStamp(name=key.removeprefix(start), dtype=headers[key].dtype, shape=headers[key].shape)
+            for key in mine
+        ),
+        bytes=sum(headers[key].bytes for key in mine),
+        sha256=tensors_sha256([headers[key] for key in mine]),
+    )
 
 
 def tensors_sha256(headers: Sequence[TensorHeader]) -> str:
@@ -287,7 +301,7 @@ def _totals(
                 if replica.placed:
                     placed += replica.bytes
                     tiers[expert.tier] = tiers.get(expert.tier, 0) + replica.bytes
-                else:
+                elif replica.leading_bits_of is None:
                     other += replica.bytes
     guard = sum(headers[f"{layer.name}.{part}"].bytes for layer in sources for part in guard_shapes(layer))
     guard += sum(headers[guard_name(module.name)].bytes for module in others)

@@ -225,7 +225,7 @@ def _clipped(
     grids = list(shrunk_grids(low, high, size, bits, symmetric))
     scale, zero = (torch.stack(parts).flatten(2) for parts in zip(*grids, strict=True))  # [C, E, B*N]
     top = max_codes(bits, scale).flatten()
-    chosen = sweep.choose_grid(weight, importance.contiguous(), scale, inverse_scale(scale), zero, top)[None]
+    chosen = sweep.grid_errors(weight, importance.contiguous(), scale, inverse_scale(scale), zero, top).argmin(0)[None]
     found = [one.gather(0, chosen)[0].unflatten(1, (widths, rows)) for one in (scale, zero)]
     return found[0], found[1]
 

@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moeq.numerics.packing import NESTED_BITS
+
 Symmetry = bool | Literal["narrow", "full"]
 SIGN_ZERO = 0.5
 SCALE_DTYPE = torch.float16
@@ -109,6 +111,18 @@ def fit_clipped_grid(
         best = tuple(torch.where(better, new, old) for new, old in zip((error, scale, zero), best, strict=True))  # type: ignore[assignment]
     assert best is not None
     return best[1], best[2]
+
+
+def nested_grid(scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale and zero of the leading `bits` bits of codes whose grid (of 4 bits) has this scale and zero."""
+    inside = 2 ** (NESTED_BITS[-1] - bits)
+    return scale * inside, (zero - (inside - 1) / 2) / inside
+
+
+def grid_of_nested(scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `nested_grid`."""
+    inside = 2 ** (NESTED_BITS[-1] - bits)
+    return scale / inside, zero * inside + (inside - 1) / 2
 
 
 def inverse_scale(scale: Tensor) -> Tensor:

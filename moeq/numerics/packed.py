@@ -1,7 +1,8 @@
 """A packed weight: codes, scales and zero points as they are stored, and their way back to values.
 
 codes uint8 [..., N, ceil(K*b/8)]; scales float16 [..., N, G]; zeros uint8 [..., N, ceil(G*b/8)], absent for 1 bit (0.5)
-and for symmetric grids (2**(b-1)). N output rows, K inputs, G groups of inputs, b bits.
+and for symmetric grids (2**(b-1)). N output rows, K inputs, G groups of inputs, b bits. A nested weight of 2, 3 or 4
+bits has the scales and zeros of its 4-bit grid at every width, see `grids.nested_grid`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from moeq.numerics import grids
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.packing import pack, packed_row_bytes, unpack
+from moeq.numerics.packing import NESTED_BITS, pack, packed_row_bytes, unpack
 
 PARTS = ("codes", "scales", "zeros")
 SCALE_BYTES = 2
@@ -25,15 +26,20 @@ def has_zeros(bits: int, symmetric: bool) -> bool:
     return bits > 1 and not symmetric
 
 
-def packed_bytes(rows: int, inputs: int, bits: int, group_size: int, symmetric: bool) -> int:
+def grid_bits(bits: int, nested: bool) -> int:
+    """The width of the grid that a weight of `bits` bits is stored with: that of the widest where it is nested."""
+    return NESTED_BITS[-1] if nested and bits in NESTED_BITS else bits
+
+
+def packed_bytes(rows: int, inputs: int, bits: int, group_size: int, symmetric: bool, nested: bool = False) -> int:
     """Bytes of one packed weight [rows, inputs]: codes, scales and zero points."""
     groups = grids.group_count(inputs, group_size)
-    zeros = packed_row_bytes(groups, bits) if has_zeros(bits, symmetric) else 0
+    zeros = packed_row_bytes(groups, grid_bits(bits, nested)) if has_zeros(bits, symmetric) else 0
     return rows * (packed_row_bytes(inputs, bits) + groups * SCALE_BYTES + zeros)
 
 
 def packed_shapes(
-    rows: int, inputs: int, bits: int, group_size: int, symmetric: bool
+    rows: int, inputs: int, bits: int, group_size: int, symmetric: bool, nested: bool = False
 ) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
     """Shape and dtype of each stored part of one packed weight."""
     groups = grids.group_count(inputs, group_size)
@@ -42,13 +48,16 @@ def packed_shapes(
         "scales": ((rows, groups), grids.SCALE_DTYPE),
     }
     if has_zeros(bits, symmetric):
-        shapes["zeros"] = ((rows, packed_row_bytes(groups, bits)), torch.uint8)
+        shapes["zeros"] = ((rows, packed_row_bytes(groups, grid_bits(bits, nested))), torch.uint8)
     return shapes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """One weight, or a stack of weights of the same width, in its stored form."""
+    """One weight, or a stack of weights of the same width, in its stored form.
+
+    nested: whether its codes are the leading bits of 4-bit ones; no weight of another width than 2, 3 or 4 is.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -57,20 +66,28 @@ class PackedWeight:
     group_size: int
     inputs: int
     symmetric: bool
+    nested: bool = False
 
     @classmethod
-    def of(cls, quantized: Quantized, bits: int, symmetric: bool) -> PackedWeight:
-        """Pack one width of a `Quantized` batch: parts are [E, N, ...]."""
-        index = quantized.bits.index(bits)
-        zero = quantized.zero[:, index].round().to(torch.uint8) if has_zeros(bits, symmetric) else None
+    def of(cls, quantized: Quantized, bits: int, symmetric: bool, nested: bool = False) -> PackedWeight:
+        """Pack one width of a `Quantized` batch: parts are [E, N, ...].
+
+        nested: the widths 2, 3 and 4 of the batch are what `nested.quantize` made.
+        """
+        index, nested = quantized.bits.index(bits), nested and bits in NESTED_BITS
+        scale, zero = quantized.scale[:, index], quantized.zero[:, index]
+        if nested:
+            scale, zero = grids.grid_of_nested(scale, zero, bits)
+        stored = pack(zero.round().to(torch.uint8), grid_bits(bits, nested)) if has_zeros(bits, symmetric) else None
         return cls(
             codes=pack(quantized.codes[:, index], bits),
-            scales=quantized.scale[:, index].to(grids.SCALE_DTYPE),
-            zeros=None if zero is None else pack(zero, bits),
+            scales=scale.to(grids.SCALE_DTYPE),
+            zeros=stored,
             bits=bits,
             group_size=quantized.group_size,
             inputs=quantized.codes.shape[-1],
             symmetric=symmetric,
+            nested=nested,
         )
 
     def parts(self) -> dict[str, Tensor]:
@@ -89,22 +106,34 @@ class PackedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., N, K]: (code - zero) * scale in float32, then rounded to `dtype`."""
-        codes = unpack(self.codes, self.bits, self.inputs)
-        return grids.decode(codes, self.scales, self._zero(), self.group_size).to(dtype)
+        scale, zero = self._grid()
+        return grids.decode(unpack(self.codes, self.bits, self.inputs), scale, zero, self.group_size).to(dtype)
+
+    def leading(self, bits: int) -> PackedWeight:
+        """The nested weight of fewer bits that this one holds."""
+        codes = unpack(self.codes, self.bits, self.inputs) >> (self.bits - bits)
+        return replace(self, codes=pack(codes, bits), bits=bits)
 
     def unpacked(self) -> Quantized:
         """A stack [E, N, ...] as codes uint8 [E, 1, N, K] with scales and zero points [E, 1, N, G]."""
-        zero = self._zero()
-        zero = zero.float() if isinstance(zero, Tensor) else torch.full_like(self.scales, zero, dtype=torch.float32)
+        scale, zero = self._grid()
+        zero = zero.float() if isinstance(zero, Tensor) else torch.full_like(scale, zero, dtype=torch.float32)
         return Quantized(
             codes=unpack(self.codes, self.bits, self.inputs).unsqueeze(1),
-            scale=self.scales.float().unsqueeze(1),
+            scale=scale.float().unsqueeze(1),
             zero=zero.unsqueeze(1),
             bits=(self.bits,),
             group_size=self.group_size,
         )
 
-    def _zero(self) -> Tensor | float:
+    def _grid(self) -> tuple[Tensor, Tensor | float]:
+        """Scale and zero point of the codes as they are."""
+        wide = grid_bits(self.bits, self.nested)
+        zero: Tensor | float = grids.SIGN_ZERO if self.bits == 1 else 2.0 ** (wide - 1)
         if self.zeros is not None:
-            return unpack(self.zeros, self.bits, self.scales.shape[-1])
-        return grids.SIGN_ZERO if self.bits == 1 else 2.0 ** (self.bits - 1)
+            zero = unpack(self.zeros, wide, self.scales.shape[-1])
+        if not self.nested:
+            return self.scales, zero
+        scale = self.scales.float()
+        middle = zero.float() if isinstance(zero, Tensor) else torch.full_like(scale, zero)
+        return grids.nested_grid(scale, middle, self.bits)

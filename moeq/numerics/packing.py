@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
+NESTED_BITS = (2, 3, 4)  # widths whose codes can be one code's leading bits, the widest last
 LAYOUT = "moeq-bitstream"
 LAYOUT_VERSION = 1
+NESTED_VERSION = 2  # where weights are nested
 
 
 def packed_row_bytes(length: int, bits: int) -> int:

@@ -113,52 +113,43 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, keep, first
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _choose_grid(  # type: ignore[no-untyped-def]
-    weights, importance, scale, inverse, zero, top, magic, best, first, last
+def _grid_errors(  # type: ignore[no-untyped-def]
+    weights, importance, scale, inverse, zero, top, magic, errors, first, last
 ):
-    """Number of the grid with the least weighted sum of cubed errors, of equals the first, into best [E, R].
+    """Weighted sum of cubed errors of rounding to each of C grids, into errors [C, E, R]; 0 at 1 bit.
 
-    weights [E, g, N], the same at all widths, or [E, g, R]; importance [E, g]; scale, inverse, zero [C, E, R] of C
-    grids; top [B].
+    weights [E, g, N], the same at all widths, or [E, g, R]; importance [E, g]; scale, inverse, zero [C, E, R]; top [B].
     """
     widths = top.shape[0]
-    rows = best.shape[1] // widths
+    rows = errors.shape[2] // widths
     shared = weights.shape[2] == rows
     chunks = (rows + LANES - 1) // LANES
     lowest = magic - magic
-    error = np.empty(LANES, weights.dtype)
-    least = np.empty(LANES, weights.dtype)
     for item in range(first, last):
         expert, place = divmod(item, widths * chunks)
         width, chunk = divmod(place, chunks)
         begin = chunk * LANES
         count = min(LANES, rows - begin)
         offset = width * rows + begin
-        found = best[expert, offset : offset + count]
-        for lane in range(count):
-            found[lane] = 0
         highest = top[width]
-        if highest == 1:
-            continue
         if not shared:
             begin = offset
         for grid in range(scale.shape[0]):
             steps = scale[grid, expert, offset : offset + count]
             inverses = inverse[grid, expert, offset : offset + count]
             zeros = zero[grid, expert, offset : offset + count]
+            total = errors[grid, expert, offset : offset + count]
             for lane in range(count):
-                error[lane] = 0
+                total[lane] = 0
+            if highest == 1:
+                continue
             for k in range(weights.shape[1]):
                 source = weights[expert, k, begin : begin + count]
                 counts = importance[expert, k]
                 for lane in range(count):
                     rounded = (source[lane] * inverses[lane] + zeros[lane] + magic) - magic
                     rest = source[lane] - (min(max(rounded, lowest), highest) - zeros[lane]) * steps[lane]
-                    error[lane] += counts * (rest * rest * abs(rest))
-            for lane in range(count):
-                if grid == 0 or error[lane] < least[lane]:
-                    least[lane] = error[lane]
-                    found[lane] = grid
+                    total[lane] += counts * (rest * rest * abs(rest))
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -242,6 +233,104 @@ def _round_block(  # type: ignore[no-untyped-def]
                 line[k] = made[k, lane]
 
 
+@_compile  # type: ignore[untyped-decorator]
+def _round_nested(  # type: ignore[no-untyped-def]
+    columns, feedback, factor, start, scale, inverse, zero, counts, residual, codes, at_expert, at_row, first, last
+):
+    """As _round_block for codes of 4 bits, of which those of 3 and 2 bits are the leading ones.
+
+    columns [E, K, N]; feedback [E, b, R], widths 2, 3 and 4; scale, inverse, zero [E, R] of the block's group;
+    counts [B]: what the square of a width's distance, in its own codes, counts in the choice.
+    """
+    rows = columns.shape[2]
+    widths = counts.shape[0]
+    chunks = (rows + LANES - 1) // LANES
+    block = feedback.shape[1]
+    kind = columns.dtype.type
+    none, one, one_half = kind(0), kind(1), kind(0.5)
+    target = np.zeros((widths, block, LANES), columns.dtype)
+    left = np.zeros((widths, block, LANES), columns.dtype)
+    made = np.zeros((block, LANES), np.uint8)
+    place = np.zeros((widths, LANES), columns.dtype)
+    least = np.zeros(LANES, columns.dtype)
+    best = np.zeros(LANES, columns.dtype)
+    for item in range(first, last):
+        expert, chunk = divmod(item, chunks)
+        begin = chunk * LANES
+        count = min(LANES, rows - begin)
+        for width in range(widths):
+            offset = width * rows + begin
+            for k in range(block):
+                source = columns[expert, start + k, begin : begin + count]
+                given = feedback[expert, k, offset : offset + count]
+                into = target[width, k]
+                for lane in range(count):
+                    into[lane] = source[lane] + given[lane]
+        j = 0
+        while j < block:
+            end = min(j + 4, block)
+            for i in range(j, end):
+                for width in range(widths):
+                    offset = width * rows + begin
+                    inverses = inverse[expert, offset : offset + count]
+                    zeros = zero[expert, offset : offset + count]
+                    wanted = target[width, i]
+                    into = place[width]
+                    for lane in range(count):
+                        into[lane] = wanted[lane] * inverses[lane] + zeros[lane]
+                two, three, four = place[0], place[1], place[2]
+                for lane in range(LANES):
+                    least[lane] = np.inf
+                for middle in range(8):  # by the 3-bit code; of the two 4-bit ones in it, the nearer
+                    high = kind(middle >> 1)
+                    half = kind(middle)
+                    low = kind(2 * middle)
+                    for lane in range(LANES):
+                        first_bits = high - two[lane]
+                        more_bits = half - three[lane]
+                        all_bits = low - four[lane]
+                        upper = one if all_bits < -one_half else none
+                        all_bits += upper
+                        cost = (
+                            counts[0] * (first_bits * first_bits)
+                            + counts[1] * (more_bits * more_bits)
+                            + counts[2] * (all_bits * all_bits)
+                        )
+                        better = cost < least[lane]
+                        least[lane] = cost if better else least[lane]
+                        best[lane] = low + upper if better else best[lane]
+                for lane in range(LANES):
+                    made[i, lane] = np.uint8(best[lane])
+                source = columns[expert, start + i, begin : begin + count]
+                for width in range(widths):
+                    offset = width * rows + begin
+                    steps = scale[expert, offset : offset + count]
+                    zeros = zero[expert, offset : offset + count]
+                    shift = widths - 1 - width
+                    rest = left[width, i]
+                    for lane in range(count):
+                        rest[lane] = source[lane] - ((made[i, lane] >> shift) - zeros[lane]) * steps[lane]
+                    for k in range(i + 1, end):
+                        weight = factor[expert, start + i, start + k]
+                        into = target[width, k]
+                        for lane in range(LANES):
+                            into[lane] += weight * rest[lane]
+            for width in range(widths):
+                _owe(target[width], left[width], factor, expert, start, j, end, block)
+            j += 4
+        for width in range(widths):
+            offset = width * rows + begin
+            for k in range(block):
+                into = residual[expert, start + k, offset : offset + count]
+                rest = left[width, k]
+                for lane in range(count):
+                    into[lane] = rest[lane]
+            for lane in range(count):
+                line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
+                for k in range(block):
+                    line[k] = made[k, lane] >> (widths - 1 - width)
+
+
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="moeq-sweep")
@@ -282,19 +371,19 @@ def extent(
     return found[0], found[1], found[2], kept
 
 
-def choose_grid(
+def grid_errors(
     weights: Tensor, importance: Tensor, scale: Tensor, inverse: Tensor, zero: Tensor, top: Tensor
 ) -> Tensor:
-    """Which of C grids rounds each row of a group with the least weighted sum of cubed errors, int64 [E, R].
+    """Weighted sum of cubed errors of rounding each row of a group to each of C grids, [C, E, R]; 0 at 1 bit.
 
     weights: [E, g, N], the same at all widths, or [E, g, R]; importance: [E, g]; scale, inverse, zero: [C, E, R]; top:
-    [B] largest codes. Of equals, and of 1 bit, it is the first. All contiguous, in main memory.
+    [B] largest codes. All contiguous, in main memory.
     """
-    best = torch.empty(scale.shape[1:], dtype=torch.int64)
+    errors = torch.empty_like(scale)
     tiles = _tiles(scale.shape[1], len(top), scale.shape[2] // len(top))
     arrays = [tensor.numpy() for tensor in (weights, importance, scale, inverse, zero, top)]
-    _in_threads(_choose_grid, tiles, *arrays, _MAGIC[weights.dtype], best.numpy())
-    return best
+    _in_threads(_grid_errors, tiles, *arrays, _MAGIC[weights.dtype], errors.numpy())
+    return errors
 
 
 def round_block(
@@ -320,3 +409,25 @@ def round_block(
     more = [tensor.numpy() for tensor in (*grids, top, group_of)]
     magic = _MAGIC[columns.dtype]
     _in_threads(_round_block, tiles, *arrays, start, *more, magic, residual.numpy(), codes.numpy(), *at)
+
+
+def round_nested(
+    columns: Tensor,
+    feedback: Tensor,
+    factor: Tensor,
+    start: int,
+    grids: tuple[Tensor, Tensor, Tensor],
+    counts: Tensor,
+    residual: Tensor,
+    codes: Tensor,
+    at: tuple[int, int],
+) -> None:
+    """As `round_block` for widths 2, 3 and 4 that share their codes: the narrow ones have the leading bits.
+
+    grids: scale, its inverse and zero of the block's one group, [E, R]; counts: [B] what the square of a width's
+    distance, in its own codes, counts in the choice of a code.
+    """
+    tiles = _tiles(columns.shape[0], 1, columns.shape[2])
+    arrays = [tensor.numpy() for tensor in (columns, feedback, factor)]
+    more = [tensor.numpy() for tensor in (*grids, counts)]
+    _in_threads(_round_nested, tiles, *arrays, start, *more, residual.numpy(), codes.numpy(), *at)

@@ -28,6 +28,7 @@ from moeq.exporters.moeq import METADATA, extra_name, layer_name, other_widths
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, TensorHeader
 from moeq.numerics.packed import packed_shapes
+from moeq.numerics.packing import NESTED_BITS
 from moeq.pipeline import BY_NAME, Stage
 from moeq.planning.memory import loss_rows, read_share, store_bytes
 from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
@@ -220,7 +221,9 @@ class Disk:
         entries = [one for one in losses_stage.entries(section) if one.entry is not None]
         for one in entries:
             for projection in layer.projections:
-                parts = packed_shapes(*layer.shape(projection), one.bits, section.group_size, section.symmetric)
+                parts = packed_shapes(
+                    *layer.shape(projection), one.bits, section.group_size, section.symmetric, section.nested
+                )
                 for part, (shape, dtype) in parts.items():
                     shapes[f"{one.entry}.{projection}.{part}"] = (dtype, (layer.num_experts, *shape))
         described = {
@@ -231,7 +234,13 @@ class Disk:
             }
             for projection in layer.projections
         }
-        stamps = {str(one.entry): replicas.described(str(one.entry), DIGEST, described) for one in entries}
+        inside = {name: one | {"nested": True} for name, one in described.items()}
+        stamps = {
+            str(one.entry): replicas.described(
+                str(one.entry), DIGEST, inside if section.nested and one.bits in NESTED_BITS else described
+            )
+            for one in entries
+        }
         return _file(shapes, replicas.layer_metadata(layer.index, stamps))
 
     def _assign(self) -> dict[str, int]:
@@ -311,7 +320,8 @@ class Disk:
     def _extra(self, layer: ExpertLayer, mine: list[int]) -> int:
         shapes: Shapes = {}
         for expert, bits in enumerate(mine):
-            for width in (*self.recipe.losses.bits, FULL):
+            section = self.recipe.losses
+            for width in quantize.stored_widths(bits, [*section.bits, FULL], section.nested):
                 if width != bits:
                     shapes |= self._replica(layer, width, f"{layer.name}.{expert}.bits{width}")
         return _file(shapes, METADATA)
@@ -325,7 +335,7 @@ class Disk:
             if bits == FULL:
                 shapes[f"{prefix}.{projection}.dense"] = (self.sizes.source_dtype, layer.shape(projection))
                 continue
-            parts = packed_shapes(*layer.shape(projection), bits, section.group_size, section.symmetric)
+            parts = packed_shapes(*layer.shape(projection), bits, section.group_size, section.symmetric, section.nested)
             shapes |= {f"{prefix}.{projection}.{part}": (dtype, shape) for part, (shape, dtype) in parts.items()}
         return shapes
 
@@ -351,11 +361,11 @@ class Disk:
         files[INDEX] = len(index.encode())
         experts_block = {layer.name: list(mine) for layer, mine in zip(
             self.sizes.layers, widths(self.sizes, self.recipe.assign, self.recipe), strict=True)}  # fmt: skip
-        block = manifest.layout(self.own.group_size, self.own.symmetric)
+        block = manifest.layout(self.own.group_size, self.own.symmetric, self.own.nested)
         quantization = {
             "quant_method": "moeq", "format_version": 1, "layout": block["name"], "layout_version": block["version"],
             "group_size": self.own.group_size, "symmetric": self.own.symmetric, "experts": experts_block,
-        }  # fmt: skip
+        } | ({"nested": True} if self.own.nested else {})  # fmt: skip
         if self.sizes.others.modules:
             quantization["others"] = other_widths(self.sizes.others.table())
         files["config.json"] = len(canonical_json(source.config | {"quantization_config": quantization}).encode())
@@ -420,7 +430,7 @@ class Disk:
             return manifest.PlacementManifest(
                 model=self.stamp,
                 assignment=self.own.model_dump(mode="json", include={"name", "method", "parameters"}),
-                layout=manifest.layout(self.own.group_size, self.own.symmetric),
+                layout=manifest.layout(self.own.group_size, self.own.symmetric, self.own.nested),
                 layers=tuple(some),
                 others=modules,
                 totals=totals,

@@ -320,7 +320,7 @@ def store_bytes(layer: ExpertLayer, recipe: Recipe) -> int:
     """Bytes of the packed replicas of one layer by one method, all experts at all widths."""
     section = recipe.losses
     one = sum(
-        packed_bytes(*layer.shape(projection), bits, section.group_size, section.symmetric)
+        packed_bytes(*layer.shape(projection), bits, section.group_size, section.symmetric, section.nested)
         for projection in layer.projections
         for bits in section.bits
     )

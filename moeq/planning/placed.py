@@ -28,7 +28,8 @@ def expert_bytes(layer: ExpertLayer, bits: int, recipe: Recipe, full: int) -> in
         return layer.parameters_per_expert * full + biases
     section = recipe.losses
     shapes = (layer.shape(projection) for projection in layer.projections)
-    return biases + sum(packed_bytes(*shape, bits, section.group_size, section.symmetric) for shape in shapes)
+    group, symmetric, nested = section.group_size, section.symmetric, section.nested
+    return biases + sum(packed_bytes(*shape, bits, group, symmetric, nested) for shape in shapes)
 
 
 def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[list[int]]:
@@ -133,5 +134,6 @@ def stand_in(sizes: ModelSizes, section: AssignSection, recipe: Recipe, name: st
         parameters=section.model_dump(mode="json", exclude={"name", "method"}, exclude_none=True),
         group_size=recipe.losses.group_size,
         symmetric=recipe.losses.symmetric,
+        nested=recipe.losses.nested,
         layers=tuple(layers),
     )

@@ -17,9 +17,10 @@ from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, first_products
 from moeq.models.walk import LayerInputs
-from moeq.numerics import gptq
+from moeq.numerics import gptq, nested
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight, packed_bytes
+from moeq.numerics.packing import NESTED_BITS
 from moeq.numerics.slab import Slab
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import Training, sign_round
@@ -181,7 +182,7 @@ def quantize_layer(
             candidates[stored[0]] = result
             for projection, quantized in result.items():
                 for bits in config.bits:
-                    stacks[projection][bits].append(PackedWeight.of(quantized, bits, config.symmetric).map(slab.keep))
+                    stacks[projection][bits].append(_packed(quantized, bits, config).map(slab.keep))
         if RTN in config.methods:
             candidates[RTN] = rtn_batch(batch.weights, config)
         for index in range(len(notes)):
@@ -231,16 +232,40 @@ def rtn_batch(
     batch: dict[str, Tensor], config: LossesSection, bits: Sequence[int] | None = None
 ) -> dict[str, gptq.Quantized]:
     """Rounding of a batch of experts without calibration, at `bits` or at all of the section's widths."""
-    options: dict[str, Any] = {
-        "bits": bits or config.bits,
-        "group_size": config.group_size,
-        "symmetric": config.symmetry(),
-    }
     found = {}
     for projection, weight in batch.items():
         importance = weight.new_ones(len(weight), weight.shape[2]) if config.clip == MSE else None
-        found[projection] = gptq.quantize(weight, None, importance=importance, **options)
+        found[projection] = _quantized(weight, None, config, bits or config.bits, importance=importance)
     return found
+
+
+def _quantized(
+    weight: Tensor,
+    factor: Tensor | None,
+    config: LossesSection,
+    bits: Sequence[int],
+    importance: Tensor | None,
+    order: Tensor | None = None,
+) -> gptq.Quantized:
+    """Codes and grids of one weight at some widths; nested ones share their codes where the recipe says so."""
+    group, symmetric = config.group_size, config.symmetry()
+
+    def alone(widths: Sequence[int]) -> gptq.Quantized:
+        return gptq.quantize(
+            weight, factor, bits=widths, group_size=group, symmetric=symmetric, order=order, importance=importance
+        )
+
+    if not config.nested or not set(bits) & set(NESTED_BITS):
+        return alone(bits)
+    found = {0: nested.quantize(weight, factor, group_size=group, symmetric=symmetric, importance=importance)}
+    others = [width for width in bits if width not in NESTED_BITS]
+    if others:
+        found[1] = alone(others)
+    return _by_width(found, bits)
+
+
+def _packed(quantized: gptq.Quantized, bits: int, config: LossesSection) -> PackedWeight:
+    return PackedWeight.of(quantized, bits, config.symmetric, config.nested)
 
 
 def _gptq_batch(
@@ -276,7 +301,6 @@ def _gptq(weight: Tensor, hessian: Tensor, config: LossesSection, notes: list[di
     With act_order, 1 bit keeps the order of the columns: its scale is worth much less when it is not taken from what
     earlier columns made of the group.
     """
-    options: dict[str, Any] = {"group_size": config.group_size, "symmetric": config.symmetry()}
     ordered = [bits for bits in config.bits if config.act_order and bits > 1]
     plain = [bits for bits in config.bits if bits not in ordered]
     found: dict[int, gptq.Quantized] = {}
@@ -286,9 +310,7 @@ def _gptq(weight: Tensor, hessian: Tensor, config: LossesSection, notes: list[di
             factor = gptq.factorize(work, config.damping)
             _note(notes, factor, config.damping)
             importance = _importance(factor, order) if config.clip == MSE else None
-            found[widths[0]] = gptq.quantize(
-                weight, factor.unit_upper, bits=widths, order=order, importance=importance, **options
-            )
+            found[widths[0]] = _quantized(weight, factor.unit_upper, config, widths, order=order, importance=importance)
     return next(iter(found.values())) if len(found) == 1 else _by_width(found, config.bits)
 
 
@@ -342,6 +364,7 @@ def _join(parts: list[PackedWeight]) -> PackedWeight:
         group_size=first.group_size,
         inputs=first.inputs,
         symmetric=first.symmetric,
+        nested=first.nested,
     )
 
 
@@ -399,7 +422,10 @@ def _measure(
                         do="use dtype: float32 or raise losses.damping",
                     )
                 names = layer.projections if projection == WHOLE else (projection,)
-                stored = (packed_bytes(*layer.shape(n), bits, config.group_size, config.symmetric) for n in names)
+                stored = (
+                    packed_bytes(*layer.shape(n), bits, config.group_size, config.symmetric, config.nested)
+                    for n in names
+                )
                 found.append(
                     common
                     | {

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moeq.errors import ArtifactError
 from moeq.models.experts import find_expert_layers
-from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION
+from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
 from moeq.runtime.packed_experts import PACKED, PackedExperts
 from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules
 
@@ -38,22 +38,24 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         experts: dict[str, list[int]] | None = None,
         group_size: int = 128,
         symmetric: bool = False,
+        nested: bool = False,
         others: dict[str, Any] | None = None,
         format_version: int = FORMAT_VERSION,
         layout: str = LAYOUT,
         layout_version: int = LAYOUT_VERSION,
         **_: Any,
     ) -> None:
-        if (format_version, layout, layout_version) != (FORMAT_VERSION, LAYOUT, LAYOUT_VERSION):
+        version = NESTED_VERSION if nested else LAYOUT_VERSION
+        if (format_version, layout, layout_version) != (FORMAT_VERSION, LAYOUT, version):
             raise ArtifactError(
                 f"checkpoint format {format_version}, layout {layout} {layout_version}; "
-                f"this moeq reads {FORMAT_VERSION}, {LAYOUT} {LAYOUT_VERSION}",
+                f"this moeq reads {FORMAT_VERSION}, {LAYOUT} {version}",
                 where="config.json",
                 do="install the moeq that wrote it, or export again",
             )
         self.quant_method = METHOD
         self.experts = experts or {}
-        self.group_size, self.symmetric = group_size, symmetric
+        self.group_size, self.symmetric, self.nested = group_size, symmetric, nested
         self.format_version, self.layout, self.layout_version = format_version, layout, layout_version
         if others:
             OtherWidths.of(others)
@@ -100,6 +102,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
                     config.experts[name],
                     group_size=config.group_size,
                     symmetric=config.symmetric,
+                    nested=config.nested,
                     original=original,
                     dtype=original.get_parameter(layer.parameters[0]).dtype,
                 )

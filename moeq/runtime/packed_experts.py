@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
 from moeq.numerics.packed import PackedWeight, packed_shapes
+from moeq.numerics.packing import NESTED_BITS
 
 FULL = 16
 GUARD_DTYPE = torch.float16
@@ -49,16 +50,18 @@ class PackedLinear(nn.Module):
         symmetric: bool,
         dense_dtype: torch.dtype,
         biased: bool,
+        nested: bool = False,
     ) -> None:
         super().__init__()
         self.inputs, self.bits, self.group_size, self.symmetric = inputs, bits, group_size, symmetric
+        self.nested = nested and bits in NESTED_BITS
         self.biased = biased
         if biased:
             self.register_buffer("bias", torch.empty(rows, dtype=dense_dtype))
         if bits == FULL:
             self.register_buffer("dense", torch.empty(rows, inputs, dtype=dense_dtype))
             return
-        for part, (shape, dtype) in packed_shapes(rows, inputs, bits, group_size, symmetric).items():
+        for part, (shape, dtype) in packed_shapes(rows, inputs, bits, group_size, symmetric, nested).items():
             self.register_buffer(part, torch.empty(shape, dtype=dtype))
 
     def values(self, dtype: torch.dtype) -> Tensor:
@@ -73,6 +76,7 @@ class PackedLinear(nn.Module):
             group_size=self.group_size,
             inputs=self.inputs,
             symmetric=self.symmetric,
+            nested=self.nested,
         ).dequantize(dtype)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -84,10 +88,18 @@ class PackedLinear(nn.Module):
 class PackedExpert(nn.Module):
     """One expert: its matrices, all of the same width."""
 
-    def __init__(self, layer: ExpertLayer, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layer: ExpertLayer,
+        bits: int,
+        group_size: int,
+        symmetric: bool,
+        dtype: torch.dtype,
+        nested: bool = False,
+    ) -> None:
         super().__init__()
         for projection in layer.projections:
-            linear = PackedLinear(*layer.shape(projection), bits, group_size, symmetric, dtype, layer.biased)
+            linear = PackedLinear(*layer.shape(projection), bits, group_size, symmetric, dtype, layer.biased, nested)
             self.add_module(projection, linear)
 
     def run(self, rows: Tensor, math: ExpertMath) -> Tensor:
@@ -113,6 +125,7 @@ class PackedExperts(nn.Module):
         symmetric: bool,
         original: nn.Module,
         dtype: torch.dtype,
+        nested: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts = layer.num_experts
@@ -126,7 +139,7 @@ class PackedExperts(nn.Module):
             if name not in experts:
                 self.register_parameter(name, parameter)
         for expert, width in enumerate(bits):
-            self.add_module(str(expert), PackedExpert(layer, width, group_size, symmetric, dtype))
+            self.add_module(str(expert), PackedExpert(layer, width, group_size, symmetric, dtype, nested))
         for name, shape in guard_shapes(layer).items():
             _register(self, name, torch.zeros(shape, dtype=GUARD_DTYPE))
 

@@ -101,7 +101,10 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
         losses=losses.load(context),
         group_size=section.group_size,
         symmetric=section.symmetric,
-        bytes=tuple({bits: bytes_of(layer, bits, *grid, size) for bits in widths} for layer in context.layers),
+        nested=section.nested,
+        bytes=tuple(
+            {bits: bytes_of(layer, bits, *grid, size, section.nested) for bits in widths} for layer in context.layers
+        ),
         other_bytes=other_bytes(context),
         traces=partial(traces, context, config),
         effects=losses.load_effects(context),
@@ -175,7 +178,9 @@ def _trace(
     return sum(hutchinson(weight, samples, distribution, generator).mean for weight in weights.values())
 
 
-def bytes_of(layer: ExpertLayer, bits: int, group_size: int, symmetric: bool, full_bytes_per_weight: int) -> int:
+def bytes_of(
+    layer: ExpertLayer, bits: int, group_size: int, symmetric: bool, full_bytes_per_weight: int, nested: bool = False
+) -> int:
     """Stored bytes of one expert at a width: codes, scales and zero points, or the checkpoint's own weights at 16.
 
     Biases stay in the checkpoint's type at every width.
@@ -184,14 +189,14 @@ def bytes_of(layer: ExpertLayer, bits: int, group_size: int, symmetric: bool, fu
     if bits == FULL:
         return layer.parameters_per_expert * full_bytes_per_weight + biases
     shapes = (layer.shape(projection) for projection in layer.projections)
-    return biases + sum(packed_bytes(*shape, bits, group_size, symmetric) for shape in shapes)
+    return biases + sum(packed_bytes(*shape, bits, group_size, symmetric, nested) for shape in shapes)
 
 
 def total_bytes(context: Context, assignment: Assignment) -> int:
     """Bytes of all experts at their placed widths."""
     size = source_dtype(context.source).itemsize
     return sum(
-        bytes_of(layer, int(bits), assignment.group_size, assignment.symmetric, size)
+        bytes_of(layer, int(bits), assignment.group_size, assignment.symmetric, size, assignment.nested)
         for layer, widths in zip(context.layers, assignment.bits(), strict=True)
         for bits in widths
     )

@@ -6,8 +6,8 @@ stages/refine.py. Packed modules outside of the experts, where the recipe has so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from moeq.exporters.moeq import METADATA, extra_name, layer_name, others_name
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
+from moeq.numerics.packing import NESTED_BITS
 from moeq.numerics.slab import Slab
 from moeq.quantizers.layer import GPTQ, rtn_batch
 from moeq.recipe import BEST
@@ -131,9 +132,26 @@ def layer_tensors(replicas: Replicas) -> tuple[dict[str, Tensor], dict[str, Tens
     for expert, (bits, *others) in enumerate(replicas.widths()):
         prefix = f"{replicas.layer.name}.{expert}"
         placed |= made(expert, bits, prefix)
-        for width in others:
+        section = replicas.context.recipe.losses
+        for width in stored_widths(bits, others, section.nested, partial(replicas.method, expert))[1:]:
             extra |= made(expert, width, f"{prefix}.bits{width}")
     return placed, extra
+
+
+def stored_widths(
+    placed: int, others: Sequence[int], nested: bool, method: Callable[[int], str] = lambda bits: GPTQ
+) -> list[int]:
+    """The widths of an expert that are stored, the placed one first; method(bits): who makes its nested replicas.
+
+    Beside the placed one, of nested widths by the same method only the widest: the others are its leading bits.
+    """
+    found = [width for width in others if width != placed]
+    if nested:
+        widest: dict[str, int] = {}
+        for width in sorted({placed, *found} & set(NESTED_BITS)):
+            widest[method(width)] = width
+        found = [width for width in found if width not in NESTED_BITS or width == widest[method(width)]]
+    return [placed, *found]
 
 
 class Replicas:
@@ -208,7 +226,9 @@ class Replicas:
         weights, _ = self.original(expert)
         as_computed = {name: weight.to(self.context.dtype).float()[None] for name, weight in weights.items()}
         rounded = rtn_batch(as_computed, section, [bits])
-        one = {name: PackedWeight.of(result, bits, section.symmetric) for name, result in rounded.items()}
+        one = {
+            name: PackedWeight.of(result, bits, section.symmetric, section.nested) for name, result in rounded.items()
+        }
         return {name: packed.map(lambda part: part[0].cpu()) for name, packed in one.items()}
 
     def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

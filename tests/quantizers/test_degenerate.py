@@ -104,15 +104,15 @@ def check(result: LayerResult, weights: dict[str, Tensor]) -> None:
          "no token", "one token"]
     ),
     clip=st.sampled_from(["minmax", "mse"]),
-    act_order=st.booleans(),
+    variant=st.sampled_from([{}, {"act_order": True}, {"nested": True}]),
     symmetric=st.booleans(),
     borrow=st.sampled_from([0, 64]),
     group_size=st.sampled_from([-1, 8]),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_layer_gives_finite_grids_and_losses(
-    weight_kind: str, token_kind: str, clip: str, act_order: bool, symmetric: bool, borrow: int, group_size: int,
-    seed: int,
+    weight_kind: str, token_kind: str, clip: str, variant: dict[str, bool], symmetric: bool, borrow: int,
+    group_size: int, seed: int,
 ) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     weights, hidden = random_weights(generator), random_hidden(generator)
@@ -120,7 +120,7 @@ def test_any_layer_gives_finite_grids_and_losses(
     spoil_weights(weight_kind, weights)
     spoil_tokens(token_kind, hidden, experts)
     config = LossesSection.model_validate(
-        {"bits": BITS, "clip": clip, "act_order": act_order, "symmetric": symmetric, "borrow_tokens": borrow,
+        {"bits": BITS, "clip": clip, **variant, "symmetric": symmetric, "borrow_tokens": borrow,
          "group_size": group_size, "min_tokens": 4}
     )  # fmt: skip
     result = quantize_layer(tokens(hidden, experts), weights, SILU, config)

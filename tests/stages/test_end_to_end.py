@@ -40,6 +40,10 @@ CASES = {
             "estimate.geometry=[mixtral-8x7b, model]",
         ),
     ),
+    "nested": (
+        "tiny_mixtral",
+        ("losses.group_size=16", "losses.nested=true", "assign.average_bits=5/2", "quantize.replicas=all"),
+    ),
     "symmetric": (
         "tiny_mixtral",
         ("losses.group_size=24", "losses.symmetric=true", "assign={method: uniform, bits: 4, gpu_experts: 2}"),
