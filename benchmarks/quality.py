@@ -1,7 +1,7 @@
 """Perplexity of small trained checkpoints by quantizer and width: experts only, groups of 64.
 
     python benchmarks/quality.py MODELS [--names tiny-mixtral tiny-qwen3-moe] [--bits 4 3 2 1] [--average 2]
-                                        [--methods rtn gptq signround]
+                                        [--methods rtn gptq signround] [--set losses.clip=mse]
                                         [--peers gptqmodel auto-round] [--environments FOLDER]
 
 MODELS is a folder of checkpoints with their training script (`train_tiny.py`: text and windows) beside them; without it
@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -89,8 +90,17 @@ class Windows:
 class Bench:
     """One checkpoint, run through the stages in one directory."""
 
-    def __init__(self, model: Path, script: ModuleType, out: Path, methods: list[str], iterations: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        script: ModuleType,
+        out: Path,
+        methods: list[str],
+        iterations: int,
+        settings: Sequence[str] = (),
+    ) -> None:
         self.model, self.out, self.methods, self.iterations = model, out, methods, iterations
+        self.settings = settings
         self.windows = Windows.of(script, self.context().tokenizer)
 
     def context(self, *overrides: str) -> Context:
@@ -99,7 +109,7 @@ class Bench:
             [
                 f"losses.group_size={GROUP}", "losses.bits=[1,2,3,4]", f"losses.methods=[{','.join(self.methods)}]",
                 "losses.per_projection=false", f"losses.signround_iterations={self.iterations}", "dtype=float32",
-                "stream=never", "eval.compare=[]", *overrides,
+                "stream=never", "eval.compare=[]", *self.settings, *overrides,
             ],
         )  # fmt: skip
         found = Context(recipe=recipe, model_name=str(self.model), out=self.out, reporter=Reporter(quiet=True))
@@ -213,6 +223,7 @@ def main() -> int:
     parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2, 1])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="gptq is always there")
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
+    parser.add_argument("--set", action="append", default=[], help="key=value of the recipe, such as losses.clip=mse")
     parser.add_argument("--average", nargs="*", default=[], help="mean widths of mixed assignments")
     parser.add_argument("--peers", nargs="*", default=[], choices=list(PACKAGES))
     parser.add_argument("--environments", type=Path, default=Path.home() / ".cache" / "moeq" / "benchmarks")
@@ -226,7 +237,7 @@ def main() -> int:
     for name in options.names:
         with tempfile.TemporaryDirectory() as folder:
             methods = [method for method in METHODS if method in (*options.methods, "gptq")]
-            bench = Bench(options.models / name, script, Path(folder), methods, options.iterations)
+            bench = Bench(options.models / name, script, Path(folder), methods, options.iterations, options.set)
             started = time.monotonic()
             rows, seconds = measure(bench, options.bits, options.average)
             rows |= peer_rows(bench, options.peers, options.environments, options.bits)
