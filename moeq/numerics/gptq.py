@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +38,9 @@ from moeq.numerics.grids import (
     resolved_group_size,
     shrunk_grids,
 )
+from moeq.numerics.threads import side_by_side
 
-LANES_AT_ONCE = 2048  # rows times widths that the CPU works on together, and at least so many a thread:
-LANES_A_THREAD = 1024
+LANES_AT_ONCE = 2048  # rows times widths that a CPU's thread works on together
 BLOCK = 128  # columns that the inner loop rounds one by one
 SPAN = 256  # columns whose feedback from all columns before them is one matrix product
 FACTOR_BLOCK = 256  # columns that are factored at once
@@ -90,7 +91,7 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
     diagonal.add_(damping * mean)
     damped = diagonal.clone()
     used = torch.full((experts,), damping, dtype=torch.float64)
-    upper, info = _upper_factor(work)
+    upper, info = _upper_factors(work)
     bad = (info != 0) | ~torch.isfinite(upper.diagonal(dim1=-2, dim2=-1)).all(-1)
     float64 = torch.zeros(experts, dtype=torch.bool)
     failed = torch.zeros(experts, dtype=torch.bool)
@@ -108,6 +109,19 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
     unseen = torch.where(mean > 0, damping * mean, 1.0)  # what damping makes of them; 1 is only for Cholesky
     pivots = torch.where(dead, unseen, pivots.square_())
     return Factor(unit_upper=upper, pivots=pivots, damping=used, float64=float64, failed=failed)
+
+
+def _upper_factors(work: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_upper_factor`; on a CPU every Hessian by itself."""
+    if work.device.type != "cpu":
+        return _upper_factor(work)
+    info = torch.zeros(len(work), dtype=torch.int32)
+
+    def piece(expert: int) -> None:
+        info[expert] = _upper_factor(work[expert : expert + 1])[1][0]
+
+    side_by_side(piece, range(len(work)))
+    return work, info
 
 
 def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,24 +266,27 @@ def _on_cpu(
     codes = torch.empty(experts, len(bits), rows, inputs, dtype=torch.uint8)
     groups = -(-inputs // group)
     scale, zero = (torch.empty(experts, len(bits), rows, groups, dtype=factor.dtype) for _ in range(2))
-    lanes = max(LANES_AT_ONCE, LANES_A_THREAD * torch.get_num_threads())
-    chunks = max(1, round(rows * len(bits) / lanes))
+    chunks = max(1, round(rows * len(bits) / LANES_AT_ONCE))
     step = -(-rows // (chunks * sweep.LANES)) * sweep.LANES
-    some = max(1, lanes // (len(bits) * rows))
-    space = torch.empty(min(some, experts) * inputs * len(bits) * min(step, rows), dtype=factor.dtype)
-    for first in range(0, experts, some):
-        which = slice(first, first + some)
-        for start in range(0, rows, step):
-            part, at = slice(start, start + step), (first, start)
-            columns = _input_major(weight[which, part], factor.dtype)
-            residual = space[: columns.numel() * len(bits)].view(*columns.shape[:2], -1)
-            counts = None if importance is None else importance[which]
-            if order is None:
-                grids = _some_rows(columns, factor[which], bits, group, symmetric, counts, residual, codes, at)
-            else:
-                grids = _static_grids(columns, bits, group, symmetric, counts)
-                _some_rows_in_order(columns, factor[which], bits, grids, order[which], group, residual, codes, at)
-            scale[which, :, part], zero[which, :, part] = grids
+    some = max(1, LANES_AT_ONCE // (len(bits) * rows))
+    spaces = threading.local()
+
+    def piece(at: tuple[int, int]) -> None:
+        which, part = slice(at[0], at[0] + some), slice(at[1], at[1] + step)
+        columns = _input_major(weight[which, part], factor.dtype)
+        size = columns.numel() * len(bits)
+        if not hasattr(spaces, "residual") or spaces.residual.numel() < size:
+            spaces.residual = torch.empty(size, dtype=factor.dtype)
+        residual = spaces.residual[:size].view(*columns.shape[:2], -1)
+        counts = None if importance is None else importance[which]
+        if order is None:
+            grids = _some_rows(columns, factor[which], bits, group, symmetric, counts, residual, codes, at)
+        else:
+            grids = _static_grids(columns, bits, group, symmetric, counts)
+            _some_rows_in_order(columns, factor[which], bits, grids, order[which], group, residual, codes, at)
+        scale[which, :, part], zero[which, :, part] = grids
+
+    side_by_side(piece, [(first, start) for first in range(0, experts, some) for start in range(0, rows, step)])
     return codes if order is None else _put_back(codes, order), scale, zero
 
 

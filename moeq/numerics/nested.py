@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeq.numerics import sweep
-from moeq.numerics.gptq import BLOCK, LANES_A_THREAD, LANES_AT_ONCE, Quantized
+from moeq.numerics.gptq import BLOCK, LANES_AT_ONCE, Quantized
 from moeq.numerics.grids import (
     SHRINKS,
     Symmetry,
@@ -27,6 +27,7 @@ from moeq.numerics.grids import (
 )
 from moeq.numerics.packing import NESTED_BITS
 
+LANES_A_THREAD = 1024  # rows times widths, at least
 WIDEST = NESTED_BITS[-1]
 COUNTS = (2.0, 1.5, 1.0)  # by width
 

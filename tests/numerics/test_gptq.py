@@ -209,7 +209,6 @@ def test_the_compiled_loop_equals_the_one_in_torch(
     options = {"bits": BITS, "group_size": group, "order": order, "importance": factored.pivots if clip else None}
     whole = gptq.quantize(weight, factor, **options)
     monkeypatch.setattr(gptq, "LANES_AT_ONCE", 60)
-    monkeypatch.setattr(gptq, "LANES_A_THREAD", 1)
     in_pieces = gptq.quantize(weight, factor, **options)
     monkeypatch.setattr(gptq, "_on_cpu", gptq._on_device)
     monkeypatch.setattr(gptq, "_clipped", clipped_in_torch)
