@@ -168,6 +168,10 @@ class LossesSection(Section):
             raise ValueError(f"symmetric_range: {self.symmetric_range} needs symmetric: true")
         if self.nested and (self.act_order or "signround" in self.methods):
             raise ValueError("nested cannot go with act_order or signround")
+        if self.symmetric_range != "even" and "signround" in self.methods:
+            raise ValueError(
+                f"symmetric_range: {self.symmetric_range} cannot go with signround, which trains even grids"
+            )
         if self.group_size == 0 or (0 < self.group_size < 8):
             raise ValueError("group_size must be -1 (whole rows) or at least 8")
         for name in ("bits", "methods"):
@@ -449,6 +453,8 @@ class Recipe(Section):
             )
         if self.losses.nested and self.quantize.refine is not None:
             raise ValueError("losses.nested cannot go with quantize.refine, which trains a width alone")
+        if self.losses.symmetric_range != "even" and self.quantize.refine is not None:
+            raise ValueError("losses.symmetric_range cannot go with quantize.refine, which trains even grids")
         names = [self.name, "original", *(c.name for c in self.eval.compare)]
         if len(set(names)) != len(names):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")

@@ -25,6 +25,14 @@ def test_shipped_recipes_load(path: Path) -> None:
         ("losses: {bits: [1, 2, 5]}\n", r"line 1: losses.bits.2: Input should be 1, 2, 3, 4 or 8 \(given 5\)"),
         ("losses: {bits: [2, 2]}\n", "none twice"),
         (
+            "losses: {symmetric: true, symmetric_range: narrow, methods: [gptq, signround]}\n",
+            "narrow cannot go with signround",
+        ),
+        (
+            "losses: {symmetric: true, symmetric_range: full}\nquantize: {refine: {}}\n",
+            "symmetric_range cannot go with quantize.refine",
+        ),
+        (
             "corpus:\n  source: [bundled, 'hub:a b']\n",
             r"line 2: corpus.source: 'hub:a b' is not a hub dataset; write hub:ORG",
         ),
