@@ -19,6 +19,7 @@ import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 import torch  # isort: skip
 
 from moeq.numerics import gptq  # isort: skip
+from moeq.numerics.factor import factorize  # isort: skip
 
 BITS = (1, 2, 3, 4)
 HIDDEN, INTERMEDIATE = 2048, 768
@@ -52,7 +53,7 @@ def layer_seconds(problems: list[tuple[torch.Tensor, torch.Tensor]], experts: in
     for first in range(0, experts, batch):
         count = min(batch, experts - first)
         for weight, hessian in problems:
-            factor = gptq.factorize(hessian[:count])
+            factor = factorize(hessian[:count])
             gptq.quantize(weight[:count], factor.unit_upper, bits=BITS, group_size=128)
     if cuda:
         torch.cuda.synchronize()

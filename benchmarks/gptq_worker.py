@@ -55,12 +55,13 @@ def products(job: dict[str, Any]) -> Callable[[], None]:
 
 def ours(job: dict[str, Any]) -> Callable[[], None]:
     from moeq.numerics import gptq
+    from moeq.numerics.factor import factorize
 
     given = problems(job)
 
     def run() -> None:
         for weight, hessian in given:
-            factor = gptq.factorize(hessian)
+            factor = factorize(hessian)
             gptq.quantize(weight, factor.unit_upper, bits=job["bits"], group_size=GROUP)
 
     return run

@@ -22,6 +22,7 @@ from torch import Tensor
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, expert_math, first_products, stacked_weights
 from moeq.models.walk import LayerInputs, walk
 from moeq.numerics import gptq, nested
+from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.grids import decode, group_count
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -48,7 +49,7 @@ def fit_planes(weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     return first - second, first + second
 
 
-def planes(weight: Tensor, factor: gptq.Factor, group: int) -> Tensor:
+def planes(weight: Tensor, factor: Factor, group: int) -> Tensor:
     """GPTQ of [E, N, K] onto four levels +-s1 +-s2 a group, fitted when the loop arrives at it."""
     columns, unit = weight.transpose(1, 2).contiguous(), factor.unit_upper
     residual, values = torch.zeros_like(columns), torch.zeros_like(columns)
@@ -69,18 +70,18 @@ def planes(weight: Tensor, factor: gptq.Factor, group: int) -> Tensor:
     return values.transpose(1, 2)
 
 
-def affine(weight: Tensor, factor: gptq.Factor, group: int, clip: bool) -> Tensor:
+def affine(weight: Tensor, factor: Factor, group: int, clip: bool) -> Tensor:
     importance = factor.pivots if clip else None
     made = gptq.quantize(weight, factor.unit_upper, bits=[2], group_size=group, importance=importance)
     return decode(made.codes[:, 0], made.scale[:, 0], made.zero[:, 0], group)
 
 
-def leading(weight: Tensor, factor: gptq.Factor, group: int) -> Tensor:
+def leading(weight: Tensor, factor: Factor, group: int) -> Tensor:
     made = nested.quantize(weight, factor.unit_upper, group_size=group, importance=factor.pivots)
     return decode(made.codes[:, 0], made.scale[:, 0], made.zero[:, 0], group)
 
 
-METHODS: dict[str, tuple[int, float, Callable[[Tensor, gptq.Factor], Tensor]]] = {  # group, bits of a group's grid
+METHODS: dict[str, tuple[int, float, Callable[[Tensor, Factor], Tensor]]] = {  # group, bits of a group's grid
     "affine, min-max": (64, 18, lambda weight, factor: affine(weight, factor, 64, False)),
     "affine, clipped": (64, 18, lambda weight, factor: affine(weight, factor, 64, True)),
     "nested in 4 bits, clipped": (64, 20, lambda weight, factor: leading(weight, factor, 64)),
@@ -100,7 +101,7 @@ def losses(inputs: LayerInputs, weights: dict[str, Tensor], math: ExpertMath) ->
             continue
         exact = {name: stack[expert].float() for name, stack in weights.items()}
         inner = math.intermediate(rows, exact, {})
-        first, second = (gptq.factorize((seen.T @ seen / len(seen))[None]) for seen in (rows, inner))
+        first, second = (factorize((seen.T @ seen / len(seen))[None]) for seen in (rows, inner))
         target = output(math, others, exact)
         for name, (_, _, quantize) in METHODS.items():
             values = {p: quantize(matrix[None], second if p == DOWN else first)[0] for p, matrix in exact.items()}

@@ -20,6 +20,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,26 +44,7 @@ from moeq.numerics.threads import side_by_side
 LANES_AT_ONCE = 2048  # rows times widths that a CPU's thread works on together
 BLOCK = 128  # columns that the inner loop rounds one by one
 SPAN = 256  # columns whose feedback from all columns before them is one matrix product
-FACTOR_BLOCK = 256  # columns that are factored at once
 SUB_BLOCK = 16  # columns updated by rank-1 steps inside a block
-MAX_DAMPING = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Factor:
-    """Unit upper triangular factor M of each expert's Hessian and what it took to get it.
-
-    unit_upper: [E, K, K]; pivots: [E, K] U_jj^2, what the square of a column's error counts when later columns make up
-    for the rest (the damping alone for inputs that were always zero); damping: [E] fraction of the mean diagonal that
-    was added; float64: [E] bool, the float32 factorization failed; failed: [E] bool, no damping up to 1.0 made it
-    positive definite (M is the identity there: plain rounding).
-    """
-
-    unit_upper: Tensor
-    pivots: Tensor
-    damping: Tensor
-    float64: Tensor
-    failed: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,90 +56,6 @@ class Quantized:
     zero: Tensor
     bits: tuple[int, ...]
     group_size: int
-
-
-def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
-    """Factor a batch of Hessians [E, K, K] (means of x x^T over tokens), all at once.
-
-    Inputs that were always zero get a unit diagonal (they then neither give nor take feedback). Where the float32
-    factorization fails it is repeated in float64, then with damping raised tenfold up to 1.0.
-    """
-    experts, size = hessian.shape[0], hessian.shape[-1]
-    work = hessian.clone()
-    diagonal = work.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal.mean(-1, keepdim=True)
-    dead = diagonal <= 0
-    diagonal.masked_fill_(dead, 1.0)
-    diagonal.add_(damping * mean)
-    damped = diagonal.clone()
-    used = torch.full((experts,), damping, dtype=torch.float64)
-    upper, info = _upper_factors(work)
-    bad = (info != 0) | ~torch.isfinite(upper.diagonal(dim1=-2, dim2=-1)).all(-1)
-    float64 = torch.zeros(experts, dtype=torch.bool)
-    failed = torch.zeros(experts, dtype=torch.bool)
-    for expert in bad.nonzero().flatten().tolist():
-        float64[expert] = True
-        exact = hessian[expert].double().diagonal_scatter(damped[expert].double())
-        fixed, amount = _retry(exact, mean[expert].double(), damping)
-        used[expert] = amount
-        if fixed is None:
-            failed[expert] = True
-            fixed = torch.eye(size, dtype=torch.float64, device=hessian.device)
-        upper[expert] = fixed.to(upper.dtype)
-    pivots = upper.diagonal(dim1=-2, dim2=-1).clone()
-    upper.div_(pivots.unsqueeze(-2))
-    unseen = torch.where(mean > 0, damping * mean, 1.0)  # what damping makes of them; 1 is only for Cholesky
-    pivots = torch.where(dead, unseen, pivots.square_())
-    return Factor(unit_upper=upper, pivots=pivots, damping=used, float64=float64, failed=failed)
-
-
-def _upper_factors(work: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_upper_factor`; on a CPU every Hessian by itself."""
-    if work.device.type != "cpu":
-        return _upper_factor(work)
-    info = torch.zeros(len(work), dtype=torch.int32)
-
-    def piece(expert: int) -> None:
-        info[expert] = _upper_factor(work[expert : expert + 1])[1][0]
-
-    side_by_side(piece, range(len(work)))
-    return work, info
-
-
-def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
-    """U with work = U U^T, upper triangular, in place of `work` [E, K, K]; [E] nonzero where there is none.
-
-    Block by block from the last one; all but the blocks on the diagonal is matrix products.
-    """
-    experts, size, _ = work.shape
-    info = torch.zeros(experts, dtype=torch.int32, device=work.device)
-    for stop in range(size, 0, -FACTOR_BLOCK):
-        start = max(0, stop - FACTOR_BLOCK)
-        column = work[:, :stop, start:stop]
-        if stop < size:
-            column.baddbmm_(work[:, :stop, stop:], work[:, start:stop, stop:].mT, alpha=-1)
-        lower, wrong = torch.linalg.cholesky_ex(column[:, start:].flip(-2, -1))  # flipped back, it is upper triangular
-        block = lower.flip(-2, -1)
-        info = torch.maximum(info, wrong)
-        column[:, start:] = block
-        if start:
-            column[:, :start] = torch.linalg.solve_triangular(block.mT, column[:, :start], upper=False, left=False)
-    return work.triu_(), info
-
-
-def _retry(work: Tensor, mean: Tensor, damping: float) -> tuple[Tensor | None, float]:
-    """Factor one (already damped) Hessian in float64, raising the damping until it is positive definite."""
-    total = damping
-    mean = mean.clamp(min=torch.finfo(torch.float32).tiny)
-    while True:
-        lower, info = torch.linalg.cholesky_ex(work.flip(-2, -1))
-        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
-            return lower.flip(-2, -1), total
-        raised = max(total * 10, 1e-3)
-        if raised > MAX_DAMPING:
-            return None, total
-        work = work + torch.diag_embed(((raised - total) * mean).expand(work.shape[-1]))
-        total = raised
 
 
 def quantize(
@@ -172,12 +70,12 @@ def quantize(
 ) -> Quantized:
     """Quantize a batch of weights at several widths with one factor.
 
-    weight: [E, N, K] floating point; factor: Factor.unit_upper [E, K, K] in the dtype to work in, or None for plain
-    rounding to the min-max grid (RTN). order [E, K]: columns in the order in which they are rounded, see `act_order`;
-    the factor is then that of the Hessian in this order, and groups (of the columns as they lie) have the grids of the
-    untouched weights. importance: None for min-max grids; [E, K], columns as they lie, for the grid of every group
-    (clipped, of SHRINKS times the range) with the least error of rounding so weighted, see `fit_clipped_grid`. Returns
-    `Quantized`, columns as they lie; rows are independent of each other.
+    weight: [E, N, K] floating point; factor: factor.Factor.unit_upper [E, K, K] in the dtype to work in, or None
+    for plain rounding to the min-max grid (RTN). order [E, K]: columns in the order in which they are rounded, see
+    `factor.act_order`; the factor is then that of the Hessian in this order, and groups (of the columns as they
+    lie) have the grids of the untouched weights. importance: None for min-max grids; [E, K], columns as they lie,
+    for the grid of every group (clipped, of SHRINKS times the range) with the least error of rounding so weighted,
+    see `fit_clipped_grid`. Returns `Quantized`, columns as they lie; rows are independent of each other.
     """
     if factor is None:
         return _round_to_nearest(_input_major(weight, torch.float32), bits, group_size, symmetric, importance)
@@ -187,16 +85,6 @@ def quantize(
     work = _on_cpu if weight.device.type == "cpu" else _on_device
     codes, scale, zero = work(weight, factor, bits, group, symmetric, order, importance)
     return Quantized(codes=codes, scale=scale, zero=zero, bits=tuple(bits), group_size=group_size)
-
-
-def act_order(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns by falling activation energy, [E, K], and the Hessian [E, K, K] in this order (desc_act of GPTQ).
-
-    Columns that matter most are rounded first, when all others can still make up for them.
-    """
-    order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-    rows = hessian.gather(1, order.unsqueeze(2).expand_as(hessian))
-    return order, rows.gather(2, order.unsqueeze(1).expand_as(hessian))
 
 
 def _static_grids(
@@ -308,14 +196,13 @@ def _some_rows_in_order(
     at: tuple[int, int],
 ) -> None:
     """As _some_rows with grids that are given, [E, B, N, G]; codes are in the order of rounding."""
-    experts, inputs, rows = columns.shape
+    inputs, rows = columns.shape[1:]
     columns = columns.gather(1, order.unsqueeze(2).expand_as(columns)).contiguous()
     scale, zero = (one.permute(0, 3, 1, 2).flatten(2).contiguous() for one in static)
     top = max_codes(bits, scale).expand(len(bits), rows).reshape(-1)
     group_of = (order // group).contiguous()
     grids = (scale, inverse_scale(scale), zero)
-    nothing = columns.new_zeros(experts, inputs, len(bits) * rows)
-    for begin, given in _blocks(nothing, factor, residual, 0, inputs):
+    for begin, given in _blocks(None, factor, residual, 0, inputs):
         sweep.round_block(columns, given, factor, begin, grids, top, group_of, residual, codes, at)
 
 
@@ -360,10 +247,13 @@ def _some_rows(
     return torch.stack(scales, -1), torch.stack(zeros, -1)
 
 
-def _blocks(given: Tensor, factor: Tensor, residual: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+def _blocks(
+    given: Tensor | None, factor: Tensor, residual: Tensor, start: int, stop: int
+) -> Iterator[tuple[int, Tensor]]:
     """First columns of the blocks from start to stop, each with what all columns before it give, [E, <= BLOCK, R].
 
-    given: what those before `start` give to them; the residual of a block must be there when the next one is asked for.
+    given: what those before `start` give to them (None: there are none); the residual of a block must be there when
+    the next one is asked for.
     """
     for far in range(start, stop, SPAN):
         end = min(far + SPAN, stop)
@@ -372,11 +262,13 @@ def _blocks(given: Tensor, factor: Tensor, residual: Tensor, start: int, stop: i
             yield begin, _with_near(from_far, factor, residual, far, begin, min(begin + BLOCK, end))
 
 
-def _with_near(given: Tensor, factor: Tensor, residual: Tensor, first: int, start: int, stop: int) -> Tensor:
+def _with_near(given: Tensor | None, factor: Tensor, residual: Tensor, first: int, start: int, stop: int) -> Tensor:
     """What all columns before `start` give to those from start to stop, [E, stop - start, R].
 
-    given: what those before `first` give to the columns from `first` on.
+    given: what those before `first` give to the columns from `first` on, which is added to; None: there are none.
     """
+    if given is None:
+        return _feedback(factor, residual, first, start, stop)
     part = given[:, start - first : stop - first]
     if first < start:
         part.baddbmm_(factor[:, first:start, start:stop].mT, residual[:, first:start])
@@ -481,10 +373,14 @@ def _unit_inverse(lower: Tensor) -> Tensor:
     return inverse
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def _has_kernel(tensor: Tensor) -> bool:
     """Whether the Triton kernel runs where this tensor lies: on a GPU, or anywhere in Triton's interpreter."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return (tensor.is_cuda or interpreted) and importlib.util.find_spec("triton") is not None
+    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _has_triton()
 
 
 def _device_sweep() -> Any:

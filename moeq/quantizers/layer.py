@@ -18,6 +18,7 @@ from moeq.errors import QuantizationError
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, first_products
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq, nested
+from moeq.numerics.factor import Factor, act_order, factorize
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.numerics.packing import NESTED_BITS
@@ -306,15 +307,15 @@ def _gptq(weight: Tensor, hessian: Tensor, config: LossesSection, notes: list[di
     found: dict[int, gptq.Quantized] = {}
     for widths in (ordered, plain):
         if widths:
-            order, work = gptq.act_order(hessian) if widths is ordered else (None, hessian)
-            factor = gptq.factorize(work, config.damping)
+            order, work = act_order(hessian) if widths is ordered else (None, hessian)
+            factor = factorize(work, config.damping)
             _note(notes, factor, config.damping)
             importance = _importance(factor, order) if config.clip == MSE else None
             found[widths[0]] = _quantized(weight, factor.unit_upper, config, widths, order=order, importance=importance)
     return next(iter(found.values())) if len(found) == 1 else _by_width(found, config.bits)
 
 
-def _importance(factor: gptq.Factor, order: Tensor | None) -> Tensor:
+def _importance(factor: Factor, order: Tensor | None) -> Tensor:
     """What the square of each column's error counts in clipping, [E, K], columns as they lie."""
     return factor.pivots if order is None else factor.pivots.gather(1, order.argsort(-1))
 
@@ -332,7 +333,7 @@ def _by_width(found: dict[int, gptq.Quantized], bits: Sequence[int]) -> gptq.Qua
     )
 
 
-def _note(notes: list[dict[str, Any]], factor: gptq.Factor, damping: float) -> None:
+def _note(notes: list[dict[str, Any]], factor: Factor, damping: float) -> None:
     """Record what the factorization of each expert fell back to."""
     for index, note in enumerate(notes):
         found = {

@@ -21,6 +21,7 @@ from moeq.errors import QuantizationError
 from moeq.models.others import OtherModule
 from moeq.models.walk import Batch, current_batch
 from moeq.numerics import gptq
+from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.packed import PackedWeight
 
 ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and measured together
@@ -174,14 +175,14 @@ def quantize_linears(
     waiting = list(modules)
     order = {id(group): place for place, group in enumerate(sums.values())}
     waiting.sort(key=lambda one: order.get(id(sums.get(one[0].name)), -1))
-    last: tuple[InputSums, float, gptq.Factor] | None = None
+    last: tuple[InputSums, float, Factor] | None = None
     for module, grid in waiting:
         group = sums.get(module.name)
         _check_finite(module.name, weight(module.name), group)
         factor = None
         if grid.method == GPTQ and group is not None and group.calibration_rows and not group.problem:
             if last is None or last[0] is not group or last[1] != grid.damping:
-                last = (group, grid.damping, gptq.factorize(group.hessian(), grid.damping))
+                last = (group, grid.damping, factorize(group.hessian(), grid.damping))
             factor = last[2]
         yield module, _linear(weight(module.name), group, factor, grid)
 
@@ -194,7 +195,7 @@ def _check_finite(name: str, weight: Tensor, group: InputSums | None) -> None:
             )
 
 
-def _linear(weight: Tensor, group: InputSums | None, factor: gptq.Factor | None, grid: Grid) -> Result:
+def _linear(weight: Tensor, group: InputSums | None, factor: Factor | None, grid: Grid) -> Result:
     parts, error, energy = [], 0.0, 0.0
     measured = group is not None and group.heldout_rows > 0 and not group.problem
     for start in range(0, len(weight), ROWS_AT_ONCE):
@@ -214,7 +215,7 @@ def _linear(weight: Tensor, group: InputSums | None, factor: gptq.Factor | None,
     return Result(packed=joined(parts), row=row)
 
 
-def _fallback(group: InputSums | None, factor: gptq.Factor | None, grid: Grid) -> str:
+def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str:
     """What stood in for GPTQ: none, rounded (with why), or what the factorization came to."""
     if grid.method == RTN:
         return "none"
@@ -230,7 +231,7 @@ def _fallback(group: InputSums | None, factor: gptq.Factor | None, grid: Grid) -
     return "+".join(name for name, here in found.items() if here) or "none"
 
 
-def _packed(weight: Tensor, factor: gptq.Factor | None, grid: Grid) -> PackedWeight:
+def _packed(weight: Tensor, factor: Factor | None, grid: Grid) -> PackedWeight:
     """Some rows [N, K] as a packed stack of one."""
     made = gptq.quantize(
         weight.unsqueeze(0),

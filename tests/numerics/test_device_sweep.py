@@ -12,6 +12,7 @@ SCRIPT = """
 import sys
 import torch
 from moeq.numerics import gptq
+from moeq.numerics.factor import act_order, factorize
 
 group, ordered = int(sys.argv[1]), sys.argv[2] == "ordered"
 generator = torch.Generator().manual_seed(0)
@@ -20,8 +21,8 @@ hessian = hidden.mT @ (hidden + 0.5 * hidden.roll(1, -1))
 hessian = (hessian + hessian.mT) / 800
 weight = torch.randn(2, 40, 200, generator=generator)
 weight[1, 3] = 0
-order, hessian = gptq.act_order(hessian) if ordered else (None, hessian)
-factor = gptq.factorize(hessian).unit_upper
+order, hessian = act_order(hessian) if ordered else (None, hessian)
+factor = factorize(hessian).unit_upper
 options = {"bits": (1, 2, 3, 4), "group_size": group, "order": order}
 assert gptq._has_kernel(weight)
 calls = []

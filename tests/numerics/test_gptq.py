@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moeq.numerics import gptq, grids
+from moeq.numerics.factor import act_order, factorize
 from moeq.numerics.packed import PackedWeight
 
 BITS = (1, 2, 3, 4, 8)
@@ -78,7 +79,7 @@ def problem(inputs: int, rows: int, experts: int = 3, tokens: int = 500) -> tupl
 @pytest.mark.parametrize(("inputs", "rows", "group"), [(96, 24, 32), (200, 10, 64), (300, 7, -1), (70, 5, 64)])
 def test_float64_codes_equal_the_oracle(inputs: int, rows: int, group: int, symmetric: bool, clip: bool) -> None:
     weight, hessian = problem(inputs, rows)
-    factor = gptq.factorize(hessian.double())
+    factor = factorize(hessian.double())
     importance = factor.pivots if clip else None
     found = gptq.quantize(
         weight, factor.unit_upper, bits=BITS, group_size=group, symmetric=symmetric, importance=importance
@@ -95,7 +96,7 @@ def test_float64_codes_equal_the_oracle(inputs: int, rows: int, group: int, symm
 @pytest.mark.parametrize("bits", BITS)
 def test_float32_loses_no_more_than_the_oracle(bits: int) -> None:
     weight, hessian = problem(256, 48)
-    factor = gptq.factorize(hessian)
+    factor = factorize(hessian)
     assert not factor.failed.any()
     assert not factor.float64.any()
     found = gptq.quantize(weight, factor.unit_upper, bits=[bits], group_size=64)
@@ -113,7 +114,7 @@ def test_float32_loses_no_more_than_the_oracle(bits: int) -> None:
 def test_widths_and_rows_do_not_influence_each_other() -> None:
     """All widths and gate+up share a factor; each must come out as if it were alone."""
     weight, hessian = problem(130, 12)
-    factor = gptq.factorize(hessian.double()).unit_upper
+    factor = factorize(hessian.double()).unit_upper
     together = gptq.quantize(weight, factor, bits=BITS, group_size=32)
     for index, bits in enumerate(BITS):
         alone = gptq.quantize(weight[:, 4:9], factor, bits=[bits], group_size=32)
@@ -125,7 +126,7 @@ def test_singular_hessians_fall_back_and_are_counted() -> None:
     weight = torch.randn(3, 6, inputs)
     one_token = torch.randn(1, inputs)
     hessian = torch.stack([torch.eye(inputs), torch.zeros(inputs, inputs), one_token.T @ one_token])
-    factor = gptq.factorize(hessian, damping=1e-12)
+    factor = factorize(hessian, damping=1e-12)
     assert not factor.failed.any()
     assert factor.damping[0] == 1e-12
     assert factor.float64[2], "rank one needs float64 or more damping"
@@ -136,7 +137,7 @@ def test_singular_hessians_fall_back_and_are_counted() -> None:
 
 def test_indefinite_hessian_ends_in_plain_rounding() -> None:
     hessian = -torch.eye(20).unsqueeze(0) + 2 * torch.ones(1, 20, 20)
-    factor = gptq.factorize(hessian)
+    factor = factorize(hessian)
     assert factor.failed.all()
     assert torch.equal(factor.unit_upper[0], torch.eye(20))
 
@@ -181,8 +182,8 @@ def ordered_oracle(weight: Tensor, hessian: Tensor, bits: int, group: int) -> Te
 @pytest.mark.parametrize(("inputs", "rows", "group"), [(96, 24, 32), (300, 7, 64), (150, 5, -1)])
 def test_act_order_equals_the_oracle(inputs: int, rows: int, group: int, experts: int) -> None:
     weight, hessian = problem(inputs, rows, experts)
-    order, sorted_hessian = gptq.act_order(hessian)
-    factor = gptq.factorize(sorted_hessian.double()).unit_upper
+    order, sorted_hessian = act_order(hessian)
+    factor = factorize(sorted_hessian.double()).unit_upper
     found = gptq.quantize(weight, factor, bits=BITS, group_size=group, order=order)
     for index, bits in enumerate(BITS):
         for expert in range(experts):
@@ -203,8 +204,8 @@ def test_the_compiled_loop_equals_the_one_in_torch(
 ) -> None:
     """What runs on a CPU against what runs on a GPU, in float64; also in pieces of a few rows and experts."""
     weight, hessian = problem(200, 300, experts=3)
-    order, hessian = gptq.act_order(hessian) if ordered else (None, hessian)
-    factored = gptq.factorize(hessian.double())
+    order, hessian = act_order(hessian) if ordered else (None, hessian)
+    factored = factorize(hessian.double())
     factor = factored.unit_upper
     options = {"bits": BITS, "group_size": group, "order": order, "importance": factored.pivots if clip else None}
     whole = gptq.quantize(weight, factor, **options)
@@ -222,8 +223,8 @@ def test_the_compiled_loop_equals_the_one_in_torch(
 @pytest.mark.parametrize("experts", [1, 16])
 def test_float32_codes_are_the_oracles_but_for_one_in_a_thousand(experts: int) -> None:
     weight, hessian = problem(256, 24, experts)
-    found = gptq.quantize(weight, gptq.factorize(hessian).unit_upper, bits=BITS, group_size=64)
-    exact = gptq.quantize(weight, gptq.factorize(hessian.double()).unit_upper, bits=BITS, group_size=64)
+    found = gptq.quantize(weight, factorize(hessian).unit_upper, bits=BITS, group_size=64)
+    exact = gptq.quantize(weight, factorize(hessian.double()).unit_upper, bits=BITS, group_size=64)
     assert (found.codes == exact.codes).float().mean() >= 0.999
 
 
@@ -233,7 +234,7 @@ def test_ill_conditioned_hessians_lose_no_more_than_the_oracle() -> None:
     basis, _ = torch.linalg.qr(torch.randn(inputs, inputs, generator=generator, dtype=torch.float64))
     hessian = (basis * torch.logspace(0, -7, inputs, dtype=torch.float64)) @ basis.T
     weight = 0.05 * torch.randn(1, 32, inputs, generator=generator)
-    factor = gptq.factorize(hessian.float().unsqueeze(0))
+    factor = factorize(hessian.float().unsqueeze(0))
     found = gptq.quantize(weight, factor.unit_upper, bits=BITS, group_size=32)
     for index, bits in enumerate(BITS):
         values = PackedWeight.of(found, bits, symmetric=False).dequantize()[0].double()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeq.numerics import gptq, nested
+from moeq.numerics import nested
+from moeq.numerics.factor import factorize
 from moeq.numerics.grids import decode
 
 BITS = (2, 3, 4)
@@ -83,7 +84,7 @@ def oracle(
 @pytest.mark.parametrize(("inputs", "rows", "group"), [(96, 24, 32), (300, 7, -1), (70, 5, 64), (150, 140, 150)])
 def test_float64_codes_equal_the_oracle(inputs: int, rows: int, group: int, symmetric: bool, clip: bool) -> None:
     weight, hessian = problem(inputs, rows)
-    factor = gptq.factorize(hessian.double())
+    factor = factorize(hessian.double())
     found = nested.quantize(
         weight,
         factor.unit_upper,
@@ -103,7 +104,7 @@ def test_float64_codes_equal_the_oracle(inputs: int, rows: int, group: int, symm
 @pytest.mark.parametrize("group", [32, -1])
 def test_the_compiled_loop_equals_the_one_in_torch(group: int, clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = problem(200, 37, experts=5)
-    factor = gptq.factorize(hessian.double())
+    factor = factorize(hessian.double())
     options: dict[str, Any] = {"group_size": group, "importance": factor.pivots if clip else None}
     whole = nested.quantize(weight, factor.unit_upper, **options)
     monkeypatch.setattr(nested, "LANES_AT_ONCE", 60)

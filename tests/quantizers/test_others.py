@@ -14,6 +14,7 @@ from moeq.models import walk
 from moeq.models.others import OtherModule
 from moeq.models.walk import Batch
 from moeq.numerics import gptq
+from moeq.numerics.factor import factorize
 from moeq.numerics.packed import PackedWeight
 from moeq.quantizers import others
 from moeq.quantizers.others import Grid, InputSums, Listener, quantize_embedding, quantize_linears, split_rows
@@ -137,7 +138,7 @@ def test_codes_are_those_of_the_numerics(
     held = torch.cat([x[HELDOUT].reshape(-1, 40) for x in inputs])
     for name in ("q", "k", "v"):
         weight = block.get_submodule(name).get_parameter("weight").detach()
-        factor = gptq.factorize(hessian.clone(), 0.01).unit_upper
+        factor = factorize(hessian.clone(), 0.01).unit_upper
         wanted = PackedWeight.of(
             gptq.quantize(weight.unsqueeze(0), factor, bits=[3], group_size=16), 3, symmetric=False
         )

@@ -15,6 +15,7 @@ from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import walk
 from moeq.numerics import gptq
+from moeq.numerics.factor import factorize
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight
@@ -67,7 +68,7 @@ def started(weights: dict[str, Tensor], hidden: list[Tensor], method: str, bits:
     found = {}
     for name, weight in weights.items():
         own = torch.stack(inputs.get(name, hidden))
-        factor = gptq.factorize(own.mT @ own / own.shape[1])
+        factor = factorize(own.mT @ own / own.shape[1])
         found[name] = gptq.quantize(weight, factor.unit_upper, **options)
     return found
 

@@ -23,6 +23,7 @@ from moeq.models.forward import forward
 from moeq.models.source import read_header
 from moeq.models.streaming import StreamedModel
 from moeq.numerics import gptq
+from moeq.numerics.factor import factorize
 from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -179,7 +180,7 @@ def test_codes_in_the_checkpoint_are_those_of_the_numerics(deepseek: Path, tmp_p
         if module.name in names:
             weight = model.get_submodule(module.name).weight.detach().unsqueeze(0)
             of = torch.cat(rows[module.name])
-            factor = gptq.factorize((of.T @ of / len(of)).unsqueeze(0), 0.05).unit_upper
+            factor = factorize((of.T @ of / len(of)).unsqueeze(0), 0.05).unit_upper
             wanted = PackedWeight.of(
                 gptq.quantize(
                     weight,

@@ -1,0 +1,127 @@
+"""Factoring Hessians for GPTQ: H = U U^T, U upper triangular, for all experts of a batch.
+
+Axes: E experts, K inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeq.numerics.threads import side_by_side
+
+FACTOR_BLOCK = 256  # columns that are factored at once
+MAX_DAMPING = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """Unit upper triangular factor M of each expert's Hessian and what it took to get it.
+
+    unit_upper: [E, K, K]; pivots: [E, K] U_jj^2, what the square of a column's error counts when later columns make up
+    for the rest (the damping alone for inputs that were always zero); damping: [E] fraction of the mean diagonal that
+    was added; float64: [E] bool, the float32 factorization failed; failed: [E] bool, no damping up to 1.0 made it
+    positive definite (M is the identity there: plain rounding).
+    """
+
+    unit_upper: Tensor
+    pivots: Tensor
+    damping: Tensor
+    float64: Tensor
+    failed: Tensor
+
+
+def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
+    """Factor a batch of Hessians [E, K, K] (means of x x^T over tokens), all at once.
+
+    Inputs that were always zero get a unit diagonal (they then neither give nor take feedback). Where the float32
+    factorization fails it is repeated in float64, then with damping raised tenfold up to 1.0.
+    """
+    experts, size = hessian.shape[0], hessian.shape[-1]
+    work = hessian.clone()
+    diagonal = work.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1, keepdim=True)
+    dead = diagonal <= 0
+    diagonal.masked_fill_(dead, 1.0)
+    diagonal.add_(damping * mean)
+    damped = diagonal.clone()
+    used = torch.full((experts,), damping, dtype=torch.float64)
+    upper, info = _upper_factors(work)
+    bad = (info != 0) | ~torch.isfinite(upper.diagonal(dim1=-2, dim2=-1)).all(-1)
+    float64 = torch.zeros(experts, dtype=torch.bool)
+    failed = torch.zeros(experts, dtype=torch.bool)
+    for expert in bad.nonzero().flatten().tolist():
+        float64[expert] = True
+        exact = hessian[expert].double().diagonal_scatter(damped[expert].double())
+        fixed, amount = _retry(exact, mean[expert].double(), damping)
+        used[expert] = amount
+        if fixed is None:
+            failed[expert] = True
+            fixed = torch.eye(size, dtype=torch.float64, device=hessian.device)
+        upper[expert] = fixed.to(upper.dtype)
+    pivots = upper.diagonal(dim1=-2, dim2=-1).clone()
+    upper.div_(pivots.unsqueeze(-2))
+    unseen = torch.where(mean > 0, damping * mean, 1.0)  # what damping makes of them; 1 is only for Cholesky
+    pivots = torch.where(dead, unseen, pivots.square_())
+    return Factor(unit_upper=upper, pivots=pivots, damping=used, float64=float64, failed=failed)
+
+
+def _upper_factors(work: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_upper_factor`; on a CPU every Hessian by itself."""
+    if work.device.type != "cpu":
+        return _upper_factor(work)
+    info = torch.zeros(len(work), dtype=torch.int32)
+
+    def piece(expert: int) -> None:
+        info[expert] = _upper_factor(work[expert : expert + 1])[1][0]
+
+    side_by_side(piece, range(len(work)))
+    return work, info
+
+
+def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
+    """U with work = U U^T, upper triangular, in place of `work` [E, K, K]; [E] nonzero where there is none.
+
+    Block by block from the last one; all but the blocks on the diagonal is matrix products.
+    """
+    experts, size, _ = work.shape
+    info = torch.zeros(experts, dtype=torch.int32, device=work.device)
+    for stop in range(size, 0, -FACTOR_BLOCK):
+        start = max(0, stop - FACTOR_BLOCK)
+        column = work[:, :stop, start:stop]
+        if stop < size:
+            column.baddbmm_(work[:, :stop, stop:], work[:, start:stop, stop:].mT, alpha=-1)
+        lower, wrong = torch.linalg.cholesky_ex(column[:, start:].flip(-2, -1))  # flipped back, it is upper triangular
+        block = lower.flip(-2, -1)
+        info = torch.maximum(info, wrong)
+        column[:, start:] = block
+        if start:
+            column[:, :start] = torch.linalg.solve_triangular(block.mT, column[:, :start], upper=False, left=False)
+    return work.triu_(), info
+
+
+def _retry(work: Tensor, mean: Tensor, damping: float) -> tuple[Tensor | None, float]:
+    """Factor one (already damped) Hessian in float64, raising the damping until it is positive definite."""
+    total = damping
+    mean = mean.clamp(min=torch.finfo(torch.float32).tiny)
+    while True:
+        lower, info = torch.linalg.cholesky_ex(work.flip(-2, -1))
+        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+            return lower.flip(-2, -1), total
+        raised = max(total * 10, 1e-3)
+        if raised > MAX_DAMPING:
+            return None, total
+        work = work + torch.diag_embed(((raised - total) * mean).expand(work.shape[-1]))
+        total = raised
+
+
+def act_order(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns by falling activation energy, [E, K], and the Hessian [E, K, K] in this order (desc_act of GPTQ).
+
+    Columns that matter most are rounded first, when all others can still make up for them.
+    """
+    order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
+    rows = hessian.gather(1, order.unsqueeze(2).expand_as(hessian))
+    return order, rows.gather(2, order.unsqueeze(1).expand_as(hessian))
