@@ -1,27 +1,37 @@
-"""Perplexity of every way to assign bits, at 2.0, 2.5 and 3.0 average bits, with the same replicas.
+"""Perplexity and 4-way accuracy of every way to assign bits, at 2.0, 2.5 and 3.0 average bits, with the same replicas.
 
     python benchmarks/assignment_quality.py [--model bundled:tiny-mixtral] [--calibration FILE ...]
-        [--evaluation FILE ...]
+        [--evaluation FILE ...] [--windows SCRIPT] [--tasks NAME ... --data FOLDER]
+
+--windows takes calibration and evaluation from a training script (`train_tiny.py`) instead, as benchmarks/quality.py
+does: 32 calibration windows of 256 tokens and 24 held-out ones of each domain. --tasks: lm-eval tasks, those of FOLDER
+/lm_eval_tasks among them, whose data lie below FOLDER; accuracy is the mean over tasks.
 
 Expert bytes count scales and zero points. `optimal` has the bytes of uniform at 2 and 3 bits, of prefix-split at 2.5;
-under each mopeq row stands `optimal` at the same bytes. gap: the objective over the proven optimum of the same budget.
-Perplexity is the geometric mean over domains. won back: the share of what uniform 2-bit loses that is not lost.
-Goals: at 2 bits `optimal` wins back at least --goal, and at 3 bits is within 0.6 % of uniform 4-bit.
+under each mopeq row stands `optimal` at the same bytes. gap: the objective over the proven optimum of the same budget,
+both by the row's own weighting. Perplexity is the geometric mean over domains. won back: the share of what uniform
+2-bit loses that is not lost. Goals: at 2 bits `optimal` wins back at least --goal, and at 3 bits is within 0.6 % of
+uniform 4-bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from quality import Windows, load_script
+
 from moeq import pipeline
 from moeq.artifacts.evaluation import EvalRow
 from moeq.assigners.report import score
+from moeq.models.corpus import Sequences
 from moeq.progress import Reporter
 from moeq.recipe import NamedAssignSection, Recipe
 from moeq.stages import assign, evaluate
@@ -35,6 +45,8 @@ Entry = dict[str, Any]
 
 def main() -> int:
     options = arguments()
+    if options.data is not None:
+        os.chdir(options.data)  # tasks name their data from there
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or Path(folder) / "run"
         first = context_of(options, out, [])
@@ -51,6 +63,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="bundled:tiny-mixtral")
     parser.add_argument("--calibration", nargs="+", default="bundled")
     parser.add_argument("--evaluation", nargs="+", default="bundled")
+    parser.add_argument("--windows", type=Path, help="a training script whose text and windows are taken")
+    parser.add_argument("--tasks", nargs="*", default=["moeq_continuation"], help="lm-eval tasks")
+    parser.add_argument("--data", type=Path, help="folder with the data of the tasks and lm_eval_tasks/")
     parser.add_argument("--sequences", type=int, default=128, help="calibration sequences of 256 tokens")
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--methods", nargs="+", default=["gptq"], help="quantizers; of several, the best is taken")
@@ -59,7 +74,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layer-weighting", choices=("measured", "none"), default="none")
     parser.add_argument("--goal", type=float, default=0.55, help="share to win back at 2 bits")
     parser.add_argument("--out", type=Path, help="keep the run here")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in ("windows", "out", "data"):
+        if getattr(options, name) is not None:
+            setattr(options, name, getattr(options, name).resolve())
+    if Path(options.model).exists():
+        options.model = str(Path(options.model).resolve())
+    return options
 
 
 def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> Context:
@@ -80,10 +101,27 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
             }
             | {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.set)},
             "assign": {"method": "optimal", "average_bits": 2, **shared},
-            "eval": {"perplexity": {"source": options.evaluation, "sequence_length": 256}, "compare": compare},
+            "eval": {
+                "perplexity": {"source": options.evaluation, "sequence_length": 256},
+                "tasks": options.tasks,
+                "include_path": None if options.data is None else str(options.data / "lm_eval_tasks"),
+                "compare": compare,
+            },
         }
     )
-    return Context(recipe=recipe, model_name=options.model, out=out, reporter=Reporter(quiet=True))
+    context = Context(recipe=recipe, model_name=options.model, out=out, reporter=Reporter(quiet=True))
+    if options.windows is not None:
+        windows = Windows.of(load_script(options.windows), context.tokenizer)
+        context.__dict__["calibration"] = sequences({"": windows.calibration})
+        context.__dict__["evaluation"] = sequences(windows.heldout)
+    return context
+
+
+def sequences(windows: dict[str, torch.Tensor]) -> Sequences:
+    """Windows [S, 256] of every domain as one set."""
+    ids = torch.cat(list(windows.values())).long()
+    domains = tuple(domain for domain, part in windows.items() for _ in range(len(part)))
+    return Sequences(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), domains=domains)
 
 
 def shared_of(options: argparse.Namespace) -> Entry:
@@ -148,14 +186,20 @@ def mean(row: EvalRow) -> float:
 
 def show(rows: dict[str, EvalRow], gaps: dict[str, float | None], goal: float) -> int:
     exact, two, four = (mean(rows[name]) for name in ("original", "uniform-2", "uniform-4"))
-    print(f"{'assignment':34} {'bits':>5} {'experts':>9} {'ppl':>7} {'won back':>9} {'gap':>7}")
+    head = f"{'assignment':34} {'bits':>5} {'experts':>9} {'ppl':>7} {'won back':>9} {'gap':>7} {'accuracy':>9}"
+    print(head)
     for name, row in rows.items():
         value = mean(row)
         back = "" if name == "original" else f"{100 * (two - value) / (two - exact):8.1f}%"
         bits = "" if row.average_bits is None else f"{row.average_bits:.2f}"
         over = gaps.get(name)
         shown = "" if over is None else f"{100 * over:6.1f}%"
-        print(f"{name:34} {bits:>5} {human_bytes(row.expert_bytes):>9} {value:7.2f} {back:>9} {shown:>7}")
+        correct = "" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"
+        size = human_bytes(row.expert_bytes)
+        print(f"{name:34} {bits:>5} {size:>9} {value:7.2f} {back:>9} {shown:>7} {correct:>9}")
+    stderr = rows["original"].accuracy_stderr
+    if stderr is not None:
+        print(f"standard error of an accuracy: {100 * stderr:.1f} points")
     won = (two - mean(rows["optimal-2"])) / (two - exact)
     three = mean(rows["optimal-3"]) / four - 1
     print(

@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from moeq.artifacts.files import write_json
+from moeq.artifacts.replicas import SCHEMA_VERSION as STORE_VERSION
 from moeq.artifacts.replicas import Made, ReplicaIndex
 from moeq.artifacts.stage import read_model
 
@@ -89,6 +90,4 @@ def write_index(directory: Path, index: OtherIndex) -> None:
 
 def read_index(directory: Path) -> OtherIndex:
     """ArtifactError when it is missing, damaged or of another schema version."""
-    from moeq.artifacts.replicas import SCHEMA_VERSION as STORE_VERSION
-
     return read_model(directory / INDEX, OtherIndex, STORE_VERSION, remedy=REMEDY)

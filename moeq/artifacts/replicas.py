@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from safetensors import safe_open
@@ -58,6 +58,9 @@ class Made(BaseModel):
     bits: int
     entry: str | None
     rows: str
+
+
+MadeType = TypeVar("MadeType", bound=Made)
 
 
 class ReplicaIndex(BaseModel):
@@ -235,6 +238,26 @@ def existing(directory: Path, layer: int) -> LayerReplicas | None:
         return LayerReplicas(directory, layer)
     except ArtifactError:
         return None
+
+
+def lacking(directory: Path, layer: int, made: Iterable[MadeType], damaged: Callable[[Path], None]) -> list[MadeType]:
+    """Those whose replicas or rows of a layer a store lacks; files that are damaged are named, and lacking."""
+    path = layer_file(directory, layer)
+    there = existing(directory, layer)
+    if there is None and path.exists():
+        damaged(path)
+    found = []
+    for one in made:
+        sound = one.entry is None or (there is not None and there.is_sound(one.entry))
+        if not sound and there is not None and one.entry in there.entries:
+            damaged(path)
+        rows = rows_file(directory, layer, one.rows)
+        measured = read_rows(directory, layer, one.rows) is not None
+        if not measured and rows.exists():
+            damaged(rows)
+        if not (sound and measured):
+            found.append(one)
+    return found
 
 
 def described(entry: str, sha256: str, projections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

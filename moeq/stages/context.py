@@ -106,6 +106,9 @@ class Context:
         dtype = loading.source_dtype(self.source)
         return ExpertReader(self.source, loading.skeleton(self.source, dtype, self.recipe.trust_remote_code))
 
+    def say_damaged(self, path: Path) -> None:
+        self.reporter.say(f"  [yellow]{escape(str(path))}: damaged, made again[/yellow]")
+
     @cached_property
     def streams(self) -> bool:
         """Whether decoder layers stay on disk: as the recipe says; auto: when they are over a third of memory."""

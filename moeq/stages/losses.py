@@ -9,18 +9,16 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from rich.markup import escape
 
 from moeq.artifacts import replicas
 from moeq.artifacts.effects import NAME as EFFECTS
 from moeq.artifacts.effects import LayerEffects, read_effects, write_effects
 from moeq.artifacts.files import digest_of, make_directory
 from moeq.artifacts.losses import NAME, WHOLE, LossTable, read_losses, write_losses
-from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex, layer_file, rows_file
+from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex, rows_file
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs, walk
@@ -126,40 +124,14 @@ def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]
     found = {}
     with context.reporter.bar("checking the store", len(context.layers)) as advance:
         for layer in context.layers:
-            found[layer.index] = _missing(context, index, layer.index)
+            found[layer.index] = replicas.lacking(
+                context.store / index.set, layer.index, index.made, context.say_damaged
+            )
             advance()
     wanted = len(index.made) * len(context.layers)
     there = wanted - sum(map(len, found.values()))
     context.reporter.say(f"  {there} of {wanted} sets of losses and replicas are in the store")
     return found
-
-
-def _missing(context: Context, index: ReplicaIndex, layer: int) -> list[Made]:
-    """What the store lacks of a layer. What is damaged is named, and lacking."""
-    directory = context.store / index.set
-    path = layer_file(directory, layer)
-    try:
-        there = LayerReplicas(directory, layer)
-    except ArtifactError:
-        there = None
-        if path.exists():
-            _say_damaged(context, path)
-    found = []
-    for made in index.made:
-        sound = made.entry is None or (there is not None and there.is_sound(made.entry))
-        if not sound and there is not None and made.entry in there.entries:
-            _say_damaged(context, path)
-        rows = rows_file(directory, layer, made.rows)
-        measured = replicas.read_rows(directory, layer, made.rows) is not None
-        if not measured and rows.exists():
-            _say_damaged(context, rows)
-        if not (sound and measured):
-            found.append(made)
-    return found
-
-
-def _say_damaged(context: Context, path: Path) -> None:
-    context.reporter.say(f"  [yellow]{escape(str(path))}: damaged, made again[/yellow]")
 
 
 def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, missing: list[Made]) -> None:

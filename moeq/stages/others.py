@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 from torch import Tensor, nn
 
 from moeq.artifacts import others as artifact
 from moeq.artifacts import replicas
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.others import MadeOthers, OtherIndex, OtherRow, OtherTable
-from moeq.artifacts.replicas import LayerReplicas, layer_file
+from moeq.artifacts.replicas import LayerReplicas
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import Sequences
 from moeq.models.loading import expert_keys
@@ -160,27 +159,10 @@ class Making:
         return {block: lacking for block, mine in found.items() if (lacking := self._lacking(block, mine))}
 
     def _lacking(self, block: str, modules: list[OtherModule]) -> list[OtherModule]:
-        number = self.blocks.index(block)
-        path = layer_file(self.store, number)
-        there = replicas.existing(self.store, number)
-        if there is None and path.exists():
-            self._say_damaged(path)
-        lacking = []
-        for kind in dict.fromkeys(module.kind for module in modules):
-            entry = self.index.entry_of(kind)
-            sound = there is not None and there.is_sound(entry)
-            if there is not None and entry in there.entries and not sound:
-                self._say_damaged(path)
-            rows = replicas.rows_file(self.store, number, entry)
-            measured = replicas.read_rows(self.store, number, entry) is not None
-            if not measured and rows.exists():
-                self._say_damaged(rows)
-            if not (sound and measured):
-                lacking += [module for module in modules if module.kind == kind]
-        return lacking
-
-    def _say_damaged(self, path: Path) -> None:
-        self.context.reporter.say(f"  [yellow]{escape(str(path))}: damaged, made again[/yellow]")
+        kinds = {module.kind for module in modules}
+        made = (one for one in self.index.made if one.kind in kinds)
+        lacking = replicas.lacking(self.store, self.blocks.index(block), made, self.context.say_damaged)
+        return [module for one in lacking for module in modules if module.kind == one.kind]
 
     @property
     def needs_walk(self) -> bool:
