@@ -25,13 +25,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from quality import Windows, load_script
+from quality import Windows, load_script, sequences
 
 from moeq import pipeline
 from moeq.artifacts.evaluation import EvalRow
 from moeq.assigners.report import score
-from moeq.models.corpus import Sequences
 from moeq.progress import Reporter
 from moeq.recipe import NamedAssignSection, Recipe
 from moeq.stages import assign, evaluate
@@ -115,13 +113,6 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
         context.__dict__["calibration"] = sequences({"": windows.calibration})
         context.__dict__["evaluation"] = sequences(windows.heldout)
     return context
-
-
-def sequences(windows: dict[str, torch.Tensor]) -> Sequences:
-    """Windows [S, 256] of every domain as one set."""
-    ids = torch.cat(list(windows.values())).long()
-    domains = tuple(domain for domain, part in windows.items() for _ in range(len(part)))
-    return Sequences(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), domains=domains)
 
 
 def shared_of(options: argparse.Namespace) -> Entry:

@@ -10,7 +10,8 @@ held-out windows of each, exp of the mean over domains. 200 iterations.
 
 rtn, gptq, signround and best are uniform assignments over the replicas of `moeq losses`, which keeps a quarter of the
 calibration sequences apart; signround+refined is a uniform assignment of GPTQ's replicas with `quantize.refine`. With
---average, prefix-split at that mean width over the best replicas, as it is and refined.
+--average, prefix-split and optimal (weighted by squared routing weights and by layers' measured effects) at that mean
+width over the best replicas, as they are and refined.
 
 --peers: the peers' own output on the same windows, each in an environment of its own below --environments, which is
 made at the first use (minutes, gigabytes); what cannot be installed or run is named and left out. Recorded figures of
@@ -67,6 +68,7 @@ AGAINST = {"gptq": "gptqmodel", "signround+refined": "auto-round"}
 METHODS = ("rtn", "gptq", "signround")
 BEST = "best"
 REFINED = "signround+refined"
+MIXED = {"prefix-split": {}, "optimal": {"loss_weighting": "squared", "layer_weighting": "measured"}}
 PACKAGES = {"gptqmodel": "gptqmodel==7.6.0", "auto-round": "auto-round==0.16.1"}
 Rows = dict[str, dict[int, float]]
 
@@ -108,16 +110,14 @@ class Bench:
             None,
             [
                 f"losses.group_size={GROUP}", "losses.bits=[1,2,3,4]", f"losses.methods=[{','.join(self.methods)}]",
-                "losses.per_projection=false", f"losses.signround_iterations={self.iterations}", "dtype=float32",
+                "losses.per_projection=false", "losses.layer_effects={bits: 2, sequences: 32}",
+                f"losses.signround_iterations={self.iterations}", "dtype=float32",
                 "stream=never", "eval.compare=[]", *self.settings, *overrides,
             ],
         )  # fmt: skip
         found = Context(recipe=recipe, model_name=str(self.model), out=self.out, reporter=Reporter(quiet=True))
         if hasattr(self, "windows"):
-            ids = self.windows.calibration.long()
-            found.__dict__["calibration"] = Sequences(
-                ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), domains=("",) * len(ids)
-            )
+            found.__dict__["calibration"] = sequences({"": self.windows.calibration})
         return found
 
     def seconds(self, context: Context, *stages: str) -> float:
@@ -149,6 +149,13 @@ class Bench:
         return self.perplexity(context), taken
 
 
+def sequences(windows: dict[str, Tensor]) -> Sequences:
+    """Windows [S, 256] of every domain as one set."""
+    ids = torch.cat(list(windows.values())).long()
+    domains = tuple(domain for domain, part in windows.items() for _ in range(len(part)))
+    return Sequences(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), domains=domains)
+
+
 def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, float]:
     """Print what losses took; perplexity {row: {bits: ...}}, and the most seconds that refining a width took."""
     gptq = bench.context("losses.methods=[gptq]")
@@ -172,10 +179,11 @@ def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, f
         slowest = max(slowest, seconds)
         print(f"refined at {width} bits: {rows[REFINED][width]:.2f}, {seconds:.0f} s", flush=True)
     for average in averages:
-        split = {"method": "prefix-split", "average_bits": average, "quantizer": "best"}
-        plain = bench.assigned(context, AssignSection(**split))  # type: ignore[arg-type]
-        found, seconds = bench.refined(split)
-        print(f"prefix-split at {average} bits, best: {plain:.2f}, refined {found:.2f} in {seconds:.0f} s", flush=True)
+        for method, how in MIXED.items():
+            section = {"method": method, "average_bits": average, "quantizer": "best", **how}
+            plain = bench.assigned(context, AssignSection(**section))  # type: ignore[arg-type]
+            found, seconds = bench.refined(section)
+            print(f"{method} at {average} bits, best: {plain:.2f}, refined {found:.2f} in {seconds:.0f} s", flush=True)
     return rows, slowest
 
 
