@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,12 @@ if TYPE_CHECKING:
     from moeq.exporters.moeq import ExportInputs
 
 
+FORMATS = ("moeq",)  # as a recipe writes them
+
+
 def known_formats() -> list[str]:
-    """Names of all formats, as a recipe writes them."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+    """Names of all formats."""
+    return sorted(FORMATS)
 
 
 def export(name: str, inputs: ExportInputs, directory: Path) -> PlacementManifest:

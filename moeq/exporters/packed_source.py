@@ -1,0 +1,34 @@
+"""What every exporter and converter reads: a checkpoint whose experts are packed, matrix by matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moeq.models.experts import ExpertLayer
+from moeq.models.source import ModelSource
+from moeq.numerics.packed import PackedWeight
+
+Matrices = dict[str, PackedWeight | Tensor]  # {projection: a matrix, packed or (16 bits) in the checkpoint's type}
+
+
+class PackedSource(Protocol):
+    """A packed checkpoint: its files, its MoE layers, and every expert as it is placed.
+
+    config: the model's configuration without `quantization_config`. Readers never hold more than one expert.
+    """
+
+    source: ModelSource
+    config: dict[str, Any]
+    layers: list[ExpertLayer]
+
+    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
+        """Matrices and biases of one expert; ArtifactError naming layer and expert when they cannot be read."""
+
+    def others(self) -> Iterator[tuple[str, PackedWeight]]:
+        """Packed modules outside of the experts, by the names of their modules."""
+
+    def rest(self) -> list[str]:
+        """Keys of `source.tensors` that are neither of experts nor of packed modules."""

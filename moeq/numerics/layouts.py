@@ -1,0 +1,63 @@
+"""The layouts of other runtimes, from and to the bit streams of `packing`.
+
+GPTQ (AutoGPTQ's first format, auto-round): `qweight` int32 [K*b/32, N], a column's codes as one little-endian bit
+stream; `qzeros` int32 [G, N*b/32], a group's zero points less one likewise, modulo 2**b. compressed-tensors: int32
+[N, ceil(K*b/32)], a row's codes as one bit stream. N output rows, K inputs, G groups, b bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeq.numerics.packing import pack, packed_row_bytes, unpack
+
+WORD = 32
+
+
+def row_words(codes: Tensor) -> Tensor:
+    """Bit streams uint8 [..., N, B] as int32 words [..., N, ceil(B/4)], the last filled up with zeros."""
+    missing = -codes.shape[-1] % 4
+    whole = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
+    return whole.contiguous().view(torch.int32)
+
+
+def row_stream(words: Tensor, bits: int, length: int) -> Tensor:
+    """Invert `row_words`: the bit streams of `length` codes; ValueError when there are more or fewer words."""
+    size = packed_row_bytes(length, bits)
+    if words.dtype != torch.int32 or words.shape[-1] != -(-size // 4):
+        raise ValueError(f"{length} codes of {bits} bits take {-(-size // 4)} words of 32 bits, not {words.shape[-1]}")
+    return words.contiguous().view(torch.uint8)[..., :size]
+
+
+def column_words(codes: Tensor, bits: int, length: int) -> Tensor:
+    """Bit streams uint8 [..., N, B] of `length` codes as `qweight` int32 [..., K*b/32, N].
+
+    Raises ValueError where a stream does not end on a word, which the layout cannot hold.
+    """
+    if length * bits % WORD:
+        raise ValueError(f"{length} codes of {bits} bits are no whole number of {WORD}-bit words")
+    return row_words(codes).mT.contiguous()
+
+
+def column_stream(words: Tensor, bits: int, length: int) -> Tensor:
+    """Invert `column_words`."""
+    if length * bits % WORD:
+        raise ValueError(f"{length} codes of {bits} bits are no whole number of {WORD}-bit words")
+    return row_stream(words.mT, bits, length)
+
+
+def zero_words(zeros: Tensor, bits: int) -> Tensor:
+    """Zero points [..., N, G] as `qzeros` int32 [..., G, N*b/32]; ValueError where N*b is no multiple of 32."""
+    rows = zeros.shape[-2]
+    if rows * bits % WORD:
+        raise ValueError(f"{rows} zero points of {bits} bits are no whole number of {WORD}-bit words")
+    stored = (zeros.to(torch.int64) - 1) % 2**bits
+    return row_words(pack(stored.mT, bits))
+
+
+def zeros_of(words: Tensor, bits: int, rows: int) -> Tensor:
+    """Invert `zero_words`: uint8 zero points [..., N, G]."""
+    stored = unpack(row_stream(words, bits, rows), bits, rows)
+    zeros: Tensor = (stored.to(torch.int64) + 1) % 2**bits
+    return zeros.to(torch.uint8).mT.contiguous()
