@@ -149,6 +149,11 @@ class Assignment(BaseModel):
     nested: bool = False
     layers: tuple[LayerAssignment, ...]
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the matrices of some expert differ in width."""
+        return any(choice.key == MIXED for layer in self.layers for choice in layer.experts)
+
     def bits(self) -> list[np.ndarray]:
         """Width of every expert, of its widest matrix where they differ; one int array [E] a layer."""
         return [np.array([choice.bits for choice in layer.experts]) for layer in self.layers]

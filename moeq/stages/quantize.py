@@ -47,9 +47,7 @@ def run(context: Context) -> dict[str, Any]:
     for path in directory.glob("*.safetensors"):
         if path.name not in done.files:
             path.unlink()
-    several = context.recipe.quantize.replicas == "all" or any(
-        choice.key == MIXED for layer in assignment.layers for choice in layer.experts
-    )
+    several = context.recipe.quantize.replicas == "all" or assignment.is_mixed
     best = losses.load(context).best() if several and assignment.parameters.get("quantizer") == BEST else None
     layers = (Replicas(context, assignment, layer, best=best) for layer in context.layers)
     placed = others = refined = 0
