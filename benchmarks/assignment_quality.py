@@ -94,7 +94,6 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
                 "methods": options.methods,
                 "bits": [1, 2, 3, 4],
                 "group_size": options.group_size,
-                "per_projection": False,
                 "layer_effects": {"bits": 2, "sequences": 32},
             }
             | {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.set)},
@@ -151,6 +150,9 @@ def entries(context: Context, options: argparse.Namespace) -> Iterator[Entry]:
                     name = f"optimal-2-{weighting}{'' if layers is None else '-layers'}"
                     yield best | {"name": name, "loss_weighting": weighting, "layer_weighting": layers}
             yield best | {"name": "optimal-2-scope-layer", "scope": "layer", "loss_weighting": options.weighting}
+            for granularity in ("projection", "layer"):
+                name = f"optimal-2-granularity-{granularity}"
+                yield best | {"name": name, "granularity": granularity, "loss_weighting": options.weighting}
     half = context.layers[0].num_experts // 2
     for selector in (True, False):
         name = f"hot{half}+prefix-split-2{'' if selector else '-no-selector'}"

@@ -203,6 +203,10 @@ def assign(
         str | None, typer.Option("--expert-bytes", help="Budget: bytes of all experts, such as 10GiB.")
     ] = None,
     size: Annotated[str | None, typer.Option("--size", help="Budget: the whole checkpoint, such as 12GiB.")] = None,
+    granularity: Annotated[
+        str | None,
+        typer.Option("--granularity", help="What has one width, of method optimal: expert, projection or layer."),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option("--target", help="Runtime that must load it: moeq, auto-round, gptqmodel, vllm or transformers."),
@@ -217,7 +221,9 @@ def assign(
     quiet: QuietOption = False,
 ) -> None:
     given = {"average_bits": average_bits, "expert_bytes": expert_bytes, "size": size}
-    overrides = [*(set_ or []), *_assign_overrides(method, given), *([f"assign.target={target}"] if target else [])]
+    more = {"granularity": granularity, "target": target}
+    chosen = [f"assign.{name}={value}" for name, value in more.items() if value is not None]
+    overrides = [*(set_ or []), *_assign_overrides(method, given), *chosen]
     context = _context(recipe, model, out, overrides, quiet, trust_remote_code, quantizer)
     from moeq import pipeline, terminal
     from moeq.stages import assign as stage

@@ -7,7 +7,7 @@ from typing import Any
 
 from moeq.artifacts import evaluation, replicas
 from moeq.artifacts import losses as loss_table
-from moeq.artifacts.assignment import read_assignment
+from moeq.artifacts.assignment import count_matrices, count_widths, read_assignment
 from moeq.artifacts.files import read_json, sha256_file
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest
@@ -58,7 +58,8 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
         for layer in manifest.layers:
             for expert in layer.experts:
                 for replica in expert.replicas:
-                    what = f"{layer.name}, expert {expert.expert}, {replica.bits} bits"
+                    width = replica.bits if replica.projections is None else "mixed"
+                    what = f"{layer.name}, expert {expert.expert}, {width} bits"
                     _check_replica(directory, replica, headers, what)
                     if replica.placed:
                         placed += replica.bytes
@@ -118,7 +119,8 @@ def _check_replica(directory: Path, replica: Replica | PlacedModule, headers: di
 
 def _checkpoint_summary(manifest: PlacementManifest, on_disk: int) -> dict[str, Any]:
     flat = [expert for layer in manifest.layers for expert in layer.experts]
-    widths = sorted({expert.bits for expert in flat})
+    widths = [expert.widths for expert in flat]
+    matrices = count_matrices(widths)
     return {
         "kind": "moeq checkpoint",
         "model": manifest.model.name,
@@ -126,7 +128,8 @@ def _checkpoint_summary(manifest: PlacementManifest, on_disk: int) -> dict[str, 
         "method": manifest.assignment["method"],
         "layers": len(manifest.layers),
         "experts": len(flat),
-        "experts_by_bits": {str(bits): sum(expert.bits == bits for expert in flat) for bits in widths},
+        "experts_by_bits": count_widths(widths),
+        **({"mixed_experts_matrices_by_bits": matrices} if matrices else {}),
         "group_size": manifest.layout["group_size"],
         "placed_expert_bytes": manifest.totals.placed_expert_bytes,
         "other_replica_bytes": manifest.totals.other_replica_bytes,
@@ -250,12 +253,16 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         if isinstance(data, dict) and {"layers", "method"} <= set(data):
             assignment = read_assignment(path)
             average = assignment.average_bits()
+            flat = [one for widths in assignment.expert_widths() for one in widths]
+            matrices = count_matrices(flat)
             return {
                 "kind": "assignment",
                 "name": assignment.name,
                 "method": assignment.method,
                 "layers": len(assignment.layers),
                 "average_bits": None if average is None else float(average),
+                "experts_by_bits": count_widths(flat),
+                **({"mixed_experts_matrices_by_bits": matrices} if matrices else {}),
             }
         if path.name == evaluation.NAME:
             report = evaluation.read_eval(path)

@@ -200,6 +200,7 @@ _BELONGS: dict[str, tuple[str, ...]] = {  # the methods that read a key
     **{name: tuple(method for method, takes in BUDGETS.items() if name in takes) for name in _ALL_BUDGETS},
     "widths": ("frequency", "mopeq", "optimal"),
     "scope": ("frequency", "mopeq", "optimal"),
+    "granularity": ("optimal",),
     **dict.fromkeys(("metric", "trace", "trace_samples"), ("mopeq",)),
     **dict.fromkeys(("hot_bits", "cold_bits", "transient_bytes", "ema", "warmup_sequences"), ("budget",)),
 }
@@ -228,6 +229,11 @@ class AssignSection(Section):
     )
     scope: Literal["layer", "model"] | None = Field(
         None, description="what a budget or a clustering spans; none: model for optimal, layer for frequency and mopeq"
+    )
+    granularity: Literal["expert", "projection", "layer"] | None = Field(
+        None,
+        description="optimal: what has one width; projection: every matrix of an expert (needs losses.per_projection); "
+        "none: expert, or what the target takes",
     )
     metric: Literal["frequency", "hessian", "hybrid"] | None = Field(None, description="mopeq; none: hybrid")
     trace: Literal["closed", "rademacher", "gaussian"] | None = Field(
@@ -444,6 +450,8 @@ class Recipe(Section):
                 raise ValueError(f"{where}: {', '.join(map(str, foreign))} bits is not among losses.bits")
             if section.layer_weighting is not None and self.losses.layer_effects is None:
                 raise ValueError(f"{where}: layer_weighting measured needs losses.layer_effects")
+            if section.granularity == "projection" and not self.losses.per_projection:
+                raise ValueError(f"{where}: granularity projection needs losses.per_projection: true")
             missing = sorted({1, 2, 3, 4} - set(self.losses.bits))
             if section.method == "prefix-split" and section.selector and missing:
                 raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")
@@ -455,6 +463,8 @@ class Recipe(Section):
             raise ValueError("losses.nested cannot go with quantize.refine, which trains a width alone")
         if self.losses.symmetric_range != "even" and self.quantize.refine is not None:
             raise ValueError("losses.symmetric_range cannot go with quantize.refine, which trains even grids")
+        if self.quantize.refine and self.assign.granularity == "projection" and 16 in (self.assign.widths or ()):
+            raise ValueError("assign.widths with 16 and granularity projection cannot go with quantize.refine")
         names = [self.name, "original", *(c.name for c in self.eval.compare)]
         if len(set(names)) != len(names):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")

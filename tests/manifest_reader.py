@@ -74,6 +74,7 @@ def read_expert(folder: Path, layer: dict[str, Any], replica: dict[str, Any], la
         parts.setdefault(projection, {})[part] = array
     assert (digest.hexdigest(), size) == (replica["sha256"], replica["bytes"])
     inputs = dict.fromkeys(layer["projections"], layer["hidden_size"]) | {"down_proj": layer["intermediate_size"]}
-    how = (replica["bits"], layout, replica.get("leading_bits_of"))
-    found = {name: matrix(parts[name], inputs[name], *how) for name in layer["projections"]}
+    bits = dict.fromkeys(layer["projections"], replica["bits"]) | replica.get("projections", {})
+    how = (layout, replica.get("leading_bits_of"))
+    found = {name: matrix(parts[name], inputs[name], bits[name], *how) for name in layer["projections"]}
     return found | {f"{name}.bias": mine["bias"] for name, mine in parts.items() if "bias" in mine}

@@ -23,7 +23,8 @@ FLAGS = {
     "losses": STAGE | {"--quantizer"},
     "quantize": STAGE | {"--refine"},
     "assign": STAGE
-    | {"--method", "--quantizer", "--average-bits", "--expert-bytes", "--size", "--target", "--price", "--frontier"},
+    | {"--method", "--quantizer", "--average-bits", "--expert-bytes", "--size", "--target", "--price", "--frontier"}
+    | {"--granularity"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
     "gc": {"--out", "--store", "--dry-run", "--json"},

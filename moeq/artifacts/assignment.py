@@ -1,4 +1,4 @@
-"""Assignment: the tier and the width of every expert (assignment.json).
+"""Assignment: the tier and the width of every expert, or of each of its matrices (assignment.json).
 
 JSON that can be read, edited and compared; `bits` 16 means left as in the checkpoint. The published JSON Schema is
 `Assignment.model_json_schema()` (written beside the file as assignment.schema.json).
@@ -6,12 +6,22 @@ JSON that can be read, edited and compared; `bits` 16 means left as in the check
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import read_model
@@ -19,16 +29,64 @@ from moeq.artifacts.stage import read_model
 SCHEMA_VERSION = 1
 FULL = 16
 WIDTHS = (1, 2, 3, 4, 8, FULL)
+MIXED = 0  # stands for the width of a replica whose matrices have several, where a replica is named by its width
+MIXED_NAME = "mixed"
 Tier = Literal["gpu", "ndp", "host", "disk"]
 REMEDY = "mend the file or run `moeq assign` again"
 
 
+Width = int | Mapping[str, int]  # of an expert: one for all of its matrices, or {projection: bits}
+
+
+def width_of(widths: Width, projection: str) -> int:
+    """The width of one matrix of an expert."""
+    return widths if isinstance(widths, int) else widths[projection]
+
+
+def matrix_widths(widths: Width) -> tuple[int, ...]:
+    """The widths that an expert's matrices have, one of each matrix where they differ."""
+    return (widths,) if isinstance(widths, int) else tuple(widths.values())
+
+
+def join_widths(widths: Mapping[str, int]) -> Width:
+    """The width of an expert whose matrices have these: one number where all are equal."""
+    return next(iter(widths.values())) if len(set(widths.values())) == 1 else widths
+
+
+def mean_width(widths: Width) -> Fraction:
+    """Bits of a weight of an expert on average; its matrices have equally many."""
+    every = matrix_widths(widths)
+    return Fraction(sum(every), len(every))
+
+
+def count_widths(experts: Iterable[Width]) -> dict[str, int]:
+    """{width: number of experts} by rising width; those whose matrices differ last, as `mixed`."""
+    counts = Counter(widths if isinstance(widths, int) else MIXED for widths in experts)
+    mixed = counts.pop(MIXED, 0)
+    return {str(bits): counts[bits] for bits in sorted(counts)} | ({MIXED_NAME: mixed} if mixed else {})
+
+
+def count_matrices(experts: Iterable[Width]) -> dict[str, dict[str, int]]:
+    """{projection: {width: number of matrices}} of the experts whose matrices differ in width."""
+    found: dict[str, Counter[int]] = {}
+    for widths in experts:
+        if not isinstance(widths, int):
+            for projection, bits in widths.items():
+                found.setdefault(projection, Counter())[bits] += 1
+    return {name: {str(bits): counts[bits] for bits in sorted(counts)} for name, counts in found.items()}
+
+
 class ExpertChoice(BaseModel):
-    """quantizer: the method whose replica at `bits` is taken; None: as the parameter `quantizer` says."""
+    """quantizer: the method whose replica at `bits` is taken; None: as the parameter `quantizer` says.
+
+    projections: the width of every matrix where they differ; `bits` is then the widest of them, and matrices of other
+    widths are of the method that the parameter `quantizer` says.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     tier: Tier
     bits: int
+    projections: dict[str, int] | None = None
     quantizer: str | None = None
     importance: float = Field(ge=0)
 
@@ -38,6 +96,38 @@ class ExpertChoice(BaseModel):
         if bits not in WIDTHS:
             raise ValueError(f"bits must be one of {WIDTHS}")
         return bits
+
+    @model_validator(mode="after")
+    def _check_projections(self) -> ExpertChoice:
+        if self.projections is None:
+            return self
+        for name, bits in self.projections.items():
+            if bits not in WIDTHS:
+                raise ValueError(f"{name} has {bits} bits, must be one of {WIDTHS}")
+        if len(set(self.projections.values())) < 2:
+            raise ValueError("projections must have several widths; where all are equal, `bits` alone says it")
+        if self.bits != max(self.projections.values()):
+            widest = max(self.projections.values())
+            raise ValueError(f"bits is {self.bits}, must be the widest of the projections, {widest}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Files of experts of one width are as they were before projections had their own."""
+        found: dict[str, Any] = dump(self)
+        if self.projections is None:
+            found.pop("projections", None)
+        return found
+
+    @property
+    def widths(self) -> Width:
+        """One width for all matrices, or that of each."""
+        return self.bits if self.projections is None else self.projections
+
+    @property
+    def key(self) -> int:
+        """What the placed replica is called among an expert's: its width, or MIXED."""
+        return self.bits if self.projections is None else MIXED
 
 
 class LayerAssignment(BaseModel):
@@ -59,9 +149,22 @@ class Assignment(BaseModel):
     nested: bool = False
     layers: tuple[LayerAssignment, ...]
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the matrices of some expert differ in width."""
+        return any(choice.key == MIXED for layer in self.layers for choice in layer.experts)
+
     def bits(self) -> list[np.ndarray]:
-        """Width of every expert, one int array [E] a layer."""
+        """Width of every expert, of its widest matrix where they differ; one int array [E] a layer."""
         return [np.array([choice.bits for choice in layer.experts]) for layer in self.layers]
+
+    def mean_bits(self) -> list[np.ndarray]:
+        """Bits of a weight of every expert on average, one float array [E] a layer."""
+        return [np.array([float(mean_width(choice.widths)) for choice in layer.experts]) for layer in self.layers]
+
+    def expert_widths(self) -> list[list[Width]]:
+        """Width of every expert of every layer: a number, or {projection: bits} where its matrices differ."""
+        return [[choice.widths for choice in layer.experts] for layer in self.layers]
 
     def hot(self) -> list[np.ndarray]:
         """Which experts live on the GPU, one bool array [E] a layer."""
@@ -69,11 +172,14 @@ class Assignment(BaseModel):
 
     def average_bits(self, tier: Tier | None = None) -> Fraction | None:
         """Mean width (codes only) of the experts of one tier, or of all; None when there are none."""
-        chosen = [c.bits for layer in self.layers for c in layer.experts if tier is None or c.tier == tier]
-        return Fraction(sum(chosen), len(chosen)) if chosen else None
+        chosen = [c.widths for layer in self.layers for c in layer.experts if tier is None or c.tier == tier]
+        return sum(map(mean_width, chosen), Fraction(0)) / len(chosen) if chosen else None
 
     def widths(self) -> list[int]:
-        return sorted({choice.bits for layer in self.layers for choice in layer.experts})
+        """All widths that some matrix has, rising."""
+        return sorted(
+            {bits for layer in self.layers for choice in layer.experts for bits in matrix_widths(choice.widths)}
+        )
 
 
 def write_assignment(path: Path, assignment: Assignment) -> None:

@@ -13,7 +13,7 @@ the matrices; none for methods that take none. Both are none in tables of schema
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,10 @@ class LossTable:
 
     def bits(self) -> list[int]:
         return sorted(set(self.table["bits"].to_pylist()))
+
+    def has(self, projections: Collection[str]) -> bool:
+        """Whether each of these projections was measured alone."""
+        return set(projections) <= set(self.table["projection"].unique().to_pylist())
 
     def matrix(self, method: str, column: str = "loss", projection: str = WHOLE) -> list[dict[int, np.ndarray]]:
         """Per layer: {bits: column [E]} of one method and projection.

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from moeq.artifacts.assignment import Tier
+from moeq.artifacts.assignment import Tier, Width
 from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import ModelStamp, read_model
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
@@ -28,6 +28,10 @@ NESTED_TEXT = (
     "symmetric: zero = 8), and with k = 2^(4-bits), value = (code*k + (k-1)/2 - zero) * scale. A replica with "
     "`leading_bits_of` has no tensors of its own: its codes are the leading `bits` bits of those of the replica of "
     "that width, whose tensors it names."
+)
+MIXED_TEXT = (
+    " The matrices of a replica with `projections` have the widths that it names, each read at its own; `bits` is the "
+    "widest of them."
 )
 LAYOUT_TEXT = (
     "Weights are [rows, inputs] per matrix: gate_proj and up_proj [intermediate, hidden], down_proj [hidden, "
@@ -53,14 +57,16 @@ class TensorStamp(BaseModel):
 class Replica(BaseModel):
     """One stored copy of an expert. `index`: position of the expert on the tensors' first axis, None when its own.
 
-    quantizer: the method that made it (and `+refined`: trained further with its layer); None: the checkpoint's own
-    weights, or made before moeq wrote it down.
+    projections: the widths of its matrices where they differ, which only a placed replica's do; `bits` is the widest.
+    quantizer: the method that made it, or those of its matrices (and `+refined`: trained further with its layer); None:
+    the checkpoint's own weights, or made before moeq wrote it down.
     leading_bits_of: the width of the stored replica whose tensors this one reads, None when it has its own; `bytes` and
     `sha256` are then that one's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     bits: int
+    projections: dict[str, int] | None = None
     placed: bool
     quantizer: str | None = None
     file: str
@@ -71,14 +77,26 @@ class Replica(BaseModel):
     bytes: int
     sha256: str
 
+    @property
+    def widths(self) -> Width:
+        """One width for all matrices, or that of each."""
+        return self.bits if self.projections is None else self.projections
+
 
 class PlacedExpert(BaseModel):
+    """bits: of the placed replica, of its widest matrix where they differ."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     expert: int
     tier: Tier
     bits: int
     importance: float
     replicas: tuple[Replica, ...]
+
+    @property
+    def widths(self) -> Width:
+        """The width of the placed replica, or those of its matrices."""
+        return next((replica.widths for replica in self.replicas if replica.placed), self.bits)
 
 
 class PlacedLayer(BaseModel):
@@ -145,15 +163,15 @@ class PlacementManifest(BaseModel):
     inputs: dict[str, str]
 
 
-def layout(group_size: int, symmetric: bool, nested: bool = False) -> dict[str, Any]:
-    """The layout block of a manifest."""
+def layout(group_size: int, symmetric: bool, nested: bool = False, mixed: bool = False) -> dict[str, Any]:
+    """The layout block of a manifest; mixed: whether some expert's matrices differ in width."""
     return {
         "name": LAYOUT,
         "version": NESTED_VERSION if nested else LAYOUT_VERSION,
         "group_size": group_size,
         "symmetric": symmetric,
         **({"nested": True} if nested else {}),
-        "description": LAYOUT_TEXT + NESTED_TEXT if nested else LAYOUT_TEXT,
+        "description": LAYOUT_TEXT + (NESTED_TEXT if nested else "") + (MIXED_TEXT if mixed else ""),
     }
 
 

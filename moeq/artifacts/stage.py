@@ -70,7 +70,7 @@ def read_model(path: Path, model: type[Model], schema_version: int, *, remedy: s
     except ValidationError as error:
         first = error.errors()[0]
         where = f"{path}: {'.'.join(map(str, first['loc']))}"
-        raise ArtifactError(first["msg"], where=where, do=remedy) from None
+        raise ArtifactError(first["msg"].removeprefix("Value error, "), where=where, do=remedy) from None
 
 
 def read_record(directory: Path, stage: str) -> StageRecord:

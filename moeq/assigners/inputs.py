@@ -1,17 +1,26 @@
 """What every assigner is given, and the importance of paper 000.
 
-Letters: L layers, E experts of a layer.
+Letters: L layers, E experts of a layer, P matrices of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssignment
+from moeq.artifacts.assignment import (
+    FULL,
+    Assignment,
+    ExpertChoice,
+    LayerAssignment,
+    Width,
+    join_widths,
+    matrix_widths,
+    width_of,
+)
 from moeq.artifacts.effects import LayerEffects
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.profile import ExpertProfile
@@ -23,9 +32,10 @@ from moeq.recipe import BEST, AssignSection
 class AssignInputs:
     """The recipe's section, the profile, the loss table (None where none is needed) and the grid of the replicas.
 
-    bytes: of one expert at every width, a layer; other_bytes: of the checkpoint without its experts; traces: the
-    Hessian trace of the Frobenius norm of every expert, [E] a layer; effects: what quantizing a layer alone does to the
-    output; memo: what was computed of these inputs.
+    bytes: of one expert at every width, a layer; matrix_bytes: of each of its matrices, {projection: {width: bytes}},
+    biases included, where matrices are decided; other_bytes: of the checkpoint without its experts; traces: the Hessian
+    trace of the Frobenius norm of every expert, [E] a layer; effects: what quantizing a layer alone does to the output;
+    memo: what was computed of these inputs.
     """
 
     name: str
@@ -36,6 +46,7 @@ class AssignInputs:
     symmetric: bool
     nested: bool = False
     bytes: tuple[dict[int, int], ...] = ()
+    matrix_bytes: tuple[dict[str, dict[int, int]], ...] = ()
     other_bytes: int = 0
     traces: Callable[[], list[np.ndarray]] | None = None
     effects: LayerEffects | None = None
@@ -46,6 +57,20 @@ class AssignInputs:
         if not self.bytes:
             raise AssignmentError("the sizes of the experts are not known", do="give AssignInputs.bytes")
         return self.bytes[layer]
+
+    def matrix_bytes_of(self, layer: int) -> dict[str, dict[int, int]]:
+        """{projection: {width: bytes}} of a layer's experts; AssignmentError when they were not given."""
+        if not self.matrix_bytes:
+            raise AssignmentError(
+                "the sizes of the experts' matrices are not known", do="give AssignInputs.matrix_bytes"
+            )
+        return self.matrix_bytes[layer]
+
+    def stored(self, layer: int, widths: Width) -> int:
+        """Bytes of one expert of a layer at its width or widths."""
+        if isinstance(widths, int):
+            return self.bytes_of(layer)[widths]
+        return sum(sizes[width_of(widths, name)] for name, sizes in self.matrix_bytes_of(layer).items())
 
     def tokens(self) -> int:
         """Tokens that the statistics count."""
@@ -96,6 +121,19 @@ def hot_experts(inputs: AssignInputs, scores: np.ndarray, layer: int) -> np.ndar
     return hot
 
 
+def expert_widths(inputs: AssignInputs, bits: Sequence[np.ndarray], hot: Sequence[np.ndarray]) -> list[list[Width]]:
+    """Widths [E] of experts, or [E, P] of their matrices, a layer, as an assignment names them; 16 on the GPU."""
+    found: list[list[Width]] = []
+    for layer, (widths, mask) in enumerate(zip(bits, hot, strict=True)):
+        if widths.ndim == 1:
+            mine: list[Width] = widths.tolist()
+        else:
+            names = list(inputs.matrix_bytes_of(layer))
+            mine = [join_widths(dict(zip(names, row, strict=True))) for row in widths.tolist()]
+        found.append([FULL if on_gpu else one for one, on_gpu in zip(mine, mask, strict=True)])
+    return found
+
+
 def quantizers(inputs: AssignInputs, bits: list[np.ndarray]) -> list[list[str | None]]:
     """Whose replica every expert takes at its width, None at 16 bits.
 
@@ -122,19 +160,22 @@ def hot_masks(inputs: AssignInputs) -> list[np.ndarray]:
 
 
 def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -> Assignment:
-    """The Assignment of given widths [E] and GPU masks [E] a layer; GPU experts are left in full precision."""
-    methods = quantizers(inputs, bits)
+    """The Assignment of given widths [E], or [E, P] of matrices, and GPU masks [E] a layer; GPU experts are left in
+    full precision."""
+    widths = expert_widths(inputs, bits, hot)
+    methods = quantizers(inputs, [np.array([max(matrix_widths(one)) for one in mine], int) for mine in widths])
     layers = []
     for index, name in enumerate(inputs.profile.layers):
         scores = importance(inputs, index)
         experts = tuple(
             ExpertChoice(
                 tier="gpu" if hot[index][expert] else "ndp",
-                bits=FULL if hot[index][expert] else int(bits[index][expert]),
-                quantizer=None if hot[index][expert] else methods[index][expert],
+                bits=max(matrix_widths(mine)),
+                projections=None if isinstance(mine, int) else dict(mine),
+                quantizer=methods[index][expert],
                 importance=float(scores[expert]),
             )
-            for expert in range(len(scores))
+            for expert, mine in enumerate(widths[index])
         )
         layers.append(LayerAssignment(name=name, experts=experts))
     return Assignment(

@@ -3,7 +3,9 @@
 Costs are whole numbers: bits of a weight under average_bits (every expert counts alike), else bytes with scales, zero
 points and biases. Experts on the GPU stay in full precision: average_bits leaves them out, bytes count them.
 
-Letters: L layers, E experts of a layer, W widths.
+Where every matrix of an expert is decided by itself, a matrix costs its own bytes, or its share of the weights.
+
+Letters: L layers, E experts of a layer, P matrices of an expert, W widths.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import lcm
 
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.assigners.inputs import AssignInputs, hot_masks
-from moeq.assigners.targets import TARGETS
+from moeq.assigners.targets import TARGETS, Granularity
 from moeq.errors import AssignmentError
 from moeq.tables import human_bytes
 
@@ -25,7 +28,8 @@ from moeq.tables import human_bytes
 class Limit:
     """widths: [W] rising; costs: [L, W] of one expert; counts: [L] experts that are decided; total: what they may cost.
 
-    fixed: bytes that are spent already (experts on the GPU, and for `size` all that is not an expert).
+    fixed: bytes that are spent already (experts on the GPU, and for `size` all that is not an expert); matrices: [P, W]
+    costs of an expert's matrices, a layer, which add up to `costs`; none where experts are decided as wholes.
     """
 
     unit: str  # bits or bytes
@@ -34,6 +38,7 @@ class Limit:
     counts: np.ndarray
     total: int
     fixed: int = 0
+    matrices: tuple[np.ndarray, ...] = ()
 
     @property
     def least(self) -> int:
@@ -73,17 +78,19 @@ def choices(inputs: AssignInputs) -> tuple[int, ...]:
     return tuple(allowed)
 
 
-def limit_of(inputs: AssignInputs, widths: Sequence[int], hot: Sequence[np.ndarray] | None = None) -> Limit:
+def limit_of(
+    inputs: AssignInputs,
+    widths: Sequence[int],
+    hot: Sequence[np.ndarray] | None = None,
+    granularity: Granularity = "expert",
+) -> Limit:
     """The section's budget over some widths; AssignmentError with the least possible where it cannot be met."""
     config = inputs.config
     hot = hot_masks(inputs) if hot is None else hot
     counts = np.array([int((~mask).sum()) for mask in hot])
     if config.average_bits is not None:
         average = Fraction(config.average_bits)
-        costs = np.tile(np.array(widths, np.int64), (len(counts), 1))
-        limit = Limit(
-            unit="bits", widths=tuple(widths), costs=costs, counts=counts, total=int(average * int(counts.sum()))
-        )
+        limit = _bits_limit(inputs, widths, counts, average, granularity)
         if limit.total < limit.least:
             raise AssignmentError(
                 f"an average of {float(average):g} bits cannot be met with {list(widths)} bits",
@@ -95,13 +102,51 @@ def limit_of(inputs: AssignInputs, widths: Sequence[int], hot: Sequence[np.ndarr
         raise AssignmentError("no budget", do="give average_bits, expert_bytes or size")
     fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot) if mask.any())
     fixed += inputs.other_bytes if config.size is not None else 0
-    return byte_limit(inputs, widths, counts, whole, fixed)
+    return byte_limit(inputs, widths, counts, whole, fixed, granularity)
 
 
-def byte_limit(inputs: AssignInputs, widths: Sequence[int], counts: np.ndarray, whole: int, fixed: int) -> Limit:
+def _bits_limit(
+    inputs: AssignInputs, widths: Sequence[int], counts: np.ndarray, average: Fraction, granularity: Granularity
+) -> Limit:
+    """A limit on bits of a weight; where matrices are decided, on those times what makes each one's share whole."""
+    plain = np.array(widths, np.int64)
+    shares = [len(inputs.matrix_bytes_of(layer)) if granularity == "projection" else 1 for layer in range(len(counts))]
+    whole = lcm(*shares)
+    matrices = tuple(np.tile(plain * (whole // share), (share, 1)) for share in shares)
+    return Limit(
+        unit="bits",
+        widths=tuple(widths),
+        costs=np.tile(plain * whole, (len(counts), 1)),
+        counts=counts,
+        total=int(average * whole * int(counts.sum())),
+        matrices=matrices if granularity == "projection" else (),
+    )
+
+
+def byte_limit(
+    inputs: AssignInputs,
+    widths: Sequence[int],
+    counts: np.ndarray,
+    whole: int,
+    fixed: int,
+    granularity: Granularity = "expert",
+) -> Limit:
     """A limit of `whole` bytes, `fixed` of which are spent; AssignmentError with the least possible."""
-    costs = np.array([[inputs.bytes_of(layer)[width] for width in widths] for layer in range(len(counts))], np.int64)
-    limit = Limit(unit="bytes", widths=tuple(widths), costs=costs, counts=counts, total=whole - fixed, fixed=fixed)
+    layers = range(len(counts))
+    costs = np.array([[inputs.bytes_of(layer)[width] for width in widths] for layer in layers], np.int64)
+    matrices: tuple[np.ndarray, ...] = ()
+    if granularity == "projection":
+        sizes = [inputs.matrix_bytes_of(layer).values() for layer in layers]
+        matrices = tuple(np.array([[one[w] for w in widths] for one in every], np.int64) for every in sizes)
+    limit = Limit(
+        unit="bytes",
+        widths=tuple(widths),
+        costs=costs,
+        counts=counts,
+        total=whole - fixed,
+        fixed=fixed,
+        matrices=matrices,
+    )
     if limit.total < limit.least:
         least = fixed + limit.least
         raise AssignmentError(
@@ -112,10 +157,15 @@ def byte_limit(inputs: AssignInputs, widths: Sequence[int], counts: np.ndarray, 
     return limit
 
 
-def spent(inputs: AssignInputs, assignment: Assignment, widths: Sequence[int]) -> Limit:
+def spent(
+    inputs: AssignInputs, assignment: Assignment, widths: Sequence[int], granularity: Granularity = "expert"
+) -> Limit:
     """The bytes that an assignment spends on the experts it decided, as a limit over some widths."""
     counts = np.array([int((~mask).sum()) for mask in assignment.hot()])
-    total = 0
-    for layer, (bits, mask) in enumerate(zip(assignment.bits(), assignment.hot(), strict=True)):
-        total += sum(inputs.bytes_of(layer)[int(width)] for width in bits[~mask])
-    return byte_limit(inputs, widths, counts, total, 0)
+    total = sum(
+        inputs.stored(layer, mine)
+        for layer, (widths_of, mask) in enumerate(zip(assignment.expert_widths(), assignment.hot(), strict=True))
+        for mine, on_gpu in zip(widths_of, mask, strict=True)
+        if not on_gpu
+    )
+    return byte_limit(inputs, widths, counts, total, 0, granularity)

@@ -1,8 +1,8 @@
 """optimal: the assignment of least objective within the budget, proven (numerics.knapsack).
 
-Every expert that is not on the GPU takes one of the widths; scope model (the default) spends one budget over all
-layers, scope layer the same share in each. Within a target that takes one width for a layer, or for the model, the
-experts that share a width are one item.
+Every expert that is not on the GPU takes one of the widths, or (granularity projection) each of its matrices does;
+scope model (the default) spends one budget over all layers, scope layer the same share in each. With granularity layer,
+or within a target that takes one width for a layer or for the model, the experts that share a width are one item.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import numpy as np
 from moeq.artifacts.assignment import Assignment
 from moeq.assigners.inputs import AssignInputs, build, hot_masks
 from moeq.assigners.limits import Limit, choices, limit_of
-from moeq.assigners.sensitivity import tables
-from moeq.assigners.targets import TARGETS, Granularity, refuse_grid
+from moeq.assigners.sensitivity import matrix_tables, tables
+from moeq.assigners.targets import TARGETS, Granularity, granularity_within, refuse_grid
 from moeq.errors import AssignmentError
 from moeq.numerics import knapsack
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
-    """bits: [E] a layer, those of GPU experts are not decided; loss: their objective; bound: none can have less."""
+    """bits: [E] a layer, or [E, P] of matrices, those of GPU experts are not decided; loss: their objective; bound:
+    none can have less."""
 
     bits: list[np.ndarray]
     loss: float
@@ -38,8 +39,9 @@ def assign(inputs: AssignInputs) -> Assignment:
     reason = refuse_grid(target, symmetric=inputs.symmetric)
     if reason is not None:
         raise AssignmentError(reason, where=f"target {target.name}")
-    limit = limit_of(inputs, choices(inputs), hot)
-    found = optimum(inputs, limit, hot, target.granularity, inputs.config.scope or "model")
+    granularity = granularity_within(target, inputs.config.granularity)
+    limit = limit_of(inputs, choices(inputs), hot, granularity)
+    found = optimum(inputs, limit, hot, granularity, inputs.config.scope or "model")
     return build(inputs, found.bits, hot)
 
 
@@ -50,7 +52,7 @@ def optimum(
     granularity: Granularity = "expert",
     scope: str = "model",
 ) -> Optimum:
-    """The least objective within a limit; kept in the inputs' memo."""
+    """The least objective within a limit, for granularity projection one of matrices; kept in the inputs' memo."""
     config = inputs.config
     weighting = (config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics)
     masks = b"".join(mask.tobytes() for mask in hot)
@@ -65,7 +67,8 @@ def _optimum(
     inputs: AssignInputs, limit: Limit, hot: Sequence[np.ndarray], granularity: Granularity, scope: str
 ) -> Optimum:
     layers = range(len(hot))
-    values = [_losses(inputs, layer, limit.widths)[~hot[layer]] for layer in layers]
+    of = _matrix_losses if granularity == "projection" else _losses
+    values = [of(inputs, layer, limit.widths)[~hot[layer]] for layer in layers]
     if scope == "model":
         solved = [_solve(values, limit, list(layers), limit.total, granularity)]
     else:
@@ -73,7 +76,7 @@ def _optimum(
     bits = []
     chosen = [part for solution, parts in solved for part in parts]
     for layer in layers:
-        widths = np.full(len(hot[layer]), limit.widths[0])
+        widths = np.full((len(hot[layer]), *values[layer].shape[1:-1]), limit.widths[0])
         widths[~hot[layer]] = np.array(limit.widths)[chosen[layer]]
         bits.append(widths)
     return Optimum(
@@ -93,10 +96,19 @@ def _losses(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> np.ndarr
     return np.stack([table.losses[width] for width in widths], 1)
 
 
+def _matrix_losses(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> np.ndarray:
+    """Objective [E, P, W] of the matrices of a layer's experts."""
+    _losses(inputs, layer, widths)  # raises for widths that were not measured
+    matrices = matrix_tables(inputs)[layer].values()
+    return np.stack([np.stack([one[width] for width in widths], 1) for one in matrices], 1)
+
+
 def _solve(
     values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int, granularity: Granularity
 ) -> tuple[knapsack.Solution, list[np.ndarray]]:
-    """The knapsack of some layers; the choice [e] of every decided expert, a layer."""
+    """The knapsack of some layers; the choice [e] of every decided expert, or [e, P] of its matrices, a layer."""
+    if granularity == "projection":
+        return _solve_matrices(values, limit, layers, total)
     groups = {
         "expert": [values[layer] for layer in layers],
         "layer": [values[layer].sum(0, keepdims=True) for layer in layers],
@@ -106,15 +118,8 @@ def _solve(
     if granularity == "model":
         costs = [np.asarray(sum(costs, np.zeros(len(limit.widths), np.int64)))]
     stacked = np.concatenate([np.tile(cost, (len(group), 1)) for cost, group in zip(costs, groups, strict=True)])
-    least = knapsack.least_cost(stacked)
-    if least > total:
-        where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
-        raise AssignmentError(
-            f"its share of the budget is {total} {limit.unit}, the least possible is {least}",
-            where=where,
-            do="raise the budget",
-        )
-    solution = knapsack.solve(np.concatenate(groups), stacked, total)
+    where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
+    solution = _within(np.concatenate(groups), stacked, total, limit.unit, where)
     if granularity == "model":
         return solution, [np.repeat(solution.choices, len(values[layer])) for layer in layers]
     sizes = [len(group) for group in groups]
@@ -122,3 +127,27 @@ def _solve(
     if granularity == "layer":
         parts = [np.repeat(part, len(values[layer])) for part, layer in zip(parts, layers, strict=True)]
     return solution, parts
+
+
+def _solve_matrices(
+    values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int
+) -> tuple[knapsack.Solution, list[np.ndarray]]:
+    """The knapsack of some layers' matrices, values [e, P, W]; the choice [e, P] of every matrix, a layer."""
+    groups = [values[layer].reshape(-1, len(limit.widths)) for layer in layers]
+    stacked = np.concatenate([np.tile(limit.matrices[layer], (len(values[layer]), 1)) for layer in layers])
+    where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
+    solution = _within(np.concatenate(groups), stacked, total, limit.unit, where)
+    parts = np.split(solution.choices, np.cumsum([len(group) for group in groups])[:-1])
+    return solution, [part.reshape(values[layer].shape[:2]) for part, layer in zip(parts, layers, strict=True)]
+
+
+def _within(losses: np.ndarray, costs: np.ndarray, total: int, unit: str, where: str) -> knapsack.Solution:
+    """The solution of least loss that costs at most `total`; AssignmentError when there is none."""
+    least = knapsack.least_cost(costs)
+    if least > total:
+        raise AssignmentError(
+            f"its share of the budget is {total} {unit}, the least possible is {least}",
+            where=where,
+            do="raise the budget",
+        )
+    return knapsack.solve(losses, costs, total)

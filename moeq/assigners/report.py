@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from moeq.artifacts.assignment import FULL, Assignment
-from moeq.assigners.inputs import AssignInputs, hot_masks
+from moeq.artifacts.assignment import FULL, Assignment, Width, matrix_widths, mean_width
+from moeq.assigners.inputs import AssignInputs, expert_widths, hot_masks
 from moeq.assigners.limits import Limit, byte_limit, limit_of, spent
 from moeq.assigners.optimal import Optimum, optimum
 from moeq.assigners.sensitivity import objective
-from moeq.assigners.targets import MIXED, TARGETS, Target, refuse_grid
+from moeq.assigners.targets import FINENESS, MIXED, TARGETS, Granularity, Target, refuse_grid
 from moeq.errors import AssignmentError
 from moeq.recipe import BUDGETS, AssignSection
 
@@ -23,7 +23,8 @@ SAME = 1e-9  # relative difference below which objectives count as equal
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """objective of an assignment; optimum: the least of any mix of widths on the same budget; proven: whether it is.
+    """objective of an assignment; optimum: the least of any mix of widths on the same budget (of matrices where the
+    assignment was to decide them, else of experts); proven: whether it is.
 
     gap: how far the objective lies above the optimum, None where the optimum is 0.
     """
@@ -74,60 +75,83 @@ def has_budget(config: AssignSection) -> bool:
     return any(getattr(config, name) is not None for name in BUDGETS[config.method] if name != "bits")
 
 
-def budget_of(inputs: AssignInputs, assignment: Assignment, widths: Sequence[int]) -> Limit:
+def budget_of(
+    inputs: AssignInputs, assignment: Assignment, widths: Sequence[int], granularity: Granularity = "expert"
+) -> Limit:
     """The section's budget over some widths; of methods that have none, the bytes that the assignment takes."""
     if has_budget(inputs.config):
-        return limit_of(inputs, widths, assignment.hot())
-    return spent(inputs, assignment, widths)
+        return limit_of(inputs, widths, assignment.hot(), granularity)
+    return spent(inputs, assignment, widths, granularity)
+
+
+def finest(inputs: AssignInputs) -> Granularity:
+    """What the optimum decides that assignments are held against."""
+    return "projection" if inputs.config.granularity == "projection" else "expert"
 
 
 def score(inputs: AssignInputs, assignment: Assignment) -> Score:
     """The assignment's objective and the proven optimum of its budget over all widths of the loss table."""
-    used = [int(bits) for widths, hot in zip(assignment.bits(), assignment.hot(), strict=True) for bits in widths[~hot]]
-    limit = budget_of(inputs, assignment, all_widths(inputs, *used))
-    best = optimum(inputs, limit, assignment.hot())
+    used = [
+        bits
+        for widths, hot in zip(assignment.expert_widths(), assignment.hot(), strict=True)
+        for one, on_gpu in zip(widths, hot, strict=True)
+        if not on_gpu
+        for bits in matrix_widths(one)
+    ]
+    granularity = finest(inputs)
+    limit = budget_of(inputs, assignment, all_widths(inputs, *used), granularity)
+    best = optimum(inputs, limit, assignment.hot(), granularity)
     return Score(objective=objective(inputs, assignment), optimum=best.loss, proven=best.proven)
 
 
 def prices(inputs: AssignInputs, assignment: Assignment) -> list[Price]:
     """What the restriction of every target costs: its optimum on the assignment's budget."""
     hot = assignment.hot()
-    free = optimum(inputs, budget_of(inputs, assignment, all_widths(inputs)), hot)
+    limit = budget_of(inputs, assignment, all_widths(inputs), finest(inputs))
+    free = optimum(inputs, limit, hot, finest(inputs))
     return [_price(inputs, assignment, target, free) for target in TARGETS.values()]
 
 
 def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: Optimum) -> Price:
     hot = assignment.hot()
     reason = refuse_grid(target, symmetric=inputs.symmetric)
-    if target.granularity != "expert" and any(mask.any() and not mask.all() for mask in hot):
+    granularity = max(finest(inputs), target.granularity, key=FINENESS.index)
+    if FINENESS.index(granularity) > FINENESS.index("expert") and any(mask.any() and not mask.all() for mask in hot):
         reason = f"gpu_experts mixes 16 bits with others; {MIXED[target.granularity]}"
     widths = [width for width in all_widths(inputs) if width in target.widths]
     try:
         if not widths:
             raise AssignmentError(f"none of losses.bits is among {list(target.widths)}")
-        found = optimum(inputs, budget_of(inputs, assignment, widths), hot, target.granularity)
+        found = optimum(inputs, budget_of(inputs, assignment, widths, granularity), hot, granularity)
     except AssignmentError as error:
         return Price(
             target=target.name, objective=None, ratio=None, average_bits=None, expert_bytes=None, refusal=str(error)
         )
-    bits = np.concatenate([widths[~mask] for widths, mask in zip(found.bits, hot, strict=True)])
+    chosen = expert_widths(inputs, found.bits, hot)
     return Price(
         target=target.name,
         objective=found.loss,
         ratio=found.loss / free.loss if free.loss > 0 else None,
-        average_bits=float(bits.mean()) if len(bits) else None,
-        expert_bytes=_bytes(inputs, found.bits, hot),
+        average_bits=_mean(chosen, hot),
+        expert_bytes=_bytes(inputs, chosen),
         refusal=reason,
     )
 
 
-def _bytes(inputs: AssignInputs, bits: Sequence[np.ndarray], hot: Sequence[np.ndarray]) -> int:
-    """Bytes of all experts, those on the GPU in full precision."""
-    return sum(
-        inputs.bytes_of(layer)[FULL if on_gpu else int(width)]
-        for layer, (widths, mask) in enumerate(zip(bits, hot, strict=True))
-        for width, on_gpu in zip(widths, mask, strict=True)
-    )
+def _bytes(inputs: AssignInputs, chosen: Sequence[Sequence[Width]]) -> int:
+    """Bytes of all experts of every layer."""
+    return sum(inputs.stored(layer, one) for layer, widths in enumerate(chosen) for one in widths)
+
+
+def _mean(chosen: Sequence[Sequence[Width]], hot: Sequence[np.ndarray]) -> float | None:
+    """Mean width of the experts that are not on the GPU, None where all are."""
+    decided = [
+        mean_width(one)
+        for widths, mask in zip(chosen, hot, strict=True)
+        for one, on_gpu in zip(widths, mask, strict=True)
+        if not on_gpu
+    ]
+    return float(sum(decided) / len(decided)) if decided else None
 
 
 def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, AssignSection]]:
@@ -157,36 +181,47 @@ def frontier(
 ) -> list[Point]:
     """Objective and bytes of every method; `optimal` at the bytes that each of the others takes, per model and layer.
 
-    averages: budgets of the methods that take one. Dominated points are marked.
+    averages: budgets of the methods that take one. Where the section decides matrices, so does another `optimal`.
+    Dominated points are marked.
     """
     hot = hot_masks(inputs)
     points: list[Point] = []
     for name, section in sections(inputs, averages):
         mine = replace(inputs, config=section)
         found = assign(mine)
-        points.append(_point(mine, name, found.bits(), objective(mine, found), hot))
+        points.append(_point(mine, name, found.expert_widths(), objective(mine, found), hot))
         advance()
     widths = all_widths(inputs)
+    variants: list[tuple[Granularity, str, str]] = [
+        ("expert", "model", "optimal"),
+        ("expert", "layer", "optimal, layer"),
+    ]
+    if finest(inputs) == "projection":
+        variants.append(("projection", "model", "optimal, projection"))
     counts = np.array([int((~mask).sum()) for mask in hot])
     fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot))
     for size in sorted({point.expert_bytes for point in points}):
-        limit = byte_limit(inputs, widths, counts, size, fixed)
-        for scope, name in (("model", "optimal"), ("layer", "optimal, layer")):
+        for granularity, scope, name in variants:
+            limit = byte_limit(inputs, widths, counts, size, fixed, granularity)
             try:
-                best = optimum(inputs, limit, hot, scope=scope)
+                best = optimum(inputs, limit, hot, granularity, scope)
             except AssignmentError:  # the share of a layer can be below its least where layers differ in size
                 continue
-            points.append(_point(inputs, name, best.bits, best.loss, hot))
+            points.append(_point(inputs, name, expert_widths(inputs, best.bits, hot), best.loss, hot))
     points = list(dict.fromkeys(points))  # the same optimum at several budgets
     return [replace(point, dominated=is_dominated(point, points)) for point in points]
 
 
 def _point(
-    inputs: AssignInputs, name: str, bits: Sequence[np.ndarray], loss: float, hot: Sequence[np.ndarray]
+    inputs: AssignInputs, name: str, chosen: Sequence[Sequence[Width]], loss: float, hot: Sequence[np.ndarray]
 ) -> Point:
-    decided = np.concatenate([widths[~mask] for widths, mask in zip(bits, hot, strict=True)])
-    average = float(decided.mean()) if len(decided) else float(FULL)
-    return Point(method=name, average_bits=average, expert_bytes=_bytes(inputs, bits, hot), objective=loss)
+    average = _mean(chosen, hot)
+    return Point(
+        method=name,
+        average_bits=float(FULL) if average is None else average,
+        expert_bytes=_bytes(inputs, chosen),
+        objective=loss,
+    )
 
 
 def is_dominated(point: Point, points: Sequence[Point]) -> bool:

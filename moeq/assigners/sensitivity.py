@@ -9,7 +9,11 @@ The objective of an assignment is the sum over experts of
 at the expert's width, times a weight of its layer: 1, or (measured) what makes the layer's sum at the measured width
 the divergence that quantizing this layer alone caused, so that the objective is a divergence in nats a token.
 
-Letters: E experts of a layer, W widths.
+Where an expert's matrices have widths of their own, its objective is the sum of theirs: of each one alone at its width,
+the others exact. This is an approximation, since errors of several matrices do not add up. The terms of a width are
+scaled so that together they are what was measured of the whole expert at that width.
+
+Letters: E experts of a layer, P matrices of an expert, W widths.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.losses import LossTable
+from moeq.artifacts.assignment import FULL, MIXED, Assignment, matrix_widths
+from moeq.artifacts.losses import WHOLE, LossTable
 from moeq.assigners.inputs import AssignInputs, importance, routing_mass
 from moeq.errors import AssignmentError
 
@@ -63,6 +67,49 @@ def _tables(inputs: AssignInputs) -> list[LayerTable]:
     return found
 
 
+def matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]]]:
+    """{projection: {width: objective [E]}} of every layer.
+
+    At equal widths the matrices' objectives add up to the expert's in `tables`. Raises AssignmentError where the loss
+    table has no rows of projections, or naming layer and expert where one is missing.
+    """
+    config = inputs.config
+    key = ("matrices", config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics)
+    if key not in inputs.memo:
+        inputs.memo[key] = _matrix_tables(inputs)
+    found: list[dict[str, dict[int, np.ndarray]]] = inputs.memo[key]
+    return found
+
+
+def _matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]]]:
+    whole, losses = tables(inputs), inputs.losses
+    projections = [list(inputs.matrix_bytes_of(layer)) for layer in range(len(whole))]
+    column = "weighted_loss" if inputs.config.loss_weighting == "squared" else "loss"
+    if losses is None or not losses.has(set().union(*projections)):
+        raise AssignmentError(
+            "granularity projection needs the losses of every projection alone",
+            where=inputs.name,
+            do="set losses.per_projection: true and run `moeq losses` again",
+        )
+    plain = {name: checked(inputs, losses, column, name) for name in dict.fromkeys(n for of in projections for n in of)}
+    found = []
+    for layer, (names, table) in enumerate(zip(projections, whole, strict=True)):
+        mine: dict[str, dict[int, np.ndarray]] = {name: {FULL: table.losses[FULL]} for name in names}
+        for bits in plain[names[0]][layer]:
+            parts = _scaled(np.stack([plain[name][layer][bits] for name in names]), table.losses[bits])
+            for name, part in zip(names, parts, strict=True):
+                mine[name][bits] = part
+        found.append(mine)
+    return found
+
+
+def _scaled(parts: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Losses [P, E] of matrices in proportion, so that they add up to the expert's [E]; alike where all are 0."""
+    total = parts.sum(0)
+    shares = np.where(total > 0, parts / np.where(total > 0, total, 1), 1 / len(parts))
+    return np.asarray(shares * whole)
+
+
 def usage(inputs: AssignInputs, layer: int) -> np.ndarray:
     """What the losses of a layer's experts are multiplied by, [E]."""
     weighting = inputs.config.loss_weighting
@@ -90,12 +137,14 @@ def _layer_weights(inputs: AssignInputs, losses: LossTable, column: str) -> np.n
     return np.array(found)
 
 
-def checked(inputs: AssignInputs, losses: LossTable, column: str = "loss") -> list[dict[int, np.ndarray]]:
-    """{width: column [E]} of every layer of the profile, by the recipe's quantizer.
+def checked(
+    inputs: AssignInputs, losses: LossTable, column: str = "loss", projection: str = WHOLE
+) -> list[dict[int, np.ndarray]]:
+    """{width: column [E]} of every layer of the profile, by the recipe's quantizer; of experts, or of one projection.
 
     Raises AssignmentError naming the layer and expert whose figure is missing, not finite or negative.
     """
-    table = losses.matrix(inputs.config.quantizer, column)
+    table = losses.matrix(inputs.config.quantizer, column, projection)
     if len(table) != len(inputs.profile.layers):
         raise AssignmentError(
             f"the loss table has {len(table)} layers, the profile {len(inputs.profile.layers)}", do=AGAIN
@@ -125,13 +174,22 @@ def checked(inputs: AssignInputs, losses: LossTable, column: str = "loss") -> li
 def objective(inputs: AssignInputs, assignment: Assignment) -> float:
     """The objective of an assignment; AssignmentError when the loss table lacks one of its widths."""
     total = 0.0
-    for table, bits in zip(tables(inputs), assignment.bits(), strict=True):
-        for width in np.unique(bits).tolist():
-            if width not in table.losses:
-                raise AssignmentError(
-                    f"the loss table lacks {width} bits", where=table.name, do="add them to losses.bits"
-                )
-            total += float(table.losses[width][bits == width].sum())
+    choices = assignment.expert_widths()
+    for table, widths in zip(tables(inputs), choices, strict=True):
+        missing = sorted({bits for one in widths for bits in matrix_widths(one)} - set(table.losses))
+        if missing:
+            raise AssignmentError(
+                f"the loss table lacks {missing[0]} bits", where=table.name, do="add them to losses.bits"
+            )
+        bits = np.array([one if isinstance(one, int) else MIXED for one in widths], int)
+        total += sum(
+            float(table.losses[width][bits == width].sum()) for width in np.unique(bits[bits != MIXED]).tolist()
+        )
+    if any(not isinstance(one, int) for widths in choices for one in widths):
+        for matrices, widths in zip(matrix_tables(inputs), choices, strict=True):
+            for expert, one in enumerate(widths):
+                if not isinstance(one, int):
+                    total += sum(float(matrices[name][bits][expert]) for name, bits in one.items())
     return total
 
 

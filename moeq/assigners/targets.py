@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from moeq.artifacts.assignment import FULL, WIDTHS
+from moeq.artifacts.assignment import FULL, WIDTHS, Width
 from moeq.errors import AssignmentError
 
-Granularity = Literal["expert", "layer", "model"]
+Granularity = Literal["projection", "expert", "layer", "model"]
+FINENESS: tuple[Granularity, ...] = ("projection", "expert", "layer", "model")
 MIXED = {
+    "expert": "it takes one width for all matrices of an expert",
     "layer": "it takes one width for all experts of a layer",
     "model": "it takes one width for all experts of the model",
 }
@@ -39,7 +39,7 @@ TARGETS = {
         Target(
             name="moeq",
             widths=WIDTHS,
-            granularity="expert",
+            granularity="projection",
             symmetric_only=False,
             reads="the native format: any mix",
         ),
@@ -82,29 +82,57 @@ def refuse_grid(target: Target, *, symmetric: bool) -> str | None:
     return None
 
 
-def refusal(target: Target, bits: Sequence[np.ndarray], names: Sequence[str], *, symmetric: bool) -> str | None:
-    """Why a target cannot load widths [E] of every layer, naming the first layer and expert in the way; or None."""
+def granularity_within(target: Target, wanted: Granularity | None) -> Granularity:
+    """What has one width: what was asked for, or the finest that a target takes (none asked: experts or coarser).
+
+    Raises AssignmentError where a target cannot take what was asked for.
+    """
+    if wanted is None:
+        return max("expert", target.granularity, key=FINENESS.index)
+    if FINENESS.index(wanted) < FINENESS.index(target.granularity):
+        raise AssignmentError(
+            f"granularity {wanted} cannot be loaded: {MIXED[target.granularity]}",
+            where=f"target {target.name}",
+            do=f"set assign.granularity: {target.granularity if target.granularity != 'model' else 'null'}, or "
+            "target: moeq",
+        )
+    return wanted
+
+
+def refusal(target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool) -> str | None:
+    """Why a target cannot load widths of every layer's experts, naming the first layer and expert in the way."""
     grid = refuse_grid(target, symmetric=symmetric)
     if grid is not None:
         return grid
-    for name, widths in zip(names, bits, strict=True):
-        for expert, width in enumerate(widths.tolist()):
-            if width not in target.widths:
-                known = ", ".join(map(str, target.widths))
-                return f"{name}, expert {expert}: {width} bits; {target.name} loads {known}"
-            other = None
-            if target.granularity == "layer":
-                other = int(widths[0])
-            elif target.granularity == "model":
-                other = int(bits[0][0])
-            if other is not None and width != other:
-                return f"{name}, expert {expert}: {width} bits beside {other}; {MIXED[target.granularity]}"
+    for name, mine in zip(names, widths, strict=True):
+        for expert, width in enumerate(mine):
+            reason = _refuse_expert(target, width, mine[0] if target.granularity == "layer" else widths[0][0])
+            if reason is not None:
+                return f"{name}, expert {expert}: {reason}"
     return None
 
 
-def check(target: Target, bits: Sequence[np.ndarray], names: Sequence[str], *, symmetric: bool) -> None:
+def _refuse_expert(target: Target, width: Width, first: Width) -> str | None:
+    """Why a target cannot load one expert beside the first of its layer or model."""
+    if isinstance(width, int):
+        foreign = [] if width in target.widths else [width]
+    else:
+        foreign = sorted(set(width.values()) - set(target.widths))
+    if foreign:
+        return f"{foreign[0]} bits; {target.name} loads {', '.join(map(str, target.widths))}"
+    if target.granularity == "projection":
+        return None
+    if not isinstance(width, int):
+        listed = ", ".join(f"{name} {bits}" for name, bits in width.items())
+        return f"{listed} bits; {MIXED[target.granularity]}"
+    if target.granularity != "expert" and width != first:
+        return f"{width} bits beside {first}; {MIXED[target.granularity]}"
+    return None
+
+
+def check(target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool) -> None:
     """AssignmentError when a target cannot load what was assigned."""
-    reason = refusal(target, bits, names, symmetric=symmetric)
+    reason = refusal(target, widths, names, symmetric=symmetric)
     if reason is not None:
         raise AssignmentError(
             reason,

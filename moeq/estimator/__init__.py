@@ -2,7 +2,14 @@
 
 from moeq.estimator.devices import Hardware
 from moeq.estimator.estimate import estimate
-from moeq.estimator.geometry import CONFIG_KEYS, ModelGeometry, geometry_from_config, known_geometries, load_geometry
+from moeq.estimator.geometry import (
+    CONFIG_KEYS,
+    ModelGeometry,
+    equal_bits,
+    geometry_from_config,
+    known_geometries,
+    load_geometry,
+)
 from moeq.estimator.hardware import known_hardware, load_hardware
 from moeq.estimator.placement import Placement, uniform_placement
 from moeq.estimator.policies import known_policies
@@ -16,6 +23,7 @@ __all__ = [
     "Hardware",
     "ModelGeometry",
     "Placement",
+    "equal_bits",
     "estimate",
     "geometry_from_config",
     "known_geometries",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,29 @@ CONFIG_KEYS = (*_TOP_K, *_HEADS, *_KV_HEADS, *_HIDDEN, "head_dim")
 def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = False) -> NDArray[np.float64]:
     """Bits that are stored and read per weight: b' = b + 16/group (+ b/group with zero points, from 2 bits up).
 
-    16 bits and more are stored as they are; `group_size` None leaves the scales out.
+    16 bits and more are stored as they are; `group_size` None leaves the scales out. A fraction between 1 and 2 bits
+    stands for matrices of both, of which only those of 2 bits have zero points.
     """
     plain = np.asarray(bits, dtype=np.float64)
     if group_size is None:
         return plain
-    zeros = np.where(plain >= 2, plain / group_size, 0.0) if zero_points else 0.0
+    ramp = 2 * np.maximum(plain - 1, 0.0) / group_size
+    zeros = np.where(plain >= 2, plain / group_size, ramp) if zero_points else 0.0
     return np.where(plain < 16, plain + SCALE_BITS / group_size + zeros, plain)
+
+
+def equal_bits(widths: Sequence[int], group_size: int, zero_points: bool = False) -> float:
+    """The width at which an expert is as large as with matrices of these widths, all of as many weights.
+
+    A fraction, unless all are equal: `effective_bits` of it is the mean of theirs.
+    """
+    if len(set(widths)) == 1:
+        return float(widths[0])
+    codes = float(effective_bits(widths, group_size, zero_points).mean()) - SCALE_BITS / group_size
+    if not zero_points:
+        return codes
+    wide = codes / (1 + 1 / group_size)
+    return wide if wide >= 2 else (codes + 2 / group_size) / (1 + 2 / group_size)
 
 
 @dataclass(frozen=True, kw_only=True)

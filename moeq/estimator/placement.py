@@ -15,6 +15,7 @@ from moeq.estimator.geometry import ModelGeometry
 class Placement:
     """bits[L', E] (1-16, where 16 is FP16) and hot[L', E] (True on the GPU) of the L' MoE layers of an assignment.
 
+    An expert whose matrices differ in width has a fraction, see `equal_bits`.
     Raises EstimateError for shapes that do not match or bits out of range.
     """
 
@@ -29,13 +30,13 @@ class Placement:
             raise EstimateError(
                 f"bits have shape {width.shape}, hot has {place.shape}", where=where, do="give [layers, experts]"
             )
-        wrong = (width != np.round(width)) | (width < 1) | (width > 16)
+        wrong = ~((width >= 1) & (width <= 16))
         if wrong.any():
             layer, expert = (int(index[0]) for index in np.nonzero(wrong))
             raise EstimateError(
                 f"{width[layer, expert]:g} bits at layer {layer}, expert {expert}",
                 where=where,
-                do="give whole bits from 1 to 16",
+                do="give 1 to 16 bits",
             )
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "bits", width)

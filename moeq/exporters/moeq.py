@@ -1,6 +1,6 @@
 """The native format: a transformers checkpoint directory with packed experts and a placement manifest.
 
-config.json                      the model's own, with quantization_config (method moeq, every expert's width)
+config.json                      the model's own, with quantization_config (method moeq, every expert's width or widths)
 model-0000i-of-0000n.safetensors everything that is not packed, byte for byte as it was (FP8: dequantized)
 experts-layer-NNN.safetensors    one MoE layer's experts at their placed widths
 others-NNN.safetensors           packed modules of a decoder layer outside of its experts, and of no layer, if any
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.assignment import Assignment, ExpertChoice
 from moeq.artifacts.files import building, place, write_in_chunks, write_json
 from moeq.artifacts.manifest import (
     PlacedExpert,
@@ -38,7 +38,7 @@ from moeq.models.source import INDEX, ModelSource, TensorHeader, read_header
 from moeq.models.weights import plain_chunks, plain_header, scale_keys
 from moeq.numerics.packed import PARTS
 from moeq.numerics.packing import NESTED_BITS
-from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD
+from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD, MIXED_VERSION
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
 
@@ -65,8 +65,8 @@ def others_name(number: int) -> str:
 class ExportInputs:
     """What an exporter is given: the source, what to place, and the quantized files of every layer.
 
-    quantizers: who made each replica, {layer: [{bits: method} of every expert]}. others: the packed modules outside of
-    the experts, and other_keys: the tensors on disk that they replace.
+    quantizers: who made each replica, {layer: [{bits, or MIXED: method} of every expert]}. others: the packed modules
+    outside of the experts, and other_keys: the tensors on disk that they replace.
     """
 
     source: ModelSource
@@ -106,14 +106,14 @@ def _quantization(inputs: ExportInputs) -> dict[str, Any]:
     others = {} if inputs.others is None or not inputs.others.modules else {"others": other_widths(inputs.others)}
     return others | {
         "quant_method": METHOD,
-        "format_version": FORMAT_VERSION,
+        "format_version": MIXED_VERSION if inputs.assignment.is_mixed else FORMAT_VERSION,
         "layout": block["name"],
         "layout_version": block["version"],
         "group_size": inputs.assignment.group_size,
         "symmetric": inputs.assignment.symmetric,
         **({"nested": True} if inputs.assignment.nested else {}),
         "experts": {
-            layer.name: widths.tolist() for layer, widths in zip(inputs.layers, inputs.assignment.bits(), strict=True)
+            layer.name: widths for layer, widths in zip(inputs.layers, inputs.assignment.expert_widths(), strict=True)
         },
     }
 
@@ -130,7 +130,7 @@ def other_widths(others: OtherTable) -> dict[str, Any]:
 
 
 def _layout(assignment: Assignment) -> dict[str, Any]:
-    return layout(assignment.group_size, assignment.symmetric, assignment.nested)
+    return layout(assignment.group_size, assignment.symmetric, assignment.nested, assignment.is_mixed)
 
 
 def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
@@ -175,7 +175,7 @@ def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> Placeme
                     bits=choice.bits,
                     importance=choice.importance,
                     replicas=_replicas(
-                        f"{layer.name}.{number}.", choice.bits, keys, headers, inputs.quantizers[layer.name][number]
+                        f"{layer.name}.{number}.", choice, keys, headers, inputs.quantizers[layer.name][number]
                     ),
                 )
             )
@@ -240,19 +240,22 @@ def _expert_prefix(key: str, names: set[str]) -> str | None:
 
 
 def _replicas(
-    prefix: str, bits: int, keys: list[str], headers: dict[str, TensorHeader], made_by: dict[int, str]
+    prefix: str, choice: ExpertChoice, keys: list[str], headers: dict[str, TensorHeader], made_by: dict[int, str]
 ) -> tuple[Replica, ...]:
-    """The placed replica first, then the others by width, those without tensors last; made_by: {bits: method}."""
+    """The placed replica first, then the others by width, those without tensors last; made_by: {bits, or MIXED:
+    method}."""
+    placed = choice.key
     by_width: dict[int, list[str]] = {}
     for key in keys:
         first = key.removeprefix(prefix).split(".")[0]
-        by_width.setdefault(int(first[4:]) if first.startswith("bits") else bits, []).append(key)
+        by_width.setdefault(int(first[4:]) if first.startswith("bits") else placed, []).append(key)
     stored = {
-        width: _stored(width, prefix if width == bits else f"{prefix}bits{width}.", by_width[width], headers)
-        for width in [bits, *sorted(set(by_width) - {bits})]
+        width: _stored(width, prefix if width == placed else f"{prefix}bits{width}.", by_width[width], headers)
+        for width in [placed, *sorted(set(by_width) - {placed})]
     }
-    found = [one.model_copy(update={"placed": width == bits, "quantizer": made_by.get(width)})
+    found = [one.model_copy(update={"placed": width == placed, "quantizer": made_by.get(width)})
              for width, one in stored.items()]  # fmt: skip
+    found[0] = found[0].model_copy(update={"bits": choice.bits, "projections": choice.projections})
     for width in sorted(set(made_by) - set(stored)):
         wide = max(one for one in set(stored) & set(NESTED_BITS) if made_by[one] == made_by[width])
         update = {"bits": width, "leading_bits_of": wide, "quantizer": made_by[width]}

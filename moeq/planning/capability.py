@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moeq.artifacts.assignment import FULL
+from moeq.artifacts.assignment import FULL, Width, matrix_widths
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.packing import SUPPORTED_BITS
 from moeq.pipeline import STAGES
@@ -19,19 +19,23 @@ from moeq.stages.context import Context
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a format is asked to carry: the widths of every layer's experts, and the grid."""
+    """What a format is asked to carry: the widths of every layer's experts or their matrices, and the grid."""
 
     layers: tuple[ExpertLayer, ...]
-    widths: tuple[tuple[int, ...], ...]
+    widths: tuple[tuple[Width, ...], ...]
     group_size: int
     symmetric: bool
     all_replicas: bool
+
+    def used(self) -> set[int]:
+        """All widths that occur."""
+        return {bits for layer in self.widths for one in layer for bits in matrix_widths(one)}
 
 
 def native(asked: Asked) -> str | None:
     """The native format carries any mix of the widths that can be packed, and dense experts."""
     known = {*SUPPORTED_BITS, FULL}
-    foreign = sorted({bits for layer in asked.widths for bits in layer} - known)
+    foreign = sorted(asked.used() - known)
     return f"it packs 1 to 8 bits and 16, not {foreign}" if foreign else None
 
 
@@ -57,7 +61,7 @@ def refusals(context: Context, asked: Asked) -> list[str]:
     reason = "moeq plan has no rule for it" if rule is None else rule(asked)
     if reason is not None:
         found.append(f"export.format {recipe.export.format} cannot carry it: {reason}; choose another format")
-    missing = sorted({bits for layer in asked.widths for bits in layer} - {FULL, *recipe.losses.bits})
+    missing = sorted(asked.used() - {FULL, *recipe.losses.bits})
     if missing:
         found.append(f"assign uses {missing} bits, which losses does not make; add them to losses.bits")
     stride = heldout_stride(recipe.losses.heldout_fraction)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from moeq.artifacts import effects, evaluation, losses, manifest, profile, replicas
-from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.assignment import FULL, MIXED, Assignment, ExpertChoice, Width, width_of
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
@@ -279,7 +279,7 @@ class Disk:
     def _quantize(self) -> dict[str, int]:
         files: dict[str, int] = {}
         for layer, mine in zip(self.sizes.layers, widths(self.sizes, self.recipe.assign, self.recipe), strict=True):
-            key = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name), tuple(mine))
+            key = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name), repr(mine))
             files[layer_name(layer.index)] = self._cached(
                 ("placed", *key),
                 lambda layer=layer, mine=mine: self._placed(layer, mine),  # type: ignore[misc]
@@ -297,12 +297,12 @@ class Disk:
         return files | {quantize.NAME: len(text.encode())} | self.sizes.others.written()
 
     def _made_by(self, layer: int) -> list[dict[str, str]]:
-        """{bits: method} of the replicas of every expert of a layer."""
+        """{bits, or MIXED: method} of the replicas of every expert of a layer."""
         method = methods(self.recipe.assign, self.recipe)[0]
         more = self.recipe.losses.bits if self.recipe.quantize.replicas == "all" else ()
         placed = self._placed_by()
         return [
-            {str(bits): placed if bits == one.bits else method for bits in {one.bits, *more} - {FULL}}
+            {str(bits): placed if bits == one.key else method for bits in {one.key, *more} - {FULL}}
             for one in self.own.layers[layer].experts
         ]
 
@@ -311,25 +311,27 @@ class Disk:
         refined = self.recipe.quantize.refine is not None
         return methods(self.recipe.assign, self.recipe)[0] + (refine.REFINED if refined else "")
 
-    def _placed(self, layer: ExpertLayer, mine: list[int]) -> int:
+    def _placed(self, layer: ExpertLayer, mine: list[Width]) -> int:
         shapes: Shapes = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}
         for expert, bits in enumerate(mine):
             shapes |= self._replica(layer, bits, f"{layer.name}.{expert}")
         return _file(shapes, METADATA)
 
-    def _extra(self, layer: ExpertLayer, mine: list[int]) -> int:
+    def _extra(self, layer: ExpertLayer, mine: list[Width]) -> int:
         shapes: Shapes = {}
-        for expert, bits in enumerate(mine):
+        for expert, one in enumerate(mine):
             section = self.recipe.losses
-            for width in quantize.stored_widths(bits, [*section.bits, FULL], section.nested):
-                if width != bits:
+            placed = one if isinstance(one, int) else MIXED
+            for width in quantize.stored_widths(placed, [*section.bits, FULL], section.nested):
+                if width != placed:
                     shapes |= self._replica(layer, width, f"{layer.name}.{expert}.bits{width}")
         return _file(shapes, METADATA)
 
-    def _replica(self, layer: ExpertLayer, bits: int, prefix: str) -> Shapes:
+    def _replica(self, layer: ExpertLayer, own: Width, prefix: str) -> Shapes:
         section = self.recipe.losses
         shapes: Shapes = {}
         for projection in layer.projections:
+            bits = width_of(own, projection)
             if layer.biased:
                 shapes[f"{prefix}.{projection}.bias"] = (self.sizes.source_dtype, (layer.shape(projection)[0],))
             if bits == FULL:
@@ -361,7 +363,7 @@ class Disk:
         files[INDEX] = len(index.encode())
         experts_block = {layer.name: list(mine) for layer, mine in zip(
             self.sizes.layers, widths(self.sizes, self.recipe.assign, self.recipe), strict=True)}  # fmt: skip
-        block = manifest.layout(self.own.group_size, self.own.symmetric, self.own.nested)
+        block = manifest.layout(self.own.group_size, self.own.symmetric, self.own.nested, self.own.is_mixed)
         quantization = {
             "quant_method": "moeq", "format_version": 1, "layout": block["name"], "layout_version": block["version"],
             "group_size": self.own.group_size, "symmetric": self.own.symmetric, "experts": experts_block,
@@ -396,7 +398,7 @@ class Disk:
                     tier=choice.tier,
                     bits=choice.bits,
                     importance=choice.importance,
-                    replicas=tuple(self._stamped(layer, number, choice.bits)),
+                    replicas=tuple(self._stamped(layer, number, choice)),
                 )
                 for number, choice in enumerate(choices.experts)
             )
@@ -430,7 +432,7 @@ class Disk:
             return manifest.PlacementManifest(
                 model=self.stamp,
                 assignment=self.own.model_dump(mode="json", include={"name", "method", "parameters"}),
-                layout=manifest.layout(self.own.group_size, self.own.symmetric, self.own.nested),
+                layout=manifest.layout(self.own.group_size, self.own.symmetric, self.own.nested, self.own.is_mixed),
                 layers=tuple(some),
                 others=modules,
                 totals=totals,
@@ -452,27 +454,29 @@ class Disk:
             CARD: len(model_card.render(make(layers), self.context.source.config, figures).encode()),
         }
 
-    def _stamped(self, layer: ExpertLayer, number: int, bits: int) -> list[manifest.Replica]:
+    def _stamped(self, layer: ExpertLayer, number: int, choice: ExpertChoice) -> list[manifest.Replica]:
         """Replicas of one expert as the manifest names them."""
         others = (*self.recipe.losses.bits, FULL) if self.recipe.quantize.replicas == "all" else ()
         found = []
-        for width in [bits, *(other for other in others if other != bits)]:
-            prefix = f"{layer.name}.{number}." if width == bits else f"{layer.name}.{number}.bits{width}."
-            shapes = self._replica(layer, width, prefix.rstrip("."))
+        for width in [choice.key, *(other for other in others if other != choice.key)]:
+            placed = width == choice.key
+            prefix = f"{layer.name}.{number}." if placed else f"{layer.name}.{number}.bits{width}."
+            shapes = self._replica(layer, choice.widths if placed else width, prefix.rstrip("."))
             tensors = tuple(
                 manifest.TensorStamp(name=name.removeprefix(prefix), dtype=dtype_name(dtype), shape=shape)
                 for name, (dtype, shape) in shapes.items()
             )
             found.append(
                 manifest.Replica(
-                    bits=width,
-                    placed=width == bits,
+                    bits=choice.bits if placed else width,
+                    projections=choice.projections if placed else None,
+                    placed=placed,
                     quantizer=None
                     if width == FULL
                     else self._placed_by()
-                    if width == bits
+                    if placed
                     else methods(self.recipe.assign, self.recipe)[0],
-                    file=layer_name(layer.index) if width == bits else extra_name(layer.index),
+                    file=layer_name(layer.index) if placed else extra_name(layer.index),
                     key_prefix=prefix,
                     tensors=tensors,
                     bytes=sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in shapes.values()),

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 
-from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssignment
+from moeq.artifacts.assignment import (
+    FULL,
+    Assignment,
+    ExpertChoice,
+    LayerAssignment,
+    Width,
+    join_widths,
+    matrix_widths,
+)
 from moeq.assigners.prefix_split import candidates, increments
 from moeq.models.experts import ExpertLayer
-from moeq.numerics.packed import packed_bytes
 from moeq.planning.sizes import ModelSizes
 from moeq.recipe import BEST, AssignSection, Recipe
+from moeq.stages import assign
 
 TYPICAL = 0.1234567890123456  # stands for a figure of full length
 
@@ -21,18 +30,13 @@ def methods(section: AssignSection, recipe: Recipe) -> tuple[str, ...]:
     return tuple(recipe.losses.methods) if section.quantizer == BEST else (section.quantizer,)
 
 
-def expert_bytes(layer: ExpertLayer, bits: int, recipe: Recipe, full: int) -> int:
+def expert_bytes(layer: ExpertLayer, bits: Width, recipe: Recipe, full: int) -> int:
     """Stored bytes of one expert, biases included; `full`: bytes of one weight at 16 bits."""
-    biases = layer.biases_per_expert * full
-    if bits == FULL:
-        return layer.parameters_per_expert * full + biases
     section = recipe.losses
-    shapes = (layer.shape(projection) for projection in layer.projections)
-    group, symmetric, nested = section.group_size, section.symmetric, section.nested
-    return biases + sum(packed_bytes(*shape, bits, group, symmetric, nested) for shape in shapes)
+    return assign.bytes_of(layer, bits, section.group_size, section.symmetric, full, section.nested)
 
 
-def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[list[int]]:
+def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[list[Width]]:
     """Widths of every layer's experts, those on the GPU first, as the section will choose them.
 
     Which expert gets which is not known yet. prefix-split may choose among several cuts of the same number of bits; the
@@ -40,7 +44,7 @@ def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[li
     budget as the losses say, a mix that spends it stands here; of those without one, the widest width that they take.
     """
     full = sizes.source_dtype.itemsize
-    chosen: list[list[int]]
+    chosen: Sequence[Sequence[Width]]
     cold = [layer.num_experts - section.gpu_experts for layer in sizes.layers]
     if section.method == "uniform" and section.bits is not None:
         chosen = [[section.bits] * count for count in cold]
@@ -56,39 +60,79 @@ def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[li
             chosen = [[int(average)] * count for count in cold]
     else:
         chosen = _fullest(sizes, section, recipe, cold)
-    return [[FULL] * section.gpu_experts + mine for mine in chosen]
+    return [[*[FULL] * section.gpu_experts, *mine] for mine in chosen]
 
 
-def _fullest(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: list[int]) -> list[list[int]]:
+def _fullest(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: list[int]) -> list[list[Width]]:
     """Widths of as many bytes as a section's budget allows: from the first layer on, the widest that leaves enough for
-    the narrowest after it. Without a budget, the widest that the method takes for all.
+    the narrowest after it; where matrices have their own, from the first projection on. Without a budget, the widest
+    that the method takes for all.
     """
-    full = sizes.source_dtype.itemsize
     named = sorted(section.named_widths())
     known = named if named or section.method == "mopeq" else sorted(recipe.losses.bits)
     known += [FULL] if FULL in (section.widths or ()) else []
-    cost = [{bits: expert_bytes(layer, bits, recipe, full) for bits in known} for layer in sizes.layers]
-    if section.average_bits is not None:
-        left = int(Fraction(section.average_bits) * sum(cold))
-        cost = [{bits: bits for bits in known} for _ in sizes.layers]
-    elif section.expert_bytes is not None or section.size is not None:
-        left = section.expert_bytes if section.expert_bytes is not None else section.size or 0
-        if section.size is not None:
-            left -= sizes.disk - sizes.experts_disk - sizes.others.disk + sizes.others.packed
-        hot = [layer.num_experts - count for layer, count in zip(sizes.layers, cold, strict=True)]
-        left -= sum(n * expert_bytes(layer, FULL, recipe, full) for n, layer in zip(hot, sizes.layers, strict=True))
-    else:
+    left = _budget(sizes, section, recipe, cold)
+    if left is None:
         return [[max(known)] * count for count in cold]
-    left -= sum(min(costs.values()) * count for costs, count in zip(cost, cold, strict=True))
+    in_bits = section.average_bits is not None
+    if section.granularity != "projection":
+        costs = [
+            {
+                bits: bits if in_bits else expert_bytes(layer, bits, recipe, sizes.source_dtype.itemsize)
+                for bits in known
+            }
+            for layer in sizes.layers
+        ]
+        found = iter(_spend([one for one, count in zip(costs, cold, strict=True) for _ in range(count)], left))
+        return [[next(found) for _ in range(count)] for count in cold]
+    chosen: list[list[dict[str, int]]] = [[{} for _ in range(count)] for count in cold]
+    places = [
+        (layer.projections[index], layer, chosen[layer.index][expert])
+        for index in range(max(len(layer.projections) for layer in sizes.layers))
+        for layer, count in zip(sizes.layers, cold, strict=True)
+        if index < len(layer.projections)
+        for expert in range(count)
+    ]
+    items = [_matrix_costs(layer, name, known, sizes, recipe, in_bits) for name, layer, _ in places]
+    for (name, _, own), bits in zip(places, _spend(items, left), strict=True):
+        own[name] = bits
+    return [[join_widths(one) for one in mine] for mine in chosen]
+
+
+def _matrix_costs(
+    layer: ExpertLayer, projection: str, known: list[int], sizes: ModelSizes, recipe: Recipe, in_bits: bool
+) -> dict[int, Fraction | int]:
+    """{width: cost} of one matrix: its bytes, or its share of the bits of its expert's weights."""
+    if in_bits:
+        return {bits: Fraction(bits, len(layer.projections)) for bits in known}
+    section, full = recipe.losses, sizes.source_dtype.itemsize
+    grid = (section.group_size, section.symmetric, full, section.nested)
+    return {bits: assign.matrix_bytes(layer, projection, bits, *grid) for bits in known}
+
+
+def _budget(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: list[int]) -> Fraction | int | None:
+    """What the experts that are decided may cost, in bits of a weight or in bytes; None without a budget."""
+    if section.average_bits is not None:
+        return Fraction(section.average_bits) * sum(cold)
+    whole = section.expert_bytes if section.expert_bytes is not None else section.size
+    if whole is None:
+        return None
+    if section.size is not None:
+        whole -= sizes.disk - sizes.experts_disk - sizes.others.disk + sizes.others.packed
+    full = sizes.source_dtype.itemsize
+    hot = [layer.num_experts - count for layer, count in zip(sizes.layers, cold, strict=True)]
+    return whole - sum(n * expert_bytes(layer, FULL, recipe, full) for n, layer in zip(hot, sizes.layers, strict=True))
+
+
+def _spend(items: Sequence[Mapping[int, Fraction | int]], budget: Fraction | int) -> list[int]:
+    """Widths of items in order, {width: cost} each: the widest that leaves enough for the cheapest after it."""
+    left = budget - sum(min(costs.values()) for costs in items)
     chosen = []
-    for costs, count in zip(cost, cold, strict=True):
-        mine = []
-        for _ in range(count):
-            least = min(costs.values())
-            bits = max((bits for bits in known if costs[bits] - least <= max(left, 0)), default=known[0])
-            left -= costs[bits] - least
-            mine.append(bits)
-        chosen.append(mine)
+    for costs in items:
+        least = min(costs.values())
+        bits = max((bits for bits in costs if costs[bits] - least <= max(left, 0)), default=next(iter(costs)))
+        left -= costs[bits] - least
+        chosen.append(bits)
     return chosen
 
 
@@ -121,11 +165,12 @@ def stand_in(sizes: ModelSizes, section: AssignSection, recipe: Recipe, name: st
         experts = tuple(
             ExpertChoice(
                 tier="gpu" if index < hot else "ndp",
-                bits=bits,
-                quantizer=None if bits == FULL else methods(section, recipe)[0],
+                bits=max(matrix_widths(one)),
+                projections=None if isinstance(one, int) else dict(one),
+                quantizer=None if one == FULL else methods(section, recipe)[0],
                 importance=TYPICAL,
             )
-            for index, bits in enumerate(mine)
+            for index, one in enumerate(mine)
         )
         layers.append(LayerAssignment(name=layer.name, experts=experts))
     return Assignment(

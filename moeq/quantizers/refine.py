@@ -17,7 +17,14 @@ from moeq.numerics.gptq import Quantized
 from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import Training
-from moeq.quantizers.signround_layer import FULL, LayerTokens, WidthCodes, add_output, sign_round_layer
+from moeq.quantizers.signround_layer import (
+    LayerTokens,
+    WidthCodes,
+    Widths,
+    add_output,
+    quantized_widths,
+    sign_round_layer,
+)
 from moeq.quantizers.trained_grid import join
 from moeq.recipe import RefineSection
 
@@ -32,7 +39,8 @@ class LayerJob:
     """One layer: what its experts are given, and what they are.
 
     behind: [T, H] what its output should be more than exact experts make it (None: nothing); weights: {projection: [E,
-    rows, inputs]} and biases {projection: [E, rows]}, exact; bits: of every expert, 16 for one that stays as it is.
+    rows, inputs]} and biases {projection: [E, rows]}, exact; bits: of every expert, or of each of its matrices, 16 for
+    one that stays as it is.
     """
 
     inputs: LayerInputs
@@ -40,7 +48,7 @@ class LayerJob:
     weights: dict[str, Tensor]
     biases: dict[str, Tensor]
     math: ExpertMath
-    bits: tuple[int, ...]
+    bits: tuple[Widths, ...]
     group_size: int
     symmetric: bool
 
@@ -73,11 +81,11 @@ def refine_layer(
         group_size=job.group_size,
         symmetric=job.symmetric,
         training=Training(iterations=section.iterations, batch_rows=BATCH_ROWS, working_memory=memory),
-        start=[_codes(start, job.bits, width, device) for width in sorted(set(job.bits) - {FULL})],
+        start=[_codes(start, job.bits, width, device) for width in quantized_widths(job.bits)],
     )
     packed: dict[int, dict[str, PackedWeight]] = {}
     for part in found:
-        stacks = {name: PackedWeight.of(codes, part.bits, job.symmetric) for name, codes in part.matrices.items()}
+        stacks = {name: PackedWeight.of(codes, codes.bits[0], job.symmetric) for name, codes in part.matrices.items()}
         for place, expert in enumerate(part.experts):
             packed[expert] = {name: _one(stack, place) for name, stack in stacks.items()}
     return dict(sorted(packed.items()))
@@ -87,8 +95,8 @@ def _one(stack: PackedWeight, place: int) -> PackedWeight:
     return stack.map(lambda part: part[place].cpu().clone())
 
 
-def _codes(start: Mapping[int, Packed], bits: tuple[int, ...], width: int, device: torch.device) -> WidthCodes:
-    """The experts of one width, unpacked and stacked."""
+def _codes(start: Mapping[int, Packed], bits: tuple[Widths, ...], width: Widths, device: torch.device) -> WidthCodes:
+    """The experts of one width, or of the same widths, unpacked and stacked."""
     experts = tuple(expert for expert, own in enumerate(bits) if own == width)
     names = start[experts[0]]
 

@@ -10,7 +10,7 @@ output rows, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from moeq.quantizers.training_rows import SEED_STRIDE, Deck, evenly
 CHECK_TOKENS = 2048
 BLOCK_ROWS = 4096  # of an expert at once outside of training
 FULL = 16  # the width of an expert that stays as it is
+Widths = int | tuple[int, ...]  # of an expert: one of all its matrices, or one of each, in the order of `weights`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,9 @@ class LayerTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class WidthCodes:
-    """The experts of one width, in ascending order, and {projection: codes [E, 1, N, K]} of them."""
+    """The experts of one width, or of the same widths, in ascending order, and {projection: codes [E, 1, N, K]}."""
 
-    bits: int
+    bits: Widths
     experts: tuple[int, ...]
     matrices: dict[str, Quantized]
 
@@ -84,7 +85,7 @@ class _Run:
         self,
         layer: _Layer,
         experts: list[int],
-        bits: Sequence[int],
+        bits: Sequence[Widths],
         left: Tensor,
         start: Sequence[WidthCodes],
         symmetric: bool,
@@ -92,7 +93,7 @@ class _Run:
     ) -> None:
         """left: [T, H] what the outputs should be more than exact experts make them."""
         self.layer, self.training, self.left = layer, training, left
-        self.experts = sorted(experts, key=lambda expert: (bits[expert], expert))
+        self.experts = sorted(experts, key=lambda expert: (rising(bits[expert]), expert))
         self.active = (
             torch.isin(layer.tokens.experts, torch.tensor(experts).to(left.device)).any(1).nonzero().squeeze(1)
         )
@@ -101,16 +102,18 @@ class _Run:
             for rows, scale in self._blocks(expert):
                 self.target.index_add_(0, rows, layer.exact(expert, rows, scale))
         self.grids: list[dict[str, TrainedGrid]] = []  # width by width, as `experts` are
-        for part in sorted(start, key=lambda part: part.bits):
+        for part in sorted(start, key=lambda part: rising(part.bits)):
             chosen = [expert for expert in self.experts if bits[expert] == part.bits]
             places = [part.experts.index(expert) for expert in chosen]
             if chosen:
                 self.grids.append(
                     {
                         name: TrainedGrid(
-                            stack[chosen].float(), select(part.matrices[name], places), part.bits, symmetric
+                            stack[chosen].float(), select(part.matrices[name], places), bits_of, symmetric
                         )
-                        for name, stack in layer.weights.items()
+                        for (name, stack), bits_of in zip(
+                            layer.weights.items(), of_each(part.bits, layer.weights), strict=True
+                        )
                     }
                 )
         self.deck = Deck(len(self.active), training.seed * SEED_STRIDE + experts[0])
@@ -199,7 +202,7 @@ def sign_round_layer(
     biases: dict[str, Tensor],
     math: ExpertMath,
     *,
-    bits: Sequence[int],
+    bits: Sequence[Widths],
     group_size: int,
     symmetric: bool = False,
     training: Training | None = None,
@@ -207,8 +210,9 @@ def sign_round_layer(
 ) -> list[WidthCodes]:
     """Codes and grids of a layer's experts, each at its own width, width by width in ascending order.
 
-    weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which stay as they are; bits: of every expert, 16
-    for one that is not quantized; start: the codes to begin with, as they are returned (None: rounding to nearest).
+    weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which stay as they are; bits: of every expert, or of
+    each of its matrices, 16 for one that is not quantized; start: the codes to begin with, as they are returned (None:
+    rounding to nearest).
     Training.batch_rows is the mean over experts; lend is not used: an expert without tokens keeps its start. As many
     experts as fit into the working memory are trained at once; the next ones then answer for what these get wrong. On
     evenly spaced tokens the output's mean squared error is never above the start's. Raises ValueError for a start of
@@ -225,7 +229,7 @@ def sign_round_layer(
         rows=[_rows(tokens, expert) for expert in range(len(bits))],
     )
     left = torch.zeros_like(tokens.hidden) if tokens.correction is None else tokens.correction.float().clone()
-    found: dict[int, list[tuple[int, dict[str, State]]]] = {width: [] for width in sorted(set(bits) - {FULL})}
+    found: dict[Widths, list[tuple[int, dict[str, State]]]] = {width: [] for width in quantized_widths(bits)}
     for chunk in _chunks(layer, bits, training):
         run = _Run(layer, chunk, bits, left, start, symmetric, training)
         states = run.train()
@@ -235,10 +239,25 @@ def sign_round_layer(
     return [_codes(width, own, group_size) for width, own in found.items()]
 
 
-def _rounded(weights: dict[str, Tensor], bits: Sequence[int], group_size: int, symmetric: bool) -> list[WidthCodes]:
+def rising(widths: Widths) -> tuple[int, ...]:
+    """What experts are ordered by."""
+    return (widths,) if isinstance(widths, int) else widths
+
+
+def quantized_widths(bits: Sequence[Widths]) -> list[Widths]:
+    """The widths of the experts that are quantized, rising."""
+    return sorted(set(bits) - {FULL}, key=rising)
+
+
+def of_each(widths: Widths, names: Collection[str]) -> tuple[int, ...]:
+    """The width of each of an expert's matrices."""
+    return (widths,) * len(names) if isinstance(widths, int) else widths
+
+
+def _rounded(weights: dict[str, Tensor], bits: Sequence[Widths], group_size: int, symmetric: bool) -> list[WidthCodes]:
     """Every expert rounded to nearest."""
     found = []
-    for width in sorted(set(bits) - {FULL}):
+    for width in quantized_widths(bits):
         experts = [expert for expert, own in enumerate(bits) if own == width]
         found.append(
             WidthCodes(
@@ -246,21 +265,22 @@ def _rounded(weights: dict[str, Tensor], bits: Sequence[int], group_size: int, s
                 experts=tuple(experts),
                 matrices={
                     name: gptq.quantize(
-                        stack[experts].float(), None, bits=[width], group_size=group_size, symmetric=symmetric
+                        stack[experts].float(), None, bits=[own], group_size=group_size, symmetric=symmetric
                     )
-                    for name, stack in weights.items()
+                    for (name, stack), own in zip(weights.items(), of_each(width, weights), strict=True)
                 },
             )
         )
     return found
 
 
-def _check_start(start: Sequence[WidthCodes], bits: Sequence[int], group_size: int) -> None:
+def _check_start(start: Sequence[WidthCodes], bits: Sequence[Widths], group_size: int) -> None:
     there = {expert: part.bits for part in start for expert in part.experts}
     if there != {expert: width for expert, width in enumerate(bits) if width != FULL}:
         raise ValueError("the start is of other experts or widths")
     for part in start:
-        check_start(part.matrices, [part.bits], group_size)
+        for (name, codes), own in zip(part.matrices.items(), of_each(part.bits, part.matrices), strict=True):
+            check_start({name: codes}, [own], group_size)
 
 
 def add_output(
@@ -280,13 +300,14 @@ def add_output(
         total.index_add_(0, some, layer.output(expert, some, own, matrices), alpha=factor)
 
 
-def _codes(width: int, found: list[tuple[int, dict[str, State]]], group_size: int) -> WidthCodes:
+def _codes(width: Widths, found: list[tuple[int, dict[str, State]]], group_size: int) -> WidthCodes:
     names = found[0][1]
     return WidthCodes(
         bits=width,
         experts=tuple(expert for expert, _ in found),
         matrices={
-            name: join([quantized([states[name]], (width,), group_size) for _, states in found]) for name in names
+            name: join([quantized([states[name]], (own,), group_size) for _, states in found])
+            for name, own in zip(names, of_each(width, names), strict=True)
         },
     )
 
@@ -297,7 +318,7 @@ def _rows(tokens: LayerTokens, expert: int) -> tuple[Tensor, Tensor]:
     return rows, (tokens.weights * chosen).sum(1)[rows].float()
 
 
-def _chunks(layer: _Layer, bits: Sequence[int], training: Training) -> Iterator[list[int]]:
+def _chunks(layer: _Layer, bits: Sequence[Widths], training: Training) -> Iterator[list[int]]:
     """Experts to be quantized, as many at once as the working memory allows."""
     each = sum(stack[0].numel() for stack in layer.weights.values()) * WEIGHT_BYTES
     step = max(1, training.working_memory // each)

@@ -10,16 +10,18 @@ import numpy as np
 import pyarrow.compute
 from numpy.typing import NDArray
 
+from moeq.artifacts.assignment import Assignment, width_of
 from moeq.artifacts.losses import WHOLE, LossTable
 from moeq.artifacts.profile import ExpertProfile
 from moeq.reporting import formats
 from moeq.reporting.charts import Band, loss_chart, similarity_chart, width_chart
-from moeq.reporting.html import Raw, Section, element, figure, items, paragraph, table
+from moeq.reporting.html import Raw, Section, details, element, figure, items, paragraph, table
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.maps import log_map, share_map, width_map
 
 MAP_BITS = 2  # the width whose losses are mapped, where the table has it
 MOST_NAMED = 12
+MOST_LISTED = 600  # experts whose matrices are listed one by one
 FALLBACKS = {
     "borrowed_hessian": "too few calibration tokens, so part of the layer's Hessian stood in",
     "left_out_tokens": "some of the layer's tokens were left out, since their activations are not finite",
@@ -183,30 +185,70 @@ def _once(found: LossTable, method: str) -> list[dict[str, Any]]:
 
 def bits(inputs: ReportInputs) -> Section:
     """Which expert got which width, and where it lives."""
-    widths, hot = inputs.assignment.bits(), inputs.assignment.hot()
-    counts = Counter(int(bits) for row in widths for bits in row)
-    by_bits = {width: counts[width] for width in sorted(counts)}
-    total, on_gpu = sum(counts.values()), int(sum(row.sum() for row in hot))
+    assignment = inputs.assignment
+    widths, hot = assignment.mean_bits(), assignment.hot()
+    by_bits = _counts(assignment)
+    what = "matrices" if assignment.is_mixed else "experts"
+    total, on_gpu = sum(map(len, hot)), int(sum(row.sum() for row in hot))
     text = ", ".join(f"{count:,} at {width}" for width, count in by_bits.items())
-    drawing = width_map("bit-map", f"Map of bits, {_size(widths)}: {text}.", widths, hot)
-    bars = width_chart("widths", f"Bar chart of experts by bits: {text}.", by_bits)
+    drawing = width_map("bit-map", f"Map of bits, {_size(widths)}; {what}: {text}.", widths, hot, assignment.widths())
+    bars = width_chart("widths", f"Bar chart of {what} by bits: {text}.", by_bits)
     where = (
         f"{on_gpu:,} of {total:,} experts are placed on the GPU (outlined)."
         if on_gpu
         else "No expert is placed on the GPU."
     )
+    given = "the mean of its matrices' bits" if assignment.is_mixed else "the bits it was given"
     figures = [
-        figure(drawing, f"Each cell is one expert and the bits it was given; 16 means left as it was. {where}"),
-        figure(bars, "How many experts got each width: one bar would be a uniform assignment."),
+        figure(drawing, f"Each cell is one expert and {given}; 16 means left as it was. {where}"),
+        figure(bars, f"How many {what} got each width: one bar would be a uniform assignment."),
     ]
-    average = inputs.assignment.average_bits()
+    average = assignment.average_bits()
     mean = formats.bits(None if average is None else float(average))
-    lead = f"{inputs.assignment.name}: {inputs.assignment.method}, {mean} bits on average, codes only."
+    lead = f"{assignment.name}: {assignment.method}, {mean} bits on average, codes only."
     return Section(
         anchor="bits",
         title="Bits of every expert",
-        parts=[paragraph(lead, kind="lead"), element("div", *figures, class_="figures")],
+        parts=[paragraph(lead, kind="lead"), element("div", *figures, class_="figures"), *_matrices(assignment)],
     )
+
+
+def _projections(assignment: Assignment) -> list[str]:
+    """The matrices of an expert, where those of some expert differ in width."""
+    choices = (choice for layer in assignment.layers for choice in layer.experts)
+    return next((list(choice.projections) for choice in choices if choice.projections is not None), [])
+
+
+def _counts(assignment: Assignment) -> dict[int, int]:
+    """{width: number of experts}, or of matrices where those of some expert differ."""
+    names = _projections(assignment)
+    flat = [one for layer in assignment.expert_widths() for one in layer]
+    counts = Counter(width_of(one, name) for one in flat for name in names or [""])
+    return {width: counts[width] for width in sorted(counts)}
+
+
+def _matrices(assignment: Assignment) -> list[Raw]:
+    """Where the matrices of some expert differ in width: how many of each have which, and of every expert."""
+    names, flat = _projections(assignment), assignment.expert_widths()
+    if not names:
+        return []
+    known = assignment.widths()
+    rows = []
+    for name in names:
+        mine = [width_of(one, name) for layer in flat for one in layer]
+        mean = formats.bits(sum(mine) / len(mine))
+        rows.append((name, *(f"{mine.count(width):,}" for width in known), mean))
+    head = ("matrix", *(formats.count(width, "bit") for width in known), "mean")
+    found = [table("How many experts have which width for each of their matrices.", head, rows)]
+    if sum(map(len, flat)) <= MOST_LISTED:
+        every = [
+            (f"layer {index}, expert {expert}", *(str(width_of(one, name)) for name in names))
+            for index, layer in enumerate(flat)
+            for expert, one in enumerate(layer)
+        ]
+        listed = table("Bits of every matrix of every expert.", ("expert", *names), every)
+        found.append(details("every expert", listed))
+    return found
 
 
 def _size(rows: Sequence[np.ndarray]) -> str:

@@ -21,7 +21,7 @@ SHARE_MAP, LOSS_MAP = "viridis", "plasma"
 ABSENT = (0.55, 0.58, 0.62, 1.0)  # no figure for this expert: grey, which no colour map here holds
 OUTLINE = (1.0, 0.45, 0.0, 1.0)
 WIDTHS = {1: "#fde725", 2: "#7ad151", 3: "#22a884", 4: "#2a788e", 8: "#414487", 16: "#440154"}  # viridis backwards
-DARK_WIDTHS = (4, 8, 16)  # cells on which text is white
+DARK_WIDTH = 3.5  # from which on text in cells is white
 MOST_TEXTS = 600
 LEFT, BELOW, ABOVE, RIGHT = 40, 84, 8, 16  # points around the map
 LEGEND_WIDTH, SMALLEST_WIDTH = 200, 372
@@ -81,15 +81,20 @@ def log_map(name: str, label: str, rows: Sequence[np.ndarray], quantity: str) ->
     return _map(name, label, colours, values, lambda figure: _bar(figure, LOSS_MAP, quantity, ticks))
 
 
-def width_map(name: str, label: str, bits: Sequence[np.ndarray], hot: Sequence[np.ndarray]) -> Drawing:
-    """Widths in the colours of `WIDTHS`; experts on the GPU are outlined; widths are written where there is room."""
+def width_map(
+    name: str, label: str, bits: Sequence[np.ndarray], hot: Sequence[np.ndarray], present: Sequence[int] = ()
+) -> Drawing:
+    """Widths in the colours of `WIDTHS`, means of several in one between; widths are written where there is room.
+
+    Experts on the GPU are outlined. present: the widths of the legend; none: those of the experts.
+    """
     from matplotlib.colors import to_rgba
 
     values, outlined = stack(bits), stack(hot) == 1
-    colours = np.zeros((*values.shape, 4))
-    for width, colour in WIDTHS.items():
-        colours[values == width] = to_rgba(colour)
-    present = sorted({int(width) for row in bits for width in row})
+    known = np.array([to_rgba(colour) for colour in WIDTHS.values()])
+    colours = np.stack([np.interp(np.nan_to_num(values), list(WIDTHS), channel) for channel in known.T], -1)
+    colours[np.isnan(values)] = 0
+    present = present or sorted({int(width) for row in bits for width in row})
     entries = _entries(present, bool(outlined.any()))
     room = sum(_swatch_width(entry[2]) for entry in entries)
     return _map(name, label, colours, values, lambda figure: _swatches(figure, entries), room, outlined, True)
@@ -167,8 +172,9 @@ def ticks(count: int, cell: float, room: float) -> list[int]:
 def _write_cells(plane: Any, values: NDArray[np.float64]) -> None:
     for (layer, expert), value in np.ndenumerate(values):
         if np.isfinite(value):
-            colour = "white" if value in DARK_WIDTHS else "black"
-            plane.text(expert, layer, f"{value:.0f}", ha="center", va="center_baseline", color=colour)
+            colour = "white" if value >= DARK_WIDTH else "black"
+            text = f"{value:.0f}" if value == round(value) else f"{value:.1f}"
+            plane.text(expert, layer, text, ha="center", va="center_baseline", color=colour)
 
 
 def _bar(figure: Any, colour_map: str, quantity: str, marks: list[tuple[float, str]]) -> None:

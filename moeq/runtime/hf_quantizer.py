@@ -5,7 +5,7 @@ Importing this module registers the method `moeq`; `import moeq` arranges that (
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,26 +16,28 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moeq.errors import ArtifactError
-from moeq.models.experts import find_expert_layers
+from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
 from moeq.runtime.packed_experts import PACKED, PackedExperts
 from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules
 
 METHOD = "moeq"
 FORMAT_VERSION = 1
+MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width
 
 
 @register_quantization_config(METHOD)
 class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of config.json: the width of every expert of every layer, and the grid.
 
-    experts: {module path: [bits of expert 0, 1, ...]}, 16 meaning dense; others: packed modules outside of the experts,
+    experts: {module path: [bits of expert 0, 1, ...]}, 16 meaning dense, and {projection: bits} for an expert whose
+    matrices differ (format version 2); others: packed modules outside of the experts,
     with a grid of their own (see OtherWidths), absent where there are none.
     """
 
     def __init__(
         self,
-        experts: dict[str, list[int]] | None = None,
+        experts: dict[str, list[int | dict[str, int]]] | None = None,
         group_size: int = 128,
         symmetric: bool = False,
         nested: bool = False,
@@ -46,10 +48,11 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         version = NESTED_VERSION if nested else LAYOUT_VERSION
-        if (format_version, layout, layout_version) != (FORMAT_VERSION, LAYOUT, version):
+        known = format_version in (FORMAT_VERSION, MIXED_VERSION)
+        if not known or (layout, layout_version) != (LAYOUT, version):
             raise ArtifactError(
                 f"checkpoint format {format_version}, layout {layout} {layout_version}; "
-                f"this moeq reads {FORMAT_VERSION}, {LAYOUT} {version}",
+                f"this moeq reads {FORMAT_VERSION} and {MIXED_VERSION}, {LAYOUT} {version}",
                 where="config.json",
                 do="install the moeq that wrote it, or export again",
             )
@@ -95,6 +98,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
                     where=f"config.json, {name}",
                     do="export the checkpoint again",
                 )
+            _check_projections(layer, config.experts[name])
             original: Any = model.get_submodule(name)
             with torch.device("meta"):
                 packed = PACKED[layer.kind.name](
@@ -136,6 +140,17 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _check_projections(layer: ExpertLayer, experts: Sequence[int | dict[str, int]]) -> None:
+    """ArtifactError for an expert whose widths are not those of its matrices."""
+    for expert, widths in enumerate(experts):
+        if not isinstance(widths, int) and set(widths) != set(layer.projections):
+            raise ArtifactError(
+                f"expert {expert} has widths of {', '.join(widths)}, not of {', '.join(layer.projections)}",
+                where=f"config.json, {layer.name}",
+                do="export the checkpoint again",
+            )
 
 
 def _makes(targets: list[str], stacks: tuple[str, ...]) -> bool:

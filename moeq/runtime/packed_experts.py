@@ -1,4 +1,4 @@
-"""The experts module of a packed checkpoint: every expert in its own width, dequantized as it is used.
+"""The experts module of a packed checkpoint: every expert in its own width or widths, dequantized as it is used.
 
 Stands in for a family's experts module and is called as that one is. State: `{expert}.{projection}.` codes, scales and
 zeros for packed experts, dense for those left as in the checkpoint, bias where the family has biases; and a guard under
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moeq.artifacts.assignment import FULL, Width, width_of
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
 from moeq.numerics.packed import PackedWeight, packed_shapes
 from moeq.numerics.packing import NESTED_BITS
 
-FULL = 16
 GUARD_DTYPE = torch.float16
 
 
@@ -86,12 +86,12 @@ class PackedLinear(nn.Module):
 
 
 class PackedExpert(nn.Module):
-    """One expert: its matrices, all of the same width."""
+    """One expert: its matrices, all of the same width, or {projection: bits}."""
 
     def __init__(
         self,
         layer: ExpertLayer,
-        bits: int,
+        bits: Width,
         group_size: int,
         symmetric: bool,
         dtype: torch.dtype,
@@ -99,7 +99,8 @@ class PackedExpert(nn.Module):
     ) -> None:
         super().__init__()
         for projection in layer.projections:
-            linear = PackedLinear(*layer.shape(projection), bits, group_size, symmetric, dtype, layer.biased, nested)
+            width = width_of(bits, projection)
+            linear = PackedLinear(*layer.shape(projection), width, group_size, symmetric, dtype, layer.biased, nested)
             self.add_module(projection, linear)
 
     def run(self, rows: Tensor, math: ExpertMath) -> Tensor:
@@ -111,7 +112,7 @@ class PackedExpert(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """All experts of one layer, each in its own width; called with hidden [T, H], indices and weights [T, k].
+    """All experts of one layer, each in its own width or widths; called with hidden [T, H], indices and weights [T, k].
 
     What of the original module is not an expert's weight (a norm, a router) is taken over under its name.
     """
@@ -119,7 +120,7 @@ class PackedExperts(nn.Module):
     def __init__(
         self,
         layer: ExpertLayer,
-        bits: Sequence[int],
+        bits: Sequence[Width],
         *,
         group_size: int,
         symmetric: bool,

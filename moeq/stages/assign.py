@@ -14,7 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from moeq.artifacts.assignment import FULL, Assignment, read_assignment, write_assignment
+from moeq.artifacts.assignment import (
+    FULL,
+    Assignment,
+    ExpertChoice,
+    Width,
+    count_matrices,
+    count_widths,
+    matrix_widths,
+    read_assignment,
+    width_of,
+    write_assignment,
+)
 from moeq.artifacts.files import make_directory, write_atomically, write_json, write_text
 from moeq.assigners import assign, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
@@ -105,6 +116,13 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
         bytes=tuple(
             {bits: bytes_of(layer, bits, *grid, size, section.nested) for bits in widths} for layer in context.layers
         ),
+        matrix_bytes=tuple(
+            {
+                name: {bits: matrix_bytes(layer, name, bits, *grid, size, section.nested) for bits in widths}
+                for name in layer.projections
+            }
+            for layer in context.layers
+        ),
         other_bytes=other_bytes(context),
         traces=partial(traces, context, config),
         effects=losses.load_effects(context),
@@ -179,41 +197,62 @@ def _trace(
 
 
 def bytes_of(
-    layer: ExpertLayer, bits: int, group_size: int, symmetric: bool, full_bytes_per_weight: int, nested: bool = False
+    layer: ExpertLayer,
+    widths: Width,
+    group_size: int,
+    symmetric: bool,
+    full_bytes_per_weight: int,
+    nested: bool = False,
 ) -> int:
-    """Stored bytes of one expert at a width: codes, scales and zero points, or the checkpoint's own weights at 16.
+    """Stored bytes of one expert at a width, or its matrices at theirs."""
+    grid = (group_size, symmetric, full_bytes_per_weight, nested)
+    return sum(matrix_bytes(layer, name, width_of(widths, name), *grid) for name in layer.projections)
 
-    Biases stay in the checkpoint's type at every width.
+
+def matrix_bytes(
+    layer: ExpertLayer,
+    projection: str,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    full_bytes_per_weight: int,
+    nested: bool = False,
+) -> int:
+    """Stored bytes of one matrix of an expert: codes, scales and zero points, or the checkpoint's own weights at 16.
+
+    Its bias stays in the checkpoint's type at every width.
     """
-    biases = layer.biases_per_expert * full_bytes_per_weight
+    rows, inputs = layer.shape(projection)
+    bias = rows * full_bytes_per_weight if layer.biased else 0
     if bits == FULL:
-        return layer.parameters_per_expert * full_bytes_per_weight + biases
-    shapes = (layer.shape(projection) for projection in layer.projections)
-    return biases + sum(packed_bytes(*shape, bits, group_size, symmetric, nested) for shape in shapes)
+        return rows * inputs * full_bytes_per_weight + bias
+    return packed_bytes(rows, inputs, bits, group_size, symmetric, nested) + bias
 
 
 def total_bytes(context: Context, assignment: Assignment) -> int:
     """Bytes of all experts at their placed widths."""
     size = source_dtype(context.source).itemsize
     return sum(
-        bytes_of(layer, int(bits), assignment.group_size, assignment.symmetric, size, assignment.nested)
-        for layer, widths in zip(context.layers, assignment.bits(), strict=True)
-        for bits in widths
+        bytes_of(layer, one, assignment.group_size, assignment.symmetric, size, assignment.nested)
+        for layer, widths in zip(context.layers, assignment.expert_widths(), strict=True)
+        for one in widths
     )
 
 
 def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
-    """Average bits, bytes and the number of experts at each width."""
+    """Average bits, bytes and the number of experts at each width; of mixed ones, of matrices."""
     ndp, everywhere = assignment.average_bits("ndp"), assignment.average_bits()
-    flat = [int(bits) for layer in assignment.bits() for bits in layer]
+    flat = [one for layer in assignment.expert_widths() for one in layer]
     size = total_bytes(context, assignment)
+    matrices = count_matrices(flat)
     return {
         "method": assignment.method,
         "average_bits_ndp": None if ndp is None else float(ndp),
         "average_bits_all": None if everywhere is None else float(everywhere),
         "expert_bytes": size,
         **others.sizes(context, size),
-        "experts_by_bits": {str(bits): flat.count(bits) for bits in assignment.widths()},
+        "experts_by_bits": count_widths(flat),
+        **({"mixed_experts_matrices_by_bits": matrices} if matrices else {}),
         "gpu_experts": int(sum(hot.sum() for hot in assignment.hot())),
     }
 
@@ -223,16 +262,28 @@ def load(context: Context) -> Assignment:
     path = context.directory("assign") / NAME
     assignment = read_assignment(path)
     _check_shape(context, assignment, path)
-    made = {FULL, *context.recipe.losses.bits}
-    for layer in assignment.layers:
+    for described, layer in zip(context.layers, assignment.layers, strict=True):
         for expert, choice in enumerate(layer.experts):
-            if choice.bits not in made:
-                raise AssignmentError(
-                    f"{choice.bits} bits is not among losses.bits {list(context.recipe.losses.bits)}",
-                    where=f"{path}: {layer.name}, expert {expert}",
-                    do="choose another width, or add it to losses.bits and run `moeq losses`",
-                )
+            _check_choice(context, described, choice, f"{path}: {layer.name}, expert {expert}")
     return assignment
+
+
+def _check_choice(context: Context, layer: ExpertLayer, choice: ExpertChoice, where: str) -> None:
+    """AssignmentError for matrices that the model's experts do not have, and for widths without replicas."""
+    if choice.projections is not None and set(choice.projections) != set(layer.projections):
+        raise AssignmentError(
+            f"projections are {', '.join(choice.projections)}; the model's are {', '.join(layer.projections)}",
+            where=where,
+            do="name each of them once",
+        )
+    made = {FULL, *context.recipe.losses.bits}
+    for bits in matrix_widths(choice.widths):
+        if bits not in made:
+            raise AssignmentError(
+                f"{bits} bits is not among losses.bits {list(context.recipe.losses.bits)}",
+                where=where,
+                do="choose another width, or add it to losses.bits and run `moeq losses`",
+            )
 
 
 def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:

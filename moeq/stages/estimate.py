@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.assignment import Assignment, matrix_widths
 from moeq.artifacts.files import make_directory, sha256_file, write_json
 from moeq.artifacts.stage import read_model
 from moeq.errors import EstimateError
@@ -19,6 +19,7 @@ from moeq.estimator import (
     Grid,
     ModelGeometry,
     Placement,
+    equal_bits,
     estimate,
     geometry_from_config,
     load_geometry,
@@ -71,14 +72,15 @@ def of_assignment(
 ) -> Estimate:
     """The estimate of one assignment; popularity: each expert's share of its layer's activations, None: all alike."""
     section = context.recipe.estimate
+    group_size = geometry.hidden_size if assignment.group_size == -1 else assignment.group_size
     grid = Grid(
         inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
     )
     return estimate(
         geometry,
         load_hardware(section.hardware),
-        _placement(assignment),
-        group_size=geometry.hidden_size if assignment.group_size == -1 else assignment.group_size,
+        _placement(assignment, group_size),
+        group_size=group_size,
         zero_points=not assignment.symmetric,
         popularity=popularity,
         grid=grid,
@@ -162,8 +164,13 @@ def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
     return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})
 
 
-def _placement(assignment: Assignment) -> Placement:
-    return Placement(name=assignment.name, bits=np.stack(assignment.bits()), hot=np.stack(assignment.hot()))
+def _placement(assignment: Assignment, group_size: int) -> Placement:
+    """Where experts live; those whose matrices differ count with the width of as many bytes."""
+    bits = [
+        [equal_bits(matrix_widths(one), group_size, not assignment.symmetric) for one in widths]
+        for widths in assignment.expert_widths()
+    ]
+    return Placement(name=assignment.name, bits=np.array(bits), hot=np.stack(assignment.hot()))
 
 
 def _popularity(context: Context) -> np.ndarray | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
@@ -89,10 +89,9 @@ def apply_assignment(context: Context, assignment: Assignment, *, exported: bool
     def replace(model: nn.Module, layer: ExpertLayer) -> None:
         refined = refine.read_refined(directory, layer, assignment, made[layer.name]) if made else None
         replicas = Replicas(context, assignment, layer, model, refined=refined)
-        for expert, bits in enumerate(assignment.bits()[layer.index].tolist()):
-            if bits != FULL:
-                values = {name: packed.dequantize() for name, packed in replicas.packed(expert, bits).items()}
-                set_expert_weights(model, layer, expert, values)
+        for expert in refine.quantized_experts(assignment, layer):
+            values = {name: packed.dequantize() for name, packed in replicas.placed(expert).items()}
+            set_expert_weights(model, layer, expert, values)
 
     if context.streamed is not None:
         context.overwritten = [module.weight for module in stored.by_block.get("", ())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.tables import human_bytes
 
@@ -12,7 +13,7 @@ from moeq.tables import human_bytes
 def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]]) -> str:
     """Markdown with the front matter that the hub reads. figures: rows name, expert_bytes, perplexity, accuracy."""
     totals, assignment = manifest.totals, manifest.assignment
-    widths = Counter(expert.bits for layer in manifest.layers for expert in layer.experts)
+    widths = [expert.widths for layer in manifest.layers for expert in layer.experts]
     tiers = Counter(expert.tier for layer in manifest.layers for expert in layer.experts)
     parameters = ", ".join(f"{key} {value}" for key, value in sorted(assignment["parameters"].items()))
     grid = "symmetric" if manifest.layout["symmetric"] else "asymmetric"
@@ -38,7 +39,11 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         f"digest {manifest.model.digest[:16]} |",
         f"| assignment | {assignment['name']}: {assignment['method']} ({parameters}) |",
         f"| groups | {manifest.layout['group_size']} inputs, {grid} |",
-        f"| experts by bits | {', '.join(f'{count} at {bits}' for bits, count in sorted(widths.items()))} |",
+        f"| experts by bits | {_counts(count_widths(widths))} |",
+        *(
+            f"| {name} of mixed experts by bits | {_counts(counts)} |"
+            for name, counts in count_matrices(widths).items()
+        ),
         f"| experts by tier | {', '.join(f'{count} on {tier}' for tier, count in sorted(tiers.items()))} |",
         f"| expert bytes, scales and zero points counted | {human_bytes(totals.placed_expert_bytes)} |",
         f"| other replicas | {human_bytes(totals.other_replica_bytes)} |",
@@ -56,6 +61,12 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
             lines.append(f"| {row['name']} | {human_bytes(row['expert_bytes'])} | {perplexity} | {accuracy} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _counts(by_bits: dict[str, int]) -> str:
+    return ", ".join(
+        f"{count} mixed" if bits == MIXED_NAME else f"{count} at {bits}" for bits, count in by_bits.items()
+    )
 
 
 def _rest(manifest: PlacementManifest) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, matrix_widths, width_of
 from moeq.artifacts.files import make_directory, read_json, write_json, write_tensors
 from moeq.artifacts.replicas import LayerReplicas, ReplicaIndex
 from moeq.artifacts.stage import check_schema_version
@@ -47,8 +47,8 @@ def run(context: Context) -> dict[str, Any]:
     for path in directory.glob("*.safetensors"):
         if path.name not in done.files:
             path.unlink()
-    every = context.recipe.quantize.replicas == "all" and assignment.parameters.get("quantizer") == BEST
-    best = losses.load(context).best() if every else None
+    several = context.recipe.quantize.replicas == "all" or assignment.is_mixed
+    best = losses.load(context).best() if several and assignment.parameters.get("quantizer") == BEST else None
     layers = (Replicas(context, assignment, layer, best=best) for layer in context.layers)
     placed = others = refined = 0
     made: dict[str, list[dict[str, str]]] = {}
@@ -77,10 +77,7 @@ def _refined(
     def starts() -> Iterator[dict[int, dict[str, PackedWeight]]]:
         for replicas in layers:
             here[:] = [replicas]
-            yield {
-                expert: replicas.packed(expert, replicas.choices[expert].bits)
-                for expert in refine.quantized_experts(assignment, replicas.layer)
-            }
+            yield {expert: replicas.placed(expert) for expert in refine.quantized_experts(assignment, replicas.layer)}
 
     for found in refine.refined(context, assignment, starts(), section, done):
         here[0].refined = found
@@ -129,11 +126,11 @@ def layer_tensors(replicas: Replicas) -> tuple[dict[str, Tensor], dict[str, Tens
 
     placed: dict[str, Tensor] = {}
     extra: dict[str, Tensor] = {}
-    for expert, (bits, *others) in enumerate(replicas.widths()):
+    for expert, (placed_key, *others) in enumerate(replicas.keys()):
         prefix = f"{replicas.layer.name}.{expert}"
-        placed |= made(expert, bits, prefix)
+        placed |= made(expert, placed_key, prefix)
         section = replicas.context.recipe.losses
-        for width in stored_widths(bits, others, section.nested, partial(replicas.method, expert))[1:]:
+        for width in stored_widths(placed_key, others, section.nested, partial(replicas.method, expert))[1:]:
             extra |= made(expert, width, f"{prefix}.bits{width}")
     return placed, extra
 
@@ -141,7 +138,8 @@ def layer_tensors(replicas: Replicas) -> tuple[dict[str, Tensor], dict[str, Tens
 def stored_widths(
     placed: int, others: Sequence[int], nested: bool, method: Callable[[int], str] = lambda bits: GPTQ
 ) -> list[int]:
-    """The widths of an expert that are stored, the placed one first; method(bits): who makes its nested replicas.
+    """The widths of an expert that are stored, the placed one (or MIXED) first; method(bits): who makes its nested
+    replicas.
 
     Beside the placed one, of nested widths by the same method only the widest: the others are its leading bits.
     """
@@ -160,6 +158,8 @@ class Replicas:
     model: where weights are taken from; without it experts are read from the checkpoint one by one. best: the best
     methods of all layers, where the caller has them; they are looked up when they are needed. refined: placed replicas
     that were trained further, which stand in for those of the store.
+
+    A replica goes by its width; one whose matrices differ, which only a placed one does, by MIXED.
     """
 
     def __init__(
@@ -178,10 +178,14 @@ class Replicas:
         self._best = best
         self._last: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
 
-    def widths(self) -> list[list[int]]:
-        """The widths that the checkpoint has of each expert, the placed one first."""
+    def keys(self) -> list[list[int]]:
+        """The replicas that the checkpoint has of each expert, the placed one first."""
         more = (*self.context.recipe.losses.bits, FULL) if self.context.recipe.quantize.replicas == "all" else ()
-        return [[one.bits, *(width for width in more if width != one.bits)] for one in self.choices]
+        return [[one.key, *(width for width in more if width != one.key)] for one in self.choices]
+
+    def widths(self, expert: int, key: int) -> Width:
+        """The width of one of an expert's replicas, or those of its matrices."""
+        return self.choices[expert].widths if key == MIXED else key
 
     def method(self, expert: int, bits: int) -> str:
         """Who makes an expert's replica at a width below 16: as the assignment says, or the best method."""
@@ -197,14 +201,16 @@ class Replicas:
     def made_by(self) -> list[dict[str, str]]:
         """{bits: method} of every expert's replicas that the checkpoint has."""
         return [
-            {str(bits): self._maker(expert, bits) for bits in widths if bits != FULL}
-            for expert, widths in enumerate(self.widths())
+            {str(key): self._maker(expert, key) for key in keys if key != FULL}
+            for expert, keys in enumerate(self.keys())
         ]
 
-    def _maker(self, expert: int, bits: int) -> str:
-        """The method that made a replica, and whether it was refined."""
-        refined = expert in self.refined and bits == self.choices[expert].bits
-        return self.method(expert, bits) + (refine.REFINED if refined else "")
+    def _maker(self, expert: int, key: int) -> str:
+        """The method that made a replica, or those of its matrices, and whether it was refined."""
+        used = [bits for bits in matrix_widths(self.widths(expert, key)) if bits != FULL]
+        methods = dict.fromkeys(self.method(expert, bits) for bits in used)
+        refined = expert in self.refined and key == self.choices[expert].key
+        return ",".join(methods) + (refine.REFINED if refined else "")
 
     @cached_property
     def index(self) -> ReplicaIndex:
@@ -214,17 +220,31 @@ class Replicas:
     def store(self) -> LayerReplicas:
         return losses.stored(self.context, self.index, self.layer.index)
 
-    def packed(self, expert: int, bits: int) -> dict[str, PackedWeight]:
-        """The matrices of one expert at a width below 16."""
-        if expert in self.refined and bits == self.choices[expert].bits:
+    def placed(self, expert: int) -> dict[str, PackedWeight]:
+        """The matrices of one expert's placed replica that are below 16 bits."""
+        return self.packed(expert, self.choices[expert].key)
+
+    def packed(self, expert: int, key: int) -> dict[str, PackedWeight]:
+        """The matrices of one of an expert's replicas that are below 16 bits."""
+        if expert in self.refined and key == self.choices[expert].key:
             return dict(self.refined[expert])
+        widths = self.widths(expert, key)
+        found: dict[str, PackedWeight] = {}
+        for bits in dict.fromkeys(matrix_widths(widths)):
+            if bits != FULL:
+                names = [name for name in self.layer.projections if width_of(widths, name) == bits]
+                found |= self._at(expert, bits, names)
+        return {name: found[name] for name in self.layer.projections if name in found}
+
+    def _at(self, expert: int, bits: int, projections: Sequence[str]) -> dict[str, PackedWeight]:
+        """Some matrices of an expert's replica of one width."""
         method = self.method(expert, bits)
         if method not in losses.ON_DEMAND:
             entry = self.index.entry(method, bits)
-            return {projection: self.store.expert(entry, projection, expert) for projection in self.layer.projections}
+            return {projection: self.store.expert(entry, projection, expert) for projection in projections}
         section = self.context.recipe.losses
         weights, _ = self.original(expert)
-        as_computed = {name: weight.to(self.context.dtype).float()[None] for name, weight in weights.items()}
+        as_computed = {name: weights[name].to(self.context.dtype).float()[None] for name in projections}
         rounded = rtn_batch(as_computed, section, [bits])
         one = {
             name: PackedWeight.of(result, bits, section.symmetric, section.nested) for name, result in rounded.items()
@@ -243,15 +263,16 @@ class Replicas:
             self._last = (expert, *self.context.expert_reader.read(self.layer, expert))
         return self._last[1], self._last[2]
 
-    def tensors(self, expert: int, bits: int, prefix: str) -> dict[str, Tensor]:
+    def tensors(self, expert: int, key: int, prefix: str) -> dict[str, Tensor]:
         """One replica's tensors under their final names."""
-        weights, biases = self.original(expert) if bits == FULL or self.layer.biased else ({}, {})
+        widths = self.widths(expert, key)
+        dense = [name for name in self.layer.projections if width_of(widths, name) == FULL]
+        weights, biases = self.original(expert) if dense or self.layer.biased else ({}, {})
         found = {f"{prefix}.{name}.bias": bias for name, bias in biases.items()}
-        if bits == FULL:
-            return found | {f"{prefix}.{name}.dense": weight for name, weight in weights.items()}
+        found |= {f"{prefix}.{name}.dense": weights[name] for name in dense}
         return found | {
             f"{prefix}.{name}.{part}": tensor
-            for name, packed in self.packed(expert, bits).items()
+            for name, packed in self.packed(expert, key).items()
             for part, tensor in packed.parts().items()
         }
 
@@ -265,7 +286,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def quantizers(directory: Path) -> dict[str, list[dict[int, str]]]:
-    """{layer: [{bits: method that made the replica} of every expert]} of a quantize directory.
+    """{layer: [{bits, or MIXED: method that made the replica} of every expert]} of a quantize directory.
 
     Raises ArtifactError when the file is missing, damaged or of another schema version.
     """

@@ -16,15 +16,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, matrix_widths, width_of
 from moeq.artifacts.files import digest_of, read_json, sha256_file, write_json
 from moeq.artifacts.stage import current_digest
-from moeq.errors import ArtifactError
+from moeq.errors import ArtifactError, AssignmentError
 from moeq.exporters.moeq import layer_name
 from moeq.models.beside import Beside, walk_beside
 from moeq.models.experts import ExpertLayer, expert_math, set_expert_weights, stacked_biases, stacked_weights
 from moeq.numerics.packed import PARTS, PackedWeight
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
+from moeq.quantizers.signround_layer import Widths
 from moeq.recipe import RefineSection
 from moeq.stages import losses
 from moeq.stages.context import Context
@@ -88,6 +89,7 @@ def refined(
     starts: the replicas that training begins with, layer by layer, of all experts below 16 bits. Layers that are done
     are read from the stage's files. Raises ArtifactError when the losses are of other text.
     """
+    _refuse_dense_matrices(assignment)
     sequences = context.grown_calibration
     if losses.load_index(context).set != losses.planned(context, sequences.digest()).set:
         where = str(context.directory("losses"))
@@ -119,6 +121,18 @@ def refined(
         context.drop_model()
 
 
+def _refuse_dense_matrices(assignment: Assignment) -> None:
+    """AssignmentError for an expert of which only some matrices stay as they are: it cannot be trained."""
+    for layer in assignment.layers:
+        for expert, choice in enumerate(layer.experts):
+            if choice.projections is not None and FULL in matrix_widths(choice.widths):
+                raise AssignmentError(
+                    "some of its matrices have 16 bits, quantize.refine trains all or none",
+                    where=f"{layer.name}, expert {expert}",
+                    do="give them a width of losses.bits, or leave quantize.refine out",
+                )
+
+
 def _job(context: Context, assignment: Assignment, beside: Beside, link: float | None) -> LayerJob:
     inputs, device = beside.inputs, beside.inputs.hidden.device
     layer = inputs.layer
@@ -128,10 +142,17 @@ def _job(context: Context, assignment: Assignment, beside: Beside, link: float |
         weights=stacked_weights(context.model, layer, slice(None)),
         biases=stacked_biases(context.model, layer, slice(None)),
         math=expert_math(context.model, layer),
-        bits=tuple(choice.bits for choice in assignment.layers[layer.index].experts),
+        bits=tuple(_widths(choice, layer) for choice in assignment.layers[layer.index].experts),
         group_size=assignment.group_size,
         symmetric=assignment.symmetric,
     )
+
+
+def _widths(choice: ExpertChoice, layer: ExpertLayer) -> Widths:
+    """An expert's width, or those of its matrices in the layer's order."""
+    if choice.projections is None:
+        return choice.bits
+    return tuple(choice.projections[name] for name in layer.projections)
 
 
 def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: list[int]) -> Experts:
@@ -141,7 +162,7 @@ def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: l
     with safe_open(path, "pt") as file:
         there = set(file.keys())
         for expert in experts:
-            bits = assignment.layers[layer.index].experts[expert].bits
+            widths = assignment.layers[layer.index].experts[expert].widths
             found[expert] = {}
             for name in layer.projections:
                 keys = {part: f"{layer.name}.{expert}.{name}.{part}" for part in PARTS}
@@ -150,7 +171,7 @@ def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: l
                     raise ArtifactError(f"no {keys['codes']}", where=str(path), do="run `moeq quantize` again")
                 found[expert][name] = PackedWeight(
                     **parts,
-                    bits=bits,
+                    bits=width_of(widths, name),
                     group_size=assignment.group_size,
                     inputs=layer.shape(name)[1],
                     symmetric=assignment.symmetric,
@@ -161,16 +182,16 @@ def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: l
 def quantized_experts(assignment: Assignment, layer: ExpertLayer) -> list[int]:
     """The experts of a layer that are not left as they are."""
     choices = assignment.layers[layer.index].experts
-    return [expert for expert, choice in enumerate(choices) if choice.bits != FULL]
+    return [expert for expert, choice in enumerate(choices) if choice.key != FULL]
 
 
 def read_refined(directory: Path, layer: ExpertLayer, assignment: Assignment, made: list[dict[int, str]]) -> Experts:
-    """A layer's refined experts; made: {bits: method} of every expert, as quantizers.json says."""
+    """A layer's refined experts; made: {bits, or MIXED: method} of every expert, as quantizers.json says."""
     choices = assignment.layers[layer.index].experts
     experts = [
         expert
         for expert, (choice, methods) in enumerate(zip(choices, made, strict=True))
-        if methods.get(choice.bits, "").endswith(REFINED)
+        if methods.get(choice.key, "").endswith(REFINED)
     ]
     return read(directory, layer, assignment, experts)
 

@@ -199,7 +199,7 @@ def test_size_counts_the_rest_of_the_checkpoint() -> None:
 def test_optimal_stays_within_a_target(target: str) -> None:
     inputs = inputs_of(11, 3, 6, symmetric=True, method="optimal", average_bits="5/2", target=target)
     found = assign(inputs)
-    assert refusal(TARGETS[target], found.bits(), inputs.profile.layers, symmetric=True) is None
+    assert refusal(TARGETS[target], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
     prices = {price.target: price for price in report.prices(inputs, found)}
     assert objective(inputs, found) == pytest.approx(prices[target].objective)
     order = [prices[name].ratio for name in ("moeq", "auto-round", "vllm")]

@@ -13,6 +13,7 @@ from moeq.estimator import (
     Grid,
     Hardware,
     Placement,
+    equal_bits,
     estimate,
     geometry_from_config,
     known_geometries,
@@ -162,3 +163,21 @@ def test_a_config_without_top_k_is_an_error() -> None:
         dataclasses.replace(MIXTRAL, top_k=9)
     with pytest.raises(EstimateError, match="did you mean 'mixtral-8x7b'"):
         load_geometry("mixtral-8x7")
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("group_size", [16, 128])
+@pytest.mark.parametrize("widths", [(1, 1, 4), (1, 2, 1), (2, 3, 4), (1, 8), (16, 3, 3), (16, 16, 8)])
+def test_matrices_of_several_widths_count_with_their_bytes(
+    widths: tuple[int, ...], group_size: int, zero_points: bool
+) -> None:
+    each = [
+        bits if bits == 16 else bits + 16 / group_size + (bits / group_size if zero_points and bits > 1 else 0)
+        for bits in widths
+    ]
+    one = equal_bits(widths, group_size, zero_points)
+    assert 1 < one < 16
+    assert MIXTRAL.expert_bytes(one, group_size, zero_points) == pytest.approx(
+        MIXTRAL.expert_parameters * sum(each) / len(each) / 8
+    )
+    assert equal_bits((3, 3), group_size, zero_points) == 3

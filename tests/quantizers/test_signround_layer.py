@@ -53,9 +53,11 @@ def output(tokens: LayerTokens, weights: dict[str, Tensor]) -> Tensor:
 def replaced(weights: dict[str, Tensor], found: list[WidthCodes]) -> dict[str, Tensor]:
     changed = {name: stack.clone() for name, stack in weights.items()}
     for part in found:
-        for name, codes in part.matrices.items():
-            assert codes.bits == (part.bits,)
-            assert int(codes.codes.max()) < 2**part.bits
+        widths = [part.bits] * len(GATED) if isinstance(part.bits, int) else part.bits
+        assert list(part.matrices) == list(GATED)
+        for (name, codes), bits in zip(part.matrices.items(), widths, strict=True):
+            assert codes.bits == (bits,)
+            assert int(codes.codes.max()) < 2**bits
             changed[name][list(part.experts)] = decode(codes.codes[:, 0], codes.scale[:, 0], codes.zero[:, 0], GROUP)
     return changed
 
@@ -87,6 +89,25 @@ def test_mixed_widths_lose_less_together_than_rounded(scales_inputs: bool) -> No
         assert torch.equal(changed[name][2], weights[name][2])
         assert torch.equal(changed[name][IDLE], before[name][IDLE])
         assert not torch.equal(changed[name][0], before[name][0])
+
+
+def test_matrices_of_several_widths_lose_less_together_than_rounded() -> None:
+    weights, tokens = problem()
+    bits = [(2, 3, 1), 3, 16, (2, 3, 1), (1, 2, 4)]
+    found = sign_round_layer(tokens, weights, {}, SILU, bits=bits, group_size=GROUP, training=QUICK)
+    assert [(part.bits, part.experts) for part in found] == [((1, 2, 4), (4,)), ((2, 3, 1), (0, 3)), (3, (1,))]
+    rows = {name: [one if isinstance(one, int) else one[place] for one in bits] for place, name in enumerate(GATED)}
+    before = {name: rounded({name: stack}, rows[name])[name] for name, stack in weights.items()}
+    changed = replaced(weights, found)
+    assert error(tokens, weights, changed) < 0.6 * error(tokens, weights, before)
+    for name in GATED:
+        assert torch.equal(changed[name][2], weights[name][2])
+        assert torch.equal(changed[name][IDLE], before[name][IDLE])
+    again = sign_round_layer(tokens, weights, {}, SILU, bits=bits, group_size=GROUP, training=QUICK, start=found)
+    assert error(tokens, weights, replaced(weights, again)) <= error(tokens, weights, changed) * (1 + 1e-5)
+    other = [(2, 3, 2), *bits[1:]]
+    with pytest.raises(ValueError, match="other experts or widths"):
+        sign_round_layer(tokens, weights, {}, SILU, bits=other, group_size=GROUP, training=QUICK, start=found)
 
 
 def test_what_earlier_layers_left_behind_is_made_up_for() -> None:

@@ -44,6 +44,17 @@ def test_a_cell_has_its_own_colour_and_gpu_experts_an_outline() -> None:
     assert not np.allclose(image[3, width // 2], OUTLINE, atol=0.01)
 
 
+def test_a_mean_width_is_drawn_between_and_written_with_a_digit() -> None:
+    drawing = width_map("m", "label", [np.array([2.0, 7 / 3, 3.0])], [np.zeros(3, bool)], present=(1, 2, 3, 4))
+    image, grid = picture(drawing), Grid(layers=1, experts=3)
+    width = grid.cell_width * SHARPNESS
+    two, between, three = image[grid.cell_height * SHARPNESS // 2, width // 4 :: width].astype(float)[:, :3]
+    np.testing.assert_allclose(between, two + (three - two) / 3, atol=0.01)
+    assert [drawing.svg.count(f">{text}</text>") for text in ("2.3", "3")] == [1, 1]
+    assert drawing.svg.count("bits</text>") == 3  # and 1 bit
+    assert ">1 bit</text>" in drawing.svg
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (4, 8), (3, 60), (61, 256), (48, 512), LARGE])
 def test_maps_of_any_size(shape: tuple[int, int]) -> None:
     generator = np.random.default_rng(0)

@@ -1,0 +1,195 @@
+"""optimal with a width for every matrix of an expert, or every layer: exact, within budget, refused with reasons."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from assigners.test_methods import BITS, inputs_of, with_options
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeq.artifacts.assignment import Assignment, matrix_widths, read_assignment, write_assignment
+from moeq.artifacts.losses import SCHEMA, LossTable
+from moeq.assigners import assign, report
+from moeq.assigners.inputs import AssignInputs
+from moeq.assigners.sensitivity import columns, matrix_tables, objective, tables
+from moeq.assigners.targets import TARGETS, refusal
+from moeq.errors import AssignmentError
+
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def with_matrices(
+    seed: int, layers: int, experts: int, names: tuple[str, ...] = NAMES, **options: object
+) -> AssignInputs:
+    """`inputs_of` with rows of every projection, and bytes of matrices, each with a bias of 2 bytes."""
+    import pyarrow as pa
+
+    inputs = inputs_of(seed, layers, experts, **options)
+    assert inputs.losses is not None
+    rng = np.random.default_rng(seed)
+    rows = inputs.losses.rows()
+    for row in list(rows):
+        for name in names:
+            share = float(rng.random()) if row["expert"] else 0.0  # expert 0: nothing measured of its matrices
+            rows.append(
+                row | {"projection": name, "loss": row["loss"] * share, "weighted_loss": row["weighted_loss"] * share}
+            )
+    weights = rng.integers(3, 9, layers)
+    matrices = tuple(
+        {
+            name: {b: int(w + number) * (b * 8 + 2) + (b > 1) * b + 2 for b in (*BITS, 16)}
+            for number, name in enumerate(names)
+        }
+        for w in weights
+    )
+    whole = tuple({bits: sum(one[bits] for one in mine.values()) for bits in (*BITS, 16)} for mine in matrices)
+    table = LossTable(pa.Table.from_pylist(rows, schema=SCHEMA))
+    return replace(inputs, losses=table, bytes=whole, matrix_bytes=matrices)
+
+
+def spent(inputs: AssignInputs, assignment: Assignment) -> int:
+    """Bytes of all experts, counted from the assignment's own lines."""
+    total = 0
+    for layer, mine in enumerate(assignment.layers):
+        for choice in mine.experts:
+            sizes = inputs.matrix_bytes[layer]
+            widths = choice.projections or dict.fromkeys(sizes, choice.bits)
+            total += sum(sizes[name][bits] for name, bits in widths.items())
+    return total
+
+
+@given(st.integers(0, 10**6), st.sampled_from([(1, 2), (2, 1)]), st.floats(0, 1), st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_matrices_equal_a_search_over_everything(seed: int, shape: tuple[int, int], share: float, two: bool) -> None:
+    names = NAMES[1:] if two else NAMES
+    inputs = with_matrices(seed, *shape, names)
+    least = sum(one[1] * shape[1] for one in inputs.bytes)
+    limit = int(least * (1 + 3 * share))
+    inputs = with_options(inputs, method="optimal", expert_bytes=limit, granularity="projection", widths=[1, 2, 4])
+    losses = [matrix_tables(inputs)[layer][name] for layer in range(shape[0]) for name in names]
+    sizes = [inputs.matrix_bytes[layer][name] for layer in range(shape[0]) for name in names]
+    best = np.inf
+    for flat in itertools.product((1, 2, 4), repeat=shape[1] * len(losses)):
+        rows = np.array(flat).reshape(len(losses), shape[1])
+        cost = sum(size[int(b)] for size, row in zip(sizes, rows, strict=True) for b in row)
+        if cost <= limit:
+            best = min(
+                best, sum(of[int(b)][e] for of, row in zip(losses, rows, strict=True) for e, b in enumerate(row))
+            )
+    found = assign(inputs)
+    assert spent(inputs, found) <= limit
+    assert objective(inputs, found) == pytest.approx(best, rel=1e-9, abs=1e-15)
+
+
+@given(
+    st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 6), st.fractions(1, 4, max_denominator=16),
+    st.sampled_from(["none", "mass", "squared"]), st.sampled_from([None, "measured"]), st.booleans(),
+    st.sampled_from([0, 1]),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_finer_is_never_worse(
+    seed: int,
+    layers: int,
+    experts: int,
+    average: Fraction,
+    weighting: str,
+    measured: str | None,
+    in_bytes: bool,
+    hot: int,
+) -> None:
+    inputs = with_matrices(seed, layers, experts)
+    limit = int(sum(one[1] * experts for one in inputs.bytes) * average)
+    fixed = sum(one[16] - one[1] for one in inputs.bytes) * hot
+    budget = {"expert_bytes": limit + fixed} if in_bytes else {"average_bits": str(average)}
+    shared = {"method": "optimal", "loss_weighting": weighting, "layer_weighting": measured, "gpu_experts": hot}
+    values = []
+    for granularity in ("projection", "expert", "layer"):
+        mine = with_options(inputs, granularity=granularity, **budget, **shared)
+        found = assign(mine)
+        values.append(objective(mine, found))
+        score = report.score(mine, found)
+        assert score.proven
+        if granularity != "layer":
+            assert score.optimum == pytest.approx(values[-1], rel=1e-9, abs=1e-15)
+        if in_bytes:
+            assert spent(mine, found) <= limit + fixed
+        elif found.average_bits("ndp") is not None:
+            assert found.average_bits("ndp") <= average
+        assert all(choice.bits == 16 for layer in found.layers for choice in layer.experts if choice.tier == "gpu")
+    slack = 1 + 1e-9
+    assert values[0] <= values[1] * slack
+    assert values[1] <= values[2] * slack
+
+
+def test_equal_widths_are_worth_what_the_whole_expert_is() -> None:
+    inputs = with_matrices(3, 2, 4, method="optimal", average_bits=2)
+    for matrices, whole in zip(matrix_tables(inputs), tables(inputs), strict=True):
+        for bits in (*BITS, 16):
+            assert sum(of[bits] for of in matrices.values()) == pytest.approx(whole.losses[bits])
+
+
+def test_layers_share_a_width() -> None:
+    found = assign(with_matrices(4, 5, 6, method="optimal", average_bits=2, granularity="layer"))
+    assert [len(set(bits.tolist())) for bits in found.bits()] == [1] * 5
+    assert len(found.widths()) > 1
+
+
+def test_average_bits_are_spent_to_a_matrix_and_written_down(tmp_path: Path) -> None:
+    """2.5 bits of 2 x 3 experts with 3 matrices each: 45 bits of matrices, 15 of experts."""
+    inputs = with_matrices(10, 2, 3, method="optimal", average_bits="5/2", granularity="projection")
+    found = assign(inputs)
+    assert found.average_bits() == Fraction(5, 2)
+    mixed = [choice for layer in found.layers for choice in layer.experts if choice.projections is not None]
+    assert mixed
+    assert all(choice.bits == max(choice.projections.values()) for choice in mixed)
+    assert {bits for one in found.expert_widths() for widths in one for bits in matrix_widths(widths)} == set(
+        found.widths()
+    )
+    write_assignment(tmp_path / "assignment.json", found)
+    assert read_assignment(tmp_path / "assignment.json") == found
+    points = report.frontier(inputs, ["2"], assign)
+    assert {"optimal", "optimal, projection"} <= {point.method for point in points}
+    best = [point for point in points if point.method == "optimal, projection"]
+    for other in (point for point in points if not point.method.startswith("optimal")):
+        fitting = [point.objective for point in best if point.expert_bytes <= other.expert_bytes]
+        assert min(fitting) <= other.objective * (1 + 1e-9)
+    assert set(columns(inputs)["bytes_2"]) == {inputs.bytes[layer][2] for layer in range(2)}
+
+
+def test_a_thousand_experts_are_decided_exactly() -> None:
+    inputs = with_matrices(6, 8, 128, method="optimal", average_bits=2, granularity="projection")
+    score = report.score(inputs, assign(inputs))
+    assert score.proven
+    assert score.gap == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("target", ["auto-round", "vllm", "transformers"])
+def test_targets_refuse_widths_of_matrices(target: str) -> None:
+    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits="5/2", granularity="projection")
+    found = assign(inputs)
+    where = r"layer\.\d, expert \d: gate_proj \d, up_proj \d, down_proj \d bits; it takes one width for all"
+    usual = replace(TARGETS[target], widths=TARGETS["moeq"].widths)
+    reason = refusal(usual, found.expert_widths(), inputs.profile.layers, symmetric=True)
+    assert reason is not None
+    if target == "auto-round":
+        assert re.search(where + " matrices of an expert", reason)
+    with pytest.raises(AssignmentError, match=rf"target {target}: granularity projection cannot .*target: moeq"):
+        assign(with_options(inputs, method="optimal", average_bits="5/2", granularity="projection", target=target))
+    priced = {price.target: price for price in report.prices(inputs, found)}
+    assert priced["moeq"].ratio == pytest.approx(1)
+    assert priced[target].ratio is not None
+    assert priced[target].ratio > 1
+
+
+def test_without_rows_of_projections_it_says_what_to_set() -> None:
+    inputs = with_matrices(8, 2, 3, method="optimal", average_bits=2, granularity="projection")
+    bare = replace(inputs, losses=inputs_of(8, 2, 3).losses)
+    with pytest.raises(AssignmentError, match=r"every projection alone.*losses\.per_projection: true.*moeq losses"):
+        assign(bare)
