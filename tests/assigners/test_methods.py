@@ -20,7 +20,7 @@ from moeq.assigners import assign, mopeq, report
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.online import decide
 from moeq.assigners.sensitivity import columns, objective, tables
-from moeq.assigners.targets import TARGETS, refusal
+from moeq.artifacts.targets import TARGETS, refusal
 from moeq.errors import AssignmentError
 from moeq.recipe import AssignSection
 

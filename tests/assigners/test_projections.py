@@ -19,7 +19,7 @@ from moeq.artifacts.losses import SCHEMA, LossTable
 from moeq.assigners import assign, report
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.sensitivity import columns, matrix_tables, objective, tables
-from moeq.assigners.targets import TARGETS, refusal
+from moeq.artifacts.targets import TARGETS, refusal
 from moeq.errors import AssignmentError
 
 NAMES = ("gate_proj", "up_proj", "down_proj")

@@ -1,4 +1,4 @@
-"""What runtimes can load: the widths, how far they may be mixed, and the grid.
+"""What runtimes can load: the widths, how far they may be mixed, the grid, and the format that is written for them.
 
 From exports that were loaded and compared with the dequantized model, and from the runtimes' own sources (see
 MIXED for what goes wrong). `moeq` is the native format, which carries everything.
@@ -22,15 +22,24 @@ MIXED = {
 }
 
 
+WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """granularity: what shares one width; reads: where that comes from."""
+    """granularity: what shares one width; reads: where that comes from; format: the export format that it loads;
+    multiple: of what a matrix's rows and inputs must be; any_groups: whether a row's last group may be shorter, and
+    codes may be the leading bits of wider ones; proof: the test or source behind the row."""
 
     name: str
     widths: tuple[int, ...]
     granularity: Granularity
     symmetric_only: bool
     reads: str
+    format: str
+    multiple: int = 1
+    any_groups: bool = False
+    proof: str
 
 
 TARGETS = {
@@ -42,6 +51,9 @@ TARGETS = {
             granularity="projection",
             symmetric_only=False,
             reads="the native format: any mix",
+            format="moeq",
+            any_groups=True,
+            proof="tests/runtime/test_every_kind.py",
         ),
         Target(
             name="auto-round",
@@ -49,6 +61,9 @@ TARGETS = {
             granularity="expert",
             symmetric_only=False,
             reads="extra_config, one entry an expert",
+            format="auto-round",
+            multiple=32,
+            proof="tests/exporters/test_peers.py, auto-round 0.16.1",
         ),
         Target(
             name="gptqmodel",
@@ -56,6 +71,9 @@ TARGETS = {
             granularity="expert",
             symmetric_only=False,
             reads="dynamic rules, one an expert; experts are unfused",
+            format="gptq",
+            multiple=32,
+            proof="tests/exporters/test_peers.py, gptqmodel 7.6.0",
         ),
         Target(
             name="vllm",
@@ -63,6 +81,9 @@ TARGETS = {
             granularity="layer",
             symmetric_only=False,
             reads="the scheme of expert 0 is taken for its whole fused layer",
+            format="compressed-tensors",
+            multiple=32,
+            proof="read in its source, not loaded",
         ),
         Target(
             name="transformers",
@@ -70,9 +91,55 @@ TARGETS = {
             granularity="model",
             symmetric_only=True,
             reads="compressed-tensors without a peer's package: one scheme for all experts, zero points are ignored",
+            format="compressed-tensors",
+            multiple=1,
+            proof="tests/exporters/test_peers.py, compressed-tensors 0.19",
         ),
     )
 }
+
+
+LOADED_BY = {  # what an export format is checked against
+    "moeq": TARGETS["moeq"],
+    "auto-round": TARGETS["auto-round"],
+    "gptq": TARGETS["gptqmodel"],
+    "compressed-tensors": TARGETS["transformers"],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How one packed matrix [rows, inputs] is stored; nested: its codes are the leading bits of wider ones."""
+
+    rows: int
+    inputs: int
+    bits: int
+    group_size: int
+    symmetric: bool
+    nested: bool = False
+
+
+def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
+    """Why a target cannot load one packed matrix, whatever lies beside it, and the nearest thing that works."""
+    if target.any_groups:
+        return None
+    if grid.nested:
+        return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
+    if grid.bits not in target.widths:
+        wider = min((width for width in target.widths if grid.bits < width < FULL), default=None)
+        do = WIDEN if wider else "leave it in full precision"
+        return f"{grid.bits} bits; {target.name} loads {', '.join(map(str, target.widths))}", do
+    if target.symmetric_only and not grid.symmetric:
+        return f"zero points; {target.name} reads symmetric grids only", f"set losses.symmetric: true, or {WIDEN}"
+    if grid.group_size != -1 and grid.inputs % grid.group_size:
+        fits = max(size for size in (16, 32, 64, 128) if grid.inputs % size == 0 or size == 16)
+        what = f"{grid.inputs} inputs in groups of {grid.group_size}; {target.name} reads whole groups only"
+        return what, f"set losses.group_size: {fits if grid.inputs % fits == 0 else -1}"
+    for what, size in (("rows", grid.rows), ("inputs", grid.inputs)):
+        if size % target.multiple:
+            found = f"{size} {what}; {target.name} packs multiples of {target.multiple}"
+            return found, "use the formats moeq or dequantized"
+    return None
 
 
 def refuse_grid(target: Target, *, symmetric: bool) -> str | None:
