@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from family_models import build
 from torch import Tensor
 
+from moeq.bundled import bundled_path
 from moeq.exporters.packed_source import Matrices
 from moeq.models.experts import ExpertLayer, set_expert_weights
 from moeq.models.loading import describe, expert_keys, load_model, skeleton, source_dtype
@@ -39,6 +41,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def save_model(folder: Path, family: str, **settings: Any) -> Path:
     """A tiny model of a family whose matrices are multiples of 32 and of no two equal sides."""
     build(family, **SIZES | FAMILIES[family] | settings).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(bundled_path("tiny-mixtral") / name, folder / name)
     return folder
 
 

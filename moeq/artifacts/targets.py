@@ -7,10 +7,10 @@ MIXED for what goes wrong). `moeq` is the native format, which carries everythin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
-from moeq.artifacts.assignment import FULL, WIDTHS, Width
+from moeq.artifacts.assignment import FULL, WIDTHS, Width, matrix_widths, width_of
 from moeq.errors import AssignmentError
 
 Granularity = Literal["projection", "expert", "layer", "model"]
@@ -22,6 +22,7 @@ MIXED = {
 }
 
 
+NESTED = (2, 3)  # widths whose codes can lead wider ones and then stand between the points of a grid
 WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
 
 
@@ -140,6 +141,60 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
             found = f"{size} {what}; {target.name} packs multiples of {target.multiple}"
             return found, "use the formats moeq or dequantized"
     return None
+
+
+class Sized(Protocol):
+    """A MoE layer: its name, the matrices of one expert, and their rows and inputs."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def projections(self) -> tuple[str, ...]: ...
+    def shape(self, projection: str) -> tuple[int, int]: ...
+
+
+def refuse_layers(
+    name: str,
+    layers: Sequence[Sized],
+    widths: Sequence[Sequence[Width]],
+    *,
+    group_size: int,
+    symmetric: bool,
+    nested: bool = False,
+    widen: bool = False,
+) -> tuple[str, str] | None:
+    """Why an export format cannot carry widths of every layer's experts, and the nearest thing that works; or None.
+
+    widen: whether codes may go into wider symmetric ones of the same values.
+    """
+    target = LOADED_BY.get(name)
+    if target is None:
+        return None
+    if not widen:
+        mixed = refusal(target, widths, [layer.name for layer in layers], symmetric=symmetric)
+        if mixed is not None:
+            narrow = any(bits not in target.widths for mine in widths for one in mine for bits in matrix_widths(one))
+            near = f"assign.target: {target.name} assigns what it loads"
+            return mixed, f"{near}, or {WIDEN}" if narrow or target.granularity == "model" else near
+    for layer, mine in zip(layers, widths, strict=True):
+        for projection in layer.projections:
+            for bits in sorted({width_of(one, projection) for one in mine} - {FULL}):
+                rows, inputs = layer.shape(projection)
+                own = nested and bits in NESTED
+                grid = Grid(rows=rows, inputs=inputs, bits=bits, group_size=group_size, symmetric=symmetric, nested=own)
+                found = refuse_matrix(target, loadable_grid(target, grid) if widen else grid)
+                if found is not None:
+                    return f"{layer.name}, {projection}: {found[0]}", found[1]
+    return None
+
+
+def loadable_grid(target: Target, grid: Grid) -> Grid:
+    """The grid itself or, where a target cannot read it, the least symmetric one of the same values that it can."""
+    if grid.nested or refuse_matrix(target, grid) is None:
+        return grid
+    least = 2 if grid.bits == 1 else grid.bits + (not grid.symmetric)
+    wide = min((width for width in target.widths if least <= width < FULL), default=None)
+    return grid if wide is None else replace(grid, bits=wide, symmetric=True)
 
 
 def refuse_grid(target: Target, *, symmetric: bool) -> str | None:

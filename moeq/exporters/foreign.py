@@ -16,14 +16,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from moeq.artifacts.files import building, write_json, write_tensors, write_text
-from moeq.artifacts.targets import Grid, Target, refuse_matrix
+from moeq.artifacts.targets import Grid, Target, loadable_grid, refuse_matrix
 from moeq.errors import PlanError
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.plain import METADATA, copy_side_files, write_index, write_plain
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe
-from moeq.numerics.packed import PackedWeight, symmetric_bits, widened
+from moeq.numerics.packed import PackedWeight, widened
 from moeq.version import __version__
 
 Names = dict[tuple[int, str], str]  # {(expert, projection): name of the module or key on disk}
@@ -94,13 +94,11 @@ class Draft:
         Raises PlanError naming what the target cannot read; notes the grid.
         """
         assert self.target is not None
+        grid = grid_of(weight)
+        if self.options.widen and not grid.nested:
+            wide = bits or loadable_grid(self.target, grid).bits
+            weight = weight if wide == grid.bits and bits is None else widened(weight, wide)
         refused = refuse_matrix(self.target, grid_of(weight))
-        if self.options.widen and not weight.nested and (refused is not None or bits is not None):
-            least = symmetric_bits(weight)
-            wide = bits or min((width for width in self.target.widths if least <= width <= 8), default=0)
-            if least <= wide:
-                weight = widened(weight, wide)
-                refused = refuse_matrix(self.target, grid_of(weight))
         if refused is not None:
             raise PlanError(refused[0], where=f"{self._format()}: {name}", do=refused[1])
         self.grids[name] = grid_of(weight)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from moeq.artifacts.assignment import Assignment, matrix_widths, read_assignment, write_assignment
 from moeq.artifacts.losses import SCHEMA, LossTable
+from moeq.artifacts.targets import TARGETS, refusal
 from moeq.assigners import assign, report
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.sensitivity import columns, matrix_tables, objective, tables
-from moeq.artifacts.targets import TARGETS, refusal
 from moeq.errors import AssignmentError
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
