@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -51,6 +51,14 @@ QuantizerOption = Annotated[
 ]
 RefineOption = Annotated[
     bool, typer.Option("--refine", help="Train the placed experts of every layer together (quantize.refine).")
+]
+FormatOption = Annotated[
+    list[Literal["moeq", "auto-round", "gptq", "compressed-tensors", "dequantized"]] | None,
+    typer.Option("--format", help="Also write this format (export.formats); may be given several times."),
+]
+WidenOption = Annotated[
+    bool,
+    typer.Option("--widen", help="Codes that a format's runtime cannot read go into wider ones of the same values."),
 ]
 
 
@@ -151,11 +159,14 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
         set_: SetOption = None,
         quantizer: QuantizerOption = None,
         refine: RefineOption = False,
+        format_: FormatOption = None,
+        widen: WidenOption = False,
         trust_remote_code: TrustOption = False,
         json: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
-        context = _context(recipe, model, out, set_, quiet, trust_remote_code, quantizer, refine)
+        wanted = [*(set_ or []), *_export_overrides(format_, widen)]
+        context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine)
         from moeq import pipeline, terminal
 
         outcome = pipeline.run_alone(context, name)
@@ -172,7 +183,18 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
     return command
 
 
-STAGE_OPTIONS = {"quantizer": ("losses",), "refine": ("quantize",)}  # options that not every stage has
+def _export_overrides(formats: Sequence[str] | None, widen: bool) -> list[str]:
+    """What --format and --widen change of a recipe; the native format is always written."""
+    others = [name for name in formats or () if name != "moeq"]
+    return [*([f"export.formats=[{', '.join(others)}]"] if formats else []), *(["export.widen=true"] if widen else [])]
+
+
+STAGE_OPTIONS = {  # options that not every stage has
+    "quantizer": ("losses",),
+    "refine": ("quantize",),
+    "format_": ("export",),
+    "widen": ("export",),
+}
 
 
 STAGE_HELP = {
@@ -305,6 +327,29 @@ def inspect(
     if json:
         _print_json(found)
     else:
+        terminal.print_summary(found)
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="A packed checkpoint.")],
+    to: Annotated[
+        Literal["auto-round", "gptq", "compressed-tensors", "dequantized"],
+        typer.Option("--to", help="The format to write."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Directory to write, which must not be there yet.")],
+    widen: WidenOption = False,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Write a packed checkpoint in another format, without calibration; codes are taken over exactly."""
+    from moeq import conversion, terminal
+
+    found = conversion.convert(checkpoint, to, out, widen=widen, trust_remote_code=trust_remote_code)
+    if json:
+        _print_json(found)
+    elif not quiet:
         terminal.print_summary(found)
 
 

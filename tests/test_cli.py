@@ -19,7 +19,9 @@ COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
     "run": STAGE | {"--quantizer", "--refine"},
-    **dict.fromkeys(("profile", "export", "eval", "estimate", "report"), STAGE),
+    **dict.fromkeys(("profile", "eval", "estimate", "report"), STAGE),
+    "export": STAGE | {"--format", "--widen"},
+    "convert": {"checkpoint", "--to", "--out", "--widen", "--trust-remote-code", "--json", "--quiet"},
     "losses": STAGE | {"--quantizer"},
     "quantize": STAGE | {"--refine"},
     "assign": STAGE
