@@ -12,7 +12,7 @@ from typing import Any
 
 from moeq.artifacts.targets import LOADED_BY, Grid
 from moeq.exporters.foreign import Draft, WriteOptions, card, drafting
-from moeq.exporters.gptq_layout import ZeroPoints, blocks, common_grid, left_patterns, patterns, write_linears
+from moeq.exporters.gptq_layout import Layout, ZeroPoints, blocks, common_grid, left_patterns, patterns, write_linears
 from moeq.exporters.packed_source import PackedSource
 
 NAME = "auto-round"
@@ -34,7 +34,7 @@ def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
 
 def _write(source: PackedSource, directory: Path, options: WriteOptions, packing: str) -> None:
     with drafting(source, LOADED_BY[NAME], directory, options) as draft:
-        write_linears(draft, less_one=packing == FIRST, ordered=False)
+        write_linears(draft, Layout(less_one=packing == FIRST, ordered=False, key_of=draft.names.renamed))
         draft.finish(_config(draft, packing), card(draft, f"auto-round {VERSION}", LOADING))
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,8 +54,18 @@ def linear_tensors(weight: PackedWeight, *, less_one: bool, ordered: bool) -> di
     return found
 
 
-def write_linears(draft: Draft, *, less_one: bool, ordered: bool) -> None:
-    """Convert and write all packed modules of a draft; every module is called as it is in memory, renamed for the disk.
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """less_one: zero points are stored less one; ordered: every module has a g_idx; key_of: what the tensor called so
+    in memory is called on disk."""
+
+    less_one: bool
+    ordered: bool
+    key_of: Callable[[str], str]
+
+
+def write_linears(draft: Draft, layout: Layout) -> None:
+    """Convert and write all packed modules of a draft.
 
     Raises PlanError for what the target cannot load, ZeroPoints as `linear_tensors` does.
     """
@@ -62,24 +73,22 @@ def write_linears(draft: Draft, *, less_one: bool, ordered: bool) -> None:
         draft.expert_keys(layer)
         modules, tensors = draft.expert_modules(layer), dict[str, Tensor]()
         for expert, projection, matrix in draft.matrices(layer):
-            tensors |= _tensors(draft, modules[expert, projection], matrix, less_one, ordered)
+            tensors |= _tensors(modules[expert, projection], matrix, layout)
         draft.write(layer_file(layer.index), tensors)
     packed: dict[str, Tensor] = {}
     for name, weight in draft.source.others():
         refuse_tables(draft, name)
-        packed |= _tensors(draft, name, draft.loadable(name, weight), less_one, ordered)
+        packed |= _tensors(name, draft.loadable(name, weight), layout)
     if packed:
         draft.write(OTHERS_FILE, packed)
 
 
-def _tensors(
-    draft: Draft, module: str, matrix: PackedWeight | Tensor, less_one: bool, ordered: bool
-) -> dict[str, Tensor]:
-    key = draft.names.renamed(f"{module}.weight")
+def _tensors(module: str, matrix: PackedWeight | Tensor, layout: Layout) -> dict[str, Tensor]:
+    key = layout.key_of(f"{module}.weight")
     if isinstance(matrix, Tensor):
         return {key: matrix}
     try:
-        parts = linear_tensors(matrix, less_one=less_one, ordered=ordered)
+        parts = linear_tensors(matrix, less_one=layout.less_one, ordered=layout.ordered)
     except ValueError as error:
         raise PlanError(str(error), where=module, do="use the formats moeq or dequantized") from None
     return {f"{key.removesuffix('weight')}{name}": tensor for name, tensor in parts.items()}

@@ -25,6 +25,7 @@ class DiskNames:
     def __init__(self, model: Any) -> None:
         """model: the structure, which may lie on the meta device."""
         self.model = model
+        self._forward = [rule for rule in get_model_conversion_mapping(model) if not isinstance(rule, WeightConverter)]
         rules = [
             rule
             for rule in get_model_conversion_mapping(model, add_legacy=False)
@@ -35,6 +36,10 @@ class DiskNames:
     def renamed(self, name: str) -> str:
         """A parameter's name on disk, where it is stored as it is in memory."""
         return str(apply_renamings(name, self._renamings))
+
+    def in_memory(self, key: str) -> str:
+        """What a tensor on disk that is stored as it is in memory is called there."""
+        return str(apply_renamings(key, self._forward))
 
     def experts(self, layer: ExpertLayer) -> dict[tuple[int, str], str] | None:
         """{(expert, projection): key} of a family that keeps every matrix [rows, inputs] of an expert on its own.

@@ -32,7 +32,7 @@ def auto_round_model(checkpoint):
 def gptqmodel_model(checkpoint):
     from gptqmodel import BACKEND, GPTQModel
 
-    return GPTQModel.load(checkpoint, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.bfloat16).model
+    return GPTQModel.load(checkpoint, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16).model
 
 
 LOADERS = {
