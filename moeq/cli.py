@@ -53,8 +53,12 @@ RefineOption = Annotated[
     bool, typer.Option("--refine", help="Train the placed experts of every layer together (quantize.refine).")
 ]
 FormatOption = Annotated[
-    list[Literal["moeq", "auto-round", "gptq", "compressed-tensors", "dequantized"]] | None,
-    typer.Option("--format", help="Also write this format (export.formats); may be given several times."),
+    list[str] | None,
+    typer.Option(
+        "--format",
+        help="Also write auto-round, gptq, compressed-tensors or dequantized (export.formats); may be given several "
+        "times.",
+    ),
 ]
 WidenOption = Annotated[
     bool,

@@ -22,6 +22,7 @@ MIXED = {
 }
 
 
+PACKED = (2, 3, 4, 5, 6, 7, 8, FULL)  # what the packers and kernels of auto-round and gptqmodel have
 NESTED = (2, 3)  # widths whose codes can lead wider ones and then stand between the points of a grid
 WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
 
@@ -58,20 +59,20 @@ TARGETS = {
         ),
         Target(
             name="auto-round",
-            widths=(2, 3, 4, 8, FULL),
-            granularity="expert",
+            widths=PACKED,
+            granularity="projection",
             symmetric_only=False,
-            reads="extra_config, one entry an expert",
+            reads="extra_config, a pattern a layer and width; zero points as packing_format auto_round has them",
             format="auto-round",
             multiple=32,
             proof="tests/exporters/test_peers.py, auto-round 0.16.1",
         ),
         Target(
             name="gptqmodel",
-            widths=(2, 3, 4, 8, FULL),
-            granularity="expert",
+            widths=PACKED,
+            granularity="projection",
             symmetric_only=False,
-            reads="dynamic rules, one an expert; experts are unfused",
+            reads="dynamic rules, a pattern a layer and width; experts are unfused; zero points as gptq_v2 has them",
             format="gptq",
             multiple=32,
             proof="tests/exporters/test_peers.py, gptqmodel 7.6.0",
@@ -88,7 +89,7 @@ TARGETS = {
         ),
         Target(
             name="transformers",
-            widths=(2, 3, 4, 8),
+            widths=PACKED[:-1],
             granularity="model",
             symmetric_only=True,
             reads="compressed-tensors without a peer's package: one scheme for all experts, zero points are ignored",
