@@ -54,7 +54,11 @@ def rounded(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> Pack
 
 
 class MadeSource:
-    """A PackedSource over a plain model; others: {module: (bits, group size)} of linears outside of the experts."""
+    """A PackedSource over a plain model.
+
+    choose: the width of every matrix, 16 for full precision; others: {module: bits} of linears outside of the experts;
+    positive: the magnitudes of the experts' weights are taken, so that all zero points are 0.
+    """
 
     def __init__(
         self,
@@ -64,12 +68,13 @@ class MadeSource:
         group_size: int = 32,
         symmetric: bool = True,
         others: dict[str, int] | None = None,
+        positive: bool = False,
     ) -> None:
         self.source = open_source(str(path))
         self.config = self.source.config
         self.model, self.layers = describe(self.source)
         self.choose, self.group_size, self.symmetric = choose, group_size, symmetric
-        self._others = others or {}
+        self._others, self.positive = others or {}, positive
         self._reader = ExpertReader(self.source, skeleton(self.source, source_dtype(self.source)))
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
@@ -77,6 +82,7 @@ class MadeSource:
         found: Matrices = {}
         for projection, weight in weights.items():
             bits = self.choose(layer.index, expert, projection)
+            weight = weight.abs() if self.positive else weight
             plain = bits == 16
             found[projection] = weight if plain else rounded(weight, bits, self.group_size, self.symmetric)
         return found, biases

@@ -30,8 +30,8 @@ WIDEN = "set export.widen: true (--widen), which stores the same values in a wid
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """granularity: what shares one width; reads: where that comes from; format: the export format that it loads;
-    multiple: of what a matrix's rows and inputs must be; any_groups: whether a row's last group may be shorter, and
-    codes may be the leading bits of wider ones; proof: the test or source behind the row."""
+    multiple: of what a matrix's rows and inputs must be; short_groups: whether a row's last group may be shorter;
+    nested: whether codes may be the leading bits of wider ones; proof: the test or source behind the row."""
 
     name: str
     widths: tuple[int, ...]
@@ -40,7 +40,8 @@ class Target:
     reads: str
     format: str
     multiple: int = 1
-    any_groups: bool = False
+    short_groups: bool = False
+    nested: bool = False
     proof: str
 
 
@@ -54,7 +55,8 @@ TARGETS = {
             symmetric_only=False,
             reads="the native format: any mix",
             format="moeq",
-            any_groups=True,
+            short_groups=True,
+            nested=True,
             proof="tests/runtime/test_every_kind.py",
         ),
         Target(
@@ -75,6 +77,7 @@ TARGETS = {
             reads="dynamic rules, a pattern a layer and width; experts are unfused; zero points as gptq_v2 has them",
             format="gptq",
             multiple=32,
+            short_groups=True,
             proof="tests/exporters/test_peers.py, gptqmodel 7.6.0",
         ),
         Target(
@@ -123,9 +126,7 @@ class Grid:
 
 def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     """Why a target cannot load one packed matrix, whatever lies beside it, and the nearest thing that works."""
-    if target.any_groups:
-        return None
-    if grid.nested:
+    if grid.nested and not target.nested:
         return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
     if grid.bits not in target.widths:
         wider = min((width for width in target.widths if grid.bits < width < FULL), default=None)
@@ -133,7 +134,7 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
         return f"{grid.bits} bits; {target.name} loads {', '.join(map(str, target.widths))}", do
     if target.symmetric_only and not grid.symmetric:
         return f"zero points; {target.name} reads symmetric grids only", f"set losses.symmetric: true, or {WIDEN}"
-    if grid.group_size != -1 and grid.inputs % grid.group_size:
+    if grid.group_size != -1 and grid.inputs % grid.group_size and not target.short_groups:
         fits = max(size for size in (16, 32, 64, 128) if grid.inputs % size == 0 or size == 16)
         what = f"{grid.inputs} inputs in groups of {grid.group_size}; {target.name} reads whole groups only"
         return what, f"set losses.group_size: {fits if grid.inputs % fits == 0 else -1}"
