@@ -126,7 +126,7 @@ def write_format(name: str, checkpoint: Path, out: Path) -> None:
         while not done.wait(0.02):
             peak = max(peak, anonymous_bytes())
 
-    watch = threading.Thread(target=sample)
+    watch = threading.Thread(target=sample, daemon=True)
     watch.start()
     started = time.perf_counter()
     write(name, source, out, WriteOptions())

@@ -22,7 +22,7 @@ MIXED = {
 }
 
 
-PACKED = (2, 3, 4, 5, 6, 7, 8, FULL)  # what the packers and kernels of auto-round and gptqmodel have
+PACKED = (2, 3, 4, 5, 6, 7, 8, FULL)
 NESTED = (2, 3)  # widths whose codes can lead wider ones and then stand between the points of a grid
 WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
 
@@ -71,7 +71,7 @@ TARGETS = {
         ),
         Target(
             name="gptqmodel",
-            widths=PACKED,
+            widths=(2, 3, 4, 8, FULL),
             granularity="projection",
             symmetric_only=False,
             reads="dynamic rules, a pattern a layer and width; experts are unfused; zero points as gptq_v2 has them",

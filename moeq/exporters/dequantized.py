@@ -6,6 +6,7 @@ A family that keeps every matrix of an expert on its own is written expert by ex
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")"""
 def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
     """Build the checkpoint; values are rounded to the model's type once."""
     with drafting(source, None, directory, options) as draft:
-        dtype = source_dtype(source.source)
+        dtype = plain_dtype(source)
         for layer in source.layers:
             keys = None if layer.biased else draft.names.experts(layer)
             if keys is None:
@@ -39,6 +40,12 @@ def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
         if packed:
             draft.write(OTHERS_FILE, packed)
         draft.finish(None, card(draft, "any runtime that loads the original", LOADING))
+
+
+def plain_dtype(source: PackedSource) -> torch.dtype:
+    """The type of most of what is not packed."""
+    plain = {key: source.source.tensors[key] for key in source.rest()}
+    return source_dtype(replace(source.source, config=source.config, tensors=plain))
 
 
 def _values(

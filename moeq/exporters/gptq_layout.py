@@ -40,12 +40,13 @@ def linear_tensors(weight: PackedWeight, *, less_one: bool, ordered: bool) -> di
     if not torch.equal(scales.to(weight.scales.dtype), weight.scales):
         raise ValueError("a scale that float16 does not hold")
     if weight.zeros is None:
-        zeros = torch.full((rows, groups), 2 ** (weight.bits - 1), dtype=torch.uint8)
+        middle = torch.full((rows, 1), 2 ** (weight.bits - 1), dtype=torch.uint8)
+        zeros = zero_words(middle, weight.bits, less_one=less_one).repeat(groups, 1)
     else:
-        zeros = unpack(weight.zeros, weight.bits, groups)
+        zeros = zero_words(unpack(weight.zeros, weight.bits, groups), weight.bits, less_one=less_one)
     found = {
         "qweight": column_words(weight.codes, weight.bits, weight.inputs),
-        "qzeros": zero_words(zeros, weight.bits, less_one=less_one),
+        "qzeros": zeros,
         "scales": scales.mT.contiguous(),
     }
     if ordered:

@@ -16,6 +16,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, apply
 from moeq.models.experts import ExpertLayer
 from moeq.models.kinds.base import with_parameters
 
+Names = dict[tuple[int, str], str]  # {(expert, projection): key}
 _ROWS, _INPUTS = 2, 3  # of an expert's first matrices in a sketch of the layer; its down_proj is the other way round
 
 
@@ -31,6 +32,7 @@ class DiskNames:
             for rule in get_model_conversion_mapping(model, add_legacy=False)
             if not isinstance(rule, WeightConverter | PrefixChange)
         ]
+        self._tails: dict[Any, Names | None] = {}
         self._renamings = [rule.reverse_transform() for rule in reversed(rules)]
 
     def renamed(self, name: str) -> str:
@@ -41,13 +43,27 @@ class DiskNames:
         """What a tensor on disk that is stored as it is in memory is called there."""
         return str(apply_renamings(key, self._forward))
 
-    def experts(self, layer: ExpertLayer) -> dict[tuple[int, str], str] | None:
+    def experts(self, layer: ExpertLayer) -> Names | None:
         """{(expert, projection): key} of a family that keeps every matrix [rows, inputs] of an expert on its own.
 
-        None where experts, or an expert's matrices, share a tensor on disk, or lie transposed in it.
+        None where experts, or an expert's matrices, share a tensor on disk, or lie transposed in it. What is found of
+        one layer is taken for all that are alike, where all its keys begin with its name.
         """
         if layer.kind.name != "stacked":
             return None
+        alike = (layer.num_experts, layer.projections, layer.parameters)
+        if alike not in self._tails:
+            start, found = self.renamed(f"{layer.name}."), self._experts(layer)
+            apart = found is None or any(not key.startswith(start) for key in found.values())
+            self._tails[alike] = (
+                None if apart or found is None else {w: k.removeprefix(start) for w, k in found.items()}
+            )
+            return found
+        tails = self._tails[alike]
+        start = self.renamed(f"{layer.name}.")
+        return self._experts(layer) if tails is None else {which: start + tail for which, tail in tails.items()}
+
+    def _experts(self, layer: ExpertLayer) -> Names | None:
         sketch = with_parameters(self.model.get_submodule(layer.name), _sketch(layer))
         shapes = {name: (_INPUTS, _ROWS) if name == "down_proj" else (_ROWS, _INPUTS) for name in layer.projections}
         numbers = {}

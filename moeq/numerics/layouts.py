@@ -20,7 +20,8 @@ def row_words(codes: Tensor) -> Tensor:
     """Bit streams uint8 [..., N, B] as int32 words [..., N, ceil(B/4)], the last filled up with zeros."""
     missing = -codes.shape[-1] % 4
     whole = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
-    return whole.contiguous().view(torch.int32)
+    words = whole.contiguous().reshape(-1).view(torch.int32)  # one row may be contiguous with a stride of no whole word
+    return words.view(*whole.shape[:-1], whole.shape[-1] // 4)
 
 
 def row_stream(words: Tensor, bits: int, length: int) -> Tensor:

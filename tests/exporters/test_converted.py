@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import family_models
@@ -18,6 +19,7 @@ from moeq.artifacts.files import PARTIAL
 from moeq.artifacts.targets import LOADED_BY, TARGETS, Grid, refuse_matrix
 from moeq.errors import ArtifactError, PlanError, RecipeError
 from moeq.exporters import CONVERTED, known_formats, write
+from moeq.exporters.dequantized import plain_dtype
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gptq_layout import patterns
 from moeq.models.disk_names import DiskNames
@@ -55,6 +57,13 @@ def test_dequantized_computes_the_same(family: str, tmp_path: Path) -> None:
         found = model(input_ids=IDS).logits
     wanted = reference_logits(source)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+
+
+def test_the_models_type_is_that_of_what_is_not_packed(mixtral: Path) -> None:
+    source = MadeSource(mixtral, lambda layer, expert, projection: 8)
+    packed = {key: replace(header, dtype="U8") for key, header in source.source.tensors.items() if "experts" in key}
+    source.source = replace(source.source, tensors=source.source.tensors | packed)
+    assert plain_dtype(source) == torch.bfloat16
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -86,12 +86,13 @@ def test_words_and_streams_are_inverse(bits: int, shape: tuple[int, ...], seed: 
         assert torch.equal(column_stream(column_words(stream, bits, length), bits, length), stream)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("less_one", [True, False])
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
-def test_zero_points_come_back(bits: int, less_one: bool) -> None:
-    zeros = torch.arange(3 * 64).reshape(64, 3).remainder(2**bits).to(torch.uint8)
+def test_zero_points_come_back(bits: int, less_one: bool, groups: int) -> None:
+    zeros = torch.arange(groups * 64).reshape(64, groups).remainder(2**bits).to(torch.uint8)
     words = zero_words(zeros, bits, less_one=less_one)
-    assert words.shape == (3, 2 * bits)
+    assert words.shape == (groups, 2 * bits)
     assert torch.equal(zeros_of(words, bits, 64, less_one=less_one), zeros)
     stored = unpack(row_stream(words, bits, 64), bits, 64)
     assert torch.equal(stored, (zeros.mT.int() - int(less_one)).remainder(2**bits).to(torch.uint8))

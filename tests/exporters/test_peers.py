@@ -33,7 +33,11 @@ def by_expert(layer: int, expert: int, projection: str) -> int:
 
 
 def by_projection(layer: int, expert: int, projection: str) -> int:
-    return ((2, 3, 4), (5, 6, 7), (4, 16, 8))[expert % 3][PROJECTIONS[projection]]
+    return ((2, 3, 4), (8, 4, 2), (4, 16, 8))[expert % 3][PROJECTIONS[projection]]
+
+
+def odd_widths(layer: int, expert: int, projection: str) -> int:
+    return (5, 6, 7)[expert % 3]
 
 
 def uniform(bits: int) -> Choose:
@@ -46,8 +50,9 @@ MIXED: dict[str, tuple[Choose, bool]] = {
 }
 UNIFORM: dict[str, tuple[Choose, bool]] = {"four": (uniform(4), True), "three": (uniform(3), True)}
 OTHERS = {"model.layers.0.self_attn.o_proj": 4, "model.layers.1.self_attn.o_proj": 8}
+ODD: dict[str, tuple[Choose, bool]] = {"odd": (odd_widths, False)}
 CARRIED = {
-    "auto-round": ("auto-round", "auto-round", MIXED),
+    "auto-round": ("auto-round", "auto-round", MIXED | ODD),
     "gptq": ("gptqmodel", "gptqmodel", MIXED),
     "compressed-tensors": ("compressed-tensors", "transformers", UNIFORM),
 }
@@ -70,7 +75,6 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize(("name", "mix"), [(name, mix) for name in CARRIED for mix in CARRIED[name][2]])
 def test_what_the_table_carries_loads_right(name: str, mix: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """One process a mix: auto-round's second load in a process takes the first one's packing for its own."""
     package, loader, mixes = CARRIED[name]
     peers.interpreter(package)
     wanted = {}
@@ -118,6 +122,13 @@ def edit(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 def one_bit(name: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> MadeSource:
     source = MadeSource(model, lambda layer, expert, projection: 1 if expert == 2 else 4)
+    forced(name, source, out, monkeypatch)
+    return source
+
+
+def five_bits(name: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> MadeSource:
+    """gptqmodel has kernels for 5 bits, with codes packed otherwise."""
+    source = MadeSource(model, uniform(5))
     forced(name, source, out, monkeypatch)
     return source
 
@@ -210,7 +221,7 @@ def zero_points(name: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPat
 
 FORCED = {
     "auto-round": (one_bit, short_groups, odd_sizes, zero_points_less_one),
-    "gptq": (one_bit, odd_sizes, zero_points_less_one),
+    "gptq": (one_bit, five_bits, odd_sizes, zero_points_less_one),
     "compressed-tensors": (several_widths, several_layers, zero_points, short_groups),
 }
 
