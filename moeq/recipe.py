@@ -200,7 +200,7 @@ _BELONGS: dict[str, tuple[str, ...]] = {  # the methods that read a key
     **{name: tuple(method for method, takes in BUDGETS.items() if name in takes) for name in _ALL_BUDGETS},
     "widths": ("frequency", "mopeq", "optimal"),
     "scope": ("frequency", "mopeq", "optimal"),
-    "granularity": ("optimal",),
+    **dict.fromkeys(("granularity", "ndp_latency_ms"), ("optimal",)),
     **dict.fromkeys(("metric", "trace", "trace_samples"), ("mopeq",)),
     **dict.fromkeys(("hot_bits", "cold_bits", "transient_bytes", "ema", "warmup_sequences"), ("budget",)),
 }
@@ -234,6 +234,18 @@ class AssignSection(Section):
         None,
         description="optimal: what has one width; projection: every matrix of an expert (needs losses.per_projection); "
         "none: expert, or what the target takes",
+    )
+    ndp_latency_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="optimal: a limit beside the budget, on the expected milliseconds a decoded token that the "
+        "near-data side spends on experts",
+    )
+    hardware: str | None = Field(
+        None,
+        description="a preset's name or the path of a hardware YAML file, whose NDP latency is shown; none: "
+        "estimate.hardware where ndp_latency_ms is set",
     )
     metric: Literal["frequency", "hessian", "hybrid"] | None = Field(None, description="mopeq; none: hybrid")
     trace: Literal["closed", "rademacher", "gaussian"] | None = Field(
@@ -291,6 +303,8 @@ class AssignSection(Section):
             raise ValueError("widths must name at least one value and none twice")
         if self.method == "budget" and (self.hot_bits or 4) < (self.cold_bits or 2):
             raise ValueError("hot_bits must not be below cold_bits")
+        if self.ndp_latency_ms is not None and self.scope == "layer":
+            raise ValueError("ndp_latency_ms is one limit for all layers: it needs scope model")
         return self._check_average()
 
     def _check_average(self) -> AssignSection:

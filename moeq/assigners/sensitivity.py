@@ -26,7 +26,7 @@ import numpy as np
 
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, matrix_widths
 from moeq.artifacts.losses import WHOLE, LossTable
-from moeq.assigners.inputs import AssignInputs, importance, routing_mass
+from moeq.assigners.inputs import AssignInputs, activation_rate, importance, routing_mass
 from moeq.errors import AssignmentError
 
 AGAIN = "run `moeq losses` again"
@@ -117,8 +117,7 @@ def usage(inputs: AssignInputs, layer: int) -> np.ndarray:
         return np.ones(inputs.profile.counts[layer].shape[-1])
     if weighting == "mass":
         return routing_mass(inputs, layer)
-    counts, _ = inputs.profile.total(layer, inputs.phase())
-    return np.asarray(counts / max(1, inputs.tokens()))
+    return activation_rate(inputs, layer)
 
 
 def _layer_weights(inputs: AssignInputs, losses: LossTable, column: str) -> np.ndarray:
