@@ -22,6 +22,7 @@ from moeq.artifacts.assignment import (
     width_of,
 )
 from moeq.artifacts.effects import LayerEffects
+from moeq.artifacts.expert_effects import ExpertEffects
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.profile import ExpertProfile
 from moeq.errors import AssignmentError
@@ -34,9 +35,9 @@ class AssignInputs:
 
     bytes: of one expert at every width, a layer; matrix_bytes: of each of its matrices, {projection: {width: bytes}},
     biases included, where matrices are decided; other_bytes: of the checkpoint without its experts; traces: the Hessian
-    trace of the Frobenius norm of every expert, [E] a layer; effects: what quantizing a layer alone does to the output;
-    ndp_seconds: of one token of one expert on the NDP at every width, a layer, where a hardware was named;
-    memo: what was computed of these inputs.
+    trace of the Frobenius norm of every expert, [E] a layer; effects, expert_effects: what quantizing a layer alone, and
+    an expert alone, does to the output; ndp_seconds: of one token of one expert on the NDP at every width, a layer, where
+    a hardware was named; memo: what was computed of these inputs.
     """
 
     name: str
@@ -51,6 +52,7 @@ class AssignInputs:
     other_bytes: int = 0
     traces: Callable[[], list[np.ndarray]] | None = None
     effects: LayerEffects | None = None
+    expert_effects: ExpertEffects | None = None
     ndp_seconds: tuple[dict[int, float], ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 

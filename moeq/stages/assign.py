@@ -133,6 +133,7 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
         other_bytes=other_bytes(context),
         traces=partial(traces, context, config),
         effects=losses.load_effects(context),
+        expert_effects=losses.load_expert_effects(context),
         ndp_seconds=ndp_seconds(context, config, widths),
     )
 
