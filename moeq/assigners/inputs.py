@@ -35,9 +35,9 @@ class AssignInputs:
 
     bytes: of one expert at every width, a layer; matrix_bytes: of each of its matrices, {projection: {width: bytes}},
     biases included, where matrices are decided; other_bytes: of the checkpoint without its experts; traces: the Hessian
-    trace of the Frobenius norm of every expert, [E] a layer; effects, expert_effects: what quantizing a layer alone, and
-    an expert alone, does to the output; ndp_seconds: of one token of one expert on the NDP at every width, a layer, where
-    a hardware was named; memo: what was computed of these inputs.
+    trace of the Frobenius norm of every expert, [E] a layer; effects, expert_effects: what quantizing a layer alone,
+    and an expert alone, does to the output; ndp_seconds: of one token of one expert on the NDP at every width, a layer,
+    where a hardware was named; memo: what was computed of these inputs.
     """
 
     name: str

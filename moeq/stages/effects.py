@@ -21,6 +21,8 @@ from moeq.recipe import LayerEffectsSection
 from moeq.stages.context import Context
 from moeq.stages.quantize import Replicas
 
+OUTPUTS = 3  # that are held at once
+
 
 def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
     """The divergence that every layer alone causes, on sequences that losses held out.
@@ -61,6 +63,14 @@ def divergence(exact: Tensor, found: Tensor, where: str) -> float:
     return total
 
 
+def sequences_at_once(memory: int, vocabulary: int, length: int, kept: int) -> int:
+    """Sequences of a length whose outputs, and so many further numbers of every token, fit into some memory.
+
+    The exact output, the other and their difference are there at once, in single precision; at least one sequence.
+    """
+    return max(1, memory // (4 * (OUTPUTS * vocabulary + kept) * length))
+
+
 def heldout_batches(context: Context, count: int, kept: int = 0) -> list[Batch]:
     """At most `count` held-out sequences, evenly spaced, in batches whose outputs fit into the working memory.
 
@@ -71,8 +81,8 @@ def heldout_batches(context: Context, count: int, kept: int = 0) -> list[Batch]:
     singles = context.grown_calibration.batches(1)[stride - 1 :: stride]
     chosen = singles if len(singles) <= count else [singles[index * len(singles) // count] for index in range(count)]
     widest = max(batch.input_ids.shape[1] for batch in chosen)
-    token = 4 * (3 * vocabulary + kept)
-    size = max(1, working_memory(context.recipe.losses.working_memory, context.device) // (token * widest))
+    memory = working_memory(context.recipe.losses.working_memory, context.device)
+    size = sequences_at_once(memory, vocabulary, widest, kept)
     found: list[Batch] = []
     for batch in chosen:
         last = found[-1] if found else None
