@@ -63,7 +63,7 @@ def solve(losses: Floats, costs: Ints, limit: int, times: Floats, most: float, e
         search.run(effort, kept)
     proven = search.run(effort)
     loss = float(losses[items, search.best].sum())
-    bound = loss if proven else min(loss, max(search.bound, dual.raised(effort)) * dual.scale)
+    bound = loss if proven else min(loss, max(search.bound, dual.raised(2 * effort)) * dual.scale)
     cost = int(costs[items, search.best].sum())
     return Solution(choices=search.best, cost=cost, loss=loss, bound=bound, proven=proven)
 
