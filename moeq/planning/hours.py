@@ -10,15 +10,14 @@ from __future__ import annotations
 import torch
 
 from moeq.planning.disk import Disk
+from moeq.planning.effects import heldout
 from moeq.planning.memory import loss_rows, read_share
 from moeq.planning.placed import methods, placed_bytes
 from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import RTN, SAMPLE_TOKENS, heldout_stride
-from moeq.quantizers.memory import working_memory
+from moeq.quantizers.layer import RTN, SAMPLE_TOKENS
 from moeq.quantizers.refine import BATCH_ROWS
 from moeq.recipe import Recipe
-from moeq.stages.effects import sequences_at_once
 from moeq.stages.expert_effects import AT_ONCE
 
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
@@ -109,7 +108,7 @@ class Hours:
         section = self.recipe.losses.layer_effects
         if section is None:
             return 0.0
-        tokens, batches = self._heldout(section.sequences, 0)
+        tokens, batches = heldout(self.sizes, self.work, self.recipe.losses, section, self.device)
         passes = (1 + len(self.sizes.layers)) * self._compared(tokens, 1.0)
         replacing = self.sizes.expert_parameters / self.rates.dequantized_weights
         replacing += sum(layer.num_experts for layer in self.sizes.layers) * PACKED_CALLS
@@ -125,7 +124,7 @@ class Hours:
         if section is None:
             return 0.0
         layers = self.sizes.layers
-        tokens, batches = self._heldout(section.sequences, AT_ONCE * self.sizes.hidden_size)
+        tokens, batches = heldout(self.sizes, self.work, self.recipe.losses, section, self.device)
         share = (len(layers) + 1) / (2 * len(layers))
         there = sum(layer.num_experts for layer in layers)
         experts = there if section.experts is None else min(section.experts, there)
@@ -133,15 +132,6 @@ class Hours:
         one = batches * (self._compared(tokens, share) + replacing + self._compared(tokens, 1.0) / AT_ONCE)
         whole = experts * one + min(experts, len(layers)) * self._compared(tokens, share)
         return whole if section.seconds is None else min(whole, max(section.seconds, one))
-
-    def _heldout(self, sequences: int, kept: int) -> tuple[float, int]:
-        """Tokens of a batch of held-out sequences, and the number of batches; kept: see `sequences_at_once`."""
-        text, section = self.work.calibration, self.recipe.losses
-        there = max(1, min(sequences, text.sequences // heldout_stride(section.heldout_fraction)))
-        memory = working_memory(section.working_memory, self.device)
-        rows = min(there, sequences_at_once(memory, self.sizes.vocabulary, text.length, kept))
-        batches = -(-there // rows)
-        return there * text.length / batches, batches
 
     def _compared(self, tokens: float, share: float) -> float:
         """Seconds of one pass through a share of the decoder layers, and of comparing its output with the exact one."""
