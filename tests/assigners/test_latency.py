@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from assigners.test_methods import BITS, expert_bytes, inputs_of, least_bytes
+from assigners.test_projections import with_matrices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeq.assigners import assign, latency, report
 from moeq.assigners.inputs import AssignInputs, activation_rate
-from moeq.assigners.sensitivity import objective, tables
+from moeq.assigners.sensitivity import matrix_tables, objective, tables
 from moeq.errors import AssignmentError
 from moeq.estimator import Grid, ModelGeometry, Placement, estimate, known_hardware, load_hardware
 from moeq.estimator.latency import expert_seconds
@@ -102,6 +103,34 @@ def test_a_latency_costs_objective_and_only_where_it_binds() -> None:
     found = assign(tight)
     assert 1e3 * latency.achieved(tight, found) <= 0.8 * took
     assert objective(tight, found) > objective(inputs, free)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([(1, 2), (2, 1)]), st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=25, deadline=None)
+def test_matrices_within_a_latency_equal_a_search_over_everything(
+    seed: int, shape: tuple[int, int], share: float, time_share: float
+) -> None:
+    """Every matrix takes its part of the time that its expert would take at the matrix's width."""
+    names, widths = ("up_proj", "down_proj"), (1, 2, 4)
+    inputs = with_matrices(seed, *shape, names)
+    limit = int(sum(one[1] * shape[1] for one in inputs.bytes) * (1 + 3 * share))
+    inputs = timed(inputs, method="uniform", bits=2)
+    low, high = (milliseconds(inputs, list(np.full(shape, bits))) for bits in (1, 4))
+    most = low + time_share * (high - low) or 1e-9
+    options = {"expert_bytes": limit, "granularity": "projection", "widths": list(widths)}
+    inputs = timed(inputs, method="optimal", ndp_latency_ms=most, **options)
+    items = list(itertools.product(range(shape[0]), range(shape[1]), names))
+    best = np.inf
+    for flat in itertools.product(widths, repeat=len(items)):
+        chosen = list(zip(items, flat, strict=True))
+        cost = sum(inputs.matrix_bytes[layer][name][bits] for (layer, _, name), bits in chosen)
+        rates = [activation_rate(inputs, layer)[expert] for (layer, expert, _), _ in chosen]
+        taken = 1e3 * sum(r * inputs.ndp_seconds[0][bits] / 2 for r, (_, bits) in zip(rates, chosen, strict=True))
+        if cost <= limit and taken <= most * (1 + 1e-12):
+            best = min(best, sum(matrix_tables(inputs)[la][na][bits][ex] for (la, ex, na), bits in chosen))
+    found = assign(inputs)
+    assert 1e3 * latency.achieved(inputs, found) <= most * (1 + 1e-9)
+    assert objective(inputs, found) == pytest.approx(best, rel=1e-9, abs=1e-15)
 
 
 def test_experts_on_the_gpu_take_no_time_of_the_ndp() -> None:
