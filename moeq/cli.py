@@ -207,6 +207,18 @@ def assign(
         str | None,
         typer.Option("--granularity", help="What has one width, of method optimal: expert, projection or layer."),
     ] = None,
+    ndp_latency: Annotated[
+        float | None,
+        typer.Option(
+            "--ndp-latency",
+            help="Limit beside the budget, of method optimal: expected ms a token that the near-data side spends on "
+            "experts.",
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", help="Preset or YAML file whose near-data latency is shown and limited."),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option("--target", help="Runtime that must load it: moeq, auto-round, gptqmodel, vllm or transformers."),
@@ -221,8 +233,10 @@ def assign(
     quiet: QuietOption = False,
 ) -> None:
     given = {"average_bits": average_bits, "expert_bytes": expert_bytes, "size": size}
-    more = {"granularity": granularity, "target": target}
+    more = {"granularity": granularity, "ndp_latency_ms": ndp_latency, "hardware": hardware, "target": target}
     chosen = [f"assign.{name}={value}" for name, value in more.items() if value is not None]
+    if method not in (None, "optimal") and ndp_latency is None:
+        chosen.append("assign.ndp_latency_ms=null")  # the recipe's, which belongs to its own method
     overrides = [*(set_ or []), *_assign_overrides(method, given), *chosen]
     context = _context(recipe, model, out, overrides, quiet, trust_remote_code, quantizer)
     from moeq import pipeline, terminal

@@ -24,7 +24,7 @@ FLAGS = {
     "quantize": STAGE | {"--refine"},
     "assign": STAGE
     | {"--method", "--quantizer", "--average-bits", "--expert-bytes", "--size", "--target", "--price", "--frontier"}
-    | {"--granularity"},
+    | {"--granularity", "--ndp-latency", "--hardware"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
     "gc": {"--out", "--store", "--dry-run", "--json"},

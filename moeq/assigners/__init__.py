@@ -10,7 +10,7 @@ from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.targets import TARGETS, check
 from moeq.errors import AssignmentError
 
-_SHARED = {"inputs", "limits", "online", "report", "sensitivity", "targets"}  # modules that are no assigners
+_SHARED = {"inputs", "latency", "limits", "online", "report", "sensitivity", "targets"}  # modules that are no assigners
 
 
 def known_methods() -> list[str]:

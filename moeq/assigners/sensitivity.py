@@ -5,6 +5,8 @@ The objective of an assignment is the sum over experts of
     none     loss
     mass     share of the layer's routing weight * loss
     squared  tokens a layer's token sends to the expert * mean of (routing weight * error)^2
+    effect   what the expert alone did to the output at one width, in nats a token, times its mean of (routing weight *
+             error)^2 over that at this width
 
 at the expert's width, times a weight of its layer: 1, or (measured) what makes the layer's sum at the measured width
 the divergence that quantizing this layer alone caused, so that the objective is a divergence in nats a token.
@@ -26,7 +28,7 @@ import numpy as np
 
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, matrix_widths
 from moeq.artifacts.losses import WHOLE, LossTable
-from moeq.assigners.inputs import AssignInputs, importance, routing_mass
+from moeq.assigners.inputs import AssignInputs, activation_rate, importance, routing_mass
 from moeq.errors import AssignmentError
 
 AGAIN = "run `moeq losses` again"
@@ -53,7 +55,7 @@ def tables(inputs: AssignInputs) -> list[LayerTable]:
 def _tables(inputs: AssignInputs) -> list[LayerTable]:
     if inputs.losses is None:
         raise AssignmentError(f"{inputs.config.method} needs the loss table", do="run `moeq losses` first")
-    column = "weighted_loss" if inputs.config.loss_weighting == "squared" else "loss"
+    column = _column(inputs)
     plain = checked(inputs, inputs.losses, column)
     weights = np.ones(len(plain))
     if inputs.config.layer_weighting == "measured":
@@ -84,7 +86,7 @@ def matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]]
 def _matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]]]:
     whole, losses = tables(inputs), inputs.losses
     projections = [list(inputs.matrix_bytes_of(layer)) for layer in range(len(whole))]
-    column = "weighted_loss" if inputs.config.loss_weighting == "squared" else "loss"
+    column = _column(inputs)
     if losses is None or not losses.has(set().union(*projections)):
         raise AssignmentError(
             "granularity projection needs the losses of every projection alone",
@@ -103,6 +105,11 @@ def _matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]
     return found
 
 
+def _column(inputs: AssignInputs) -> str:
+    """The column of the loss table that the objective is made of."""
+    return "weighted_loss" if inputs.config.loss_weighting in ("squared", "effect") else "loss"
+
+
 def _scaled(parts: np.ndarray, whole: np.ndarray) -> np.ndarray:
     """Losses [P, E] of matrices in proportion, so that they add up to the expert's [E]; alike where all are 0."""
     total = parts.sum(0)
@@ -117,8 +124,30 @@ def usage(inputs: AssignInputs, layer: int) -> np.ndarray:
         return np.ones(inputs.profile.counts[layer].shape[-1])
     if weighting == "mass":
         return routing_mass(inputs, layer)
-    counts, _ = inputs.profile.total(layer, inputs.phase())
-    return np.asarray(counts / max(1, inputs.tokens()))
+    if weighting == "effect":
+        return _nats_a_loss(inputs)[layer]
+    return activation_rate(inputs, layer)
+
+
+def _nats_a_loss(inputs: AssignInputs) -> list[np.ndarray]:
+    """The effect of every expert over its weighted loss at the width that was measured, [E] a layer.
+
+    Experts without a loss have no effect. Raises AssignmentError when effects were not measured.
+    """
+    if ("nats",) not in inputs.memo:
+        effects, losses = inputs.expert_effects, inputs.losses
+        if effects is None or losses is None:
+            raise AssignmentError(
+                "loss_weighting effect needs the effect of single experts",
+                do="set losses.expert_effects and run `moeq losses` again",
+            )
+        found = []
+        for mine, table in zip(effects.divergence, losses.matrix(effects.method, "weighted_loss"), strict=True):
+            loss, effect = table[effects.bits].astype(float), np.maximum(mine, 0.0)
+            found.append(np.divide(effect, loss, out=np.zeros_like(effect), where=loss > 0))
+        inputs.memo[("nats",)] = found
+    nats: list[np.ndarray] = inputs.memo[("nats",)]
+    return nats
 
 
 def _layer_weights(inputs: AssignInputs, losses: LossTable, column: str) -> np.ndarray:
@@ -196,7 +225,8 @@ def objective(inputs: AssignInputs, assignment: Assignment) -> float:
 def columns(inputs: AssignInputs, traces: Sequence[np.ndarray] | None = None) -> dict[str, list[Any]]:
     """The table of sensitivities: a row for every layer and expert, as columns.
 
-    loss_B and objective_B at every width B, bytes_B of one expert; traces: the Frobenius norm's, where it was computed.
+    loss_B and objective_B at every width B, bytes_B of one expert; effect and effect_measured where the recipe had
+    effects of experts measured; traces: the Frobenius norm's, where it was computed.
     """
     if inputs.losses is None:
         raise AssignmentError("sensitivities need the loss table", do="run `moeq losses` first")
@@ -220,6 +250,9 @@ def columns(inputs: AssignInputs, traces: Sequence[np.ndarray] | None = None) ->
         calibration = next(iter(hessian[layer].values())).astype(float)
         add("calibration_hessian_trace", [None if np.isnan(value) else value for value in calibration.tolist()])
         add("frobenius_hessian_trace", [None] * experts if traces is None else traces[layer].tolist())
+        if inputs.expert_effects is not None:
+            add("effect", inputs.expert_effects.divergence[layer])
+            add("effect_measured", inputs.expert_effects.is_measured[layer])
         for bits in sorted(plain[layer]):
             add(f"loss_{bits}", plain[layer][bits].tolist())
             add(f"objective_{bits}", table.losses[bits].tolist())

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeq.artifacts import effects, evaluation, losses, manifest, profile, replicas
+from moeq.artifacts import effects, evaluation, expert_effects, losses, manifest, profile, replicas
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, ExpertChoice, Width, width_of
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
@@ -180,6 +180,33 @@ class Disk:
         return own | self._effects() | self.sizes.others.artifacts()
 
     def _effects(self) -> dict[str, int]:
+        return self._layer_effects() | self._expert_effects()
+
+    def _expert_effects(self) -> dict[str, int]:
+        section = self.recipe.losses.expert_effects
+        if section is None:
+            return {}
+        counts = [layer.num_experts for layer in self.sizes.layers]
+        measured = sum(counts) if section.experts is None else min(section.experts, sum(counts))
+        made = expert_effects.ExpertEffects(
+            bits=section.bits,
+            method=self.recipe.losses.methods[0],
+            sequences=section.sequences,
+            tokens=self.work.calibration.length * section.sequences,
+            measured=measured,
+            divergence=tuple((TYPICAL,) * count for count in counts),
+            is_measured=tuple((True,) * count for count in counts),
+            fit=(TYPICAL,) * len(counts),
+        )
+        note = expert_effects.Measured(inputs=DIGEST, seconds=TYPICAL, divergence=(TYPICAL,) * measured)
+
+        def write(folder: Path) -> None:
+            expert_effects.write_effects(folder, made)
+            expert_effects.write_measured(folder, note)
+
+        return _written(write)
+
+    def _layer_effects(self) -> dict[str, int]:
         section = self.recipe.losses.layer_effects
         if section is None:
             return {}

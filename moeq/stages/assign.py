@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from functools import partial
@@ -26,10 +27,12 @@ from moeq.artifacts.assignment import (
     width_of,
     write_assignment,
 )
-from moeq.artifacts.files import make_directory, write_atomically, write_json, write_text
-from moeq.assigners import assign, report, sensitivity
+from moeq.artifacts.files import make_directory, sha256_file, write_atomically, write_json, write_text
+from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import AssignmentError
+from moeq.estimator import load_hardware
+from moeq.estimator.latency import expert_seconds
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys, source_dtype
 from moeq.models.weights import plain_header, scale_keys
@@ -59,7 +62,8 @@ def run(context: Context) -> dict[str, Any]:
         (directory / name).unlink(missing_ok=True)
     write_assignment(directory / NAME, assignment)
     write_sensitivities(directory / SENSITIVITIES, sensitivity.columns(inputs, inputs.memo.get("traces")))
-    return summarize(context, assignment) | report.score(inputs, assignment).as_json()
+    scored = report.score(inputs, assignment).as_json()
+    return summarize(context, assignment) | scored | latency_summary(context, inputs, assignment)
 
 
 def write_sensitivities(path: Path, columns: dict[str, Any]) -> None:
@@ -69,8 +73,11 @@ def write_sensitivities(path: Path, columns: dict[str, Any]) -> None:
 
 
 def check(context: Context) -> None:
-    """AssignmentError when a section asks for more GPU experts than a layer has."""
+    """AssignmentError when a section asks for more GPU experts than a layer has, EstimateError for bad hardware."""
     for section in (context.recipe.assign, *context.recipe.eval.compare):
+        hardware = hardware_of(context, section)
+        if hardware is not None:
+            load_hardware(hardware)
         for layer in context.layers:
             if section.gpu_experts > layer.num_experts:
                 raise AssignmentError(
@@ -126,7 +133,65 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
         other_bytes=other_bytes(context),
         traces=partial(traces, context, config),
         effects=losses.load_effects(context),
+        expert_effects=losses.load_expert_effects(context),
+        ndp_seconds=ndp_seconds(context, config, widths),
     )
+
+
+def hardware_of(context: Context, config: AssignSection) -> str | None:
+    """The hardware whose NDP latency a section asks for: its own, else the estimate's; None where it asks for none."""
+    if config.hardware is None and config.ndp_latency_ms is None:
+        return None
+    return config.hardware or context.recipe.estimate.hardware
+
+
+def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) -> tuple[dict[int, float], ...]:
+    """What one token of one expert takes on the section's hardware at every width, a layer; empty where it names none.
+
+    Sizes are the model's own, whatever geometry the estimate is of.
+    """
+    name = hardware_of(context, config)
+    if name is None:
+        return ()
+    hardware, section = load_hardware(name), context.recipe.losses
+    found = []
+    for layer in context.layers:
+        group = layer.hidden_size if section.group_size == -1 else section.group_size
+        times = expert_seconds(
+            layer.parameters_per_expert, widths, hardware, group_size=group, zero_points=not section.symmetric
+        )
+        found.append(dict(zip(widths, times.tolist(), strict=True)))
+    return tuple(found)
+
+
+def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignment) -> dict[str, Any]:
+    """The NDP latency that an assignment has, beside its limit; nothing where no hardware was named."""
+    hardware = hardware_of(context, inputs.config)
+    if hardware is None:
+        return {}
+    most = inputs.config.ndp_latency_ms
+    found: dict[str, Any] = {"hardware": hardware, "ndp_latency_ms": 1e3 * latency.achieved(inputs, assignment)}
+    return found if most is None else found | {"ndp_latency_limit_ms": most}
+
+
+def constants_digest(name: str) -> str:
+    """Digest of a hardware's constants: what was made for an edited hardware file is made again."""
+    return sha256_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json()
+
+
+def own_hardware(context: Context) -> list[str] | None:
+    """Digests of the constants that decide the recipe's assignment; None for one without hardware."""
+    return _digests(context, [context.recipe.assign])
+
+
+def compared_hardware(context: Context) -> list[str] | None:
+    """Digests of the constants that decide the assignments it is compared with; None where none has hardware."""
+    return _digests(context, context.recipe.eval.compare)
+
+
+def _digests(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
+    names = [hardware_of(context, section) for section in sections]
+    return [constants_digest(name) for name in names if name is not None] or None
 
 
 def frontier(context: Context) -> dict[str, Any]:

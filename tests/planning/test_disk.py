@@ -39,6 +39,9 @@ CASES = {
                              "others={attention: 4, dense: 3, shared: 4, embeddings: 8, head: 8, symmetric: true}")),
     "projections": ("tiny_mixtral", ("losses.group_size=16", "quantize.replicas=all",
                                      "assign={method: optimal, average_bits: 2, granularity: projection}")),
+    "effects": ("tiny_mixtral", ("losses.methods=[rtn]", "losses.layer_effects={sequences: 1}",
+                                 "losses.expert_effects={sequences: 1, experts: 3}", "eval.compare=[]",
+                                 "assign={method: uniform, bits: 3, quantizer: rtn}")),
     "rtn": ("tiny_qwen", ("losses.methods=[rtn]", "assign={method: uniform, bits: 3, quantizer: rtn}",
                           "eval.compare=[]", "export.max_shard=30KB", "losses.per_projection=false")),
 }  # fmt: skip

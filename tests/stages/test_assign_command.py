@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from moeq import cli, inspection, pipeline
+from moeq import cli, estimator, inspection, pipeline
 from moeq.artifacts.effects import read_effects
-from moeq.errors import AssignmentError
+from moeq.errors import AssignmentError, EstimateError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, losses, profile
@@ -135,6 +135,39 @@ def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context
     assert assign.load(context).average_bits() > 1
     with pytest.raises(AssignmentError, match=r"size: .* the least possible is \d+"):
         moeq_assign(finished, tmp_path / "other", "--size", "10KiB")
+
+
+def test_latency_is_shown_limited_and_follows_the_hardware_file(finished: Context, tmp_path: Path) -> None:
+    out, hardware = tmp_path / "run", tmp_path / "own.yaml"
+    text = (Path(estimator.__file__).parent / "hardware" / "paper-ctxmoe.yaml").read_text("utf-8")
+    hardware.write_text(text, "utf-8")
+    assert "ndp_latency_ms" not in moeq_assign(finished, out, "--method", "frequency", "--average-bits", "3")["summary"]
+    options = ("--average-bits", "3", "--hardware", str(hardware))
+    free = moeq_assign(finished, out, "--method", "optimal", *options)["summary"]
+    took = free["ndp_latency_ms"]  # type: ignore[index]
+    assert (
+        took
+        > moeq_assign(finished, out, "--method", "uniform", "--set", "assign.bits=1", "--hardware", str(hardware))[
+            "summary"
+        ]["ndp_latency_ms"]
+        > 0
+    )  # type: ignore[index]
+    most = f"{0.9 * took:.9g}"
+    kept = moeq_assign(finished, out, "--method", "optimal", *options, "--ndp-latency", most)["summary"]
+    assert kept["ndp_latency_ms"] <= kept["ndp_latency_limit_ms"] == float(most)  # type: ignore[index]
+    assert kept["objective"] > free["objective"]  # type: ignore[index]
+    hardware.write_text(text.replace('"512 GB/s"', '"256 GB/s"').replace('"1 GHz"', '"500 MHz"'), "utf-8")
+    with pytest.raises(AssignmentError, match=r"ndp_latency_ms: .*; the least possible is \d"):
+        moeq_assign(finished, out, "--method", "optimal", *options, "--ndp-latency", f"{took / 4:.9g}")
+    slower = moeq_assign(finished, out, "--method", "optimal", *options)["summary"]
+    assert slower["ndp_latency_ms"] == pytest.approx(2 * took)  # type: ignore[index]
+
+
+def test_latency_belongs_to_optimal_and_hardware_must_exist(finished: Context, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="ndp_latency_ms belongs to optimal"):
+        moeq_assign(finished, tmp_path / "run", "--method", "frequency", "--average-bits", "3", "--ndp-latency", "1")
+    with pytest.raises(EstimateError, match="unknown hardware 'paper-ctxmo'; did you mean 'paper-ctxmoe'"):
+        moeq_assign(finished, tmp_path / "run", "--hardware", "paper-ctxmo")
 
 
 def test_inspect_knows_the_files(finished: Context, tmp_path: Path) -> None:
