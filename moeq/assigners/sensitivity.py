@@ -27,6 +27,7 @@ import numpy as np
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, matrix_widths
 from moeq.artifacts.losses import WHOLE, LossTable
 from moeq.assigners.inputs import AssignInputs, importance, routing_mass
+from moeq.assigners.mopeq import hybrid
 from moeq.errors import AssignmentError
 
 AGAIN = "run `moeq losses` again"
@@ -193,22 +194,27 @@ def objective(inputs: AssignInputs, assignment: Assignment) -> float:
     return total
 
 
-def columns(inputs: AssignInputs, traces: Sequence[np.ndarray] | None = None) -> dict[str, list[Any]]:
-    """The table of sensitivities: a row for every layer and expert, as columns.
+def columns(
+    inputs: AssignInputs, traces: Sequence[np.ndarray], sampled: Sequence[np.ndarray] | None = None
+) -> dict[str, list[Any]]:
+    """The table of sensitivities: a row for every layer and expert, as columns; see artifacts/sensitivities.py.
 
-    loss_B and objective_B at every width B, bytes_B of one expert; traces: the Frobenius norm's, where it was computed.
+    traces: the Frobenius norm's in closed form, [E] a layer; sampled: as the assignment sampled them, where it did.
     """
     if inputs.losses is None:
         raise AssignmentError("sensitivities need the loss table", do="run `moeq losses` first")
     plain = checked(inputs, inputs.losses)
     hessian = inputs.losses.matrix(inputs.losses.listed_methods()[0], "hessian_trace")
+    totals = [inputs.profile.total(layer, inputs.phase())[0] for layer in range(len(plain))]
+    both = hybrid(np.concatenate(totals), np.concatenate(list(traces)))
+    hybrids = np.split(both, np.cumsum([len(counts) for counts in totals])[:-1])
     found: dict[str, list[Any]] = {}
 
     def add(name: str, values: Sequence[Any]) -> None:
         found.setdefault(name, []).extend(values)
 
     for layer, table in enumerate(tables(inputs)):
-        counts, _ = inputs.profile.total(layer, inputs.phase())
+        counts = totals[layer]
         experts = len(counts)
         add("layer", [layer] * experts)
         add("layer_name", [table.name] * experts)
@@ -219,7 +225,10 @@ def columns(inputs: AssignInputs, traces: Sequence[np.ndarray] | None = None) ->
         add("importance", importance(inputs, layer).tolist())
         calibration = next(iter(hessian[layer].values())).astype(float)
         add("calibration_hessian_trace", [None if np.isnan(value) else value for value in calibration.tolist()])
-        add("frobenius_hessian_trace", [None] * experts if traces is None else traces[layer].tolist())
+        add("frobenius_hessian_trace", traces[layer].tolist())
+        if sampled is not None:
+            add("sampled_hessian_trace", sampled[layer].tolist())
+        add("hybrid_importance", hybrids[layer].tolist())
         for bits in sorted(plain[layer]):
             add(f"loss_{bits}", plain[layer][bits].tolist())
             add(f"objective_{bits}", table.losses[bits].tolist())

@@ -22,6 +22,8 @@ from moeq.artifacts import effects, evaluation, losses, manifest, profile, repli
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, ExpertChoice, Width, width_of
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
+from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
+from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.estimator import load_hardware
 from moeq.exporters.moeq import METADATA, extra_name, layer_name, other_widths
@@ -107,6 +109,8 @@ class Disk:
             return own + disk
         if stage == "losses":
             return own + (disk if streams else 0)
+        if stage == "assign":
+            return own + self.sizes.experts_disk  # for the Hessian traces
         if stage == "quantize":
             walked = disk if streams and self.recipe.quantize.refine is not None else 0
             experts = int(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
@@ -249,7 +253,7 @@ class Disk:
         return {
             assign.NAME: len(text.encode()),
             "assignment.schema.json": len(schema.encode()),
-            assign.SENSITIVITIES: self._sensitivities(),
+            SENSITIVITIES: self._sensitivities(),
         }
 
     def _sensitivities(self) -> int:
@@ -267,14 +271,17 @@ class Disk:
             "activations": generator.integers(0, 9_999, count),
             **{name: generator.random(count) for name in shares},
             "calibration_hessian_trace": generator.random(count) if known else [None] * count,
-            "frobenius_hessian_trace": [None] * count,
+            "frobenius_hessian_trace": generator.random(count),
+            "hybrid_importance": generator.random(count),
         }
+        if self.recipe.assign.trace not in (None, "closed"):
+            columns["sampled_hessian_trace"] = generator.random(count)
         full = self.sizes.source_dtype.itemsize
         for bits in sorted(self.recipe.losses.bits):
             columns |= {f"{name}_{bits}": generator.random(count) for name in ("loss", "objective")}
             columns[f"bytes_{bits}"] = [expert_bytes(layer, bits, self.recipe, full) for layer, _ in chosen]
-        written = _written(lambda folder: assign.write_sensitivities(folder / assign.SENSITIVITIES, columns))
-        return written[assign.SENSITIVITIES] * experts // count
+        written = _written(lambda folder: write_sensitivities(folder / SENSITIVITIES, columns, DIGEST))
+        return written[SENSITIVITIES] * experts // count
 
     def _quantize(self) -> dict[str, int]:
         files: dict[str, int] = {}
