@@ -37,6 +37,8 @@ from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, s
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import STORED
 from moeq.recipe import AssignSection, Recipe
+from moeq.reporting import formats
+from moeq.reporting.maps import Quantity, value_map, width_map
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, model_card, quantize, refine, report
@@ -52,10 +54,10 @@ SUMMARIES = {  # bytes of what a record says about its stage, of which for every
     "profile": (160, 0), "losses": (560, 0), "assign": (390, 0), "quantize": (70, 0), "export": (320, 0),
     "eval": (200, 140), "estimate": (220, 145), "report": (40, 0),
 }  # fmt: skip
-REPORT = 64_400  # bytes of the page before anything is drawn
-REPORT_EXPERT = 40  # of the maps, an expert
-REPORT_LAYER = 2_200  # of the charts and tables, a layer
-REPORT_ASSIGNMENT = 1_500
+REPORT = 61_800  # bytes of the page without its maps
+MEASURES, CAPTION = 5, 400  # maps beside those of losses and widths; bytes of what is written around one
+REPORT_LAYER = 1_000  # of the charts and tables, a layer
+REPORT_ASSIGNMENT = 1_000
 
 
 class Disk:
@@ -530,9 +532,20 @@ class Disk:
         return {estimate_stage.NAME: empty + (one - empty) * len(self.sections)}
 
     def _report(self) -> dict[str, int]:
-        experts = sum(layer.num_experts for layer in self.sizes.layers)
-        size = REPORT + REPORT_EXPERT * experts + REPORT_LAYER * len(self.sizes.layers)
-        return {report.NAME: size + REPORT_ASSIGNMENT * len(self.sections)}
+        """An estimate: a map of each kind is drawn with made-up figures, the rest goes by layers and assignments."""
+        values, widths = self._maps()
+        size = REPORT + REPORT_LAYER * len(self.sizes.layers) + REPORT_ASSIGNMENT * len(self.sections)
+        size += (MEASURES + len(self.recipe.losses.bits)) * values + len(self.sections) * widths
+        return {report.NAME: size}
+
+    def _maps(self) -> tuple[int, int]:
+        """Bytes of a map of values and of one of widths, with their captions."""
+        generator = np.random.default_rng(0)
+        rows = [generator.lognormal(size=layer.num_experts) for layer in self.sizes.layers]
+        quantity = Quantity(name="relative loss (logarithmic)", form=formats.share, log=True)
+        drawn = (value_map("m", "", rows, quantity, "m"), width_map("m", "", self.own.bits(), self.own.hot(), "m"))
+        values, widths = (len(drawing.svg.encode()) + CAPTION for drawing in drawn)
+        return values, widths
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], int]) -> int:
         if key not in self._cache:

@@ -24,7 +24,7 @@ TOKENIZING = 1e-6  # seconds a token
 ROW = 3e-5  # seconds a row of the loss table: made, written, read and summed up
 LIBRARY = 3.0  # seconds of loading the model's classes, the tokenizer and, for eval, lm-eval
 TRACE_PASSES = 4  # passes over an expert's weights that its Hessian trace takes
-REPORT = 1.0
+REPORT = 2.0
 REPORT_EXPERT = 5e-4
 
 
