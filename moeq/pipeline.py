@@ -111,6 +111,7 @@ STAGES = (
     Stage(
         name="report",
         run=report.run,
+        revision=report.REVISION,
         sections=tuple(name for name in Recipe.model_fields if name not in {"model", "store"}),
         after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),
         intact=report.is_intact,

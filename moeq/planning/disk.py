@@ -543,7 +543,9 @@ class Disk:
         generator = np.random.default_rng(0)
         rows = [generator.lognormal(size=layer.num_experts) for layer in self.sizes.layers]
         quantity = Quantity(name="relative loss (logarithmic)", form=formats.share, log=True)
-        drawn = (value_map("m", "", rows, quantity, "m"), width_map("m", "", self.own.bits(), self.own.hot(), "m"))
+        own = self.own
+        placed = width_map("m", "", own.mean_bits(), own.hot(), "m", present=own.widths())
+        drawn = (value_map("m", "", rows, quantity, "m"), placed)
         values, widths = (len(drawing.svg.encode()) + CAPTION for drawing in drawn)
         return values, widths
 
