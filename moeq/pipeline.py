@@ -11,6 +11,7 @@ from typing import Any
 
 from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
+from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
 from moeq.errors import ArtifactError
 from moeq.models.corpus import BUNDLED, Source, pinned
@@ -80,7 +81,7 @@ STAGES = (
         after=("profile", "losses"),
         extra=assign.own_hardware,
         check=assign.check,
-        apart=frozenset({assign.SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
+        apart=frozenset({SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
         editable=frozenset({assign.NAME}),
     ),
     Stage(name="quantize", run=quantize.run, sections=("quantize",), after=("losses", "assign"), computes=True),
@@ -112,6 +113,7 @@ STAGES = (
     Stage(
         name="report",
         run=report.run,
+        revision=report.REVISION,
         sections=tuple(name for name in Recipe.model_fields if name not in {"model", "store"}),
         after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),
         intact=report.is_intact,

@@ -19,7 +19,8 @@ COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
     "run": STAGE | {"--quantizer", "--refine"},
-    **dict.fromkeys(("profile", "export", "eval", "estimate", "report"), STAGE),
+    **dict.fromkeys(("profile", "export", "eval", "estimate"), STAGE),
+    "report": STAGE | {"--maps"},
     "losses": STAGE | {"--quantizer"},
     "quantize": STAGE | {"--refine"},
     "assign": STAGE

@@ -29,6 +29,7 @@ import numpy as np
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, matrix_widths
 from moeq.artifacts.losses import WHOLE, LossTable
 from moeq.assigners.inputs import AssignInputs, activation_rate, importance, routing_mass
+from moeq.assigners.mopeq import hybrid
 from moeq.errors import AssignmentError
 
 AGAIN = "run `moeq losses` again"
@@ -222,23 +223,28 @@ def objective(inputs: AssignInputs, assignment: Assignment) -> float:
     return total
 
 
-def columns(inputs: AssignInputs, traces: Sequence[np.ndarray] | None = None) -> dict[str, list[Any]]:
-    """The table of sensitivities: a row for every layer and expert, as columns.
+def columns(
+    inputs: AssignInputs, traces: Sequence[np.ndarray], sampled: Sequence[np.ndarray] | None = None
+) -> dict[str, list[Any]]:
+    """The table of sensitivities: a row for every layer and expert, as columns; see artifacts/sensitivities.py.
 
-    loss_B and objective_B at every width B, bytes_B of one expert; effect and effect_measured where the recipe had
-    effects of experts measured; traces: the Frobenius norm's, where it was computed.
+    traces: the Frobenius norm's in closed form, [E] a layer; sampled: as the assignment sampled them, where it did;
+    effect and effect_measured where the recipe had effects of experts measured.
     """
     if inputs.losses is None:
         raise AssignmentError("sensitivities need the loss table", do="run `moeq losses` first")
     plain = checked(inputs, inputs.losses)
     hessian = inputs.losses.matrix(inputs.losses.listed_methods()[0], "hessian_trace")
+    totals = [inputs.profile.total(layer, inputs.phase())[0] for layer in range(len(plain))]
+    both = hybrid(np.concatenate(totals), np.concatenate(list(traces)))
+    hybrids = np.split(both, np.cumsum([len(counts) for counts in totals])[:-1])
     found: dict[str, list[Any]] = {}
 
     def add(name: str, values: Sequence[Any]) -> None:
         found.setdefault(name, []).extend(values)
 
     for layer, table in enumerate(tables(inputs)):
-        counts, _ = inputs.profile.total(layer, inputs.phase())
+        counts = totals[layer]
         experts = len(counts)
         add("layer", [layer] * experts)
         add("layer_name", [table.name] * experts)
@@ -249,7 +255,10 @@ def columns(inputs: AssignInputs, traces: Sequence[np.ndarray] | None = None) ->
         add("importance", importance(inputs, layer).tolist())
         calibration = next(iter(hessian[layer].values())).astype(float)
         add("calibration_hessian_trace", [None if np.isnan(value) else value for value in calibration.tolist()])
-        add("frobenius_hessian_trace", [None] * experts if traces is None else traces[layer].tolist())
+        add("frobenius_hessian_trace", traces[layer].tolist())
+        if sampled is not None:
+            add("sampled_hessian_trace", sampled[layer].tolist())
+        add("hybrid_importance", hybrids[layer].tolist())
         if inputs.expert_effects is not None:
             add("effect", inputs.expert_effects.divergence[layer])
             add("effect_measured", inputs.expert_effects.is_measured[layer])

@@ -28,7 +28,8 @@ TOKENIZING = 1e-6  # seconds a token
 ROW = 3e-5  # seconds a row of the loss table: made, written, read and summed up
 LIBRARY = 3.0  # seconds of loading the model's classes, the tokenizer and, for eval, lm-eval
 COMPARING = 6  # passes over the logits in which two outputs are compared
-REPORT = 1.0
+TRACE_PASSES = 4  # passes over an expert's weights that its Hessian trace takes
+REPORT = 2.0
 REPORT_EXPERT = 5e-4
 
 
@@ -142,7 +143,9 @@ class Hours:
         return share * (layers + reading) + head + comparing
 
     def _assign(self) -> float:
-        return loss_rows(self.sizes, self.recipe) * ROW / 10
+        experts = self.sizes.experts_disk
+        traces = self._reading(experts) + TRACE_PASSES * experts / self.rates.elementwise_bytes
+        return loss_rows(self.sizes, self.recipe) * ROW / 10 + traces
 
     def _quantize(self) -> float:
         reading = self._reading(self.sizes.experts_disk * read_share(self.sizes, self.recipe))

@@ -222,7 +222,9 @@ class Memory:
         ]
 
     def _assign(self) -> list[Moment]:
-        return [[*self._model(), *self._tables()]]
+        largest = max(layer.parameters_per_expert for layer in self.sizes.layers)
+        one = Term(what="one expert", bytes=2 * largest * self.sizes.source_dtype.itemsize)
+        return [[*self._model(), *self._tables(), one]]
 
     def _quantize(self) -> list[Moment]:
         largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from moeq.artifacts.assignment import (
@@ -27,10 +25,12 @@ from moeq.artifacts.assignment import (
     width_of,
     write_assignment,
 )
-from moeq.artifacts.files import make_directory, sha256_file, write_atomically, write_json, write_text
+from moeq.artifacts.files import make_directory, sha256_file, write_json, write_text
+from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
+from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
-from moeq.errors import AssignmentError
+from moeq.errors import ArtifactError, AssignmentError
 from moeq.estimator import load_hardware
 from moeq.estimator.latency import expert_seconds
 from moeq.models.experts import ExpertLayer
@@ -44,7 +44,6 @@ from moeq.stages import losses, others, profile
 from moeq.stages.context import Context
 
 NAME = "assignment.json"
-SENSITIVITIES = "sensitivities.parquet"
 FRONTIER, FRONTIER_PLOT = "frontier.json", "frontier.svg"
 FRONTIER_VERSION = 1
 AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
@@ -61,15 +60,30 @@ def run(context: Context) -> dict[str, Any]:
     for name in (FRONTIER, FRONTIER_PLOT):  # of an earlier assignment
         (directory / name).unlink(missing_ok=True)
     write_assignment(directory / NAME, assignment)
-    write_sensitivities(directory / SENSITIVITIES, sensitivity.columns(inputs, inputs.memo.get("traces")))
+    _write_sensitivities(context, inputs)
     scored = report.score(inputs, assignment).as_json()
     return summarize(context, assignment) | scored | latency_summary(context, inputs, assignment)
 
 
-def write_sensitivities(path: Path, columns: dict[str, Any]) -> None:
-    """The table of sensitivities as Parquet, a row for every layer and expert."""
-    table = pa.table(columns)
-    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+def sensitivities(context: Context) -> SensitivityTable:
+    """The table of sensitivities; made again, without the assignment, where it is not there or not this model's."""
+    path = context.directory("assign") / SENSITIVITIES
+    try:
+        found = read_sensitivities(path)
+    except ArtifactError:  # of an earlier version of moeq, or lost: it follows from the profile, losses and weights
+        found = None
+    if found is None or found.model != context.stamp.digest:
+        context.reporter.say(f"  {SENSITIVITIES}: made again")
+        _write_sensitivities(context, inputs_of(context, context.recipe.assign, context.recipe.name))
+    return read_sensitivities(path)
+
+
+def _write_sensitivities(context: Context, inputs: AssignInputs) -> None:
+    """The closed form of the traces is always there: one reading of the experts, next to nothing beside `losses`."""
+    config = inputs.config
+    sampled = traces(context, config) if config.trace not in (None, "closed") else None
+    columns = sensitivity.columns(inputs, traces(context, AssignSection(method="mopeq")), sampled)
+    write_sensitivities(context.directory("assign") / SENSITIVITIES, columns, context.stamp.digest)
 
 
 def check(context: Context) -> None:
@@ -235,19 +249,35 @@ def other_bytes(context: Context) -> int:
 def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
     """The Hessian trace of the Frobenius norm, summed over every expert's matrices, [E] a layer (paper 003).
 
-    Experts are read from the checkpoint one by one; the same traces are not computed twice in a run.
+    Experts are read from the checkpoint one by one; the same traces are not computed twice in a run, and the closed
+    form not again where the run's table of sensitivities has it.
     """
     how = config.trace or "closed"
     key = (how, None if how == "closed" else config.trace_samples or TRACE_SAMPLES)
     if key not in context.traces:
-        generator = torch.Generator().manual_seed(context.recipe.seed)
-        found = []
-        with context.reporter.bar("traces", len(context.layers)) as advance:
-            for layer in context.layers:
-                found.append(np.array([_trace(context, layer, e, key, generator) for e in range(layer.num_experts)]))
-                advance()
-        context.traces[key] = found
+        known = _known_traces(context) if how == "closed" else None
+        context.traces[key] = _computed_traces(context, key) if known is None else known
     return context.traces[key]
+
+
+def _known_traces(context: Context) -> list[np.ndarray] | None:
+    """The closed form as an earlier command found it for this model; None where none did."""
+    try:
+        table = read_sensitivities(context.directory("assign") / SENSITIVITIES)
+    except ArtifactError:
+        return None
+    same = table.model == context.stamp.digest and table.experts() == [layer.num_experts for layer in context.layers]
+    return table.column("frobenius_hessian_trace") if same else None
+
+
+def _computed_traces(context: Context, how: tuple[str, int | None]) -> list[np.ndarray]:
+    generator = torch.Generator().manual_seed(context.recipe.seed)
+    found = []
+    with context.reporter.bar("traces", len(context.layers)) as advance:
+        for layer in context.layers:
+            found.append(np.array([_trace(context, layer, e, how, generator) for e in range(layer.num_experts)]))
+            advance()
+    return found
 
 
 def _trace(

@@ -14,8 +14,8 @@ from moeq.planning.memory import STAGES
 from moeq.planning.others import DIGEST as OTHERS_DIGEST
 from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
-from moeq.recipe import load_recipe
-from moeq.stages import losses
+from moeq.recipe import AssignSection, load_recipe
+from moeq.stages import assign, losses
 from moeq.stages.context import Context
 
 SMALL = (
@@ -142,6 +142,13 @@ def test_stages_are_within_two_percent(finished: Context) -> None:
         size, written = sizes_of(disk, finished, stage)
         tolerance = {"report": 0.15}.get(stage, 0.02)  # a page of drawings: not known before it is drawn
         assert abs(size - written) <= tolerance * written + 600, (stage, size, written)
+
+
+def test_assign_reads_every_expert_once(finished: Context) -> None:
+    disk = foretold(finished)
+    fresh = Context(recipe=finished.recipe, model_name=finished.model_name, out=finished.out / "elsewhere")
+    assign.traces(fresh, AssignSection(method="mopeq"))
+    assert fresh.expert_reader.bytes_read == disk.read("assign") - sum(disk.lasting("assign").values())
 
 
 def test_linked_files_are_counted_once(finished: Context) -> None:
