@@ -6,7 +6,8 @@ One row for each layer and expert. `activations` and `activation_frequency` (the
 `sampled_hessian_trace`: the same as the recipe's assignment sampled it, where it did. `hybrid_importance`: activations
 times that closed form, each min-max normalized over the model (paper 003, section 3.4). `calibration_hessian_trace`: of
 the Hessians that quantized the expert, none where no method took one. `loss_B`, `objective_B` and `bytes_B` at every
-width B. The file's metadata has the digest of the model, so that traces are not computed twice.
+width B. `effect` and `effect_measured` where the recipe had effects of experts measured. The file's metadata has the
+digest of the model, so that traces are not computed twice.
 """
 
 from __future__ import annotations
