@@ -58,7 +58,8 @@ def optimum(
 ) -> Optimum:
     """The least objective within a limit, for granularity projection one of matrices; kept in the inputs' memo."""
     config = inputs.config
-    weighting = (config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics)
+    of_matrices = config.granularity == "projection"
+    weighting = (config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics, of_matrices)
     masks = b"".join(mask.tobytes() for mask in hot)
     most = None if limit.latency is None else limit.latency.seconds
     key = ("optimum", weighting, limit.unit, limit.total, most, limit.widths, masks, granularity, scope)

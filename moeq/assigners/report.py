@@ -197,7 +197,7 @@ def frontier(
     for name, section in sections(inputs, averages):
         mine = replace(inputs, config=section)
         found = assign(mine)
-        points.append(_point(mine, name, found.expert_widths(), objective(mine, found), hot))
+        points.append(_point(inputs, name, found.expert_widths(), objective(inputs, found), hot))
         advance()
     widths = all_widths(inputs)
     variants: list[tuple[Granularity, str, str]] = [
