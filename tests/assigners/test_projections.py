@@ -160,7 +160,7 @@ def test_average_bits_are_spent_to_a_matrix_and_written_down(tmp_path: Path) -> 
     for other in (point for point in points if not point.method.startswith("optimal")):
         fitting = [point.objective for point in best if point.expert_bytes <= other.expert_bytes]
         assert min(fitting) <= other.objective * (1 + 1e-9)
-    assert set(columns(inputs)["bytes_2"]) == {inputs.bytes[layer][2] for layer in range(2)}
+    assert set(columns(inputs, [np.ones(3)] * 2)["bytes_2"]) == {inputs.bytes[layer][2] for layer in range(2)}
 
 
 def test_a_thousand_experts_are_decided_exactly() -> None:
