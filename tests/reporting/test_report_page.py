@@ -277,7 +277,7 @@ def test_matrices_of_several_widths_have_their_mean(make: Make) -> None:
     assert found.csv().splitlines()[2] == f"0,1,{layer.experts[1].bits}"
     assert "Cells: the mean of the expert's matrices." in found.caption()
     assert ">2.7</text>" in found.svg()
-    assert "the mean of its matrices' bits" in render(inputs)
+    assert "the mean of its matrices' bits" in parsed(render(inputs)).text
 
 
 def test_the_header_says_what_calibration_reached_and_what_was_refined(make: Make, page: str) -> None:
