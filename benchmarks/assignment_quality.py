@@ -89,6 +89,7 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
     recipe = Recipe.model_validate(
         {
             "name": "optimal-2.0",
+            "dtype": "float32",
             "corpus": {"source": options.calibration, "sequences": options.sequences, "sequence_length": 256},
             "losses": {
                 "methods": options.methods,

@@ -233,6 +233,18 @@ def assign(
         str | None,
         typer.Option("--granularity", help="What has one width, of method optimal: expert, projection or layer."),
     ] = None,
+    ndp_latency: Annotated[
+        float | None,
+        typer.Option(
+            "--ndp-latency",
+            help="Limit beside the budget, of method optimal: expected ms a token that the near-data side spends on "
+            "experts.",
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", help="Preset or YAML file whose near-data latency is shown and limited."),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option("--target", help="Runtime that must load it: moeq, auto-round, gptqmodel, vllm or transformers."),
@@ -247,8 +259,10 @@ def assign(
     quiet: QuietOption = False,
 ) -> None:
     given = {"average_bits": average_bits, "expert_bytes": expert_bytes, "size": size}
-    more = {"granularity": granularity, "target": target}
+    more = {"granularity": granularity, "ndp_latency_ms": ndp_latency, "hardware": hardware, "target": target}
     chosen = [f"assign.{name}={value}" for name, value in more.items() if value is not None]
+    if method not in (None, "optimal") and ndp_latency is None:
+        chosen.append("assign.ndp_latency_ms=null")  # the recipe's, which belongs to its own method
     overrides = [*(set_ or []), *_assign_overrides(method, given), *chosen]
     context = _context(recipe, model, out, overrides, quiet, trust_remote_code, quantizer)
     from moeq import pipeline, terminal
@@ -270,6 +284,31 @@ def assign(
             terminal.print_frontier(curve, context.directory("assign") / stage.FRONTIER_PLOT)
 
 
+def report(
+    recipe: RecipeArgument = None,
+    model: ModelOption = None,
+    out: OutOption = None,
+    set_: SetOption = None,
+    maps: Annotated[
+        Path | None,
+        typer.Option("--maps", help="Folder for every map of the report: NAME.svg, and NAME.csv with its values."),
+    ] = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    context = _context(recipe, model, out, set_, quiet, trust_remote_code)
+    from moeq import pipeline, terminal
+    from moeq.stages import report as stage
+
+    outcome = pipeline.run_alone(context, "report")
+    written = [] if maps is None else [str(path) for path in stage.write_maps(context, maps)]
+    if json:
+        _print_json(terminal.outcome_json(outcome) | ({"maps": written} if maps is not None else {}))
+    elif not quiet:
+        terminal.print_summary(outcome.record.summary | ({"maps": written} if maps is not None else {}))
+
+
 def _assign_overrides(method: str | None, given: dict[str, str | None]) -> list[str]:
     """What --method and the budget options set; a budget that is given replaces the recipe's, whatever it was."""
     from moeq.recipe import BUDGETS
@@ -285,8 +324,10 @@ def _assign_overrides(method: str | None, given: dict[str, str | None]) -> list[
     ]
 
 
+OWN_COMMANDS: dict[str, Callable[..., None]] = {"assign": assign, "report": report}  # stages with options of their own
+
 for _name, _summary in STAGE_HELP.items():
-    app.command(_name, help=_summary)(assign if _name == "assign" else _stage_command(_name, _summary))
+    app.command(_name, help=_summary)(OWN_COMMANDS.get(_name) or _stage_command(_name, _summary))
 
 
 @app.command()

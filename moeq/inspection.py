@@ -11,6 +11,7 @@ from moeq.artifacts.assignment import count_matrices, count_widths, read_assignm
 from moeq.artifacts.files import read_json, sha256_file
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest
+from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import RECORD, StageRecord, current_digest, read_record
 from moeq.errors import ArtifactError
 from moeq.exporters.moeq import tensors_sha256
@@ -19,7 +20,6 @@ from moeq.models.source import open_source, read_header
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import losses
-from moeq.stages.assign import SENSITIVITIES
 from moeq.stages.context import DIRECTORIES
 from moeq.tables import human_bytes
 

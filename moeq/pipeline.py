@@ -11,6 +11,7 @@ from typing import Any
 
 from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
+from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
 from moeq.errors import ArtifactError
 from moeq.models.corpus import BUNDLED, Source, pinned
@@ -78,8 +79,9 @@ STAGES = (
         run=assign.run,
         sections=("name", "assign"),
         after=("profile", "losses"),
+        extra=assign.own_hardware,
         check=assign.check,
-        apart=frozenset({assign.SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
+        apart=frozenset({SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
         editable=frozenset({assign.NAME}),
     ),
     Stage(name="quantize", run=quantize.run, sections=("quantize",), after=("losses", "assign"), computes=True),
@@ -98,6 +100,7 @@ STAGES = (
         after=("profile", "losses", "assign", "export"),
         text=("evaluation",),
         computes=True,
+        extra=assign.compared_hardware,
         check=evaluate.check,
     ),
     Stage(
@@ -111,6 +114,7 @@ STAGES = (
     Stage(
         name="report",
         run=report.run,
+        revision=report.REVISION,
         sections=tuple(name for name in Recipe.model_fields if name not in {"model", "store"}),
         after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),
         intact=report.is_intact,
@@ -135,8 +139,9 @@ def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     found |= {part: context.text_digest(part) for part in stage.text}
     if stage.computes:
         found["compute"] = digest_of(context.compute())
-    if stage.extra is not None:
-        found["extra"] = digest_of(stage.extra(context))
+    extra = None if stage.extra is None else stage.extra(context)
+    if extra is not None:
+        found["extra"] = digest_of(extra)
     for name in stage.needs(context.recipe):
         found[name] = current_digest(context.directory(name), name)
     return found
@@ -248,8 +253,10 @@ def _recipe_text(context: Context) -> str:
     data["corpus"]["source"] = _pinned(data["corpus"]["source"], context.calibration_sources)
     if data["eval"]["perplexity"] is not None:
         data["eval"]["perplexity"]["source"] = _pinned(data["eval"]["perplexity"]["source"], context.evaluation_sources)
-    for section, key in (("eval", "include_path"), ("estimate", "hardware")):
+    for section, key in (("eval", "include_path"), ("estimate", "hardware"), ("assign", "hardware")):
         data[section][key] = _absolute(data[section][key])
+    for compared in data["eval"]["compare"]:
+        compared["hardware"] = _absolute(compared["hardware"])
     return f"# The recipe as it was run, defaults filled in.\n{yaml.safe_dump(data, sort_keys=False)}"
 
 

@@ -128,6 +128,22 @@ class LayerEffectsSection(Section):
     sequences: int = Field(16, ge=1, description="held-out sequences it is measured on")
 
 
+class ExpertEffectsSection(Section):
+    """What quantizing one expert alone does to the model's output, on held-out calibration sequences.
+
+    Experts are measured one by one, those from which most is expected first, until the time or the number is reached;
+    the others are filled in by a fit. A later run with the same inputs keeps what was measured, and goes on where more
+    is allowed.
+    """
+
+    bits: Literal[1, 2, 3, 4, 8] = 2
+    sequences: int = Field(16, ge=1, description="held-out sequences it is measured on")
+    seconds: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="time to spend, over all runs of the same inputs; none: no limit"
+    )
+    experts: int | None = Field(None, ge=1, description="most experts to measure: a limit without a clock; none: all")
+
+
 class LossesSection(Section):
     bits: list[Literal[1, 2, 3, 4, 8]] = [1, 2, 3, 4, 8]
     methods: list[Literal["gptq", "rtn", "signround"]] = ["gptq", "rtn"]
@@ -162,6 +178,10 @@ class LossesSection(Section):
         None, description="also measure what each layer alone does to the output, for assign.layer_weighting"
     )
 
+    expert_effects: ExpertEffectsSection | None = Field(
+        None, description="also measure what single experts do to the output, for assign.loss_weighting: effect"
+    )
+
     @model_validator(mode="after")
     def _check(self) -> LossesSection:
         if self.symmetric_range != "even" and not self.symmetric:
@@ -178,8 +198,9 @@ class LossesSection(Section):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"{name} must name at least one value and none twice")
-        if self.layer_effects is not None and self.layer_effects.bits not in self.bits:
-            raise ValueError(f"layer_effects: {self.layer_effects.bits} bits is not among losses.bits")
+        for name, effects in (("layer_effects", self.layer_effects), ("expert_effects", self.expert_effects)):
+            if effects is not None and effects.bits not in self.bits:
+                raise ValueError(f"{name}: {effects.bits} bits is not among losses.bits")
         return self
 
     def symmetry(self) -> bool | Literal["narrow", "full"]:
@@ -200,7 +221,7 @@ _BELONGS: dict[str, tuple[str, ...]] = {  # the methods that read a key
     **{name: tuple(method for method, takes in BUDGETS.items() if name in takes) for name in _ALL_BUDGETS},
     "widths": ("frequency", "mopeq", "optimal"),
     "scope": ("frequency", "mopeq", "optimal"),
-    "granularity": ("optimal",),
+    **dict.fromkeys(("granularity", "ndp_latency_ms"), ("optimal",)),
     **dict.fromkeys(("metric", "trace", "trace_samples"), ("mopeq",)),
     **dict.fromkeys(("hot_bits", "cold_bits", "transient_bytes", "ema", "warmup_sequences"), ("budget",)),
 }
@@ -235,6 +256,18 @@ class AssignSection(Section):
         description="optimal: what has one width; projection: every matrix of an expert (needs losses.per_projection); "
         "none: expert, or what the target takes",
     )
+    ndp_latency_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="optimal: a limit beside the budget, on the expected milliseconds a decoded token that the "
+        "near-data side spends on experts",
+    )
+    hardware: str | None = Field(
+        None,
+        description="a preset's name or the path of a hardware YAML file, whose NDP latency is shown; none: "
+        "estimate.hardware where ndp_latency_ms is set",
+    )
     metric: Literal["frequency", "hessian", "hybrid"] | None = Field(None, description="mopeq; none: hybrid")
     trace: Literal["closed", "rademacher", "gaussian"] | None = Field(
         None, description="mopeq: the Hessian trace in closed form (none), or sampled as paper 003 does"
@@ -251,10 +284,11 @@ class AssignSection(Section):
     gpu_experts: int = Field(0, ge=0, description="K: experts a layer kept on the GPU in full precision")
     alpha: float = Field(0.5, ge=0, le=1, description="importance = alpha*P~ + (1-alpha)*W~")
     selector: bool = Field(True, description="false: paper 000's ablation without the bit-width selector")
-    loss_weighting: Literal["mass", "squared", "none"] = Field(
+    loss_weighting: Literal["mass", "squared", "effect", "none"] = Field(
         "mass",
         description="mass: losses times the expert's share of the routing weight; squared: errors times squared "
-        "routing weights; none: losses as paper 000 prints them",
+        "routing weights; effect: what the expert alone does to the output (losses.expert_effects); none: losses as "
+        "paper 000 prints them",
     )
     layer_weighting: Literal["measured"] | None = Field(
         None, description="measured: layers count by losses.layer_effects; none: all alike"
@@ -291,6 +325,10 @@ class AssignSection(Section):
             raise ValueError("widths must name at least one value and none twice")
         if self.method == "budget" and (self.hot_bits or 4) < (self.cold_bits or 2):
             raise ValueError("hot_bits must not be below cold_bits")
+        if self.loss_weighting == "effect" and self.layer_weighting is not None:
+            raise ValueError("loss_weighting effect compares layers by itself: it goes without layer_weighting")
+        if self.ndp_latency_ms is not None and self.scope == "layer":
+            raise ValueError("ndp_latency_ms is one limit for all layers: it needs scope model")
         return self._check_average()
 
     def _check_average(self) -> AssignSection:
@@ -456,6 +494,8 @@ class Recipe(Section):
                 raise ValueError(f"{where}: layer_weighting measured needs losses.layer_effects")
             if section.granularity == "projection" and not self.losses.per_projection:
                 raise ValueError(f"{where}: granularity projection needs losses.per_projection: true")
+            if section.loss_weighting == "effect" and self.losses.expert_effects is None:
+                raise ValueError(f"{where}: loss_weighting effect needs losses.expert_effects")
             missing = sorted({1, 2, 3, 4} - set(self.losses.bits))
             if section.method == "prefix-split" and section.selector and missing:
                 raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")

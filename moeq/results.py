@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeq.stages import estimate, evaluate
+from moeq.stages import estimate, evaluate, others
 from moeq.stages.context import Context
 
 
 def final_rows(context: Context) -> list[dict[str, Any]]:
-    """One row a variant, largest first: bytes, perplexity, accuracy, estimated decode speed-ups over MoNDE."""
-    report, estimates = evaluate.load(context), estimate.load(context)
+    """One row a variant, largest first: bytes, perplexity, accuracy, estimated decode speed-ups over MoNDE.
+
+    average_bits: codes of the experts alone; stored_bits: of a weight of the whole checkpoint, scales counted;
+    expert_share, total_share: of the original's bytes.
+    """
+    report, estimates, weights = evaluate.load(context), estimate.load(context), others.weights(context)
     original = report.row(evaluate.ORIGINAL)
     rows = []
     for row in sorted(report.rows, key=lambda one: -one.expert_bytes):
@@ -26,6 +30,9 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
                 "average_bits": row.average_bits,
                 "expert_bytes": row.expert_bytes,
                 "total_bytes": row.total_bytes,
+                "stored_bits": row.stored_bits(weights),
+                "expert_share": None if original is None else _share(row.expert_bytes, original.expert_bytes),
+                "total_share": None if original is None else _share(row.total_bytes, original.total_bytes),
                 "perplexity": row.perplexity,
                 "perplexity_change": change,
                 "accuracy": row.accuracy,
@@ -35,3 +42,7 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _share(size: int | None, whole: int | None) -> float | None:
+    return None if size is None or not whole else size / whole

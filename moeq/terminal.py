@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from moeq.pipeline import Outcome
 from moeq.planning.result import Plan
 from moeq.tables import human_bytes, human_seconds
 
-NARROW = 78  # columns below which the table leaves out what the others imply
+BESIDE = 108  # columns from which the final table has sizes beside quality
+NARROW = 78  # columns below which tables leave out what the others imply
 WIDE = 130  # columns from which the table of families shows everything
 SMALL = 56  # columns below which it leaves out the speed-up, too
 
@@ -54,51 +57,64 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class _Column:
+    """A column of the final table."""
+
+    title: str
+    cell: Callable[[dict[str, Any]], str]
+
+
+QUALITY = (
+    _Column("ppl", lambda row: _number(row["perplexity"], "{:.2f}")),
+    _Column("+", lambda row: _number(row["perplexity_change"], "{:+z.1%}")),
+    _Column("acc", lambda row: _number(row["accuracy"], "{:.1%}")),
+    _Column("speed-up", lambda row: _speed(row)),
+)
+SIZES = (
+    _Column("bits", lambda row: _number(row["average_bits"], "{:.3g}")),
+    _Column("all bits", lambda row: _number(row["stored_bits"], "{:.3g}")),
+    _Column("experts", lambda row: human_bytes(row["expert_bytes"])),
+    _Column("of orig.", lambda row: _number(row["expert_share"], "{:.1%}")),
+    _Column("whole", lambda row: "-" if row["total_bytes"] is None else human_bytes(row["total_bytes"])),
+    _Column("of orig.", lambda row: _number(row["total_share"], "{:.1%}")),
+)
+
+
 def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: list[Outcome]) -> None:
-    """The table at the end of a run, and where things are."""
+    """The table at the end of a run, two in windows that cannot hold it, and where things are."""
     console = Console(highlight=False)
-    wide = console.width >= NARROW
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("assignment", overflow="fold")
-    small = console.width < SMALL
-    others = wide and _others_packed(rows)
-    titles = [
-        "bits",
-        "experts",
-        *(["original"] if wide else []),
-        *(["whole"] if others else []),
-        "ppl",
-        *(["+"] if wide else []),
-        "acc",
-    ]
-    for title in [*titles, *([] if small else ["speed-up"])]:
-        table.add_column(title, justify="right", no_wrap=True)
-    largest = max(row["expert_bytes"] for row in rows)
-    for row in rows:
-        cells = [
-            f"{row['name']} *" if row["exported"] else row["name"],
-            "-" if row["average_bits"] is None else f"{row['average_bits']:.3g}",
-            human_bytes(row["expert_bytes"]),
-            *([f"{row['expert_bytes'] / largest:.1%}"] if wide else []),
-            *([human_bytes(row["total_bytes"])] if others else []),
-            _number(row["perplexity"], "{:.2f}"),
-            *([_number(row["perplexity_change"], "{:+z.1%}")] if wide else []),
-            _number(row["accuracy"], "{:.1%}"),
-            *([] if small else [_speed(row)]),
-        ]
-        table.add_row(*cells, style="bold" if row["exported"] else None)
-    console.print(table)
+    if console.width >= BESIDE:
+        console.print(_final_table(rows, (*SIZES, *QUALITY)))
+    else:
+        narrow = {"+", "of orig."} if console.width < NARROW else set()
+        narrow |= {"speed-up", "all bits"} if console.width < SMALL else set()
+        quality, sizes = (SIZES[0], *QUALITY), SIZES[1:]
+        console.print(_final_table(rows, [column for column in quality if column.title not in narrow]))
+        console.print()
+        console.print(_final_table(rows, [column for column in sizes if column.title not in narrow]))
     estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
     of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
-    whole = "whole: with everything else, packed alike in all rows but the original. " if others else ""
+    whole = "whole: with everything else, packed alike in all rows but the original. " if _others_packed(rows) else ""
     console.print(
-        "* exported. experts: bytes with scales and zero points. "
-        f"{whole}speed-up: estimated decode speed over MoNDE by "
+        "* exported. bits: codes of the experts; all bits: of a weight of the whole checkpoint, scales and zero points "
+        f"counted, as they are in all bytes. {whole}speed-up: estimated decode speed over MoNDE by "
         f"its bandwidth rule / cost-optimal, for {of}.{_error_note(rows)}",
         style="dim",
     )
     for name, path in paths.items():
         console.print(f"{name:11}{path}", soft_wrap=True, markup=False)
+
+
+def _final_table(rows: list[dict[str, Any]], columns: Sequence[_Column]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("assignment", overflow="fold")
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for row in rows:
+        name = f"{row['name']} *" if row["exported"] else row["name"]
+        table.add_row(name, *(column.cell(row) for column in columns), style="bold" if row["exported"] else None)
+    return table
 
 
 def _others_packed(rows: list[dict[str, Any]]) -> bool:

@@ -19,14 +19,15 @@ COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
     "run": STAGE | {"--quantizer", "--refine"},
-    **dict.fromkeys(("profile", "eval", "estimate", "report"), STAGE),
+    **dict.fromkeys(("profile", "eval", "estimate"), STAGE),
     "export": STAGE | {"--format", "--widen"},
     "convert": {"checkpoint", "--to", "--out", "--widen", "--trust-remote-code", "--json", "--quiet"},
+    "report": STAGE | {"--maps"},
     "losses": STAGE | {"--quantizer"},
     "quantize": STAGE | {"--refine"},
     "assign": STAGE
     | {"--method", "--quantizer", "--average-bits", "--expert-bytes", "--size", "--target", "--price", "--frontier"}
-    | {"--granularity"},
+    | {"--granularity", "--ndp-latency", "--hardware"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
     "gc": {"--out", "--store", "--dry-run", "--json"},

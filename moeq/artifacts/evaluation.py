@@ -39,6 +39,10 @@ class EvalRow(BaseModel):
         """Of the whole checkpoint."""
         return None if self.other_bytes is None else self.expert_bytes + self.other_bytes
 
+    def stored_bits(self, weights: int) -> float | None:
+        """Mean bits that a weight of the whole checkpoint takes, scales counted."""
+        return None if self.total_bytes is None else 8 * self.total_bytes / weights
+
 
 class EvalReport(BaseModel):
     """`export_logit_error`: relative error of the exported checkpoint's logits against the dequantized weights'."""

@@ -10,7 +10,7 @@ from moeq.artifacts.targets import TARGETS, check
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import AssignmentError
 
-_SHARED = {"inputs", "limits", "online", "report", "sensitivity"}  # modules that are no assigners
+_SHARED = {"inputs", "latency", "limits", "online", "report", "sensitivity"}  # modules that are no assigners
 
 
 def known_methods() -> list[str]:

@@ -22,6 +22,7 @@ from moeq.artifacts.assignment import (
     width_of,
 )
 from moeq.artifacts.effects import LayerEffects
+from moeq.artifacts.expert_effects import ExpertEffects
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.profile import ExpertProfile
 from moeq.errors import AssignmentError
@@ -34,8 +35,9 @@ class AssignInputs:
 
     bytes: of one expert at every width, a layer; matrix_bytes: of each of its matrices, {projection: {width: bytes}},
     biases included, where matrices are decided; other_bytes: of the checkpoint without its experts; traces: the Hessian
-    trace of the Frobenius norm of every expert, [E] a layer; effects: what quantizing a layer alone does to the output;
-    memo: what was computed of these inputs.
+    trace of the Frobenius norm of every expert, [E] a layer; effects, expert_effects: what quantizing a layer alone,
+    and an expert alone, does to the output; ndp_seconds: of one token of one expert on the NDP at every width, a layer,
+    where a hardware was named; memo: what was computed of these inputs.
     """
 
     name: str
@@ -50,6 +52,8 @@ class AssignInputs:
     other_bytes: int = 0
     traces: Callable[[], list[np.ndarray]] | None = None
     effects: LayerEffects | None = None
+    expert_effects: ExpertEffects | None = None
+    ndp_seconds: tuple[dict[int, float], ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def bytes_of(self, layer: int) -> dict[int, int]:
@@ -97,6 +101,12 @@ def importance(inputs: AssignInputs, layer: int) -> np.ndarray:
 def routing_mass(inputs: AssignInputs, layer: int) -> np.ndarray:
     """Share of the layer's routing weight that each expert was given, [E]."""
     return normalized(inputs.profile.total(layer, inputs.phase())[1], "sum")
+
+
+def activation_rate(inputs: AssignInputs, layer: int) -> np.ndarray:
+    """Tokens that each expert of a layer is given for one token of the model, [E]; they add up to top_k."""
+    counts, _ = inputs.profile.total(layer, inputs.phase())
+    return np.asarray(counts / max(1, inputs.tokens()))
 
 
 def ranking(scores: np.ndarray) -> np.ndarray:

@@ -25,11 +25,20 @@ from moeq.tables import human_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latency:
+    """times: [e, W] expected seconds a token of the experts that are decided, a layer; seconds: what they may take."""
+
+    times: tuple[np.ndarray, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Limit:
     """widths: [W] rising; costs: [L, W] of one expert; counts: [L] experts that are decided; total: what they may cost.
 
     fixed: bytes that are spent already (experts on the GPU, and for `size` all that is not an expert); matrices: [P, W]
-    costs of an expert's matrices, a layer, which add up to `costs`; none where experts are decided as wholes.
+    costs of an expert's matrices, a layer, which add up to `costs`; none where experts are decided as wholes; latency:
+    a second limit beside the cost, or None.
     """
 
     unit: str  # bits or bytes
@@ -39,6 +48,7 @@ class Limit:
     total: int
     fixed: int = 0
     matrices: tuple[np.ndarray, ...] = ()
+    latency: Latency | None = None
 
     @property
     def least(self) -> int:

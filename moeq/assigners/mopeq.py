@@ -43,14 +43,18 @@ def _importance(inputs: AssignInputs, group: Sequence[int], hot: Sequence[np.nda
     metric = inputs.config.metric or "hybrid"
     parts = []
     if metric != "hessian":
-        counts = [inputs.profile.total(layer, inputs.phase())[0][~hot[layer]] for layer in group]
-        parts.append(np.concatenate(counts).astype(float))
+        parts.append(np.concatenate([inputs.profile.total(layer, inputs.phase())[0][~hot[layer]] for layer in group]))
     if metric != "frequency":
         if inputs.traces is None:
             raise AssignmentError(f"metric {metric} needs the experts' weights", do="use metric frequency")
-        traces = inputs.memo["traces"] = inputs.traces()
+        traces = inputs.traces()
         parts.append(np.concatenate([traces[layer][~hot[layer]] for layer in group]))
-    return parts[0] if len(parts) == 1 else spread(parts[0]) * spread(parts[1])
+    return parts[0].astype(float) if len(parts) == 1 else hybrid(*parts)
+
+
+def hybrid(counts: np.ndarray, traces: np.ndarray) -> np.ndarray:
+    """Activation frequency times Hessian trace [N], each min-max normalized over these experts (section 3.4)."""
+    return np.asarray(spread(counts.astype(float)) * spread(traces))
 
 
 def spread(values: np.ndarray) -> np.ndarray:

@@ -3,6 +3,9 @@
 Every expert that is not on the GPU takes one of the widths, or (granularity projection) each of its matrices does;
 scope model (the default) spends one budget over all layers, scope layer the same share in each. With granularity layer,
 or within a target that takes one width for a layer or for the model, the experts that share a width are one item.
+
+With a limit of NDP latency beside the budget the bound is printed where the search ends without a proof
+(numerics.two_limits).
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ import numpy as np
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.targets import TARGETS, Granularity, granularity_within, refuse_grid
+from moeq.assigners import latency
 from moeq.assigners.inputs import AssignInputs, build, hot_masks
 from moeq.assigners.limits import Limit, choices, limit_of
 from moeq.assigners.sensitivity import matrix_tables, tables
 from moeq.errors import AssignmentError
-from moeq.numerics import knapsack
+from moeq.numerics import knapsack, two_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ def assign(inputs: AssignInputs) -> Assignment:
     if reason is not None:
         raise AssignmentError(reason, where=f"target {target.name}")
     granularity = granularity_within(target, inputs.config.granularity)
-    limit = limit_of(inputs, choices(inputs), hot, granularity)
+    limit = latency.limited(inputs, limit_of(inputs, choices(inputs), hot, granularity), hot)
     found = optimum(inputs, limit, hot, granularity, inputs.config.scope or "model")
     return build(inputs, found.bits, hot)
 
@@ -54,9 +58,11 @@ def optimum(
 ) -> Optimum:
     """The least objective within a limit, for granularity projection one of matrices; kept in the inputs' memo."""
     config = inputs.config
-    weighting = (config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics)
+    of_matrices = config.granularity == "projection"
+    weighting = (config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics, of_matrices)
     masks = b"".join(mask.tobytes() for mask in hot)
-    key = ("optimum", weighting, limit.unit, limit.total, limit.widths, masks, granularity, scope)
+    most = None if limit.latency is None else limit.latency.seconds
+    key = ("optimum", weighting, limit.unit, limit.total, most, limit.widths, masks, granularity, scope)
     if key not in inputs.memo:
         inputs.memo[key] = _optimum(inputs, limit, hot, granularity, scope)
     found: Optimum = inputs.memo[key]
@@ -103,23 +109,29 @@ def _matrix_losses(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> n
     return np.stack([np.stack([one[width] for width in widths], 1) for one in matrices], 1)
 
 
+def _groups(tables: Sequence[np.ndarray], layers: Sequence[int], granularity: Granularity) -> list[np.ndarray]:
+    """Tables [e, W] of some layers, added up over the experts that share a width."""
+    mine = [tables[layer] for layer in layers]
+    if granularity == "expert":
+        return mine
+    sums = [table.sum(0, keepdims=True) for table in mine]
+    return sums if granularity == "layer" else [np.asarray(np.sum(sums, 0))]
+
+
 def _solve(
     values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int, granularity: Granularity
 ) -> tuple[knapsack.Solution, list[np.ndarray]]:
     """The knapsack of some layers; the choice [e] of every decided expert, or [e, P] of its matrices, a layer."""
     if granularity == "projection":
         return _solve_matrices(values, limit, layers, total)
-    groups = {
-        "expert": [values[layer] for layer in layers],
-        "layer": [values[layer].sum(0, keepdims=True) for layer in layers],
-        "model": [sum((values[layer].sum(0, keepdims=True) for layer in layers), np.zeros((1, len(limit.widths))))],
-    }[granularity]
+    groups = _groups(values, layers, granularity)
     costs = [limit.costs[layer] * (1 if granularity == "expert" else limit.counts[layer]) for layer in layers]
     if granularity == "model":
         costs = [np.asarray(sum(costs, np.zeros(len(limit.widths), np.int64)))]
     stacked = np.concatenate([np.tile(cost, (len(group), 1)) for cost, group in zip(costs, groups, strict=True)])
     where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
-    solution = _within(np.concatenate(groups), stacked, total, limit.unit, where)
+    times = None if limit.latency is None else _groups(limit.latency.times, layers, granularity)
+    solution = _within(np.concatenate(groups), stacked, total, limit, where, times)
     if granularity == "model":
         return solution, [np.repeat(solution.choices, len(values[layer])) for layer in layers]
     sizes = [len(group) for group in groups]
@@ -136,18 +148,40 @@ def _solve_matrices(
     groups = [values[layer].reshape(-1, len(limit.widths)) for layer in layers]
     stacked = np.concatenate([np.tile(limit.matrices[layer], (len(values[layer]), 1)) for layer in layers])
     where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
-    solution = _within(np.concatenate(groups), stacked, total, limit.unit, where)
+    times = None
+    if limit.latency is not None:  # an expert's matrices have equally many weights
+        counts = [len(limit.matrices[layer]) for layer in layers]
+        times = [
+            np.repeat(limit.latency.times[layer] / count, count, 0) for layer, count in zip(layers, counts, strict=True)
+        ]
+    solution = _within(np.concatenate(groups), stacked, total, limit, where, times)
     parts = np.split(solution.choices, np.cumsum([len(group) for group in groups])[:-1])
     return solution, [part.reshape(values[layer].shape[:2]) for part, layer in zip(parts, layers, strict=True)]
 
 
-def _within(losses: np.ndarray, costs: np.ndarray, total: int, unit: str, where: str) -> knapsack.Solution:
-    """The solution of least loss that costs at most `total`; AssignmentError when there is none."""
+def _within(
+    losses: np.ndarray,
+    costs: np.ndarray,
+    total: int,
+    limit: Limit,
+    where: str,
+    times: Sequence[np.ndarray] | None,
+) -> knapsack.Solution:
+    """The solution of least loss that costs at most `total` and keeps the latency; AssignmentError when there is none.
+
+    times: of losses and costs [N, W], in parts; None without a limit of latency.
+    """
     least = knapsack.least_cost(costs)
     if least > total:
         raise AssignmentError(
-            f"its share of the budget is {total} {unit}, the least possible is {least}",
+            f"its share of the budget is {total} {limit.unit}, the least possible is {least}",
             where=where,
             do="raise the budget",
         )
-    return knapsack.solve(losses, costs, total)
+    if limit.latency is None or times is None:
+        return knapsack.solve(losses, costs, total)
+    every, most = np.concatenate(times), limit.latency.seconds
+    least_time = two_limits.least_time(every, costs, total).loss
+    if least_time > most * (1 + two_limits.SLACK):
+        raise latency.refusal(least_time, most)
+    return two_limits.solve(losses, costs, total, every, most)

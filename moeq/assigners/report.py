@@ -10,6 +10,7 @@ import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment, Width, matrix_widths, mean_width
 from moeq.artifacts.targets import FINENESS, MIXED, TARGETS, Granularity, Target, refuse_grid
+from moeq.assigners import latency
 from moeq.assigners.inputs import AssignInputs, expert_widths, hot_masks
 from moeq.assigners.limits import Limit, byte_limit, limit_of, spent
 from moeq.assigners.optimal import Optimum, optimum
@@ -23,22 +24,28 @@ SAME = 1e-9  # relative difference below which objectives count as equal
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """objective of an assignment; optimum: the least of any mix of widths on the same budget (of matrices where the
-    assignment was to decide them, else of experts); proven: whether it is.
+    """objective of an assignment; optimum: the least that was found of any mix of widths within the same limits (of
+    matrices where the assignment was to decide them, else of experts).
 
-    gap: how far the objective lies above the optimum, None where the optimum is 0.
+    proven: whether it is the least; bound: none can have less. gap: how far the objective lies above the optimum, None
+    where the optimum is 0; gap_to_bound, where nothing is proven: how far above the bound.
     """
 
     objective: float
     optimum: float
     proven: bool
+    bound: float
 
     @property
     def gap(self) -> float | None:
         return max(0.0, self.objective / self.optimum - 1) if self.optimum > 0 else None
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"gap_to_optimum": self.gap}
+        found = asdict(self) | {"gap_to_optimum": self.gap}
+        bound = found.pop("bound")
+        if self.proven:
+            return found
+        return found | {"bound": bound, "gap_to_bound": self.objective / bound - 1 if bound > 0 else None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +87,8 @@ def budget_of(
 ) -> Limit:
     """The section's budget over some widths; of methods that have none, the bytes that the assignment takes."""
     if has_budget(inputs.config):
-        return limit_of(inputs, widths, assignment.hot(), granularity)
+        limit = limit_of(inputs, widths, assignment.hot(), granularity)
+        return latency.limited(inputs, limit, assignment.hot())
     return spent(inputs, assignment, widths, granularity)
 
 
@@ -101,7 +109,7 @@ def score(inputs: AssignInputs, assignment: Assignment) -> Score:
     granularity = finest(inputs)
     limit = budget_of(inputs, assignment, all_widths(inputs, *used), granularity)
     best = optimum(inputs, limit, assignment.hot(), granularity)
-    return Score(objective=objective(inputs, assignment), optimum=best.loss, proven=best.proven)
+    return Score(objective=objective(inputs, assignment), optimum=best.loss, proven=best.proven, bound=best.bound)
 
 
 def prices(inputs: AssignInputs, assignment: Assignment) -> list[Price]:
@@ -189,7 +197,7 @@ def frontier(
     for name, section in sections(inputs, averages):
         mine = replace(inputs, config=section)
         found = assign(mine)
-        points.append(_point(mine, name, found.expert_widths(), objective(mine, found), hot))
+        points.append(_point(inputs, name, found.expert_widths(), objective(inputs, found), hot))
         advance()
     widths = all_widths(inputs)
     variants: list[tuple[Granularity, str, str]] = [

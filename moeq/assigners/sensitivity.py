@@ -5,13 +5,16 @@ The objective of an assignment is the sum over experts of
     none     loss
     mass     share of the layer's routing weight * loss
     squared  tokens a layer's token sends to the expert * mean of (routing weight * error)^2
+    effect   what the expert alone did to the output at one width, in nats a token, times its mean of (routing weight *
+             error)^2 over that at this width
 
 at the expert's width, times a weight of its layer: 1, or (measured) what makes the layer's sum at the measured width
 the divergence that quantizing this layer alone caused, so that the objective is a divergence in nats a token.
 
-Where an expert's matrices have widths of their own, its objective is the sum of theirs: of each one alone at its width,
-the others exact. This is an approximation, since errors of several matrices do not add up. The terms of a width are
-scaled so that together they are what was measured of the whole expert at that width.
+With granularity projection the objective of an expert, mixed or not, is the sum of its matrices': of each one alone at
+its width, the others exact. This is an approximation, since errors of several matrices do not add up (at 2 bits the sum
+is about a tenth below what the whole expert loses). Scaling the terms to the whole expert's loss at equal widths gave
+perplexities 0.2 % higher at 2 bits (tiny-mixtral, mean of eight settings).
 
 Letters: E experts of a layer, P matrices of an expert, W widths.
 """
@@ -26,7 +29,8 @@ import numpy as np
 
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, matrix_widths
 from moeq.artifacts.losses import WHOLE, LossTable
-from moeq.assigners.inputs import AssignInputs, importance, routing_mass
+from moeq.assigners.inputs import AssignInputs, activation_rate, importance, routing_mass
+from moeq.assigners.mopeq import hybrid
 from moeq.errors import AssignmentError
 
 AGAIN = "run `moeq losses` again"
@@ -42,39 +46,62 @@ class LayerTable:
 
 def tables(inputs: AssignInputs) -> list[LayerTable]:
     """The objective of every layer, expert and width; AssignmentError naming layer and expert where one is missing."""
-    config = inputs.config
-    key = ("tables", config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics)
+    key = ("tables", inputs.config.granularity == "projection", *_weighting(inputs))
     if key not in inputs.memo:
         inputs.memo[key] = _tables(inputs)
     found: list[LayerTable] = inputs.memo[key]
     return found
 
 
+def _weighting(inputs: AssignInputs) -> tuple[str | None, ...]:
+    """The options that decide what an expert's losses count."""
+    config = inputs.config
+    return config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics
+
+
 def _tables(inputs: AssignInputs) -> list[LayerTable]:
+    names = inputs.profile.layers
+    if inputs.config.granularity == "projection":
+        parts = [list(matrices.values()) for matrices in matrix_tables(inputs)]
+        sums = [{bits: np.asarray(sum(one[bits] for one in of)) for bits in of[0]} for of in parts]
+        return [LayerTable(name=name, losses=losses) for name, losses in zip(names, sums, strict=True)]
+    plain = checked(inputs, _known_losses(inputs), _column(inputs))
+    counted = [_counted(widths, factor) for widths, factor in zip(plain, _factors(inputs), strict=True)]
+    return [LayerTable(name=name, losses=losses) for name, losses in zip(names, counted, strict=True)]
+
+
+def _known_losses(inputs: AssignInputs) -> LossTable:
     if inputs.losses is None:
         raise AssignmentError(f"{inputs.config.method} needs the loss table", do="run `moeq losses` first")
-    column = "weighted_loss" if inputs.config.loss_weighting == "squared" else "loss"
-    plain = checked(inputs, inputs.losses, column)
-    weights = np.ones(len(plain))
+    return inputs.losses
+
+
+def _column(inputs: AssignInputs) -> str:
+    """The column of the loss table that the objective is made of."""
+    return "weighted_loss" if inputs.config.loss_weighting in ("squared", "effect") else "loss"
+
+
+def _factors(inputs: AssignInputs) -> list[np.ndarray]:
+    """What the losses of every layer's experts are multiplied by, its weight counted, [E] a layer."""
+    layers = range(len(inputs.profile.layers))
+    weights = np.ones(len(layers))
     if inputs.config.layer_weighting == "measured":
-        weights = _layer_weights(inputs, inputs.losses, column)
-    found = []
-    for layer, name in enumerate(inputs.profile.layers):
-        share = usage(inputs, layer)
-        losses = {bits: weights[layer] * share * values for bits, values in plain[layer].items()}
-        losses[FULL] = np.zeros(len(share))
-        found.append(LayerTable(name=name, losses=losses))
-    return found
+        weights = _layer_weights(inputs, _known_losses(inputs), _column(inputs))
+    return [weights[layer] * usage(inputs, layer) for layer in layers]
+
+
+def _counted(widths: dict[int, np.ndarray], factor: np.ndarray) -> dict[int, np.ndarray]:
+    """Losses {width: [E]} as they count; 16 bits lose nothing."""
+    return {bits: factor * values for bits, values in widths.items()} | {FULL: np.zeros(len(factor))}
 
 
 def matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]]]:
-    """{projection: {width: objective [E]}} of every layer.
+    """{projection: {width: objective [E]}} of every layer: of that matrix alone at the width, the others exact.
 
-    At equal widths the matrices' objectives add up to the expert's in `tables`. Raises AssignmentError where the loss
-    table has no rows of projections, or naming layer and expert where one is missing.
+    Raises AssignmentError where the loss table has no rows of projections, or naming layer and expert where one is
+    missing.
     """
-    config = inputs.config
-    key = ("matrices", config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics)
+    key = ("matrices", *_weighting(inputs))
     if key not in inputs.memo:
         inputs.memo[key] = _matrix_tables(inputs)
     found: list[dict[str, dict[int, np.ndarray]]] = inputs.memo[key]
@@ -82,32 +109,20 @@ def matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]]
 
 
 def _matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]]]:
-    whole, losses = tables(inputs), inputs.losses
-    projections = [list(inputs.matrix_bytes_of(layer)) for layer in range(len(whole))]
-    column = "weighted_loss" if inputs.config.loss_weighting == "squared" else "loss"
-    if losses is None or not losses.has(set().union(*projections)):
+    losses = _known_losses(inputs)
+    names = [list(inputs.matrix_bytes_of(layer)) for layer in range(len(inputs.profile.layers))]
+    every = dict.fromkeys(name for of in names for name in of)
+    if not losses.has(every):
         raise AssignmentError(
             "granularity projection needs the losses of every projection alone",
             where=inputs.name,
             do="set losses.per_projection: true and run `moeq losses` again",
         )
-    plain = {name: checked(inputs, losses, column, name) for name in dict.fromkeys(n for of in projections for n in of)}
-    found = []
-    for layer, (names, table) in enumerate(zip(projections, whole, strict=True)):
-        mine: dict[str, dict[int, np.ndarray]] = {name: {FULL: table.losses[FULL]} for name in names}
-        for bits in plain[names[0]][layer]:
-            parts = _scaled(np.stack([plain[name][layer][bits] for name in names]), table.losses[bits])
-            for name, part in zip(names, parts, strict=True):
-                mine[name][bits] = part
-        found.append(mine)
-    return found
-
-
-def _scaled(parts: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Losses [P, E] of matrices in proportion, so that they add up to the expert's [E]; alike where all are 0."""
-    total = parts.sum(0)
-    shares = np.where(total > 0, parts / np.where(total > 0, total, 1), 1 / len(parts))
-    return np.asarray(shares * whole)
+    plain = {name: checked(inputs, losses, _column(inputs), name) for name in every}
+    return [
+        {name: _counted(plain[name][layer], factor) for name in of}
+        for layer, (of, factor) in enumerate(zip(names, _factors(inputs), strict=True))
+    ]
 
 
 def usage(inputs: AssignInputs, layer: int) -> np.ndarray:
@@ -117,8 +132,30 @@ def usage(inputs: AssignInputs, layer: int) -> np.ndarray:
         return np.ones(inputs.profile.counts[layer].shape[-1])
     if weighting == "mass":
         return routing_mass(inputs, layer)
-    counts, _ = inputs.profile.total(layer, inputs.phase())
-    return np.asarray(counts / max(1, inputs.tokens()))
+    if weighting == "effect":
+        return _nats_a_loss(inputs)[layer]
+    return activation_rate(inputs, layer)
+
+
+def _nats_a_loss(inputs: AssignInputs) -> list[np.ndarray]:
+    """The effect of every expert over its weighted loss at the width that was measured, [E] a layer.
+
+    Experts without a loss have no effect. Raises AssignmentError when effects were not measured.
+    """
+    if ("nats",) not in inputs.memo:
+        effects, losses = inputs.expert_effects, inputs.losses
+        if effects is None or losses is None:
+            raise AssignmentError(
+                "loss_weighting effect needs the effect of single experts",
+                do="set losses.expert_effects and run `moeq losses` again",
+            )
+        found = []
+        for mine, table in zip(effects.divergence, losses.matrix(effects.method, "weighted_loss"), strict=True):
+            loss, effect = table[effects.bits].astype(float), np.maximum(mine, 0.0)
+            found.append(np.divide(effect, loss, out=np.zeros_like(effect), where=loss > 0))
+        inputs.memo[("nats",)] = found
+    nats: list[np.ndarray] = inputs.memo[("nats",)]
+    return nats
 
 
 def _layer_weights(inputs: AssignInputs, losses: LossTable, column: str) -> np.ndarray:
@@ -193,22 +230,28 @@ def objective(inputs: AssignInputs, assignment: Assignment) -> float:
     return total
 
 
-def columns(inputs: AssignInputs, traces: Sequence[np.ndarray] | None = None) -> dict[str, list[Any]]:
-    """The table of sensitivities: a row for every layer and expert, as columns.
+def columns(
+    inputs: AssignInputs, traces: Sequence[np.ndarray], sampled: Sequence[np.ndarray] | None = None
+) -> dict[str, list[Any]]:
+    """The table of sensitivities: a row for every layer and expert, as columns; see artifacts/sensitivities.py.
 
-    loss_B and objective_B at every width B, bytes_B of one expert; traces: the Frobenius norm's, where it was computed.
+    traces: the Frobenius norm's in closed form, [E] a layer; sampled: as the assignment sampled them, where it did;
+    effect and effect_measured where the recipe had effects of experts measured.
     """
     if inputs.losses is None:
         raise AssignmentError("sensitivities need the loss table", do="run `moeq losses` first")
     plain = checked(inputs, inputs.losses)
     hessian = inputs.losses.matrix(inputs.losses.listed_methods()[0], "hessian_trace")
+    totals = [inputs.profile.total(layer, inputs.phase())[0] for layer in range(len(plain))]
+    both = hybrid(np.concatenate(totals), np.concatenate(list(traces)))
+    hybrids = np.split(both, np.cumsum([len(counts) for counts in totals])[:-1])
     found: dict[str, list[Any]] = {}
 
     def add(name: str, values: Sequence[Any]) -> None:
         found.setdefault(name, []).extend(values)
 
     for layer, table in enumerate(tables(inputs)):
-        counts, _ = inputs.profile.total(layer, inputs.phase())
+        counts = totals[layer]
         experts = len(counts)
         add("layer", [layer] * experts)
         add("layer_name", [table.name] * experts)
@@ -219,7 +262,13 @@ def columns(inputs: AssignInputs, traces: Sequence[np.ndarray] | None = None) ->
         add("importance", importance(inputs, layer).tolist())
         calibration = next(iter(hessian[layer].values())).astype(float)
         add("calibration_hessian_trace", [None if np.isnan(value) else value for value in calibration.tolist()])
-        add("frobenius_hessian_trace", [None] * experts if traces is None else traces[layer].tolist())
+        add("frobenius_hessian_trace", traces[layer].tolist())
+        if sampled is not None:
+            add("sampled_hessian_trace", sampled[layer].tolist())
+        add("hybrid_importance", hybrids[layer].tolist())
+        if inputs.expert_effects is not None:
+            add("effect", inputs.expert_effects.divergence[layer])
+            add("effect_measured", inputs.expert_effects.is_measured[layer])
         for bits in sorted(plain[layer]):
             add(f"loss_{bits}", plain[layer][bits].tolist())
             add(f"objective_{bits}", table.losses[bits].tolist())

@@ -57,7 +57,7 @@ def solve(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Solu
     if not len(losses):
         return Solution(choices=np.zeros(0, np.int64), cost=0, loss=0.0, bound=0.0, proven=True)
     items = np.arange(len(losses))
-    unit = _unit(costs)
+    unit = unit_of(costs)
     scale = float(np.abs(losses).max()) or 1.0
     value, cost = losses / scale, (costs - costs.min(1, keepdims=True)) // unit
     search = _Search(value, cost, (limit - least_cost(costs)) // unit)
@@ -69,12 +69,12 @@ def solve(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Solu
     return Solution(choices=search.best, cost=total, loss=loss, bound=bound, proven=proven)
 
 
-def _unit(costs: Ints) -> int:
+def unit_of(costs: Ints) -> int:
     """The greatest number that divides every difference of costs within an item."""
     return int(np.gcd.reduce((costs - costs.min(1, keepdims=True)).ravel())) or 1
 
 
-def _relaxed(value: Floats, cost: Ints, room: int) -> tuple[Ints, float]:
+def relaxed(value: Floats, cost: Ints, room: int) -> tuple[Ints, float]:
     """Choices [N] on the convex hulls that cost at most `room`, and the price at which the next step no longer fits.
 
     Every item walks its hull from its cheapest choice; the steps of all items are taken in order of what they save
@@ -113,7 +113,7 @@ class _Search:
 
     def __init__(self, value: Floats, cost: Ints, room: int) -> None:
         items = np.arange(len(value))
-        self.start, self.price = _relaxed(value, cost, room)
+        self.start, self.price = relaxed(value, cost, room)
         self.best = self.start
         priced = value + self.price * cost
         penalty = np.maximum(priced - priced[items, self.start][:, None], 0.0)  # only rounding makes it negative
@@ -121,7 +121,7 @@ class _Search:
         self.target = room - int(cost[items, self.start].sum())
         self.bound = float(priced[items, self.start].sum() - self.price * room)
         self.excess = self.price * self.target
-        useless = (self.moves == 0) | _dominated(cost, value)
+        useless = (self.moves == 0) | dominated(cost, value)
         self.penalty = np.where(useless, np.inf, penalty)  # [N, W]
         self.first = self.penalty.min(1)
         self.order = np.argsort(self.first, kind="stable")
@@ -151,7 +151,7 @@ class _Search:
             excess = np.where(slack >= 0, penalties + self.price * slack, np.inf)
             state = int(excess.argmin())
             if excess[state] < self.excess:
-                self.excess, self.best = float(excess[state]), self._choices(trail, state)
+                self.excess, self.best = float(excess[state]), traced(self.start, trail, state)
             following = int(reach[rank + 1]) if rank + 1 < len(reach) else 0
             keep = self._open(shifts, penalties, float(firsts[rank + 1]), following)
             if most is not None and len(keep) > most:
@@ -182,21 +182,28 @@ class _Search:
         last = np.append(shifts[keep][1:] != shifts[keep][:-1], True)  # of equal costs, each loses less than the last
         return np.asarray(keep[last[: len(keep)]], np.int64)
 
-    def _choices(self, trail: list[tuple[int, Ints, Ints]], state: int) -> Ints:
-        choices = self.start.copy()
-        for item, chosen, earlier in reversed(trail):
-            if chosen[state] >= 0:
-                choices[item] = chosen[state]
-            state = int(earlier[state])
-        return choices
+
+def traced(start: Ints, trail: list[tuple[int, Ints, Ints]], state: int) -> Ints:
+    """The choices [N] of a state: those at the start, and its deviations.
+
+    trail: of every item that was looked at, its number, every state's choice (-1: none) and the state it came from.
+    """
+    choices = start.copy()
+    for item, chosen, earlier in reversed(trail):
+        if chosen[state] >= 0:
+            choices[item] = chosen[state]
+        state = int(earlier[state])
+    return choices
 
 
-def _dominated(cost: Ints, value: Floats) -> NDArray[np.bool_]:
-    """[N, W] whether another choice of the item costs no more and loses no more (of equals, the first stays)."""
+def dominated(cost: Ints, *others: Floats) -> NDArray[np.bool_]:
+    """[N, W] whether another choice of the item is no higher in any table [N, W] (of equals, the first stays)."""
     found = np.zeros(cost.shape, bool)
-    for one in range(cost.shape[1]):
-        for other in range(cost.shape[1]):
-            no_worse = (cost[:, other] <= cost[:, one]) & (value[:, other] <= value[:, one])
-            better = (cost[:, other] < cost[:, one]) | (value[:, other] < value[:, one])
+    choices = range(cost.shape[-1])
+    for one in choices:
+        for other in choices:
+            pairs = [(table[:, other], table[:, one]) for table in (cost, *others)]
+            no_worse = np.all([left <= right for left, right in pairs], 0)
+            better = np.any([left < right for left, right in pairs], 0)
             found[:, one] |= no_worse & (better | (other < one))
     return found

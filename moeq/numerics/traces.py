@@ -26,7 +26,7 @@ class Estimate:
 
 def closed_form(weight: Tensor) -> float:
     """(n - 1)/||W||_F; 0 for a matrix of zeros, whose norm has no Hessian."""
-    norm = float(weight.double().norm())
+    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
     return (weight.numel() - 1) / norm if norm > 0 else 0.0
 
 

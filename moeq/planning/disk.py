@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeq.artifacts import effects, evaluation, losses, manifest, profile, replicas
+from moeq.artifacts import effects, evaluation, expert_effects, losses, manifest, profile, replicas
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, ExpertChoice, Width, width_of
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
+from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
+from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.estimator import load_hardware
 from moeq.exporters.moeq import extra_name, layer_name, other_widths
@@ -36,6 +38,8 @@ from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, s
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import STORED
 from moeq.recipe import AssignSection, Recipe
+from moeq.reporting import formats
+from moeq.reporting.maps import Quantity, value_map, width_map
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, model_card, quantize, refine, report
@@ -51,10 +55,10 @@ SUMMARIES = {  # bytes of what a record says about its stage, of which for every
     "profile": (160, 0), "losses": (560, 0), "assign": (390, 0), "quantize": (70, 0), "export": (320, 0),
     "eval": (200, 140), "estimate": (220, 145), "report": (40, 0),
 }  # fmt: skip
-REPORT = 64_400  # bytes of the page before anything is drawn
-REPORT_EXPERT = 40  # of the maps, an expert
-REPORT_LAYER = 2_200  # of the charts and tables, a layer
-REPORT_ASSIGNMENT = 1_500
+REPORT = 61_800  # bytes of the page without its maps
+MEASURES, CAPTION = 5, 400  # maps beside those of losses and widths; bytes of what is written around one
+REPORT_LAYER = 1_000  # of the charts and tables, a layer
+REPORT_ASSIGNMENT = 1_000
 
 
 class Disk:
@@ -108,6 +112,8 @@ class Disk:
             return own + disk
         if stage == "losses":
             return own + (disk if streams else 0)
+        if stage == "assign":
+            return own + self.sizes.experts_disk  # for the Hessian traces
         if stage == "quantize":
             walked = disk if streams and self.recipe.quantize.refine is not None else 0
             experts = int(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
@@ -181,6 +187,33 @@ class Disk:
         return own | self._effects() | self.sizes.others.artifacts()
 
     def _effects(self) -> dict[str, int]:
+        return self._layer_effects() | self._expert_effects()
+
+    def _expert_effects(self) -> dict[str, int]:
+        section = self.recipe.losses.expert_effects
+        if section is None:
+            return {}
+        counts = [layer.num_experts for layer in self.sizes.layers]
+        measured = sum(counts) if section.experts is None else min(section.experts, sum(counts))
+        made = expert_effects.ExpertEffects(
+            bits=section.bits,
+            method=self.recipe.losses.methods[0],
+            sequences=section.sequences,
+            tokens=self.work.calibration.length * section.sequences,
+            measured=measured,
+            divergence=tuple((TYPICAL,) * count for count in counts),
+            is_measured=tuple((True,) * count for count in counts),
+            fit=(TYPICAL,) * len(counts),
+        )
+        note = expert_effects.Measured(inputs=DIGEST, seconds=TYPICAL, divergence=(TYPICAL,) * measured)
+
+        def write(folder: Path) -> None:
+            expert_effects.write_effects(folder, made)
+            expert_effects.write_measured(folder, note)
+
+        return _written(write)
+
+    def _layer_effects(self) -> dict[str, int]:
         section = self.recipe.losses.layer_effects
         if section is None:
             return {}
@@ -250,7 +283,7 @@ class Disk:
         return {
             assign.NAME: len(text.encode()),
             "assignment.schema.json": len(schema.encode()),
-            assign.SENSITIVITIES: self._sensitivities(),
+            SENSITIVITIES: self._sensitivities(),
         }
 
     def _sensitivities(self) -> int:
@@ -268,14 +301,17 @@ class Disk:
             "activations": generator.integers(0, 9_999, count),
             **{name: generator.random(count) for name in shares},
             "calibration_hessian_trace": generator.random(count) if known else [None] * count,
-            "frobenius_hessian_trace": [None] * count,
+            "frobenius_hessian_trace": generator.random(count),
+            "hybrid_importance": generator.random(count),
         }
+        if self.recipe.assign.trace not in (None, "closed"):
+            columns["sampled_hessian_trace"] = generator.random(count)
         full = self.sizes.source_dtype.itemsize
         for bits in sorted(self.recipe.losses.bits):
             columns |= {f"{name}_{bits}": generator.random(count) for name in ("loss", "objective")}
             columns[f"bytes_{bits}"] = [expert_bytes(layer, bits, self.recipe, full) for layer, _ in chosen]
-        written = _written(lambda folder: assign.write_sensitivities(folder / assign.SENSITIVITIES, columns))
-        return written[assign.SENSITIVITIES] * experts // count
+        written = _written(lambda folder: write_sensitivities(folder / SENSITIVITIES, columns, DIGEST))
+        return written[SENSITIVITIES] * experts // count
 
     def _quantize(self) -> dict[str, int]:
         files: dict[str, int] = {}
@@ -524,9 +560,22 @@ class Disk:
         return {estimate_stage.NAME: empty + (one - empty) * len(self.sections)}
 
     def _report(self) -> dict[str, int]:
-        experts = sum(layer.num_experts for layer in self.sizes.layers)
-        size = REPORT + REPORT_EXPERT * experts + REPORT_LAYER * len(self.sizes.layers)
-        return {report.NAME: size + REPORT_ASSIGNMENT * len(self.sections)}
+        """An estimate: a map of each kind is drawn with made-up figures, the rest goes by layers and assignments."""
+        values, widths = self._maps()
+        size = REPORT + REPORT_LAYER * len(self.sizes.layers) + REPORT_ASSIGNMENT * len(self.sections)
+        size += (MEASURES + len(self.recipe.losses.bits)) * values + len(self.sections) * widths
+        return {report.NAME: size}
+
+    def _maps(self) -> tuple[int, int]:
+        """Bytes of a map of values and of one of widths, with their captions."""
+        generator = np.random.default_rng(0)
+        rows = [generator.lognormal(size=layer.num_experts) for layer in self.sizes.layers]
+        quantity = Quantity(name="relative loss (logarithmic)", form=formats.share, log=True)
+        own = self.own
+        placed = width_map("m", "", own.mean_bits(), own.hot(), "m", present=own.widths())
+        drawn = (value_map("m", "", rows, quantity, "m"), placed)
+        values, widths = (len(drawing.svg.encode()) + CAPTION for drawing in drawn)
+        return values, widths
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], int]) -> int:
         if key not in self._cache:

@@ -7,7 +7,10 @@ there. What the stages write is hashed once more for their records.
 
 from __future__ import annotations
 
+import torch
+
 from moeq.planning.disk import Disk
+from moeq.planning.effects import heldout
 from moeq.planning.memory import loss_rows, read_share
 from moeq.planning.placed import methods, placed_bytes
 from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
@@ -15,6 +18,7 @@ from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import RTN, SAMPLE_TOKENS
 from moeq.quantizers.refine import BATCH_ROWS
 from moeq.recipe import Recipe
+from moeq.stages.expert_effects import AT_ONCE
 
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
 EXPERT_CALLS = 1e-4  # and for one expert of it
@@ -23,7 +27,9 @@ LOADING = 0.7  # seconds of building and filling a model, whatever its size
 TOKENIZING = 1e-6  # seconds a token
 ROW = 3e-5  # seconds a row of the loss table: made, written, read and summed up
 LIBRARY = 3.0  # seconds of loading the model's classes, the tokenizer and, for eval, lm-eval
-REPORT = 1.0
+COMPARING = 6  # passes over the logits in which two outputs are compared
+TRACE_PASSES = 4  # passes over an expert's weights that its Hessian trace takes
+REPORT = 2.0
 REPORT_EXPERT = 5e-4
 
 
@@ -31,9 +37,19 @@ class Hours:
     """Seconds of every stage."""
 
     def __init__(
-        self, sizes: ModelSizes, work: Work, recipe: Recipe, disk: Disk, rates: Rates, *, streams: bool, free: int
+        self,
+        sizes: ModelSizes,
+        work: Work,
+        recipe: Recipe,
+        disk: Disk,
+        rates: Rates,
+        *,
+        streams: bool,
+        free: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         """free: bytes of memory that are left for the page cache."""
+        self.device = device
         self.sizes, self.work, self.recipe, self.disk, self.rates = sizes, work, recipe, disk, rates
         self.streams, self.cached = streams, sizes.disk < free
 
@@ -85,10 +101,51 @@ class Hours:
         walk = self._forward(text.batch_tokens, text.batches, head=False)
         rows = loss_rows(self.sizes, self.recipe) * ROW
         others = self.sizes.others.operations(text.tokens) / self.rates.losses_flops
-        return reading + walk + shared + operations / self.rates.losses_flops + rows + others
+        effects = self._layer_effects() + self._expert_effects()
+        return reading + walk + shared + operations / self.rates.losses_flops + rows + others + effects
+
+    def _layer_effects(self) -> float:
+        """Seconds of the passes in which one layer after the other is quantized, and of making its replicas weights."""
+        section = self.recipe.losses.layer_effects
+        if section is None:
+            return 0.0
+        tokens, batches = heldout(self.sizes, self.work, self.recipe.losses, section, self.device)
+        passes = (1 + len(self.sizes.layers)) * self._compared(tokens, 1.0)
+        replacing = self.sizes.expert_parameters / self.rates.dequantized_weights
+        replacing += sum(layer.num_experts for layer in self.sizes.layers) * PACKED_CALLS
+        return batches * (passes + replacing)
+
+    def _expert_effects(self) -> float:
+        """Seconds of the passes in which one expert after the other is quantized; at most what the recipe allows.
+
+        A pass runs from the expert's layer on: on average the later half of the model. With every few experts goes an
+        exact pass, and once for each layer the check that it can be begun at.
+        """
+        section = self.recipe.losses.expert_effects
+        if section is None:
+            return 0.0
+        layers = self.sizes.layers
+        tokens, batches = heldout(self.sizes, self.work, self.recipe.losses, section, self.device)
+        share = (len(layers) + 1) / (2 * len(layers))
+        there = sum(layer.num_experts for layer in layers)
+        experts = there if section.experts is None else min(section.experts, there)
+        replacing = self.sizes.expert_parameters / there / self.rates.dequantized_weights + PACKED_CALLS
+        one = batches * (self._compared(tokens, share) + replacing + self._compared(tokens, 1.0) / AT_ONCE)
+        whole = experts * one + min(experts, len(layers)) * self._compared(tokens, share)
+        return whole if section.seconds is None else min(whole, max(section.seconds, one))
+
+    def _compared(self, tokens: float, share: float) -> float:
+        """Seconds of one pass through a share of the decoder layers, and of comparing its output with the exact one."""
+        layers = self._forward(tokens, 1, head=False)
+        head = self._forward(tokens, 1, head=True) - layers
+        comparing = COMPARING * tokens * self.sizes.vocabulary * 4 / self.rates.elementwise_bytes
+        reading = self._reading(self.sizes.disk) if self.streams else 0.0
+        return share * (layers + reading) + head + comparing
 
     def _assign(self) -> float:
-        return loss_rows(self.sizes, self.recipe) * ROW / 10
+        experts = self.sizes.experts_disk
+        traces = self._reading(experts) + TRACE_PASSES * experts / self.rates.elementwise_bytes
+        return loss_rows(self.sizes, self.recipe) * ROW / 10 + traces
 
     def _quantize(self) -> float:
         reading = self._reading(self.sizes.experts_disk * read_share(self.sizes, self.recipe))

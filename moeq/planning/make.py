@@ -48,7 +48,8 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     rates = hours = None
     if probe:
         rates = measure(sizes, work, recipe, context.source.files, context.out, context.device)
-        hours = Hours(sizes, work, recipe, disk, rates, streams=context.streams, free=there.ram // 2)
+        free = there.ram // 2
+        hours = Hours(sizes, work, recipe, disk, rates, streams=context.streams, free=free, device=context.device)
     stored = {f"{STORE}/{name}": size for name, size in disk.store().items()}
     needs = tuple(
         Need(

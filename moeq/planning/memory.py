@@ -24,6 +24,7 @@ from moeq.artifacts.assignment import FULL
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.grids import resolved_group_size
 from moeq.numerics.packed import packed_bytes
+from moeq.planning.effects import heldout, kept
 from moeq.planning.placed import methods
 from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
@@ -50,6 +51,7 @@ HELD_PER_TOKEN = (
 )
 CAPTURED = 2  # copies of a layer's inputs while they are joined: pieces and whole
 
+COMPARED = 5  # effects: two outputs as logarithmic probabilities and what is between them, in float32
 REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted, and one temporary
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
 Moment = list[Term]
@@ -186,7 +188,21 @@ class Memory:
                 self._term("another module", sizes.others.working()),
             ],
             [*self._model(), Term(what="loss table", bytes=whole * ROW + 2 * rows * STORED_ROW)],
+            *self._effects(),
         ]  # fmt: skip
+
+    def _effects(self) -> list[Moment]:
+        """The exact output of a batch beside another, and what goes into the layers that are begun at."""
+        found, losses = [], self.recipe.losses
+        for section in (losses.layer_effects, losses.expert_effects):
+            if section is not None:
+                tokens, _ = heldout(self.sizes, self.work, losses, section)
+                numbers = COMPARED * self.sizes.vocabulary * 4 + self.sizes.vocabulary * self.d
+                size = int(tokens * (numbers + kept(self.sizes, section) * self.d))
+                outputs = self._term("outputs that are compared", size, "a smaller losses.working_memory")
+                moment = [*self._model(), *self._block(), outputs]
+                found.append([*moment, self._forward(int(tokens), self.work.calibration.length)])
+        return found
 
     def _routed(self, layer: ExpertLayer) -> int:
         """Calibration tokens of a popular expert: three times the mean."""
@@ -206,7 +222,9 @@ class Memory:
         ]
 
     def _assign(self) -> list[Moment]:
-        return [[*self._model(), *self._tables()]]
+        largest = max(layer.parameters_per_expert for layer in self.sizes.layers)
+        one = Term(what="one expert", bytes=2 * largest * self.sizes.source_dtype.itemsize)
+        return [[*self._model(), *self._tables(), one]]
 
     def _quantize(self) -> list[Moment]:
         largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)

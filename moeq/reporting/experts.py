@@ -1,4 +1,4 @@
-"""Sections 2 to 4: what routing, losses and bits look like, layer by layer and expert by expert."""
+"""Sections 2 to 5: what routing, losses, sensitivity and bits look like, layer by layer and expert by expert."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from moeq.artifacts.assignment import Assignment, width_of
 from moeq.artifacts.losses import WHOLE, LossTable
 from moeq.artifacts.profile import ExpertProfile
-from moeq.reporting import formats
+from moeq.reporting import atlas, formats
 from moeq.reporting.charts import Band, loss_chart, similarity_chart, width_chart
 from moeq.reporting.html import Raw, Section, details, element, figure, items, paragraph, table
 from moeq.reporting.inputs import ReportInputs
-from moeq.reporting.maps import log_map, share_map, width_map
 
-MAP_BITS = 2  # the width whose losses are mapped, where the table has it
 MOST_NAMED = 12
 MOST_LISTED = 600  # experts whose matrices are listed one by one
 FALLBACKS = {
@@ -34,23 +32,16 @@ FALLBACKS = {
 def activation(inputs: ReportInputs) -> Section:
     """Who is chosen, and whether the prefill predicts the decode."""
     profile = inputs.profile
-    shares = profile.activation()
-    top = max(float(row.max()) for row in shares)
-    drawing = share_map(
-        "activation", f"Heat map of activation shares, {_size(shares)}; the largest is {formats.share(top)}.", shares
-    )
-    caption = (
-        f"Each cell is the share of its layer's activations that one expert got; an even router would give every "
-        f"expert {formats.share(1 / max(len(row) for row in shares))}. Grey: never chosen. (Paper 000, Figure 2.)"
-    )
-    figures = [figure(drawing, caption), *_similarity(profile)]
     tokens = f"{int(profile.tokens.sum()):,} tokens in {formats.count(int(profile.tokens.shape[0]), 'sequence')}"
     top_k = " or ".join(map(str, sorted(set(profile.top_k))))
-    lead = f"Counted on {tokens} of calibration text, the top {top_k} experts a token."
+    lead = (
+        f"Counted on {tokens} of calibration text, the top {top_k} experts a token. Maps of what every expert was "
+        "given are under Sensitivity."
+    )
     return Section(
         anchor="activation",
         title="Which experts are chosen",
-        parts=[paragraph(lead, kind="lead"), element("div", *figures, class_="figures")],
+        parts=[paragraph(lead, kind="lead"), *_similarity(profile)],
     )
 
 
@@ -83,27 +74,15 @@ def _quantile(counts: np.ndarray, part: float) -> float:
 def losses(inputs: ReportInputs) -> Section:
     """What every expert loses at every width."""
     found, methods = inputs.losses, inputs.losses.methods()
-    shown = MAP_BITS if MAP_BITS in found.bits() else found.bits()[0]
-    main = _main_method(found, inputs)
+    main = atlas.main_method(inputs)
     relative = {method: found.matrix(method, "relative_loss") for method in methods}
     bands = {method: _band(layers, found.bits()) for method, layers in relative.items()}
     curve = loss_chart("losses", f"Chart of relative loss by bits for {', '.join(methods)}.", found.bits(), bands)
-    rows = [layer.get(shown, np.full(1, np.nan)) for layer in relative[main]]
-    at = formats.count(shown, "bit")
-    label = f"Heat map of relative losses at {at} with {main}, {_size(rows)}."
-    drawing = log_map("loss-map", label, rows, f"relative loss at {at}")
-    figures = [
-        figure(
-            curve,
-            "Lower is better. Lines: median over experts; bands: the middle 80 % of them. A wide band means that one "
-            "width for all is a waste.",
-        ),
-        figure(
-            drawing,
-            f"Bright cells are experts that suffer most at {at} ({main}); they are worth more bits if they are also "
-            "chosen often.",
-        ),
-    ]
+    shape = figure(
+        curve,
+        "Lower is better. Lines: median over experts; bands: the middle 80 % of them. A wide band means that one width "
+        "for all is a waste.",
+    )
     lead = (
         "Relative loss: squared error of an expert's output on tokens that were not used to quantize it, divided by "
         "the output's energy."
@@ -113,7 +92,7 @@ def losses(inputs: ReportInputs) -> Section:
         title="What an expert loses",
         parts=[
             paragraph(lead, kind="lead"),
-            element("div", *figures, class_="figures"),
+            shape,
             _loss_table(relative, found.bits()),
             element("h3", "Fallbacks and coverage"),
             paragraph(
@@ -122,12 +101,6 @@ def losses(inputs: ReportInputs) -> Section:
             items(_coverage(found, main, inputs.profile)),
         ],
     )
-
-
-def _main_method(found: LossTable, inputs: ReportInputs) -> str:
-    """The method that the assignment was made with, else GPTQ, else the first."""
-    wanted = (str(inputs.assignment.parameters.get("quantizer")), "gptq")
-    return next((method for method in wanted if method in found.methods()), found.methods()[0])
 
 
 def _band(layers: Sequence[dict[int, np.ndarray]], widths: Sequence[int]) -> Band:
@@ -183,24 +156,41 @@ def _once(found: LossTable, method: str) -> list[dict[str, Any]]:
     return found.table.filter(wanted).to_pylist()  # type: ignore[no-any-return]
 
 
+def sensitivity(inputs: ReportInputs) -> Section:
+    """What every measure says that an expert is worth, one map each."""
+    measures, losses = atlas.sensitivity_maps(inputs), atlas.loss_maps(inputs)
+    unknown = [one.title for one in measures if not one.known]
+    lead = (
+        "What the measures that assign bits say of every expert, side by side: where they disagree, the methods built "
+        "on them do. Colours run from the least to the largest value of a map, but for outliers, which its "
+        "caption counts; the scale names the unit."
+    )
+    return Section(
+        anchor="sensitivity",
+        title="Sensitivity",
+        parts=[
+            paragraph(lead, kind="lead"),
+            atlas.figures([one for one in (*measures, losses[0]) if one.known]),
+            *([paragraph(f"Not known of any expert of this run: {', '.join(unknown)}.")] if unknown else []),
+            *atlas.gallery("Losses at the other widths", losses[1:]),
+        ],
+    )
+
+
 def bits(inputs: ReportInputs) -> Section:
-    """Which expert got which width, and where it lives."""
+    """Which expert got which width, and where it lives: by the recipe's assignment, then by every other one."""
     assignment = inputs.assignment
-    widths, hot = assignment.mean_bits(), assignment.hot()
     by_bits = _counts(assignment)
     what = "matrices" if assignment.is_mixed else "experts"
-    total, on_gpu = sum(map(len, hot)), int(sum(row.sum() for row in hot))
     text = ", ".join(f"{count:,} at {width}" for width, count in by_bits.items())
-    drawing = width_map("bit-map", f"Map of bits, {_size(widths)}; {what}: {text}.", widths, hot, assignment.widths())
     bars = width_chart("widths", f"Bar chart of {what} by bits: {text}.", by_bits)
-    where = (
-        f"{on_gpu:,} of {total:,} experts are placed on the GPU (outlined)."
-        if on_gpu
-        else "No expert is placed on the GPU."
-    )
-    given = "the mean of its matrices' bits" if assignment.is_mixed else "the bits it was given"
-    figures = [
-        figure(drawing, f"Each cell is one expert and {given}; 16 means left as it was. {where}"),
+    given = "the mean of its matrices' bits" if assignment.is_mixed else "its bits"
+    shown = [
+        figure(
+            atlas.own_widths(inputs).draw(),
+            f"Each cell is one expert and {given}; 16 means left as it was. Above it: the average, codes only, and the "
+            f"bytes of all experts. {atlas.placement(assignment)}",
+        ),
         figure(bars, f"How many {what} got each width: one bar would be a uniform assignment."),
     ]
     average = assignment.average_bits()
@@ -209,7 +199,12 @@ def bits(inputs: ReportInputs) -> Section:
     return Section(
         anchor="bits",
         title="Bits of every expert",
-        parts=[paragraph(lead, kind="lead"), element("div", *figures, class_="figures"), *_matrices(assignment)],
+        parts=[
+            paragraph(lead, kind="lead"),
+            element("div", *shown, class_="figures"),
+            *_matrices(assignment),
+            *atlas.gallery("Bits by the other assignments (paper 003, Figures 5 to 10)", atlas.compared_widths(inputs)),
+        ],
     )
 
 
@@ -249,7 +244,3 @@ def _matrices(assignment: Assignment) -> list[Raw]:
         listed = table("Bits of every matrix of every expert.", ("expert", *names), every)
         found.append(details("every expert", listed))
     return found
-
-
-def _size(rows: Sequence[np.ndarray]) -> str:
-    return f"{formats.count(len(rows), 'layer')} by {formats.count(max(len(row) for row in rows), 'expert')}"

@@ -37,7 +37,8 @@ def _signed(value: float, digits: int) -> str:
     return sign + text
 
 
-def accuracy(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """A share in percent with one decimal."""
     return MISSING if value is None else f"{100 * value:.1f}{NARROW_SPACE}%"
 
 
@@ -54,6 +55,13 @@ def share(value: float | None, digits: int = 3) -> str:
     if percent == 0 or abs(percent) >= 0.001:
         return f"{percent:.{digits}g}{NARROW_SPACE}%"
     return f"{percent:.1e}{NARROW_SPACE}%"
+
+
+def number(value: float) -> str:
+    """Four significant digits, more of thousands and millions; in scientific notation only beyond them."""
+    if 1e3 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.2e}"
 
 
 def bits(value: float | None) -> str:

@@ -11,7 +11,8 @@ from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.others import OtherTable
-from moeq.artifacts.profile import ExpertProfile
+from moeq.artifacts.profile import Coverage, ExpertProfile
+from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.estimator.result import Estimate
 
 
@@ -31,17 +32,33 @@ class SpeedInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Refined:
+    """What quantize.refine did: experts that training changed, of how many below 16 bits, and the steps a layer."""
+
+    changed: int
+    quantized: int
+    iterations: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportInputs:
-    """The artifacts of one run. recipe_text: the recipe as it was run; digests: {stage: digest of what it wrote}."""
+    """The artifacts of one run. recipe_text: the recipe as it was run; digests: {stage: digest of what it wrote}.
+
+    refined: None where quantize.refine was off; weights: how many the whole checkpoint has.
+    """
 
     profile: ExpertProfile
+    coverage: Coverage
     losses: LossTable
+    sensitivities: SensitivityTable
+    weights: int
     assignment: Assignment
     evaluation: EvalReport
     manifest: PlacementManifest
     speed: SpeedInputs
     recipe_text: str
     digests: Mapping[str, str]
+    refined: Refined | None = None
     others: OtherTable | None = None  # modules outside of the experts that are packed too
 
     @property

@@ -1,13 +1,19 @@
 """Maps of layers x experts: one small embedded picture each, however many experts there are.
 
 L layers, E experts of the widest layer (narrower layers end earlier). A cell is a whole number of points, and
-`SHARPNESS` pixels a point, so that cells and outlines come out even.
+`SHARPNESS` pixels a point, so that cells and outlines come out even; cells without gaps and outlines are one pixel
+each, which the viewer scales.
+
+Colour scales run from the least to the largest value, but for outliers: values further than `FENCE` interquartile
+ranges beyond the quartiles (of the logarithms, on a logarithmic scale) take the colours of the ends, so that one of
+them does not make all others look alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,29 +22,109 @@ from numpy.typing import NDArray
 from moeq.reporting import formats, svg
 from moeq.reporting.html import Drawing
 
+FENCE = 3  # Tukey's "far out"
 SHARPNESS = 2  # pixels of the picture a point
-SHARE_MAP, LOSS_MAP = "viridis", "plasma"
+WORTH_MAP, LOSS_MAP = "viridis", "plasma"
 ABSENT = (0.55, 0.58, 0.62, 1.0)  # no figure for this expert: grey, which no colour map here holds
 OUTLINE = (1.0, 0.45, 0.0, 1.0)
 WIDTHS = {1: "#fde725", 2: "#7ad151", 3: "#22a884", 4: "#2a788e", 8: "#414487", 16: "#440154"}  # viridis backwards
 DARK_WIDTH = 3.5  # from which on text in cells is white
 MOST_TEXTS = 600
+GAPS_FROM = 16  # pixels of a cell that has gaps around it
+WHOLE, HALF = 880, 440  # room for a map that has the page's width, or half of it
 LEFT, BELOW, ABOVE, RIGHT = 40, 84, 8, 16  # points around the map
+TITLE = 20  # and for a title above it
 LEGEND_WIDTH, SMALLEST_WIDTH = 200, 372
 
 Pixels = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """What a map of values shows.
+
+    name: with its unit, beside the colour scale; form: a value as text; log: logarithmic scale, for positive values;
+    from_zero: the scale begins at 0; zero_is_grey: exactly 0 is grey, as what is not known always is.
+    """
+
+    name: str
+    form: Callable[[float], str]
+    log: bool = False
+    from_zero: bool = False
+    zero_is_grey: bool = False
+    colours: str = WORTH_MAP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """A colour scale from `low` to `high`, the ends on a logarithmic one being positive.
+
+    below, above: how many values lie beyond and take the colours of the ends; least, largest: of all values.
+    """
+
+    low: float
+    high: float
+    log: bool
+    below: int
+    above: int
+    least: float
+    largest: float
+
+    def parts(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Where values lie on the scale, from 0 to 1; NaN where a value is not known or has no logarithm."""
+        low, high = self._ends()
+        shown = _logs(values) if self.log else values
+        return np.clip((shown - low) / (high - low), 0, 1)
+
+    def at(self, part: float) -> float:
+        """The value at a part of the scale."""
+        low, high = self._ends()
+        value = low + part * (high - low)
+        return float(10**value) if self.log else value
+
+    def _ends(self) -> tuple[float, float]:
+        low, high = (float(np.log10(end)) for end in (self.low, self.high)) if self.log else (self.low, self.high)
+        return low, max(high, low + 1e-9 * max(1.0, abs(low)))
+
+
+def scale_of(rows: Sequence[np.ndarray], quantity: Quantity) -> Scale:
+    """The colour scale of a map's values; from 0 (log: 1) to 1 where none is known."""
+    values = stack(rows)
+    shown = _logs(values) if quantity.log else values
+    known = np.sort(shown[np.isfinite(shown)])
+    if not known.size:
+        return Scale(
+            low=float(quantity.log), high=1.0, log=quantity.log, below=0, above=0, least=np.nan, largest=np.nan
+        )
+    first, third = np.quantile(known, (0.25, 0.75))
+    reach = FENCE * (third - first) if third > first else np.inf
+    inside = known[(known >= first - reach) & (known <= third + reach)]
+    low = 0.0 if quantity.from_zero else float(inside[0])
+    high = float(inside[-1])
+    ends = (low, high, float(known[0]), float(known[-1]))
+    low, high, least, largest = (10**end for end in ends) if quantity.log else ends
+    below = 0 if quantity.from_zero else int((known < inside[0]).sum())
+    above = int((known > inside[-1]).sum())
+    return Scale(low=low, high=high, log=quantity.log, below=below, above=above, least=least, largest=largest)
+
+
+def _logs(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Decimal logarithms, NaN where there is none."""
+    positive = np.isfinite(values) & (values > 0)
+    return np.where(positive, np.log10(np.where(positive, values, 1.0)), np.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Sizes of a map in points."""
+    """Sizes of a map in points. room: how wide it may be, if cells of 2 points allow it."""
 
     layers: int
     experts: int
+    room: int
 
     @property
     def cell_width(self) -> int:
-        return min(40, max(2, 880 // self.experts))
+        return min(40, max(2, self.room // self.experts))
 
     @property
     def cell_height(self) -> int:
@@ -58,31 +144,32 @@ def stack(rows: Sequence[np.ndarray]) -> NDArray[np.float64]:
     return result
 
 
-def share_map(name: str, label: str, rows: Sequence[np.ndarray]) -> Drawing:
-    """Shares from 0 to the largest; experts at exactly 0 are grey."""
-    values = stack(rows)
-    top = max(float(np.nanmax(values)), 1e-12)
-    colours = _colours(SHARE_MAP, values / top)
-    colours[values == 0] = ABSENT
-    ticks = [(part, formats.share(part * top)) for part in (0.0, 0.5, 1.0)]
-    return _map(name, label, colours, values, lambda figure: _bar(figure, SHARE_MAP, "share of activations", ticks))
-
-
-def log_map(name: str, label: str, rows: Sequence[np.ndarray], quantity: str) -> Drawing:
-    """Positive values on a logarithmic scale; others are grey."""
-    values = stack(rows)
-    positive = np.isfinite(values) & (values > 0)
-    logs = np.log10(np.where(positive, values, 1.0))
-    low, high = (float(logs[positive].min()), float(logs[positive].max())) if positive.any() else (0.0, 1.0)
-    high = max(high, low + 1e-6)
-    colours = _colours(LOSS_MAP, np.where(positive, (logs - low) / (high - low), np.nan))
-    colours[np.isfinite(values) & ~positive] = ABSENT
-    ticks = [(part, formats.share(10 ** (low + part * (high - low)), 2)) for part in (0.0, 0.5, 1.0)]
-    return _map(name, label, colours, values, lambda figure: _bar(figure, LOSS_MAP, quantity, ticks))
+def value_map(
+    name: str, label: str, rows: Sequence[np.ndarray], quantity: Quantity, title: str = "", room: int = WHOLE
+) -> Drawing:
+    """Values in the colours of their scale; experts without one are grey."""
+    values, scale = stack(rows), scale_of(rows, quantity)
+    parts = scale.parts(values)
+    colours = _colours(quantity.colours, parts)
+    there = np.isfinite(stack([np.zeros(len(row)) for row in rows]))
+    colours[there & (np.isnan(parts) | (quantity.zero_is_grey & (values == 0)))] = ABSENT
+    marks = [(part, quantity.form(scale.at(part))) for part in (0.0, 0.5, 1.0)]
+    if scale.below:
+        marks[0] = (0.0, f"≤ {marks[0][1]}")
+    if scale.above:
+        marks[2] = (1.0, f"≥ {marks[2][1]}")
+    legend = partial(_bar, colour_map=quantity.colours, quantity=quantity.name, marks=marks)
+    return _map(name, label, colours, values, legend, svg.text_width(quantity.name), room=room, title=title)
 
 
 def width_map(
-    name: str, label: str, bits: Sequence[np.ndarray], hot: Sequence[np.ndarray], present: Sequence[int] = ()
+    name: str,
+    label: str,
+    bits: Sequence[np.ndarray],
+    hot: Sequence[np.ndarray],
+    title: str = "",
+    room: int = WHOLE,
+    present: Sequence[int] = (),
 ) -> Drawing:
     """Widths in the colours of `WIDTHS`, means of several in one between; widths are written where there is room.
 
@@ -96,8 +183,9 @@ def width_map(
     colours[np.isnan(values)] = 0
     present = present or sorted({int(width) for row in bits for width in row})
     entries = _entries(present, bool(outlined.any()))
-    room = sum(_swatch_width(entry[2]) for entry in entries)
-    return _map(name, label, colours, values, lambda figure: _swatches(figure, entries), room, outlined, True)
+    beside = sum(_swatch_width(entry[2]) for entry in entries)
+    legend = partial(_swatches, entries=entries)
+    return _map(name, label, colours, values, legend, beside, outlined, room=room, texts=True, title=title)
 
 
 def _colours(colour_map: str, parts: NDArray[np.float64]) -> Pixels:
@@ -110,8 +198,13 @@ def _colours(colour_map: str, parts: NDArray[np.float64]) -> Pixels:
 
 
 def paint(colours: Pixels, grid: Grid, outlined: NDArray[np.bool_] | None) -> NDArray[np.uint8]:
-    """The picture [L*height, E*width, 4] in pixels: a colour a cell, gaps between large cells, outlines."""
+    """The picture [L*height, E*width, 4] in pixels: a colour a cell, gaps between large cells, outlines.
+
+    Without gaps and outlines a cell is one pixel.
+    """
     height, width = grid.cell_height * SHARPNESS, grid.cell_width * SHARPNESS
+    if min(height, width) < GAPS_FROM and (outlined is None or not outlined.any()):
+        height = width = 1
     picture = np.repeat(np.repeat(colours, height, 0), width, 1)
     row = np.arange(picture.shape[0]) % height
     column = np.arange(picture.shape[1]) % width
@@ -125,7 +218,7 @@ def paint(colours: Pixels, grid: Grid, outlined: NDArray[np.bool_] | None) -> ND
         where = np.repeat(np.repeat(outlined, height, 0), width, 1)
         thickness = 2 if min(height, width) < 24 else 5
         picture[where & frame(max(1, min(thickness, min(height, width) // 4)))] = OUTLINE
-    if min(height, width) >= 16:
+    if min(height, width) >= GAPS_FROM:
         picture[frame(1)] = 0
     return np.round(picture * 255).astype(np.uint8)
 
@@ -138,9 +231,12 @@ def _map(
     legend: Callable[[Any], None],
     legend_width: float = 0,
     outlined: NDArray[np.bool_] | None = None,
+    *,
+    room: int,
     texts: bool = False,
+    title: str = "",
 ) -> Drawing:
-    grid = Grid(layers=values.shape[0], experts=values.shape[1])
+    grid = Grid(layers=values.shape[0], experts=values.shape[1], room=room)
     width, height = grid.size
     picture = paint(colours, grid, outlined)
 
@@ -157,10 +253,12 @@ def _map(
         plane.spines[:].set_visible(False)
         if texts and grid.cell_width >= 16 and grid.cell_height >= 14 and values.size <= MOST_TEXTS:
             _write_cells(plane, values)
+        if title:
+            plane.annotate(title, (0, 1), (0, 8), "axes fraction", "offset points", va="bottom", fontweight="bold")
         legend(figure)
 
-    whole = max(SMALLEST_WIDTH, LEFT + width + RIGHT, LEFT + legend_width)
-    return svg.draw(name, label, whole, BELOW + height + ABOVE, fill, shrinks=False)
+    whole = max(SMALLEST_WIDTH, LEFT + width + RIGHT, LEFT + legend_width, LEFT + 1.1 * svg.text_width(title))
+    return svg.draw(name, label, whole, BELOW + height + ABOVE + (TITLE if title else 0), fill, shrinks=False)
 
 
 def ticks(count: int, cell: float, room: float) -> list[int]:
@@ -186,7 +284,7 @@ def _bar(figure: Any, colour_map: str, quantity: str, marks: list[tuple[float, s
     bar.set_yticks([])
     bar.tick_params(length=3, pad=2)
     bar.spines[:].set_visible(False)
-    bar.text(1.07, 0.5, quantity, ha="left", va="center", color=svg.MUTED, clip_on=False)
+    bar.text(0, 1.5, quantity, ha="left", va="bottom", color=svg.MUTED, clip_on=False)
 
 
 def _entries(present: Sequence[int], outlined: bool) -> list[tuple[Any, Any, str]]:

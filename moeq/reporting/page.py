@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeq.reporting import experts, others, speed, summary
+from moeq.reporting import experts, formats, others, speed, summary
 from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, section, table
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.style import CSS
@@ -15,6 +15,7 @@ def render(inputs: ReportInputs) -> str:
         summary.headline(inputs),
         experts.activation(inputs),
         experts.losses(inputs),
+        experts.sensitivity(inputs),
         experts.bits(inputs),
         *([] if more is None else [more]),
         summary.size_against_perplexity(inputs),
@@ -42,11 +43,35 @@ def _subtitle(inputs: ReportInputs) -> Raw:
     parameters = ", ".join(f"{key} {value}" for key, value in sorted(assignment.parameters.items()))
     groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size}"
     grid = "symmetric" if assignment.symmetric else "asymmetric"
-    return paragraph(
+    what = paragraph(
         Raw(f"Experts packed as <b>{escape(assignment.name)}</b>: "),
-        f"{assignment.method} ({parameters}); {groups}, {grid}.",
+        f"{assignment.method} ({parameters}); {groups}, {grid}. {_refined(inputs)}".rstrip(),
         kind="lead",
     )
+    return join([what, paragraph(_coverage(inputs), kind="lead")])
+
+
+def _refined(inputs: ReportInputs) -> str:
+    """What training did to the placed experts."""
+    refined = inputs.refined
+    if refined is None:
+        return ""
+    return (
+        f"Refined: every layer's placed experts trained together, {formats.count(refined.iterations, 'step')} a layer; "
+        f"it changed {refined.changed:,} of {refined.quantized:,}."
+    )
+
+
+def _coverage(inputs: ReportInputs) -> str:
+    """How many experts calibration reached."""
+    coverage, profile = inputs.coverage, inputs.profile
+    experts, below = sum(coverage.experts), sum(coverage.below)
+    never = sum(int((profile.total(layer)[0] == 0).sum()) for layer in range(len(profile.layers)))
+    text = (
+        f"Calibration reached {experts - below:,} of {experts:,} experts with {coverage.min_tokens:,} tokens or more, "
+        f"{formats.share(coverage.share_covered)}"
+    )
+    return f"{text}; {never:,} of the others never." if never else f"{text}."
 
 
 def provenance(inputs: ReportInputs) -> Section:

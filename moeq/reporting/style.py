@@ -1,6 +1,8 @@
 """The page's style sheet: light and dark, narrow screens, paper."""
 
-CSS = """
+from moeq.reporting.svg import ON_PAPER
+
+_SHEET = """
 :root { color-scheme: light dark;
   --paper: #ffffff; --card: #f6f7f9; --ink: #1b1f24; --muted: #5b6570; --faint: #dfe3e8; --mark: #e8f1fb;
   --warn: #fff4dc; --warn-edge: #c98a00;
@@ -24,7 +26,7 @@ nav { margin: 14px 0 0; font-size: 0.9rem; line-height: 1.9; }
 nav a { margin-right: 14px; white-space: nowrap; }
 section { margin-top: 32px; padding-top: 18px; border-top: 1px solid var(--faint); }
 .lead { color: var(--muted); margin-bottom: 16px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px; margin: 18px 0 20px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; margin: 18px 0 20px; }
 .tile { background: var(--card); border: 1px solid var(--faint); border-radius: 8px; padding: 12px 14px; }
 .tile b { display: block; font-size: 1.3rem; line-height: 1.3; font-weight: 650; overflow-wrap: normal; }
 .tile span { display: block; color: var(--muted); font-size: 0.85rem; }
@@ -38,7 +40,6 @@ svg { display: block; height: auto; font-family: inherit; }
 svg text { font-family: inherit; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; font-size: 0.9rem; margin: 6px 0 14px; font-variant-numeric: tabular-nums; }
 .reading { color: var(--muted); font-size: 0.9rem; margin: 14px 0 4px; }
-.keep { white-space: nowrap; }
 th, td { text-align: left; padding: 5px 14px 5px 8px; border-bottom: 1px solid var(--faint); vertical-align: top;
   overflow-wrap: normal; }
 thead th { font-weight: 600; border-bottom: 1.5px solid var(--muted); vertical-align: bottom; }
@@ -62,11 +63,12 @@ li { margin: 3px 0; }
 @media (max-width: 640px) { tbody th { white-space: normal; min-width: 11em; } td:not(.number) { min-width: 8em; } }
 @media (max-width: 480px) { main { padding: 16px 12px 48px; } h1 { font-size: 1.4rem; } .tiles { gap: 8px; } }
 @media print {
-  :root { --paper: #fff; --card: #f6f7f9; --ink: #000; --muted: #444; --faint: #ccc; --mark: #e8f1fb; --warn: #fff4dc;
-    --warn-edge: #c98a00; --series-1: #0067a8; --series-2: #c4500a; --series-3: #00805c; --series-4: #a84c86; }
+  :root { PRINTED --card: #f6f7f9; --mark: #e8f1fb; --warn: #fff4dc; --warn-edge: #c98a00; }
   body { font-size: 10pt; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   main { max-width: none; padding: 0; } nav { display: none; } .scroll { overflow: visible; }
   svg { min-width: 0 !important; } table { font-size: 8pt; } th, td { padding: 3px 8px 3px 4px; }
   figure, tr, .tile, .warning { break-inside: avoid; } h2, h3, .reading, .lead { break-after: avoid; }
 }
 """
+
+CSS = _SHEET.replace("PRINTED", " ".join(f"--{name}: {colour};" for name, colour in ON_PAPER.items()))

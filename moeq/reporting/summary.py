@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moeq.artifacts.evaluation import EvalRow
 from moeq.reporting import formats
@@ -11,7 +11,7 @@ from moeq.reporting.html import Raw, Row, Section, element, figure, join, paragr
 from moeq.reporting.inputs import ReportInputs
 from moeq.tables import human_bytes
 
-BOTH = (("monde_bwrule", "bandwidth rule"), ("monde_opt", "cost-optimal"))
+BOTH = ("monde_bwrule", "monde_opt")  # MoNDE with its bandwidth rule, and cost-optimal
 
 
 def headline(inputs: ReportInputs) -> Section:
@@ -47,24 +47,34 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
         ),
         _tile(
             "accuracy",
-            _arrow(formats.accuracy(old.accuracy if old else None), formats.accuracy(new.accuracy))
+            _arrow(formats.percent(old.accuracy if old else None), formats.percent(new.accuracy))
             if new.accuracy is not None
             else "not measured",
             _accuracy_note(old, new),
         ),
     ]
-    if inputs.others is not None:
+    if new.total_bytes is not None:
         tiles.insert(1, _whole_tile(old, new))
     return [*tiles, *_speed_tile(inputs)]
 
 
 def _whole_tile(old: EvalRow | None, new: EvalRow) -> Raw:
-    """The whole checkpoint, where more than its experts is packed."""
+    """The whole checkpoint."""
     before = None if old is None else old.total_bytes
     after = new.total_bytes
     size = _arrow(_bytes(before), _bytes(after))
     note = f"{formats.ratio(before / after)} smaller" if before and after else ""
     return _tile("bytes of the whole checkpoint", size, note)
+
+
+def _size(size: int | None, original: int | None) -> str:
+    """Bytes, and what part of the original's they are."""
+    return _with_note(_bytes(size), "" if size is None or not original else formats.percent(size / original))
+
+
+def _with_note(figure: str, note: str) -> Raw:
+    """A figure and, muted, how it compares with another; nothing more where there is none."""
+    return join([figure, element("span", f" {note}", class_="over")]) if note else Raw(figure)
 
 
 def _bytes(size: int | None) -> str:
@@ -84,11 +94,15 @@ def _speed_tile(inputs: ReportInputs) -> list[Raw]:
     found = inputs.speed.decode_speedups.get(inputs.assignment.name)
     if found is None:
         return []
-    values = " / ".join(formats.ratio(found[key]) for key, _ in BOTH)
+    values = _speedups(found)
     note = "over MoNDE with its bandwidth rule / cost-optimal"
     if not inputs.speed.geometry_is_the_models:
         note += f"; for {inputs.speed.geometry['name']} with this bit mix, not this model"
     return [_tile("decode speed-up, estimated", values, note)]
+
+
+def _speedups(found: Mapping[str, float]) -> str:
+    return " / ".join(formats.ratio(found[key]) for key in BOTH)
 
 
 def _tile(title: str, value: str, note: str) -> Raw:
@@ -98,32 +112,29 @@ def _tile(title: str, value: str, note: str) -> Raw:
 def _comparison(inputs: ReportInputs) -> Raw:
     old = inputs.original
     rows = [_marked(row, _figures(inputs, row, old)) for row in inputs.evaluation.rows]
-    whole = () if inputs.others is None else ("whole checkpoint",)
-    head = ("assignment", "average bits", "expert bytes", *whole, "perplexity", "over original", "accuracy",
-            *(_two_lines("decode speed-up,", title) for _, title in BOTH))  # fmt: skip
+    head = ("assignment", "experts' average bits", "expert bytes, of original", "whole checkpoint, of original",
+            "bits of all weights", "perplexity, over original", "accuracy", "decode speed-up, estimated")  # fmt: skip
     return table(
-        "Each row is one assignment of the same model: smaller bytes and lower perplexity are better. Average bits "
-        "count codes only; bytes count scales and zero points too. Speed-ups are estimates of the decode step over the "
-        "two MoNDE baselines of the last columns; the cost-optimal one is the harder to beat.",
+        "Each row is one assignment of the same model: smaller bytes and lower perplexity are better. The experts' "
+        "average bits count codes only; bytes count scales and zero points too, and so do the bits of all weights: "
+        f"those of the whole checkpoint over its {inputs.weights:,} weights. Speed-ups are estimates of the decode "
+        "step over MoNDE with its bandwidth rule / cost-optimal; the latter is the harder to beat.",
         head,
         rows,
     )
 
 
-def _two_lines(*lines: str) -> Raw:
-    return Raw(" ".join(element("span", line, class_="keep") for line in lines))
-
-
 def _figures(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[str]:
-    speed = inputs.speed.decode_speedups.get(row.name, {}) if row.assignment is not None else {}
+    speed = inputs.speed.decode_speedups.get(row.name) if row.assignment is not None else None
+    over = "" if row is old else formats.change(row.perplexity, old.perplexity if old else None)
     return [
         "as stored" if row.assignment is None else formats.bits(row.average_bits),
-        human_bytes(row.expert_bytes),
-        *([] if inputs.others is None else [_bytes(row.total_bytes)]),
-        formats.perplexity(row.perplexity),
-        "" if row is old else formats.change(row.perplexity, old.perplexity if old else None),
-        formats.accuracy(row.accuracy),
-        *(formats.ratio(speed.get(key)) for key, _ in BOTH),
+        _size(row.expert_bytes, old.expert_bytes if old else None),
+        _size(row.total_bytes, old.total_bytes if old else None),
+        formats.bits(row.stored_bits(inputs.weights)),
+        _with_note(formats.perplexity(row.perplexity), over),
+        formats.percent(row.accuracy),
+        formats.MISSING if speed is None else _speedups(speed),
     ]
 
 
@@ -138,11 +149,7 @@ def _by_domain(inputs: ReportInputs, domains: Sequence[str]) -> Raw:
         value = row.perplexity_by_domain.get(domain)
         reference = inputs.original.perplexity_by_domain.get(domain) if inputs.original else None
         over = "" if row is inputs.original else formats.change(value, reference)
-        return (
-            join([formats.perplexity(value), element("span", f" {over}", class_="over")])
-            if over
-            else formats.perplexity(value)
-        )
+        return _with_note(formats.perplexity(value), over)
 
     return _by("Perplexity by domain, with the change against the original: an assignment that calibrated on the wrong "
                "text shows here as one domain much worse than the others.", inputs, domains, cell)  # fmt: skip
@@ -151,7 +158,7 @@ def _by_domain(inputs: ReportInputs, domains: Sequence[str]) -> Raw:
 def _by_task(inputs: ReportInputs, tasks: Sequence[str]) -> Raw:
     def cell(row: EvalRow, task: str) -> str:
         scores = row.tasks.get(task, {})
-        return formats.accuracy(scores.get("acc", scores.get("acc_norm")))
+        return formats.percent(scores.get("acc", scores.get("acc_norm")))
 
     return _by("Accuracy by task; the table above has their mean.", inputs, tasks, cell)
 

@@ -25,6 +25,11 @@ _VARIABLES = {
     PAPER: "var(--paper)",
     **{mark: f"var(--series-{index + 1})" for index, mark in enumerate(SERIES)},
 }
+ON_PAPER = {  # colours of the page's variables where it is printed
+    "ink": "#000", "muted": "#444", "faint": "#ccc", "paper": "#fff",
+    "series-1": "#0067a8", "series-2": "#c4500a", "series-3": "#00805c", "series-4": "#a84c86",
+}  # fmt: skip
+_FONT = 'font-family="Helvetica, Arial, sans-serif"'
 TEXT_SIZE = 11
 LETTER_WIDTH = 0.6  # of the text size: generous for the sans-serif fonts of today's systems
 
@@ -87,6 +92,16 @@ def draw(
         f'style="width:100%;min-width:{smallest}px;max-width:{width:g}px">'
     )
     return Drawing(svg=root + _small(stream.getvalue(), name), width=width)
+
+
+def printed(drawing: Drawing) -> str:
+    """The drawing as a file of its own: its size in points, in the colours of paper, on no ground."""
+    size = re.search(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', drawing.svg)
+    assert size is not None
+    text = re.sub(r' style="width:100%[^"]*"', f' width="{size[1]}" height="{size[2]}" {_FONT}', drawing.svg, count=1)
+    for variable, colour in ON_PAPER.items():
+        text = text.replace(f"var(--{variable})", colour)
+    return f"{text}\n"
 
 
 def axes(figure: Any, left: float, bottom: float, width: float, height: float) -> Any:

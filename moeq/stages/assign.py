@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from functools import partial
@@ -10,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from moeq.artifacts.assignment import (
@@ -26,10 +25,14 @@ from moeq.artifacts.assignment import (
     width_of,
     write_assignment,
 )
-from moeq.artifacts.files import make_directory, write_atomically, write_json, write_text
-from moeq.assigners import assign, report, sensitivity
+from moeq.artifacts.files import make_directory, sha256_file, write_json, write_text
+from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
+from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
+from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
-from moeq.errors import AssignmentError
+from moeq.errors import ArtifactError, AssignmentError
+from moeq.estimator import load_hardware
+from moeq.estimator.latency import expert_seconds
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys, source_dtype
 from moeq.models.weights import plain_header, scale_keys
@@ -41,7 +44,6 @@ from moeq.stages import losses, others, profile
 from moeq.stages.context import Context
 
 NAME = "assignment.json"
-SENSITIVITIES = "sensitivities.parquet"
 FRONTIER, FRONTIER_PLOT = "frontier.json", "frontier.svg"
 FRONTIER_VERSION = 1
 AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
@@ -58,19 +60,38 @@ def run(context: Context) -> dict[str, Any]:
     for name in (FRONTIER, FRONTIER_PLOT):  # of an earlier assignment
         (directory / name).unlink(missing_ok=True)
     write_assignment(directory / NAME, assignment)
-    write_sensitivities(directory / SENSITIVITIES, sensitivity.columns(inputs, inputs.memo.get("traces")))
-    return summarize(context, assignment) | report.score(inputs, assignment).as_json()
+    _write_sensitivities(context, inputs)
+    scored = report.score(inputs, assignment).as_json()
+    return summarize(context, assignment) | scored | latency_summary(context, inputs, assignment)
 
 
-def write_sensitivities(path: Path, columns: dict[str, Any]) -> None:
-    """The table of sensitivities as Parquet, a row for every layer and expert."""
-    table = pa.table(columns)
-    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+def sensitivities(context: Context) -> SensitivityTable:
+    """The table of sensitivities; made again, without the assignment, where it is not there or not this model's."""
+    path = context.directory("assign") / SENSITIVITIES
+    try:
+        found = read_sensitivities(path)
+    except ArtifactError:  # of an earlier version of moeq, or lost: it follows from the profile, losses and weights
+        found = None
+    if found is None or found.model != context.stamp.digest:
+        context.reporter.say(f"  {SENSITIVITIES}: made again")
+        _write_sensitivities(context, inputs_of(context, context.recipe.assign, context.recipe.name))
+    return read_sensitivities(path)
+
+
+def _write_sensitivities(context: Context, inputs: AssignInputs) -> None:
+    """The closed form of the traces is always there: one reading of the experts, next to nothing beside `losses`."""
+    config = inputs.config
+    sampled = traces(context, config) if config.trace not in (None, "closed") else None
+    columns = sensitivity.columns(inputs, traces(context, AssignSection(method="mopeq")), sampled)
+    write_sensitivities(context.directory("assign") / SENSITIVITIES, columns, context.stamp.digest)
 
 
 def check(context: Context) -> None:
-    """AssignmentError when a section asks for more GPU experts than a layer has."""
+    """AssignmentError when a section asks for more GPU experts than a layer has, EstimateError for bad hardware."""
     for section in (context.recipe.assign, *context.recipe.eval.compare):
+        hardware = hardware_of(context, section)
+        if hardware is not None:
+            load_hardware(hardware)
         for layer in context.layers:
             if section.gpu_experts > layer.num_experts:
                 raise AssignmentError(
@@ -126,7 +147,65 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
         other_bytes=other_bytes(context),
         traces=partial(traces, context, config),
         effects=losses.load_effects(context),
+        expert_effects=losses.load_expert_effects(context),
+        ndp_seconds=ndp_seconds(context, config, widths),
     )
+
+
+def hardware_of(context: Context, config: AssignSection) -> str | None:
+    """The hardware whose NDP latency a section asks for: its own, else the estimate's; None where it asks for none."""
+    if config.hardware is None and config.ndp_latency_ms is None:
+        return None
+    return config.hardware or context.recipe.estimate.hardware
+
+
+def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) -> tuple[dict[int, float], ...]:
+    """What one token of one expert takes on the section's hardware at every width, a layer; empty where it names none.
+
+    Sizes are the model's own, whatever geometry the estimate is of.
+    """
+    name = hardware_of(context, config)
+    if name is None:
+        return ()
+    hardware, section = load_hardware(name), context.recipe.losses
+    found = []
+    for layer in context.layers:
+        group = layer.hidden_size if section.group_size == -1 else section.group_size
+        times = expert_seconds(
+            layer.parameters_per_expert, widths, hardware, group_size=group, zero_points=not section.symmetric
+        )
+        found.append(dict(zip(widths, times.tolist(), strict=True)))
+    return tuple(found)
+
+
+def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignment) -> dict[str, Any]:
+    """The NDP latency that an assignment has, beside its limit; nothing where no hardware was named."""
+    hardware = hardware_of(context, inputs.config)
+    if hardware is None:
+        return {}
+    most = inputs.config.ndp_latency_ms
+    found: dict[str, Any] = {"hardware": hardware, "ndp_latency_ms": 1e3 * latency.achieved(inputs, assignment)}
+    return found if most is None else found | {"ndp_latency_limit_ms": most}
+
+
+def constants_digest(name: str) -> str:
+    """Digest of a hardware's constants: what was made for an edited hardware file is made again."""
+    return sha256_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json()
+
+
+def own_hardware(context: Context) -> list[str] | None:
+    """Digests of the constants that decide the recipe's assignment; None for one without hardware."""
+    return _digests(context, [context.recipe.assign])
+
+
+def compared_hardware(context: Context) -> list[str] | None:
+    """Digests of the constants that decide the assignments it is compared with; None where none has hardware."""
+    return _digests(context, context.recipe.eval.compare)
+
+
+def _digests(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
+    names = [hardware_of(context, section) for section in sections]
+    return [constants_digest(name) for name in names if name is not None] or None
 
 
 def frontier(context: Context) -> dict[str, Any]:
@@ -170,19 +249,35 @@ def other_bytes(context: Context) -> int:
 def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
     """The Hessian trace of the Frobenius norm, summed over every expert's matrices, [E] a layer (paper 003).
 
-    Experts are read from the checkpoint one by one; the same traces are not computed twice in a run.
+    Experts are read from the checkpoint one by one; the same traces are not computed twice in a run, and the closed
+    form not again where the run's table of sensitivities has it.
     """
     how = config.trace or "closed"
     key = (how, None if how == "closed" else config.trace_samples or TRACE_SAMPLES)
     if key not in context.traces:
-        generator = torch.Generator().manual_seed(context.recipe.seed)
-        found = []
-        with context.reporter.bar("traces", len(context.layers)) as advance:
-            for layer in context.layers:
-                found.append(np.array([_trace(context, layer, e, key, generator) for e in range(layer.num_experts)]))
-                advance()
-        context.traces[key] = found
+        known = _known_traces(context) if how == "closed" else None
+        context.traces[key] = _computed_traces(context, key) if known is None else known
     return context.traces[key]
+
+
+def _known_traces(context: Context) -> list[np.ndarray] | None:
+    """The closed form as an earlier command found it for this model; None where none did."""
+    try:
+        table = read_sensitivities(context.directory("assign") / SENSITIVITIES)
+    except ArtifactError:
+        return None
+    same = table.model == context.stamp.digest and table.experts() == [layer.num_experts for layer in context.layers]
+    return table.column("frobenius_hessian_trace") if same else None
+
+
+def _computed_traces(context: Context, how: tuple[str, int | None]) -> list[np.ndarray]:
+    generator = torch.Generator().manual_seed(context.recipe.seed)
+    found = []
+    with context.reporter.bar("traces", len(context.layers)) as advance:
+        for layer in context.layers:
+            found.append(np.array([_trace(context, layer, e, how, generator) for e in range(layer.num_experts)]))
+            advance()
+    return found
 
 
 def _trace(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,8 @@ from moeq.recipe import LayerEffectsSection
 from moeq.stages.context import Context
 from moeq.stages.quantize import Replicas
 
+OUTPUTS = 3  # that are held at once
+
 
 def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
     """The divergence that every layer alone causes, on sequences that losses held out.
@@ -29,22 +32,15 @@ def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
     """
     method = context.recipe.losses.methods[0]
     totals = torch.zeros(len(context.layers), dtype=torch.float64)
-    batches = _batches(context, section.sequences)
+    batches = heldout_batches(context, section.sequences)
     with context.reporter.bar("layer effects", len(batches) * (len(context.layers) + 1)) as advance:
         for batch in batches:
-            exact = _log_probabilities(context, batch)
+            exact = log_probabilities(context, batch)
             advance()
             for layer in context.layers:
-                with _replaced(context, layer, section.bits, method):
-                    found = _log_probabilities(context, batch)
-                divergence = float((exact.exp() * (exact - found)).sum(dtype=torch.float64))
-                if divergence != divergence:
-                    raise QuantizationError(
-                        "the output is not finite",
-                        where=f"{layer.name} at {section.bits} bits",
-                        do="use dtype: float32",
-                    )
-                totals[layer.index] += divergence
+                with replaced(context, layer, alone(context, layer, section.bits, method), range(layer.num_experts)):
+                    found = log_probabilities(context, batch)
+                totals[layer.index] += divergence(exact, found, f"{layer.name} at {section.bits} bits")
                 advance()
     tokens = sum(int(batch.mask.sum()) for batch in batches)
     return LayerEffects(
@@ -56,14 +52,37 @@ def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
     )
 
 
-def _batches(context: Context, count: int) -> list[Batch]:
-    """At most `count` held-out sequences, evenly spaced, in batches whose outputs fit into the working memory."""
+def divergence(exact: Tensor, found: Tensor, where: str) -> float:
+    """The sum over tokens of the divergence of `found` from `exact`, logarithmic probabilities [n, V], in nats.
+
+    Raises QuantizationError naming `where` when it is not finite.
+    """
+    total = float((exact.exp() * (exact - found)).sum(dtype=torch.float64))
+    if not math.isfinite(total):
+        raise QuantizationError("the output is not finite", where=where, do="use dtype: float32")
+    return total
+
+
+def sequences_at_once(memory: int, vocabulary: int, length: int, kept: int) -> int:
+    """Sequences of a length whose outputs, and so many further numbers of every token, fit into some memory.
+
+    The exact output, the other and their difference are there at once, in single precision; at least one sequence.
+    """
+    return max(1, memory // (4 * (OUTPUTS * vocabulary + kept) * length))
+
+
+def heldout_batches(context: Context, count: int, kept: int = 0) -> list[Batch]:
+    """At most `count` held-out sequences, evenly spaced, in batches whose outputs fit into the working memory.
+
+    kept: further numbers, in single precision, that are kept of every token.
+    """
     stride = heldout_stride(context.recipe.losses.heldout_fraction)
     vocabulary = int(context.source.config.get("vocab_size") or context.tokenizer.vocab_size)
     singles = context.grown_calibration.batches(1)[stride - 1 :: stride]
     chosen = singles if len(singles) <= count else [singles[index * len(singles) // count] for index in range(count)]
     widest = max(batch.input_ids.shape[1] for batch in chosen)
-    size = max(1, working_memory(context.recipe.losses.working_memory, context.device) // (3 * 4 * vocabulary * widest))
+    memory = working_memory(context.recipe.losses.working_memory, context.device)
+    size = sequences_at_once(memory, vocabulary, widest, kept)
     found: list[Batch] = []
     for batch in chosen:
         last = found[-1] if found else None
@@ -80,7 +99,7 @@ def _batches(context: Context, count: int) -> list[Batch]:
     return found
 
 
-def _log_probabilities(context: Context, batch: Batch) -> Tensor:
+def log_probabilities(context: Context, batch: Batch) -> Tensor:
     """The output's logarithmic probabilities at every token that is no pad, [n, V] float32."""
     found: list[Tensor] = []
 
@@ -94,31 +113,35 @@ def _log_probabilities(context: Context, batch: Batch) -> Tensor:
 
 
 @contextmanager
-def _replaced(context: Context, layer: ExpertLayer, bits: int, method: str) -> Iterator[None]:
-    """The model with one layer's experts at `bits`; afterwards it has its own weights again."""
-    assignment = _alone(context, layer, bits, method)
+def replaced(context: Context, layer: ExpertLayer, replicas: Replicas, experts: Sequence[int]) -> Iterator[None]:
+    """The model with some of a layer's experts as replicas; afterwards it has its own weights again."""
 
     def replace(model: nn.Module, here: ExpertLayer) -> None:
         if here.index == layer.index:
-            replicas = Replicas(context, assignment, here, model)
-            for expert in range(here.num_experts):
-                values = {name: packed.dequantize() for name, packed in replicas.packed(expert, bits).items()}
-                set_expert_weights(model, here, expert, values)
+            for expert in experts:
+                packed = replicas.packed(expert, replicas.choices[expert].bits)
+                set_expert_weights(model, here, expert, {name: one.dequantize() for name, one in packed.items()})
 
     if context.streamed is not None:
         context.streamed.overlay = replace
         yield
         context.streamed.overlay = None
         return
-    kept = {name: stack.clone() for name, stack in stacked_weights(context.model, layer, slice(None)).items()}
+    kept = {expert: _weights(context.model, layer, expert) for expert in experts}
     replace(context.model, layer)
     yield
-    for expert in range(layer.num_experts):
-        set_expert_weights(context.model, layer, expert, {name: stack[expert] for name, stack in kept.items()})
+    for expert, weights in kept.items():
+        set_expert_weights(context.model, layer, expert, weights)
 
 
-def _alone(context: Context, layer: ExpertLayer, bits: int, method: str) -> Assignment:
-    """An assignment that quantizes one layer's experts and nothing else."""
+def _weights(model: nn.Module, layer: ExpertLayer, expert: int) -> dict[str, Tensor]:
+    """Copies of one expert's matrices."""
+    stacks = stacked_weights(model, layer, slice(expert, expert + 1))
+    return {name: stack[0].clone() for name, stack in stacks.items()}
+
+
+def alone(context: Context, layer: ExpertLayer, bits: int, method: str) -> Replicas:
+    """The replicas of an assignment that quantizes one layer's experts and nothing else."""
     layers = []
     for one in context.layers:
         choice = ExpertChoice(
@@ -129,7 +152,7 @@ def _alone(context: Context, layer: ExpertLayer, bits: int, method: str) -> Assi
         )
         layers.append(LayerAssignment(name=one.name, experts=(choice,) * one.num_experts))
     section = context.recipe.losses
-    return Assignment(
+    assignment = Assignment(
         name="one layer",
         method="uniform",
         parameters={"quantizer": method},
@@ -137,3 +160,4 @@ def _alone(context: Context, layer: ExpertLayer, bits: int, method: str) -> Assi
         symmetric=section.symmetric,
         layers=tuple(layers),
     )
+    return Replicas(context, assignment, layer, context.model)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from moeq.artifacts.assignment import Assignment, matrix_widths
-from moeq.artifacts.files import make_directory, sha256_file, write_json
+from moeq.artifacts.files import make_directory, write_json
 from moeq.artifacts.stage import read_model
 from moeq.errors import EstimateError
 from moeq.estimator import (
@@ -107,10 +106,10 @@ def check(context: Context) -> None:
     chosen_geometry(context)
 
 
-def hardware_digest(context: Context) -> str:
-    """Digest of the hardware's constants: an edited hardware file makes the estimate again."""
-    name = context.recipe.estimate.hardware
-    return sha256_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json()
+def hardware_digest(context: Context) -> str | list[str]:
+    """Digest of the hardware's constants, and of that which decides the assignments that are compared."""
+    own, compared = assign.constants_digest(context.recipe.estimate.hardware), assign.compared_hardware(context)
+    return own if compared is None else [own, *compared]
 
 
 def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from moeq.artifacts import replicas
+from moeq.artifacts import expert_effects, replicas
 from moeq.artifacts.effects import NAME as EFFECTS
 from moeq.artifacts.effects import LayerEffects, read_effects, write_effects
 from moeq.artifacts.files import digest_of, make_directory
@@ -32,7 +33,7 @@ REVISION = 3  # raised when the same inputs give other replicas: also for what l
 ROWS_REVISION = 2  # raised when the same replicas give other rows
 ON_DEMAND = frozenset({RTN})  # methods whose replicas are made when they are needed
 CHOICES = frozenset(
-    {"bits", "methods", "working_memory", "layer_effects"}
+    {"bits", "methods", "working_memory", "layer_effects", "expert_effects"}
 )  # settings that name entries, or decide nothing
 MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  # that decide rows, not replicas
 OLDER = (".parts", "replicas")  # what schema version 1 kept in the stage's directory
@@ -81,12 +82,26 @@ def run(context: Context) -> dict[str, Any]:
         write_effects(directory, measure(context, config.layer_effects))
     else:
         (directory / EFFECTS).unlink(missing_ok=True)
-    summary = summarize(read_losses(directory / NAME))
+    effects = _expert_effects(context, directory)
+    summary = summarize(read_losses(directory / NAME)) | effects
     if summary["fallbacks"]:
         counts = ", ".join(f"{name} {count:,}" for name, count in summary["fallbacks"].items())
         context.reporter.say(f"  fallbacks of {summary['experts']:,} experts: {counts}")
     table = others_stage.table(context)
     return summary | ({} if table is None else {"others": others_stage.summarize(table)})
+
+
+def _expert_effects(context: Context, directory: Path) -> dict[str, Any]:
+    """Write what single experts do to the output where the recipe asks for it; returns how many were measured."""
+    section = context.recipe.losses.expert_effects
+    if section is None:
+        expert_effects.remove_effects(directory)
+        return {}
+    from moeq.stages.expert_effects import measure  # it reads replicas by what is defined here
+
+    found = measure(context, section)
+    expert_effects.write_effects(directory, found)
+    return {"expert_effects": {"measured": found.measured, "of_experts": sum(map(len, found.divergence))}}
 
 
 def planned(context: Context, tokens: str) -> ReplicaIndex:
@@ -241,6 +256,11 @@ def load(context: Context) -> LossTable:
 def load_effects(context: Context) -> LayerEffects | None:
     """What each layer alone does to the output, None where the recipe did not ask for it."""
     return read_effects(context.directory("losses"))
+
+
+def load_expert_effects(context: Context) -> expert_effects.ExpertEffects | None:
+    """What each expert alone does to the output, None where the recipe did not ask for it."""
+    return expert_effects.read_effects(context.directory("losses"))
 
 
 def load_index(context: Context) -> ReplicaIndex:

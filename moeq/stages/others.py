@@ -6,6 +6,7 @@ reverse. A class of modules that is there is not made again when another gets an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -90,6 +91,15 @@ def non_expert_bytes(context: Context) -> tuple[int, int]:
     kept = set(headers) - experts - replaced_keys(context) - scale_keys(context.source)
     after = sum(plain_header(context.source, key)[2] for key in kept)
     return before, after + sum(packed_weight_bytes(context.recipe, module) for module in modules)
+
+
+def weights(context: Context) -> int:
+    """Weights of the whole checkpoint, whatever they are packed as; scales are none."""
+    experts = sum(
+        layer.num_experts * (layer.parameters_per_expert + layer.biases_per_expert) for layer in context.layers
+    )
+    kept = set(context.source.tensors) - expert_keys(context.source, *context.described) - scale_keys(context.source)
+    return experts + sum(math.prod(plain_header(context.source, key)[1]) for key in kept)
 
 
 def sizes(context: Context, expert_bytes: int) -> dict[str, int]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.evaluation import EvalReport
-from moeq.artifacts.files import write_text
+from moeq.artifacts.files import make_directory, write_text
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import read_record
-from moeq.reporting.inputs import ReportInputs, SpeedInputs
+from moeq.reporting.atlas import atlas
+from moeq.reporting.inputs import Refined, ReportInputs, SpeedInputs
 from moeq.reporting.page import render
 from moeq.runtime.checkpoint import CARD
-from moeq.stages import assign, estimate, evaluate, export, losses, model_card, others, profile
+from moeq.stages import assign, estimate, evaluate, export, losses, model_card, others, profile, quantize, refine
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 
 NAME = "report.html"
+REVISION = 2  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 
@@ -33,17 +37,49 @@ def run(context: Context) -> dict[str, Any]:
 
 def collect(context: Context) -> ReportInputs:
     """Read every artifact of the run; ArtifactError when one is missing or damaged."""
+    found, assignment = profile.load(context), assign.load(context)
     return ReportInputs(
-        profile=profile.load(context),
+        profile=found,
+        coverage=found.coverage(**profile.coverage_settings(context)),
         losses=losses.load(context),
-        assignment=assign.load(context),
+        sensitivities=assign.sensitivities(context),
+        weights=others.weights(context),
+        assignment=assignment,
         evaluation=evaluate.load(context),
         manifest=read_manifest(context.directory("export")),
         speed=speed_inputs(estimate.load(context)),
         recipe_text=_recipe_text(context),
         others=others.table(context),
+        refined=refined(context, assignment),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in STAGES},
     )
+
+
+def refined(context: Context, assignment: Assignment) -> Refined | None:
+    """What training the placed experts came to; None where the recipe asked for none."""
+    section = context.recipe.quantize.refine
+    if section is None:
+        return None
+    made = quantize.quantizers(context.directory("quantize"))
+    methods = [
+        made[layer.name][expert].get(choice.key, "")
+        for layer in assignment.layers
+        for expert, choice in enumerate(layer.experts)
+        if choice.key != FULL
+    ]
+    changed = sum(method.endswith(refine.REFINED) for method in methods)
+    return Refined(changed=changed, quantized=len(methods), iterations=section.iterations)
+
+
+def write_maps(context: Context, directory: Path) -> list[Path]:
+    """Write every map of the report as NAME.svg with its values as NAME.csv; returns the files."""
+    make_directory(directory)
+    written = []
+    for one in atlas(collect(context)):
+        for ending, text in (("svg", one.svg()), ("csv", one.csv())):
+            written.append(directory / f"{one.key}.{ending}")
+            write_text(written[-1], text)
+    return written
 
 
 def speed_inputs(report: EstimateReport) -> SpeedInputs:

@@ -258,8 +258,12 @@ def assert_refused(inputs: AssignInputs, rows: list[dict[str, object]], message:
 
 def test_columns_have_a_row_for_every_expert() -> None:
     inputs = inputs_of(19, 2, 4, method="optimal", average_bits=2)
-    found = columns(inputs, inputs.traces())
+    found = columns(inputs, inputs.traces(), sampled=[np.zeros(4)] * 2)
     assert {len(values) for values in found.values()} == {8}
+    assert found["frobenius_hessian_trace"] == np.concatenate(inputs.traces()).tolist()
+    assert found["sampled_hessian_trace"] == [0.0] * 8
+    assert (min(found["hybrid_importance"]), max(found["hybrid_importance"]) <= 1) == (0.0, True)
+    assert "sampled_hessian_trace" not in columns(inputs, inputs.traces())
     assert found["bytes_2"][0] == inputs.bytes[0][2]
     assert found["calibration_hessian_trace"] == [1.0] * 8
     assert sum(found["routing_mass"][:4]) == pytest.approx(1)

@@ -18,7 +18,7 @@ from moeq.artifacts.assignment import Assignment, matrix_widths, read_assignment
 from moeq.artifacts.losses import SCHEMA, LossTable
 from moeq.artifacts.targets import TARGETS, refusal
 from moeq.assigners import assign, report
-from moeq.assigners.inputs import AssignInputs
+from moeq.assigners.inputs import AssignInputs, routing_mass
 from moeq.assigners.sensitivity import columns, matrix_tables, objective, tables
 from moeq.errors import AssignmentError
 
@@ -109,30 +109,50 @@ def test_finer_is_never_worse(
     fixed = sum(one[16] - one[1] for one in inputs.bytes) * hot
     budget = {"expert_bytes": limit + fixed} if in_bytes else {"average_bits": str(average)}
     shared = {"method": "optimal", "loss_weighting": weighting, "layer_weighting": measured, "gpu_experts": hot}
-    values = []
+    values, terms = [], with_options(inputs, granularity="projection", **budget, **shared)
     for granularity in ("projection", "expert", "layer"):
         mine = with_options(inputs, granularity=granularity, **budget, **shared)
         found = assign(mine)
-        values.append(objective(mine, found))
+        values.append((objective(terms, found), objective(mine, found)))
         score = report.score(mine, found)
         assert score.proven
         if granularity != "layer":
-            assert score.optimum == pytest.approx(values[-1], rel=1e-9, abs=1e-15)
+            assert score.optimum == pytest.approx(values[-1][1], rel=1e-9, abs=1e-15)
         if in_bytes:
             assert spent(mine, found) <= limit + fixed
         elif found.average_bits("ndp") is not None:
             assert found.average_bits("ndp") <= average
         assert all(choice.bits == 16 for layer in found.layers for choice in layer.experts if choice.tier == "gpu")
     slack = 1 + 1e-9
-    assert values[0] <= values[1] * slack
-    assert values[1] <= values[2] * slack
+    assert values[0][0] <= min(values[1][0], values[2][0]) * slack  # in the same terms
+    assert values[1][1] <= values[2][1] * slack
 
 
-def test_equal_widths_are_worth_what_the_whole_expert_is() -> None:
-    inputs = with_matrices(3, 2, 4, method="optimal", average_bits=2)
-    for matrices, whole in zip(matrix_tables(inputs), tables(inputs), strict=True):
+def test_an_expert_is_worth_the_sum_of_its_matrices_where_they_are_decided() -> None:
+    inputs = with_matrices(3, 2, 4, method="optimal", average_bits=2, granularity="projection")
+    whole = tables(with_options(inputs, method="optimal", average_bits=2))
+    assert inputs.losses is not None
+    for layer, (matrices, table) in enumerate(zip(matrix_tables(inputs), tables(inputs), strict=True)):
         for bits in (*BITS, 16):
-            assert sum(of[bits] for of in matrices.values()) == pytest.approx(whole.losses[bits])
+            np.testing.assert_allclose(sum(of[bits] for of in matrices.values()), table.losses[bits])
+            assert bits == 16 or not np.allclose(table.losses[bits], whole[layer].losses[bits])
+        for row in inputs.losses.rows("up_proj"):
+            if row["layer"] == layer:
+                share = routing_mass(inputs, layer)[row["expert"]]
+                assert matrices["up_proj"][row["bits"]][row["expert"]] == pytest.approx(share * row["loss"])
+
+
+def test_the_optimum_of_experts_is_counted_in_the_terms_that_were_asked_for() -> None:
+    """One memo serves sections of both granularities."""
+    inputs = with_matrices(9, 2, 4, method="optimal", average_bits=2, granularity="projection")
+    found = assign(inputs)
+    prices = {price.target: price for price in report.prices(inputs, found)}
+    alone = with_matrices(9, 2, 4, method="optimal", average_bits=2)
+    plain = {price.target: price for price in report.prices(alone, assign(alone))}
+    shared = with_options(inputs, method="optimal", average_bits=2)
+    again = {price.target: price for price in report.prices(shared, assign(shared))}
+    assert again == plain
+    assert prices["auto-round"].objective != pytest.approx(plain["auto-round"].objective)
 
 
 def test_layers_share_a_width() -> None:
@@ -160,7 +180,8 @@ def test_average_bits_are_spent_to_a_matrix_and_written_down(tmp_path: Path) -> 
     for other in (point for point in points if not point.method.startswith("optimal")):
         fitting = [point.objective for point in best if point.expert_bytes <= other.expert_bytes]
         assert min(fitting) <= other.objective * (1 + 1e-9)
-    assert set(columns(inputs)["bytes_2"]) == {inputs.bytes[layer][2] for layer in range(2)}
+    rows = columns(inputs, [np.ones(3)] * 2)
+    assert set(rows["bytes_2"]) == {inputs.bytes[layer][2] for layer in range(2)}
 
 
 def test_a_thousand_experts_are_decided_exactly() -> None:

@@ -14,8 +14,8 @@ from moeq.planning.memory import STAGES
 from moeq.planning.others import DIGEST as OTHERS_DIGEST
 from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
-from moeq.recipe import load_recipe
-from moeq.stages import losses
+from moeq.recipe import AssignSection, load_recipe
+from moeq.stages import assign, losses
 from moeq.stages.context import Context
 
 SMALL = (
@@ -39,6 +39,9 @@ CASES = {
                              "others={attention: 4, dense: 3, shared: 4, embeddings: 8, head: 8, symmetric: true}")),
     "projections": ("tiny_mixtral", ("losses.group_size=16", "quantize.replicas=all",
                                      "assign={method: optimal, average_bits: 2, granularity: projection}")),
+    "effects": ("tiny_mixtral", ("losses.methods=[rtn]", "losses.layer_effects={sequences: 1}",
+                                 "losses.expert_effects={sequences: 1, experts: 3}", "eval.compare=[]",
+                                 "assign={method: uniform, bits: 3, quantizer: rtn}")),
     "rtn": ("tiny_qwen", ("losses.methods=[rtn]", "assign={method: uniform, bits: 3, quantizer: rtn}",
                           "eval.compare=[]", "export.max_shard=30KB", "losses.per_projection=false")),
 }  # fmt: skip
@@ -139,6 +142,13 @@ def test_stages_are_within_two_percent(finished: Context) -> None:
         size, written = sizes_of(disk, finished, stage)
         tolerance = {"report": 0.15}.get(stage, 0.02)  # a page of drawings: not known before it is drawn
         assert abs(size - written) <= tolerance * written + 600, (stage, size, written)
+
+
+def test_assign_reads_every_expert_once(finished: Context) -> None:
+    disk = foretold(finished)
+    fresh = Context(recipe=finished.recipe, model_name=finished.model_name, out=finished.out / "elsewhere")
+    assign.traces(fresh, AssignSection(method="mopeq"))
+    assert fresh.expert_reader.bytes_read == disk.read("assign") - sum(disk.lasting("assign").values())
 
 
 def test_linked_files_are_counted_once(finished: Context) -> None:

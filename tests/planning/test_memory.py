@@ -118,3 +118,18 @@ def test_a_gpu_holds_what_computes_and_the_machine_the_rest(tiny_mixtral: Path, 
         assert "program" in ram - gpu
         assert gpu
         assert not gpu & {"program", "text", "headers", "loss table and profile"}
+
+
+@pytest.mark.parametrize("effects", ["layer_effects", "expert_effects"])
+def test_outputs_that_are_compared_count_and_shrink_with_the_working_memory(
+    tiny_mixtral: Path, tmp_path: Path, effects: str
+) -> None:
+    def compared(memory: str) -> int:
+        options = ("corpus.sequences=64", "corpus.sequence_length=64", "eval.perplexity=null", "eval.compare=[]")
+        recipe = load_recipe(None, [*options, f"losses.{effects}={{}}", f"losses.working_memory={memory}"])
+        context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / "run")
+        model = Memory(model_sizes(context), work_sizes(context), recipe, streams=False, gpu=False, placed=0)
+        terms = [term for moment in model.moments("losses") for term in moment]
+        return max(term.bytes for term in terms if term.what == "outputs that are compared")
+
+    assert compared("1GiB") == pytest.approx(16 * compared("1MB"), rel=0.01)  # 16 held-out sequences, or one at a time

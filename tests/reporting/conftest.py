@@ -14,6 +14,7 @@ from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.losses import SCHEMA, LossTable
 from moeq.artifacts.manifest import PlacementManifest, Totals
 from moeq.artifacts.profile import ExpertProfile
+from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.artifacts.stage import ModelStamp
 from moeq.estimator import Estimate, Grid, Placement, estimate, load_geometry, load_hardware
 from moeq.reporting.inputs import ReportInputs, SpeedInputs
@@ -62,6 +63,25 @@ def losses_of(layers: int, experts: int, widths: tuple[int, ...]) -> LossTable:
     return LossTable(pa.Table.from_pylist(rows, schema=SCHEMA))
 
 
+def sensitivities_of(profile: ExpertProfile) -> SensitivityTable:
+    """Made-up traces; of the last layer's last expert no calibration Hessian is known."""
+    generator = np.random.default_rng(5)
+    shares = profile.activation()
+    experts = [len(row) for row in shares]
+    count = sum(experts)
+    columns = {
+        "layer": np.repeat(np.arange(len(experts)), experts),
+        "expert": np.concatenate([np.arange(n) for n in experts]),
+        "activations": np.concatenate([profile.total(layer)[0] for layer in range(len(experts))]),
+        "activation_frequency": np.concatenate(shares),
+        "routing_mass": np.concatenate(shares),
+        "frobenius_hessian_trace": generator.uniform(9_000, 12_000, count),
+        "hybrid_importance": generator.random(count),
+        "calibration_hessian_trace": [*generator.lognormal(5, 1, count - 1), None],
+    }
+    return SensitivityTable(pa.table(columns))
+
+
 def assignment_of(name: str, layers: int, experts: int, gpu: int = 1) -> Assignment:
     generator = np.random.default_rng(3)
     choices = [
@@ -89,6 +109,7 @@ def row_of(name: str, size: int, perplexity: float, assignment: Assignment | Non
         exported=exported,
         assignment=assignment,
         expert_bytes=size,
+        other_bytes=2_000_000,
         average_bits=None if average is None else float(average),
         perplexity=perplexity,
         perplexity_by_domain={"math": 0.8 * perplexity, "prose": 1.2 * perplexity},
@@ -127,8 +148,12 @@ def make(estimated: Callable[[str], Estimate]) -> Callable[..., ReportInputs]:
         totals = Totals(
             placed_expert_bytes=900_000, other_replica_bytes=0, non_expert_bytes=1, guard_bytes=0, bytes_by_tier={}
         )
+        profile = profile_of(layers, experts)
         return ReportInputs(
-            profile=profile_of(layers, experts),
+            profile=profile,
+            coverage=profile.coverage(16, 4),
+            sensitivities=sensitivities_of(profile),
+            weights=4_000_000,
             losses=losses_of(layers, experts, widths),
             assignment=own,
             evaluation=EvalReport(rows=rows, tokens=1234, export_logit_error=1e-7),

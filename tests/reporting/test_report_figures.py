@@ -18,9 +18,25 @@ from moeq.reporting import formats
 from moeq.reporting.charts import Variant, dominated, size_chart
 from moeq.reporting.html import Drawing, escape, plain
 from moeq.reporting.labels import Box, place
-from moeq.reporting.maps import ABSENT, OUTLINE, SHARPNESS, Grid, log_map, paint, share_map, ticks, width_map
+from moeq.reporting.maps import (
+    ABSENT,
+    FENCE,
+    OUTLINE,
+    SHARPNESS,
+    WHOLE,
+    Grid,
+    Quantity,
+    paint,
+    scale_of,
+    ticks,
+    value_map,
+    width_map,
+)  # fmt: skip
 
 LARGE = (94, 128)
+SHARE = Quantity(name="share", form=formats.share, from_zero=True, zero_is_grey=True)
+LOSS = Quantity(name="loss", form=formats.share, log=True)
+PLAIN = Quantity(name="trace", form=formats.number)
 
 
 def picture(drawing: Drawing) -> np.ndarray:
@@ -33,7 +49,7 @@ def picture(drawing: Drawing) -> np.ndarray:
 def test_a_cell_has_its_own_colour_and_gpu_experts_an_outline() -> None:
     bits = [np.array([1, 2, 3]), np.array([4, 8, 16])]
     hot = [np.array([False, False, False]), np.array([False, False, True])]
-    grid = Grid(layers=2, experts=3)
+    grid = Grid(layers=2, experts=3, room=WHOLE)
     image = picture(width_map("m", "label", bits, hot))
     height, width = grid.cell_height * SHARPNESS, grid.cell_width * SHARPNESS
     assert image.shape == (2 * height, 3 * width, 4)
@@ -46,7 +62,7 @@ def test_a_cell_has_its_own_colour_and_gpu_experts_an_outline() -> None:
 
 def test_a_mean_width_is_drawn_between_and_written_with_a_digit() -> None:
     drawing = width_map("m", "label", [np.array([2.0, 7 / 3, 3.0])], [np.zeros(3, bool)], present=(1, 2, 3, 4))
-    image, grid = picture(drawing), Grid(layers=1, experts=3)
+    image, grid = picture(drawing), Grid(layers=1, experts=3, room=WHOLE)
     width = grid.cell_width * SHARPNESS
     two, between, three = image[grid.cell_height * SHARPNESS // 2, width // 4 :: width].astype(float)[:, :3]
     np.testing.assert_allclose(between, two + (three - two) / 3, atol=0.01)
@@ -63,11 +79,11 @@ def test_maps_of_any_size(shape: tuple[int, int]) -> None:
     values = list(generator.random(shape))
     for drawing in (
         width_map("a", "label", bits, hot),
-        share_map("b", "label", values),
-        log_map("c", "label", values, "loss"),
+        value_map("b", "label", values, SHARE, "a title"),
+        value_map("c", "label", values, LOSS),
     ):
         ElementTree.fromstring(drawing.svg)
-        assert len(drawing.svg.encode()) < 400_000
+        assert len(drawing.svg.encode()) < 150_000
         assert drawing.svg.count("<path") < 40
     assert drawing.width <= 1100
 
@@ -80,7 +96,7 @@ def test_cells_are_written_only_where_they_fit() -> None:
 
 
 def test_layers_may_have_unequal_numbers_of_experts() -> None:
-    image = picture(share_map("a", "label", [np.array([0.5, 0.5, 0.0]), np.array([1.0])]))
+    image = picture(value_map("a", "label", [np.array([0.5, 0.5, 0.0]), np.array([1.0])], SHARE))
     height, width = image.shape[0] // 2, image.shape[1] // 3
     np.testing.assert_allclose(image[height // 2, 2 * width + width // 2], ABSENT, atol=0.01)  # never chosen
     assert image[height + height // 2, width + width // 2, 3] == 0  # no such expert
@@ -88,12 +104,58 @@ def test_layers_may_have_unequal_numbers_of_experts() -> None:
 
 @pytest.mark.parametrize("values", [np.zeros((2, 3)), np.full((2, 3), np.nan), np.full((2, 3), 0.5)])
 def test_maps_without_contrast(values: np.ndarray) -> None:
-    assert ElementTree.fromstring(log_map("a", "label", list(values), "loss").svg).tag.endswith("svg")
+    for quantity in (SHARE, LOSS, PLAIN):
+        drawing = value_map("a", "label", list(values), quantity)
+        assert ElementTree.fromstring(drawing.svg).tag.endswith("svg")
+        known = np.isfinite(values[0, 0]) and (values[0, 0] > 0 or quantity is PLAIN)
+        assert np.allclose(picture(drawing)[20, 20], ABSENT, atol=0.01) == (not known)
+
+
+def test_a_scale_runs_from_least_to_largest() -> None:
+    rows = [np.array([3.0, 5.0]), np.array([4.0, np.nan])]
+    scale = scale_of(rows, PLAIN)
+    assert (scale.low, scale.high, scale.below, scale.above) == (3, 5, 0, 0)
+    np.testing.assert_allclose(scale.parts(np.array([3.0, 4.0, 5.0])), [0, 0.5, 1])
+    assert scale.at(0.5) == 4
+    assert scale_of(rows, SHARE).low == 0
+    logs = scale_of([np.array([1.0, 100.0, 0.0, -1.0])], LOSS)
+    assert (logs.low, logs.high) == pytest.approx((1, 100))
+    np.testing.assert_allclose(logs.parts(np.array([10.0, 0.0])), [0.5, np.nan])
+
+
+@given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=60), st.sampled_from([SHARE, LOSS, PLAIN]))
+def test_outliers_are_those_beyond_the_fences(values: list[float], quantity: Quantity) -> None:
+    scale = scale_of([np.array(values)], quantity)
+    shown = np.log10(values) if quantity.log else np.array(values)
+    first, third = np.quantile(shown, (0.25, 0.75))
+    reach = FENCE * (third - first) if third > first else np.inf
+    assert scale.above == int((shown > third + reach).sum())
+    assert scale.below == (0 if quantity.from_zero else int((shown < first - reach).sum()))
+    parts = scale.parts(np.array(values))
+    assert ((parts >= 0) & (parts <= 1)).all()
+    assert scale.least == pytest.approx(min(values))
+    assert scale.largest == pytest.approx(max(values))
+
+
+def test_one_outlier_does_not_hide_the_others() -> None:
+    rows = [np.array([1.0, 2.0, 3.0, 4.0, 1e6])]
+    drawing = value_map("a", "label", rows, PLAIN)
+    assert "≥ 4<" in drawing.svg
+    image = picture(drawing)
+    width = image.shape[1] // 5
+    colours = [tuple(image[20, width // 2 + width * expert]) for expert in range(5)]
+    assert len(set(colours)) == 4
+    assert colours[3] == colours[4]
+
+
+def test_small_cells_are_one_pixel_each() -> None:
+    generator = np.random.default_rng(0)
+    assert picture(value_map("a", "label", list(generator.random(LARGE)), PLAIN)).shape == (*LARGE, 4)
 
 
 def test_paint_leaves_its_input_alone() -> None:
     colours = np.full((2, 2, 4), 0.5)
-    paint(colours, Grid(layers=2, experts=2), np.ones((2, 2), bool))
+    paint(colours, Grid(layers=2, experts=2, room=WHOLE), np.ones((2, 2), bool))
     assert (colours == 0.5).all()
 
 
@@ -146,6 +208,11 @@ def test_names_do_not_cover_each_other(spots: list[tuple[float, float]]) -> None
         (formats.share(1.4986e-05), "0.0015 %"),
         (formats.share(1e-9), "1.0e-07 %"),
         (formats.share(float("nan")), "\N{EN DASH}"),
+        (formats.number(12_617.4), "12,617"),
+        (formats.number(0.13921), "0.1392"),
+        (formats.number(287.46), "287.5"),
+        (formats.number(0.0), "0"),
+        (formats.number(3.2e8), "3.20e+08"),
         (formats.span([4.061, 4.062], formats.ratio), "4.06\N{MULTIPLICATION SIGN}"),
         (formats.count(1, "expert"), "1 expert"),
         (formats.count(1234, "expert"), "1,234 experts"),

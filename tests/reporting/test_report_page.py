@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -9,15 +11,20 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from moeq.artifacts.assignment import Assignment, ExpertChoice
+from moeq.artifacts.evaluation import EvalRow
 from moeq.artifacts.others import OtherRow, OtherTable
-from moeq.reporting.inputs import ReportInputs
+from moeq.artifacts.sensitivities import SensitivityTable
+from moeq.reporting.atlas import atlas, own_widths
+from moeq.reporting.inputs import Refined, ReportInputs
 from moeq.reporting.page import render
 from moeq.stages.report import card_figures
 
 Make = Callable[..., ReportInputs]
-ANCHORS = ["summary", "activation", "losses", "bits", "size", "estimate", "provenance"]
+ANCHORS = ["summary", "activation", "losses", "sensitivity", "bits", "size", "estimate", "provenance"]
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 HOSTILE = "<script>alert('$x$ & \"y\"')</script>"
 
@@ -73,7 +80,7 @@ def test_all_sections_are_there_in_order_and_linked(page: str) -> None:
 
 def test_every_drawing_is_xml_with_a_label_and_a_caption(page: str) -> None:
     found = drawings(page)
-    assert len(found) == 6 + 1  # activation, similarity, losses, loss map, bits, widths, size
+    assert len(found) == 2 + 5 + 4 + 3 + 1  # similarity, loss curve; measures; losses by width; bits, bars, other; size
     for drawing in found:
         root = ElementTree.fromstring(drawing)
         assert root.attrib["role"] == "img"
@@ -184,11 +191,112 @@ def test_a_profile_without_decode_tokens(make: Make) -> None:
     assert "their similarity is unknown" in page
 
 
-def test_a_page_of_94_layers_and_128_experts_stays_small(make: Make) -> None:
-    page = render(make(layers=94, experts=128, gpu=40, widths=(2,)))
-    for drawing in drawings(page):
+@pytest.mark.parametrize(("layers", "experts"), [(94, 128), (61, 256)])
+def test_pages_of_large_models_stay_small(make: Make, with_rows: Make, layers: int, experts: int) -> None:
+    inputs = make(layers=layers, experts=experts, gpu=0, widths=(2, 3))
+    other = inputs.evaluation.rows[-1]
+    names = [f"mopeq-{letter}" for letter in "abcdef"]
+    more = [other.model_copy(update={"name": name, "assignment": renamed(other, name)}) for name in names]
+    page = render(with_rows(inputs, [*inputs.evaluation.rows, *more]))
+    found = drawings(page)
+    assert len(found) == 2 + 5 + 2 + 3 + 6 + 1
+    for drawing in found:
         ElementTree.fromstring(drawing)
-        assert len(drawing.encode()) < 400_000
+        assert len(drawing.encode()) < 90_000
+    assert len(page.encode()) < 1_200_000
+    folded = [attributes for tag, attributes in parsed(page).tags if tag == "details"]
+    assert not any("open" in attributes for attributes in folded)
+
+
+def renamed(row: EvalRow, name: str) -> Assignment:
+    assert row.assignment is not None
+    return row.assignment.model_copy(update={"name": name, "method": "mopeq", "parameters": {"metric": "hessian"}})
+
+
+def test_outlined_maps_of_large_models_stay_small(make: Make) -> None:
+    for drawing in drawings(render(make(layers=94, experts=128, gpu=40, widths=(2,)))):
+        ElementTree.fromstring(drawing)
+        assert len(drawing.encode()) < 150_000
+
+
+def test_every_assignment_has_a_map_with_its_bits_and_bytes(make: Make, with_rows: Make) -> None:
+    inputs = make()
+    other = inputs.evaluation.rows[-1]
+    rows = [*inputs.evaluation.rows, other.model_copy(update={"name": "mopeq", "assignment": renamed(other, "mopeq")})]
+    page = render(with_rows(inputs, rows))
+    bits = {row.name: f"{row.average_bits:.2f}" for row in rows if row.assignment is not None}
+    for name, size in (("mixed", "879 KiB"), ("uniform-4", "1.62 MiB"), ("mopeq", "1.62 MiB")):
+        assert f">{name}: {bits[name]} bits, {size}</text>" in page
+    assert "mopeq (metric hessian, scope layer). No expert is placed on the GPU." in page
+    folded = [attributes for tag, attributes in parsed(page).tags if tag == "details"]
+    assert sum("open" in attributes for attributes in folded) == 2  # of small models, nothing but the recipe is folded
+
+
+def test_measures_have_a_map_each_and_unknown_ones_none(make: Make) -> None:
+    inputs = make()
+    titles = ["Activation frequency", "Routing mass", "Hessian trace", "Hybrid importance",
+              "Trace of the calibration Hessian", "Loss at 2 bits", "Loss at 1 bit", "Loss at 3 bits",
+              "Loss at 4 bits"]  # fmt: skip
+    assert re.findall(r'aria-label="([^":]+): map of 3 layers by 5 experts', render(inputs))[:9] == titles
+    table = inputs.sensitivities.table
+    place = table.column_names.index("calibration_hessian_trace")
+    nothing = pa.nulls(len(table), pa.float64())
+    unknown = SensitivityTable(table.set_column(place, "calibration_hessian_trace", nothing))
+    page = render(replace(inputs, sensitivities=unknown))
+    assert "Not known of any expert of this run: Trace of the calibration Hessian." in page
+    assert "calibration-hessian-trace" not in {one.key for one in atlas(replace(inputs, sensitivities=unknown))}
+    assert page.count(": map of 3 layers") == len(titles) - 1 + 2
+
+
+def test_maps_as_files(make: Make) -> None:
+    inputs = make(gpu=0)
+    found = {one.key: one for one in atlas(inputs)}
+    assert {"activation-frequency", "hybrid-importance", "relative-loss-4", "widths-mixed"} < set(found)
+    for one in found.values():
+        root = ElementTree.fromstring(one.svg())
+        assert float(root.attrib["width"]) > 300
+        assert "var(" not in one.svg()
+        rows = list(csv.reader(io.StringIO(one.csv())))
+        assert rows[0] == ["layer", "expert", "value"]
+        assert [tuple(map(int, row[:2])) for row in rows[1:]] == [(n, e) for n in range(3) for e in range(5)]
+        values = np.array([float(value or "nan") for _, _, value in rows[1:]]).reshape(3, 5)
+        np.testing.assert_array_equal(values, np.stack(one.values))
+    assert found["calibration-hessian-trace"].csv().endswith("2,4,\n")
+    np.testing.assert_array_equal(found["widths-mixed"].values, inputs.assignment.bits())
+
+
+def test_matrices_of_several_widths_have_their_mean(make: Make) -> None:
+    inputs = make(gpu=0)
+    layer = inputs.assignment.layers[0]
+    mixed = ExpertChoice(tier="ndp", bits=4, projections={"gate_proj": 2, "up_proj": 2, "down_proj": 4}, importance=0.5)
+    first = layer.model_copy(update={"experts": (mixed, *layer.experts[1:])})
+    own = inputs.assignment.model_copy(update={"layers": (first, *inputs.assignment.layers[1:])})
+    inputs = replace(inputs, assignment=own)
+    found = own_widths(inputs)
+    assert float(found.csv().splitlines()[1].removeprefix("0,0,")) == 8 / 3
+    assert found.csv().splitlines()[2] == f"0,1,{layer.experts[1].bits}"
+    assert "Cells: the mean of the expert's matrices." in found.caption()
+    assert ">2.7</text>" in found.svg()
+    assert "the mean of its matrices' bits" in parsed(render(inputs)).text
+
+
+def test_the_header_says_what_calibration_reached_and_what_was_refined(make: Make, page: str) -> None:
+    inputs = make()
+    text = parsed(page).text.replace("\N{NARROW NO-BREAK SPACE}", " ")
+    assert "Calibration reached 12 of 15 experts with 16 tokens or more, 80 %; 3 of the others never." in text
+    assert "Refined" not in text
+    refined = Refined(changed=9, quantized=12, iterations=200)
+    text = parsed(render(replace(inputs, refined=refined))).text
+    assert "Refined: every layer's placed experts trained together, 200 steps a layer; it changed 9 of 12." in text
+
+
+def test_sizes_stand_beside_quality(page: str) -> None:
+    text = re.sub("<[^>]*>", "|", page.replace("\N{NARROW NO-BREAK SPACE}", " "))
+    row = re.sub(r"\|+", "|", text[text.index("|mixed|exported|") :])
+    assert row.startswith("|mixed|exported|")
+    assert "|879 KiB| 15.0 %|2.77 MiB| 36.2 %|5.80|32.00| +6.7 %|60.0 %|" in row
+    first = re.sub(r"\|+", "|", text[text.index("|as stored|") :])
+    assert first.startswith("|as stored|5.72 MiB| 100.0 %|7.63 MiB| 100.0 %|16.00|30.00|60.0 %|")
 
 
 def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:
@@ -227,4 +335,3 @@ def test_other_modules_have_a_section_where_they_are_packed(make: Make, page: st
     ):  # fmt: skip
         assert words in text.replace("\N{NARROW NO-BREAK SPACE}", " "), words
     assert "What else was packed" not in page
-    assert "whole checkpoint" not in page

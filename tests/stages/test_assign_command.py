@@ -11,9 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from moeq import cli, inspection, pipeline
+from moeq import cli, estimator, inspection, pipeline
 from moeq.artifacts.effects import read_effects
-from moeq.errors import AssignmentError
+from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
+from moeq.artifacts.sensitivities import read_sensitivities, write_sensitivities
+from moeq.errors import ArtifactError, AssignmentError, EstimateError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, losses, profile
@@ -62,7 +64,7 @@ def test_every_method_is_an_entry_of_compare(finished: Context) -> None:
 
 
 def test_sensitivities_have_what_the_losses_stage_measured(finished: Context) -> None:
-    table = pq.read_table(finished.directory("assign") / assign.SENSITIVITIES).to_pydict()
+    table = pq.read_table(finished.directory("assign") / SENSITIVITIES).to_pydict()
     layers = finished.layers
     assert len(table["expert"]) == sum(layer.num_experts for layer in layers)
     assert min(table["calibration_hessian_trace"]) > 0
@@ -82,6 +84,46 @@ def test_traces_are_read_from_the_checkpoint(finished: Context) -> None:
     for exact, estimate in zip(closed, sampled, strict=True):
         np.testing.assert_allclose(estimate, exact, rtol=0.1)
         assert (exact != estimate).all()
+
+
+def test_traces_are_in_every_table_and_not_computed_again(finished: Context, tmp_path: Path) -> None:
+    path = finished.directory("assign") / SENSITIVITIES
+    table = read_sensitivities(path)
+    assert finished.recipe.assign.method == "prefix-split"  # which needs no traces
+    closed = assign.traces(finished, finished.recipe.eval.compare[2])
+    for kept, exact in zip(table.column("frobenius_hessian_trace"), closed, strict=True):
+        np.testing.assert_array_equal(kept, exact)
+    counts = np.concatenate(table.column("activations"))
+    normal = [(values - values.min()) / np.ptp(values) for values in (counts, np.concatenate(closed))]
+    np.testing.assert_allclose(np.concatenate(table.column("hybrid_importance")), normal[0] * normal[1])
+    fresh = context_of(Path(finished.model_name), finished.out)
+    for kept, exact in zip(assign.traces(fresh, fresh.recipe.eval.compare[2]), closed, strict=True):
+        np.testing.assert_array_equal(kept, exact)
+    assert "expert_reader" not in vars(fresh)
+
+
+def test_a_table_of_an_earlier_version_is_made_again(finished: Context, tmp_path: Path) -> None:
+    shutil.copytree(finished.out, tmp_path / "run")
+    path = tmp_path / "run" / "assign" / SENSITIVITIES
+    digest = pipeline.current_digest(path.parent, "assign")
+    pq.write_table(pq.read_table(path).drop_columns("hybrid_importance").replace_schema_metadata(), path)
+    context = context_of(Path(finished.model_name), tmp_path / "run")
+    with pytest.raises(ArtifactError, match="schema version"):
+        read_sensitivities(path)
+    remade = assign.sensitivities(context)
+    assert remade.table.equals(read_sensitivities(finished.directory("assign") / SENSITIVITIES).table)
+    assert pipeline.current_digest(path.parent, "assign") == digest
+
+
+def test_another_models_table_is_not_taken(finished: Context, tmp_path: Path) -> None:
+    shutil.copytree(finished.out, tmp_path / "run")
+    path = tmp_path / "run" / "assign" / SENSITIVITIES
+    columns = {name: [0.0] * len(values) if "trace" in name else values
+               for name, values in pq.read_table(path).to_pydict().items()}  # fmt: skip
+    write_sensitivities(path, columns, "another")
+    context = context_of(Path(finished.model_name), tmp_path / "run")
+    assert min(min(values) for values in assign.traces(context, context.recipe.eval.compare[2])) > 0
+    assert min(min(values) for values in assign.sensitivities(context).column("frobenius_hessian_trace")) > 0
 
 
 def test_prices_frontier_and_gap(finished: Context, tmp_path: Path) -> None:
@@ -137,10 +179,43 @@ def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context
         moeq_assign(finished, tmp_path / "other", "--size", "10KiB")
 
 
+def test_latency_is_shown_limited_and_follows_the_hardware_file(finished: Context, tmp_path: Path) -> None:
+    out, hardware = tmp_path / "run", tmp_path / "own.yaml"
+    text = (Path(estimator.__file__).parent / "hardware" / "paper-ctxmoe.yaml").read_text("utf-8")
+    hardware.write_text(text, "utf-8")
+    assert "ndp_latency_ms" not in moeq_assign(finished, out, "--method", "frequency", "--average-bits", "3")["summary"]
+    options = ("--average-bits", "3", "--hardware", str(hardware))
+    free = moeq_assign(finished, out, "--method", "optimal", *options)["summary"]
+    took = free["ndp_latency_ms"]  # type: ignore[index]
+    assert (
+        took
+        > moeq_assign(finished, out, "--method", "uniform", "--set", "assign.bits=1", "--hardware", str(hardware))[
+            "summary"
+        ]["ndp_latency_ms"]
+        > 0
+    )  # type: ignore[index]
+    most = f"{0.9 * took:.9g}"
+    kept = moeq_assign(finished, out, "--method", "optimal", *options, "--ndp-latency", most)["summary"]
+    assert kept["ndp_latency_ms"] <= kept["ndp_latency_limit_ms"] == float(most)  # type: ignore[index]
+    assert kept["objective"] > free["objective"]  # type: ignore[index]
+    hardware.write_text(text.replace('"512 GB/s"', '"256 GB/s"').replace('"1 GHz"', '"500 MHz"'), "utf-8")
+    with pytest.raises(AssignmentError, match=r"ndp_latency_ms: .*; the least possible is \d"):
+        moeq_assign(finished, out, "--method", "optimal", *options, "--ndp-latency", f"{took / 4:.9g}")
+    slower = moeq_assign(finished, out, "--method", "optimal", *options)["summary"]
+    assert slower["ndp_latency_ms"] == pytest.approx(2 * took)  # type: ignore[index]
+
+
+def test_latency_belongs_to_optimal_and_hardware_must_exist(finished: Context, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="ndp_latency_ms belongs to optimal"):
+        moeq_assign(finished, tmp_path / "run", "--method", "frequency", "--average-bits", "3", "--ndp-latency", "1")
+    with pytest.raises(EstimateError, match="unknown hardware 'paper-ctxmo'; did you mean 'paper-ctxmoe'"):
+        moeq_assign(finished, tmp_path / "run", "--hardware", "paper-ctxmo")
+
+
 def test_inspect_knows_the_files(finished: Context, tmp_path: Path) -> None:
     moeq_assign(finished, tmp_path / "run", "--average-bits", "2", "--frontier")
     folder = tmp_path / "run" / "assign"
-    table = inspection.inspect(folder / assign.SENSITIVITIES)
+    table = inspection.inspect(folder / SENSITIVITIES)
     assert (table["kind"], "objective_2" in table["columns"]) == ("table of sensitivities", True)
     assert inspection.inspect(folder / assign.FRONTIER)["kind"] == "moeq frontier"
     effects = inspection.inspect(tmp_path / "run" / "losses" / "layer_effects.json")

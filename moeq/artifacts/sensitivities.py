@@ -1,0 +1,81 @@
+"""SensitivityTable: what is known of every expert's worth, as sensitivities.parquet.
+
+One row for each layer and expert. `activations` and `activation_frequency` (their share in the layer's), `routing_mass`
+(share of the layer's routing weight) and `importance` are of the statistics that the recipe's assignment counts.
+`frobenius_hessian_trace`: of the Hessian of the Frobenius norm, summed over the expert's matrices, in closed form;
+`sampled_hessian_trace`: the same as the recipe's assignment sampled it, where it did. `hybrid_importance`: activations
+times that closed form, each min-max normalized over the model (paper 003, section 3.4). `calibration_hessian_trace`: of
+the Hessians that quantized the expert, none where no method took one. `loss_B`, `objective_B` and `bytes_B` at every
+width B. `effect` and `effect_measured` where the recipe had effects of experts measured. The file's metadata has the
+digest of the model, so that traces are not computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moeq.artifacts.files import write_atomically
+from moeq.artifacts.stage import check_schema_version
+from moeq.errors import ArtifactError
+
+SCHEMA_VERSION = 2  # 1 had neither metadata nor the closed form of every run
+NAME = "sensitivities.parquet"
+REMEDY = "run `moeq assign` again"
+VERSION_KEY, MODEL_KEY = b"moeq_schema_version", b"moeq_model_digest"
+NEEDED = (
+    "layer", "expert", "activations", "activation_frequency", "routing_mass", "frobenius_hessian_trace",
+    "hybrid_importance", "calibration_hessian_trace",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SensitivityTable:
+    """The table, a column at a time."""
+
+    table: pa.Table
+
+    @property
+    def model(self) -> str:
+        """Digest of the model that it is of."""
+        return str((self.table.schema.metadata or {}).get(MODEL_KEY, b"").decode())
+
+    def experts(self) -> list[int]:
+        """Experts of every layer."""
+        layers = self.table["layer"].to_numpy()
+        return [int((layers == layer).sum()) for layer in range(int(layers.max(initial=-1)) + 1)]
+
+    def column(self, name: str) -> list[np.ndarray]:
+        """A column as one float array [E] a layer, NaN where nothing is known."""
+        values = self.table[name].to_numpy().astype(float)
+        return np.split(values, np.cumsum(self.experts())[:-1])
+
+
+def write_sensitivities(path: Path, columns: Mapping[str, Sequence[Any]], model: str) -> None:
+    """Write columns, ordered by layer and expert, atomically. model: its digest."""
+    table = pa.table(dict(columns))
+    metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), MODEL_KEY: model.encode()}
+    table = table.replace_schema_metadata(metadata)
+    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+
+def read_sensitivities(path: Path) -> SensitivityTable:
+    """Read a table back; ArtifactError when it is missing, damaged, of another version or lacks a column."""
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise ArtifactError("no such file", where=str(path), do=REMEDY) from None
+    except (OSError, pa.ArrowException) as error:
+        raise ArtifactError(f"cannot be read as Parquet ({error})", where=str(path), do=REMEDY) from None
+    version = (table.schema.metadata or {}).get(VERSION_KEY, b"1").decode()
+    check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
+    missing = [name for name in NEEDED if name not in table.column_names]
+    if missing:
+        raise ArtifactError(f"no column {missing[0]}", where=str(path), do=REMEDY)
+    return SensitivityTable(table)

@@ -1,0 +1,236 @@
+"""Every map of layers x experts of a run: the page draws them, and `moeq report --maps` writes each as SVG and CSV.
+
+Measures of what an expert is worth (paper 003, Figures 2 to 4, and what moeq measures beside them), and the widths that
+every assignment of the run gives (its Figures 5 to 10).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.evaluation import EvalRow
+from moeq.reporting import formats, maps, svg
+from moeq.reporting.html import Drawing, Raw, element, figure, plain
+from moeq.reporting.inputs import ReportInputs
+from moeq.reporting.maps import LOSS_MAP, Quantity, scale_of, value_map, width_map
+from moeq.tables import human_bytes
+
+MAP_BITS = 2  # the width whose losses are shown first, where the table has it
+MEANS = " Cells: the mean of the expert's matrices."
+TELLING = (
+    "metric", "scope", "granularity", "bits", "average_bits", "expert_bytes", "size", "widths", "hot_bits", "cold_bits",
+)  # fmt: skip
+OPEN_CELLS = 3000  # maps with more cells together are behind a click
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertMap:
+    """One value of every expert. key: its id and file name; reading: how to read it; values: one array [E] a layer.
+
+    quantity: None where the values are widths, means where an expert's matrices differ; hot: of widths, which experts
+    are on the GPU; present: all widths that occur.
+    """
+
+    key: str
+    title: str
+    reading: str
+    values: Sequence[np.ndarray]
+    quantity: Quantity | None = None
+    hot: Sequence[np.ndarray] = ()
+    present: Sequence[int] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether there is any value."""
+        return any(np.isfinite(row).any() for row in self.values)
+
+    def draw(self, room: int = maps.WHOLE) -> Drawing:
+        label = f"{self.title}: map of {size_of(self.values)}. {self._range()}"
+        if self.quantity is None:
+            return width_map(self.key, label, self.values, self.hot, self.title, room, self.present)
+        return value_map(self.key, label, self.values, self.quantity, self.title, room)
+
+    def caption(self) -> str:
+        """How to read it, and what its colours leave out."""
+        return f"{self.reading} {self._outliers()}".rstrip()
+
+    def csv(self) -> str:
+        """layer, expert, value: a line for every expert; the value is empty where none is known."""
+        lines = ["layer,expert,value"]
+        for layer, row in enumerate(self.values):
+            for expert, value in enumerate(row.tolist()):
+                lines.append(f"{layer},{expert},{'' if np.isnan(value) else repr(value).removesuffix('.0')}")
+        return "\n".join(lines) + "\n"
+
+    def svg(self) -> str:
+        """A file of its own, in the colours of paper."""
+        return svg.printed(self.draw())
+
+    def _range(self) -> str:
+        if self.quantity is None:
+            widths, counts = np.unique(np.concatenate(list(self.values)), return_counts=True)
+            each = zip(widths.tolist(), counts.tolist(), strict=True)
+            return ", ".join(f"{count:,} at {width:.3g}" for width, count in each) + "."
+        if not self.known:
+            return "Nothing known."
+        scale = scale_of(self.values, self.quantity)
+        return f"{self.quantity.name} from {formats.span([scale.least, scale.largest], self.quantity.form)}."
+
+    def _outliers(self) -> str:
+        if self.quantity is None:
+            return ""
+        scale = scale_of(self.values, self.quantity)
+        if not scale.below + scale.above:
+            return ""
+        form = self.quantity.form
+        return (
+            f"Beyond the scale, in the colours of its ends: {formats.count(scale.below + scale.above, 'expert')} more "
+            f"than {maps.FENCE} interquartile ranges from the quartiles; all lie between {form(scale.least)} and "
+            f"{form(scale.largest)}."
+        )
+
+
+def sensitivity_maps(inputs: ReportInputs) -> list[ExpertMap]:
+    """Routing, Hessian traces and their product, known or not."""
+    table = inputs.sensitivities
+    counted_on = inputs.assignment.parameters.get("statistics", "all")
+    part = "" if counted_on == "all" else f" Counted on the {counted_on} positions alone."
+    even = formats.share(1 / max(table.experts()))
+    share = Quantity(name="share of the layer's activations", form=formats.share, from_zero=True, zero_is_grey=True)
+    weight = Quantity(name="share of the layer's routing weight", form=formats.share, from_zero=True, zero_is_grey=True)
+    norm = Quantity(name="trace, 1 / unit of weight", form=formats.number)
+    product = Quantity(name="normalized to 0 to 1, no unit", form=formats.number, from_zero=True)
+    inner = Quantity(name="trace, squared activations (logarithmic)", form=formats.number, log=True)
+    wanted = [
+        ("activation-frequency", "Activation frequency", share, "activation_frequency",
+         f"How often the router chose an expert; an even router would give each {even}. Grey: never.{part} (Paper 000, "
+         "Figure 2; paper 003, Figure 2.)"),
+        ("routing-mass", "Routing mass", weight, "routing_mass",
+         f"What part of the layer's output an expert has: what routers weighted it with, summed. Grey: none.{part}"),
+        ("hessian-trace", "Hessian trace", norm, "frobenius_hessian_trace",
+         "Of the Frobenius norm of the expert's matrices: (n\N{MINUS SIGN}1)/norm of n weights, summed; what paper 003 "
+         "samples (Figure 3), in closed form. It needs no calibration, and knows nothing of it."),
+        ("hybrid-importance", "Hybrid importance", product, "hybrid_importance",
+         "Activations times Hessian trace, each brought to 0 to 1 by the least and largest of the model, as paper 003 "
+         f"normalizes them (Figure 4).{part}"),
+        ("calibration-hessian-trace", "Trace of the calibration Hessian", inner, "calibration_hessian_trace",
+         "Mean squared length of what the expert's matrices are given, summed: the Hessians that GPTQ rounds with. "
+         "Grey: none, or not known."),
+    ]  # fmt: skip
+    return [
+        ExpertMap(key=key, title=title, quantity=quantity, values=table.column(column), reading=reading)
+        for key, title, quantity, column, reading in wanted
+    ]
+
+
+def loss_maps(inputs: ReportInputs) -> list[ExpertMap]:
+    """The measured relative loss at every width, the most telling one first."""
+    method = main_method(inputs)
+    table = inputs.losses.matrix(method, "relative_loss")
+    widths = inputs.losses.bits()
+    first = MAP_BITS if MAP_BITS in widths else widths[0]
+    found = []
+    for bits in [first, *(width for width in widths if width != first)]:
+        at = formats.count(bits, "bit")
+        quantity = Quantity(name="relative loss (logarithmic)", form=_loss, log=True, colours=LOSS_MAP)
+        values = [
+            layer.get(bits, np.full(count, np.nan))
+            for layer, count in zip(table, inputs.sensitivities.experts(), strict=True)
+        ]
+        reading = f"Measured with {method}."
+        if bits == first:
+            reading = (
+                f"Squared error of an expert's output at {at} ({method}) over the output's energy. Bright: suffers "
+                "most, and is worth more bits if it is also chosen often. Grey: no loss, or not known."
+            )
+        key, title = f"relative-loss-{bits}", f"Loss at {at}"
+        found.append(ExpertMap(key=key, title=title, quantity=quantity, values=values, reading=reading))
+    return found
+
+
+def _loss(value: float) -> str:
+    return formats.share(value, 2)
+
+
+def main_method(inputs: ReportInputs) -> str:
+    """The method that the assignment was made with, else GPTQ, else the first."""
+    wanted, there = (str(inputs.assignment.parameters.get("quantizer")), "gptq"), inputs.losses.methods()
+    return next((method for method in wanted if method in there), there[0])
+
+
+def own_widths(inputs: ReportInputs) -> ExpertMap:
+    """The widths of the recipe's own assignment."""
+    row = inputs.evaluation.row(inputs.assignment.name)
+    return _widths(inputs.assignment, row)
+
+
+def compared_widths(inputs: ReportInputs) -> list[ExpertMap]:
+    """The widths of every other assignment that was evaluated."""
+    rows = [row for row in inputs.evaluation.rows if row.name != inputs.assignment.name]
+    return [_widths(row.assignment, row) for row in rows if row.assignment is not None]
+
+
+def _widths(assignment: Assignment, row: EvalRow | None) -> ExpertMap:
+    average = assignment.average_bits()
+    figures = [f"{formats.bits(None if average is None else float(average))} bits"]
+    if row is not None:
+        figures.append(human_bytes(row.expert_bytes))
+    return ExpertMap(
+        key=f"widths-{re.sub(r'[^A-Za-z0-9_.+-]', '_', assignment.name)}",
+        title=f"{plain(assignment.name)}: {', '.join(figures)}",
+        values=assignment.mean_bits(),
+        hot=assignment.hot(),
+        present=assignment.widths(),
+        reading=f"{_described(assignment)}. {placement(assignment)}{MEANS if assignment.is_mixed else ''}",
+    )
+
+
+def placement(assignment: Assignment) -> str:
+    """How many experts are on the GPU."""
+    hot = assignment.hot()
+    on_gpu, total = int(sum(mask.sum() for mask in hot)), sum(map(len, hot))
+    if not on_gpu:
+        return "No expert is placed on the GPU."
+    return f"{on_gpu:,} of {total:,} experts are placed on the GPU (outlined)."
+
+
+def _described(assignment: Assignment) -> str:
+    """The method and what tells it from others of its kind."""
+    given = assignment.parameters
+    told = {name: given[name] for name in TELLING if given.get(name) is not None}
+    if assignment.method == "mopeq":
+        told = {"metric": "hybrid", "scope": "layer"} | told
+    if "average_bits" in told:
+        told["average_bits"] = f"{float(Fraction(told['average_bits'])):.4g}"
+    parts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in told.items())
+    return f"{assignment.method} ({parts})" if parts else assignment.method
+
+
+def atlas(inputs: ReportInputs) -> list[ExpertMap]:
+    """All maps of a run; a measure that is known of no expert has none."""
+    every = [*sensitivity_maps(inputs), *loss_maps(inputs), own_widths(inputs), *compared_widths(inputs)]
+    return [one for one in every if one.known]
+
+
+def figures(some: Sequence[ExpertMap]) -> Raw:
+    """Maps side by side, two in a row where cells of 2 points allow it."""
+    return element("div", *(figure(one.draw(maps.HALF), one.caption()) for one in some), class_="figures")
+
+
+def gallery(summary: str, some: Sequence[ExpertMap]) -> list[Raw]:
+    """Maps that can be folded away; they are where together they have many cells. Nothing where there are none."""
+    if not some:
+        return []
+    cells = sum(len(row) for one in some for row in one.values)
+    shown = {} if cells > OPEN_CELLS else {"open": "open"}
+    return [element("details", element("summary", summary), figures(some), **shown)]
+
+
+def size_of(rows: Sequence[np.ndarray]) -> str:
+    return f"{formats.count(len(rows), 'layer')} by {formats.count(max(len(row) for row in rows), 'expert')}"

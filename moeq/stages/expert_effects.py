@@ -1,0 +1,201 @@
+"""What quantizing one expert alone does to the model's output, expert by expert until the time is spent.
+
+A few experts at a time: the exact output and what goes into their decoder layers is computed once for each batch, then
+the model runs again from each expert's layer on. Before a layer is begun at, it is seen that the exact model gives the
+same output from there, to the last bit; where it does not, the whole model runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from moeq.artifacts.expert_effects import ExpertEffects, Measured, read_measured, write_measured
+from moeq.artifacts.files import digest_of
+from moeq.models.experts import ExpertLayer
+from moeq.models.partial import Outputs, beginning_at, recording
+from moeq.models.streaming import blocks_of
+from moeq.models.walk import Batch
+from moeq.recipe import ExpertEffectsSection
+from moeq.stages import losses
+from moeq.stages.context import Context
+from moeq.stages.effects import alone, divergence, heldout_batches, log_probabilities, replaced
+from moeq.stages.quantize import Replicas
+
+REVISION = 1  # raised when the same inputs give other effects
+AT_ONCE = 16  # experts, at most: each keeps what goes into its decoder layer
+NOWHERE = ""  # the decoder layer of experts that lie in none
+Place = tuple[int, int]  # layer and expert
+
+
+def measure(context: Context, section: ExpertEffectsSection) -> ExpertEffects:
+    """Measure where the last run with the same inputs stopped, until time or number are reached; fill in the rest.
+
+    At least one expert is measured. What is done is written after every few experts. Raises QuantizationError when an
+    output is not finite.
+    """
+    method = context.recipe.losses.methods[0]
+    expected = _expected(context, method, section.bits)
+    places = order(expected, context.recipe.seed)
+    hidden = max(layer.hidden_size for layer in context.layers)
+    batches = heldout_batches(context, section.sequences, kept=AT_ONCE * hidden)
+    directory = context.directory("losses")
+    done = read_measured(directory, _inputs(context, section, method, batches))
+    wanted = len(places) if section.experts is None else min(section.experts, len(places))
+    worker = _Worker(context=context, section=section, method=method, batches=batches)
+    if done.divergence:
+        context.reporter.say(f"  effects of {len(done.divergence):,} experts are there, of {done.seconds:.0f} s")
+    count = 1
+    with context.reporter.bar("expert effects", max(0, wanted - len(done.divergence))) as advance:
+        while len(done.divergence) < wanted and _time_left(section, done) > 0:
+            here = places[len(done.divergence) : min(wanted, len(done.divergence) + count)]
+            started = time.monotonic()
+            found = worker.measure(here)
+            took = time.monotonic() - started
+            done = Measured(
+                inputs=done.inputs, seconds=done.seconds + took, divergence=(*done.divergence, *found.tolist())
+            )
+            write_measured(directory, done)
+            for _ in here:
+                advance()
+            count = max(1, int(min(AT_ONCE, _time_left(section, done) * len(here) / max(took, 1e-9))))
+    values = done.divergence[:wanted]
+    return _filled(section, method, batches, expected, dict(zip(places, values, strict=False)))
+
+
+def order(expected: Sequence[np.ndarray], seed: int) -> list[Place]:
+    """Layers and experts by falling expected effect [E] a layer, the first of every layer before all others.
+
+    Equal ones come in an order that the seed decides.
+    """
+    flat = [(layer, expert) for layer, values in enumerate(expected) for expert in range(len(values))]
+    shuffled = [flat[index] for index in np.random.default_rng(seed).permutation(len(flat))]
+    falling = sorted(shuffled, key=lambda place: -float(expected[place[0]][place[1]]))
+    first: dict[int, Place] = {}
+    for place in falling:
+        first.setdefault(place[0], place)
+    return [*first.values(), *(place for place in falling if first[place[0]] != place)]
+
+
+def _time_left(section: ExpertEffectsSection, done: Measured) -> float:
+    """Seconds that may still be spent; the first expert is measured whatever it takes."""
+    return np.inf if section.seconds is None or not done.divergence else section.seconds - done.seconds
+
+
+def _expected(context: Context, method: str, bits: int) -> list[np.ndarray]:
+    """Weighted loss times own tokens of every expert, [E] a layer."""
+    table = losses.load(context)
+    names = ("weighted_loss", "calibration_tokens", "heldout_tokens")
+    columns = zip(*(table.matrix(method, name) for name in names), strict=True)
+    return [loss[bits].astype(float) * (own[bits] + held[bits]) for loss, own, held in columns]
+
+
+def _inputs(context: Context, section: ExpertEffectsSection, method: str, batches: Sequence[Batch]) -> str:
+    """Digest of all that decides the order of the experts and their effects."""
+    index = losses.load_index(context)
+    rows = next(made.rows for made in index.made if (made.method, made.bits) == (method, section.bits))
+    sizes = [list(batch.input_ids.shape) for batch in batches]
+    return digest_of([REVISION, index.set, rows, section.sequences, sizes, context.recipe.seed])
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    """Measures a few experts at a time; seen: whether the model can begin at a decoder layer, by its name."""
+
+    context: Context
+    section: ExpertEffectsSection
+    method: str
+    batches: list[Batch]
+    seen: dict[str, bool] = field(default_factory=lambda: {NOWHERE: False})
+    replicas: dict[int, Replicas] = field(default_factory=dict)
+
+    def measure(self, places: Sequence[Place]) -> np.ndarray:
+        """Mean divergence of every expert of some places, [n]."""
+        context = self.context
+        names = blocks_of(context.model)
+        known = context.layers if context.streamed is None else context.streamed.layers  # found while all are there
+        layers = {layer: known[layer] for layer, _ in places}
+        blocks = {layer: _block_of(names, one) for layer, one in layers.items()}
+        totals, tokens = np.zeros(len(places)), 0
+        for batch in self.batches:
+            with recording(context.model, names, list(blocks.values())) as outputs:
+                exact = log_probabilities(context, batch)
+            for block in sorted(set(blocks.values()) - set(self.seen)):
+                self._see(block, outputs, batch, exact)
+            for index, (layer, expert) in enumerate(places):
+                starting = beginning_at(context.model, outputs, blocks[layer])
+                with (
+                    starting if self.seen[blocks[layer]] else nullcontext(),
+                    replaced(context, layers[layer], self._replicas(layers[layer]), [expert]),
+                ):
+                    found = log_probabilities(context, batch)
+                where = f"{layers[layer].name}, expert {expert} at {self.section.bits} bits"
+                totals[index] += divergence(exact, found, where)
+            tokens += int(batch.mask.sum())
+        return totals / tokens
+
+    def _replicas(self, layer: ExpertLayer) -> Replicas:
+        if layer.index not in self.replicas:
+            self.replicas[layer.index] = alone(self.context, layer, self.section.bits, self.method)
+        return self.replicas[layer.index]
+
+    def _see(self, block: str, outputs: Outputs, batch: Batch, exact: torch.Tensor) -> None:
+        """Whether the exact model that begins at a decoder layer gives the exact output.
+
+        Families whose layers hand on more than their output give another one, or fail.
+        """
+        try:
+            with beginning_at(self.context.model, outputs, block):
+                self.seen[block] = torch.equal(log_probabilities(self.context, batch), exact)
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
+            self.seen[block] = False
+        if not self.seen[block]:
+            self.context.reporter.say(f"  {block} needs more than the layer before it: the whole model runs")
+
+
+def _block_of(blocks: Sequence[str], layer: ExpertLayer) -> str:
+    """The decoder layer that a layer of experts lies in."""
+    return next((name for name in blocks if layer.name.startswith(f"{name}.")), NOWHERE)
+
+
+def _filled(
+    section: ExpertEffectsSection,
+    method: str,
+    batches: Sequence[Batch],
+    expected: Sequence[np.ndarray],
+    measured: dict[Place, float],
+) -> ExpertEffects:
+    """The effects of all experts: as measured, else the fit of their layer times what was expected."""
+    fits = _fits(expected, measured)
+    places = [[(layer, expert) for expert in range(len(values))] for layer, values in enumerate(expected)]
+    return ExpertEffects(
+        bits=section.bits,
+        method=method,
+        sequences=sum(len(batch.input_ids) for batch in batches),
+        tokens=sum(int(batch.mask.sum()) for batch in batches),
+        measured=len(measured),
+        divergence=tuple(
+            tuple(measured.get(place, fits[layer] * float(expected[layer][place[1]])) for place in row)
+            for layer, row in enumerate(places)
+        ),
+        is_measured=tuple(tuple(place in measured for place in row) for row in places),
+        fit=tuple(fits),
+    )
+
+
+def _fits(expected: Sequence[np.ndarray], measured: dict[Place, float]) -> list[float]:
+    """Sum of the measured effects over the sum of what was expected of these experts, of every layer.
+
+    Layers without any, or of whose experts nothing was expected, take that of all layers.
+    """
+    sums = np.zeros((len(expected), 2))
+    for (layer, expert), effect in measured.items():
+        sums[layer] += effect, expected[layer][expert]
+    whole = sums.sum(0)
+    everywhere = whole[0] / whole[1] if whole[1] > 0 else 0.0
+    return [max(0.0, float(mine[0] / mine[1] if mine[1] > 0 else everywhere)) for mine in sums]

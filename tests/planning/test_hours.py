@@ -1,0 +1,60 @@
+"""The time of effects: more with more passes, never more than the recipe allows, and that of the run itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeq.planning.disk import Disk
+from moeq.planning.hours import Hours
+from moeq.planning.probe import Rates
+from moeq.planning.sizes import model_sizes, work_sizes
+from moeq.recipe import load_recipe
+from moeq.stages.context import Context
+
+RATES = Rates(
+    matrix_flops=1e10, expert_seconds=1e-4, attention_seconds=1e-3, elementwise_bytes=1e9, losses_flops=1e10,
+    dequantized_weights=1e8, read_bytes=1e9, cached_bytes=2e9, write_bytes=1e9, hash_bytes=1e9,
+)  # fmt: skip
+
+
+def losses_seconds(model: Path, *overrides: str, streams: bool = False) -> float:
+    """Seconds of losses beyond those of the recipe without effects."""
+
+    def seconds(*more: str) -> float:
+        recipe = load_recipe(
+            None, ["corpus.sequences=64", "corpus.sequence_length=64", "eval.compare=[]", "eval.perplexity=null", *more]
+        )
+        context = Context(recipe=recipe, model_name=str(model), out=model / "run")
+        sizes, work = model_sizes(context), work_sizes(context)
+        hours = Hours(sizes, work, recipe, Disk(context, sizes, work), RATES, streams=streams, free=1 << 40)
+        return float(hours._losses())
+
+    return seconds(*overrides) - seconds()
+
+
+def test_layer_effects_take_a_pass_for_each_layer(tiny_mixtral: Path) -> None:
+    few, many = (losses_seconds(tiny_mixtral, f"losses.layer_effects={{sequences: {n}}}") for n in (4, 16))
+    assert 0 < few < many < 5 * few
+    assert losses_seconds(tiny_mixtral, "losses.layer_effects={sequences: 16}", "losses.working_memory=1MB") > many
+    assert losses_seconds(tiny_mixtral, "losses.layer_effects={sequences: 4}", streams=True) > few
+    assert losses_seconds(tiny_mixtral, "losses.layer_effects={sequences: 99}") == pytest.approx(many)  # 16 held out
+
+
+def test_expert_effects_take_what_they_need_and_at_most_what_they_may(tiny_mixtral: Path) -> None:
+    def seconds(section: str) -> float:
+        return losses_seconds(tiny_mixtral, f"losses.expert_effects={section}")
+
+    whole, five, one = (seconds(s) for s in ("{}", "{experts: 5}", "{experts: 1}"))
+    assert 0 < one < five < whole
+    assert seconds("{experts: 99}") == pytest.approx(whole)
+    assert seconds(f"{{seconds: {whole / 2}}}") == pytest.approx(whole / 2)
+    assert seconds(f"{{seconds: {2 * whole}}}") == pytest.approx(whole)
+    assert 0 < seconds("{seconds: 1.e-9}") <= one  # the first expert is measured whatever it takes
+
+
+def test_an_expert_takes_less_than_a_whole_pass(tiny_mixtral: Path) -> None:
+    """5 experts in each of 2 layers, from their layer on: less than as many passes of the whole model."""
+    layers = losses_seconds(tiny_mixtral, "losses.layer_effects={sequences: 16}")  # 3 whole passes
+    assert losses_seconds(tiny_mixtral, "losses.expert_effects={sequences: 16}") < 10 / 3 * layers * 1.2
