@@ -180,8 +180,8 @@ def run(options: argparse.Namespace, folder: Path) -> bool:
         row = measure(name, uniform if name == "compressed-tensors" else mixed, folder, size)
         allowed = LAYERS * row["layer"] + SLACK
         print(
-            f"{name:20}{row['bytes'] / 1e6:8.0f}{row['seconds']:8.2f}{row['processor']:8.2f}{row['rate'] / 1e6:8.0f}{row['disk'] / 1e6:8.0f}"
-            f"{row['ratio']:8.2f}{row['memory'] / 1e6:9.0f}{allowed / 1e6:9.0f}"
+            f"{name:20}{row['bytes'] / 1e6:8.0f}{row['seconds']:8.2f}{row['processor']:8.2f}{row['rate'] / 1e6:8.0f}"
+            f"{row['disk'] / 1e6:8.0f}{row['ratio']:8.2f}{row['memory'] / 1e6:9.0f}{allowed / 1e6:9.0f}"
         )
         held = held and row["memory"] <= allowed
         if name != "dequantized" or options.all:
