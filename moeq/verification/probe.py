@@ -6,7 +6,8 @@ given a JSON file (see `launch.py`) and writes ANSWER beside it, and the tensors
 ids                  the tokens [B, S]
 logits               [B, S, V]
 LAYER.call.0, 1, 2   what the layer's experts were called with: hidden [T, H], experts [T, k], weights [T, k]
-LAYER.block.0        or, where they were not called so, what the block around them was called with [B, S, H]
+LAYER.self.0         or, where experts are called with one tensor, that tensor
+LAYER.block.0        or, where they are called one by one, what the block around them was called with [B, S, H]
 LAYER.output         what came back
 LAYER.rows           rows [t, H] that every expert was given alone
 LAYER.alone          what each gave back [E, t, H]; absent where experts cannot be called one by one
@@ -45,16 +46,22 @@ class Recorder:
 
     def _called(self, module: Any, arguments: Any, named: Any, output: Any) -> None:
         given = [*arguments, *(named or {}).values()]
-        if "call.0" not in self.found and is_call(given) and not isinstance(output, tuple):
-            self.found |= {f"call.{place}": part.detach().clone() for place, part in enumerate(given[:3])}
-            self.found["output"] = output.detach().clone()
+        if self.found or isinstance(output, tuple):
+            return
+        if is_call(given):
+            self._keep("call", given[:3], output)
+        elif is_single(given, output):
+            self._keep("self", given, output)
 
     def _around(self, module: Any, arguments: Any, named: Any, output: Any) -> None:
         given = [*arguments, *(named or {}).values()]
         first = output[0] if isinstance(output, tuple) else output
-        if self.found or len(given) != 1 or getattr(given[0], "shape", None) != getattr(first, "shape", ()):
-            return
-        self.found = {"block.0": given[0].detach().clone(), "output": first.detach().clone()}
+        if not self.found and is_single(given, first):
+            self._keep("block", given, first)
+
+    def _keep(self, how: str, given: list[Any], output: Any) -> None:
+        self.found = {f"{how}.{place}": part.detach().clone() for place, part in enumerate(given)}
+        self.found["output"] = output.detach().clone()
 
     def stop(self) -> None:
         for handle in self.handles:
@@ -69,10 +76,17 @@ def is_call(given: list[Any]) -> bool:
     return bool(chosen.shape == weights.shape and len(hidden) == len(chosen) and not chosen.is_floating_point())
 
 
+def is_single(given: list[Any], output: Any) -> bool:
+    """Whether a module is called with one tensor and gives back one of its shape."""
+    return len(given) == 1 and getattr(given[0], "shape", None) == getattr(output, "shape", ())
+
+
 def alone(recorder: Recorder, rows: Any, expert: int) -> Any:
     """One expert's output for rows [t, H]; None where experts cannot be called one by one."""
     import torch
 
+    if "self.0" in recorder.found:
+        return None
     if "call.1" in recorder.found:
         shape = (len(rows), recorder.found["call.1"].shape[1])
         chosen = torch.full(shape, expert, dtype=recorder.found["call.1"].dtype, device=rows.device)
@@ -103,10 +117,12 @@ def record(model: Any, request: dict[str, Any]) -> dict[str, Any]:
             if not recorder.found:
                 continue
             found |= {f"{name}.{part}": value.contiguous() for part, value in recorder.found.items()}
-            first = recorder.found.get("call.0", recorder.found.get("block.0"))
+            first = next(recorder.found[part] for part in ("call.0", "self.0", "block.0") if part in recorder.found)
             rows = first.reshape(-1, first.shape[-1])[: request["rows"]]
-            outputs = [alone(recorder, rows, expert) for expert in range(experts)]
-            if all(output is not None for output in outputs):
+            if rows.shape[-1] != request["hidden"][name]:
+                continue
+            outputs: list[Any] = [alone(recorder, rows, expert) for expert in range(experts)]
+            if not any(output is None for output in outputs):
                 found |= {f"{name}.rows": rows.clone(), f"{name}.alone": torch.stack(outputs).float()}
     return found
 
@@ -119,14 +135,17 @@ def load(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]] | None]:
     if request["target"] == "gptqmodel":
         from gptqmodel import BACKEND, GPTQModel
 
+        backend = getattr(BACKEND, "GPTQ_TORCH", None) or BACKEND.TORCH
         trust = request["trust_remote_code"]
-        wrapped = GPTQModel.load(path, device="cpu", backend=BACKEND.TORCH, trust_remote_code=trust)
+        half = torch.float16  # the scales' type; its kernels take no float32
+        wrapped = GPTQModel.load(path, device="cpu", backend=backend, dtype=half, trust_remote_code=trust)
         return wrapped.model.to(dtype), None
     model, info = _from_pretrained(request, dtype)
     return model.to(dtype), {problem: sorted(map(str, info.get(problem) or ())) for problem in PROBLEMS}
 
 
 def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
+    import torch
     import transformers
 
     trust = {"trust_remote_code": True} if request["trust_remote_code"] else {}
@@ -134,7 +153,12 @@ def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
     kind = transformers.AutoModelForCausalLM
     if type(config) not in kind._model_mapping and not trust:
         kind = getattr(transformers, request["architecture"])
-    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **trust}
+    stored = getattr(torch, request["stored"])  # some loaders round to float16 what they are asked for in float32
+    options: dict[str, Any] = {
+        "dtype": stored if request["target"] == "auto-round" else dtype,
+        "output_loading_info": True,
+        **trust,
+    }
     if request["target"] == "auto-round" and request["method"] == "gptq":
         options["quantization_config"] = transformers.AutoRoundConfig()
     return kind.from_pretrained(request["checkpoint"], **options)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeq.errors import ArtifactError
 from moeq.exporters.packed_source import PackedSource
-from moeq.exporters.readers import open_foreign_checkpoint
+from moeq.exporters.readers import open_other, open_packed
 from moeq.models import loading
 from moeq.models.source import open_source
 from moeq.numerics.packed import PackedWeight
@@ -72,7 +72,7 @@ def gptq(model: Path, target: Path, **options: Any) -> dict[str, Tensor]:
 
 def test_gptq_mixed_widths_and_names_of_the_family(model: Path, tmp_path: Path) -> None:
     values = gptq(model, tmp_path / "packed")
-    found = open_foreign_checkpoint(tmp_path / "packed")
+    found = open_other(open_source(str(tmp_path / "packed")))
     found.check()
     check_values(found, model, values, tmp_path)
     assert "quantization_config" not in found.config
@@ -88,7 +88,7 @@ def test_gptq_names_of_other_tools(model: Path, tmp_path: Path) -> None:
         return f"{head.replace('block_sparse_moe', 'mlp')}.{SHORT[leaf]}"
 
     values = gptq(model, tmp_path / "packed", rename=rename)
-    check_values(open_foreign_checkpoint(tmp_path / "packed"), model, values, tmp_path)
+    check_values(open_other(open_source(str(tmp_path / "packed"))), model, values, tmp_path)
 
 
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
@@ -100,7 +100,7 @@ def test_gptq_zero_points(qwen: Path, tmp_path: Path, version: str, bits: int) -
         return handmade.gptq_parts(packed, second=version == "gptq_v2", g_idx=False)
 
     values = handmade.write(qwen, tmp_path / "packed", declared, parts, lambda *_: bits, symmetric=False)
-    found = open_foreign_checkpoint(tmp_path / "packed")
+    found = open_other(open_source(str(tmp_path / "packed")))
     found.check()
     check_values(found, qwen, values, tmp_path)
     assert not found.expert(found.layers[0], 0)[0]["up_proj"].symmetric  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ def test_auto_round(model: Path, tmp_path: Path, packing: str) -> None:
     values = handmade.write(
         model, tmp_path / "packed", declared, lambda packed: handmade.gptq_parts(packed, second=second), mixed
     )
-    found = open_foreign_checkpoint(tmp_path / "packed")
+    found = open_other(open_source(str(tmp_path / "packed")))
     found.check()
     check_values(found, model, values, tmp_path)
 
@@ -126,7 +126,7 @@ def test_auto_round_names_before_patterns(qwen: Path, tmp_path: Path) -> None:
         return 8 if (layer, expert, projection) == (0, 1, "up_proj") else 2 if expert == 1 else 4
 
     values = handmade.write(qwen, tmp_path / "packed", declared, handmade.gptq_parts, widths)
-    check_values(open_foreign_checkpoint(tmp_path / "packed"), qwen, values, tmp_path)
+    check_values(open_other(open_source(str(tmp_path / "packed"))), qwen, values, tmp_path)
 
 
 @pytest.mark.parametrize(("bits", "symmetric"), [(2, True), (3, True), (4, True), (4, False), (5, False), (8, True)])
@@ -135,7 +135,7 @@ def test_compressed_tensors(qwen: Path, tmp_path: Path, bits: int, symmetric: bo
     values = handmade.write(
         qwen, tmp_path / "packed", declared, handmade.compressed_parts, lambda *_: bits, symmetric=symmetric
     )
-    found = open_foreign_checkpoint(tmp_path / "packed")
+    found = open_other(open_source(str(tmp_path / "packed")))
     found.check()
     check_values(found, qwen, values, tmp_path)
 
@@ -151,7 +151,7 @@ def test_bfloat16_scales_stay_exact(qwen: Path, tmp_path: Path) -> None:
         return found | {"weight_scale": scale}
 
     handmade.write(qwen, tmp_path / "packed", handmade.compressed_config(), parts)
-    found = open_foreign_checkpoint(tmp_path / "packed")
+    found = open_other(open_source(str(tmp_path / "packed")))
     matrices = found.expert(found.layers[0], 0)[0]
     down, up = matrices["down_proj"], matrices["up_proj"]
     assert isinstance(down, PackedWeight)
@@ -162,7 +162,7 @@ def test_bfloat16_scales_stay_exact(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_a_plain_checkpoint(model: Path, tmp_path: Path) -> None:
-    found = open_foreign_checkpoint(model)
+    found = open_other(open_source(str(model)))
     found.check()
     check_values(found, model, load_file(model / "model.safetensors"), tmp_path)
     assert list(found.others()) == []
@@ -177,7 +177,7 @@ def test_packed_linears_outside_of_experts(qwen: Path, tmp_path: Path) -> None:
     tensors |= {f"{name}.{part}": value for part, value in handmade.gptq_parts(packed).items()}
     save_file(tensors, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
     declare(tmp_path / "packed", handmade.gptq_config() | {"dynamic": {"-:.*mlp.gate$": {}}})
-    found = open_foreign_checkpoint(tmp_path / "packed")
+    found = open_other(open_source(str(tmp_path / "packed")))
     assert found.other_names() == [name]
     assert torch.equal(dict(found.others())[name].dequantize(), packed.dequantize())
     assert not [key for key in found.rest() if name in key]
@@ -195,10 +195,10 @@ def test_ordered_groups(qwen: Path, tmp_path: Path) -> None:
         return found | {"g_idx": found["g_idx"][orders[packed.inputs]]}
 
     values = handmade.write(qwen, tmp_path / "packed", handmade.gptq_config(desc_act=True), parts)
-    found = open_foreign_checkpoint(tmp_path / "packed")
+    found = open_other(open_source(str(tmp_path / "packed")))
     with pytest.raises(ArtifactError, match="not consecutive inputs"):
         found.expert(found.layers[0], 1)
-    exact = open_foreign_checkpoint(tmp_path / "packed", as_values=True).expert(found.layers[0], 1)[0]["up_proj"]
+    exact = open_other(open_source(str(tmp_path / "packed")), as_values=True).expert(found.layers[0], 1)[0]["up_proj"]
     assert isinstance(exact, Tensor)
     packed = handmade.rounded(load_file(qwen / "model.safetensors")["model.layers.0.mlp.experts.1.up_proj.weight"], 4)
     scale = packed.scales.float()[:, orders[64] // handmade.GROUP]
@@ -235,10 +235,14 @@ PLACE = "model.layers.1.mlp.experts, expert 2, up_proj"
 def test_damage_is_named(qwen: Path, tmp_path: Path, edit: Any, message: str) -> None:
     handmade.write(qwen, tmp_path / "packed", handmade.gptq_config(), handmade.gptq_parts)
     change(tmp_path / "packed", edit)
-    found = open_foreign_checkpoint(tmp_path / "packed")
-    with pytest.raises(ArtifactError) as caught:
+    found = open_other(open_source(str(tmp_path / "packed")))
+
+    def read() -> None:
         found.check()
         found.expert(found.layers[1], 2)
+
+    with pytest.raises(ArtifactError) as caught:
+        read()
     assert message in str(caught.value)
     assert PLACE in str(caught.value)
 
@@ -247,7 +251,7 @@ def test_a_configuration_that_lies_about_bits(qwen: Path, tmp_path: Path) -> Non
     lie = {"+:model.layers.1.mlp.experts.2.up_proj": {"bits": 2}}
     handmade.write(qwen, tmp_path / "packed", handmade.gptq_config(lie), handmade.gptq_parts)
     with pytest.raises(ArtifactError, match=r"qweight is I32 \[8, 96\], not I32 \[4, 96\].*2 bits") as caught:
-        open_foreign_checkpoint(tmp_path / "packed").check()
+        open_other(open_source(str(tmp_path / "packed"))).check()
     assert PLACE in str(caught.value)
 
 
@@ -273,7 +277,7 @@ def test_a_configuration_that_lies_about_bits(qwen: Path, tmp_path: Path) -> Non
 def test_what_is_refused(qwen: Path, tmp_path: Path, declared: dict[str, Any], found: str) -> None:
     handmade.write(qwen, tmp_path / "packed", declared, handmade.gptq_parts)
     with pytest.raises(ArtifactError) as caught:
-        open_foreign_checkpoint(tmp_path / "packed")
+        open_other(open_source(str(tmp_path / "packed")))
     assert found in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -281,4 +285,4 @@ def test_what_is_refused(qwen: Path, tmp_path: Path, declared: dict[str, Any], f
 def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ArtifactError, match=r"a file \(\.gguf\)"):
-        open_foreign_checkpoint(tmp_path / "model.gguf")
+        open_packed(tmp_path / "model.gguf")

@@ -92,6 +92,14 @@ class Foreign:
         """Keys of a layer whose experts are stored in stacks, none of them packed; empty for other layers."""
         return self._names.stacked.get(layer.index, [])
 
+    def file_of(self, layer: ExpertLayer, expert: int) -> str:
+        """Name of the file that holds an expert's first matrix."""
+        if layer.index in self._names.stacked:
+            return self.source.tensors[self.stacked(layer)[0]].file.name
+        wanted = self._of_expert(layer, expert, layer.projections[0])
+        headers = self._parts_of.get(wanted.module)
+        return (next(iter(headers.values())) if headers else self.source.tensors[wanted.key]).file.name
+
     def check(self) -> None:
         """Compare every packed matrix's headers with the configuration; ArtifactError at the first that differs.
 
