@@ -19,6 +19,11 @@ from torch import Tensor
 from moeq.errors import EvaluationError, MoeqError, RecipeError
 from moeq.verification import probe
 
+
+class NotInstalledError(RecipeError):
+    """The target's package is not there."""
+
+
 TARGETS = tuple(probe.PACKAGES)
 OF_FORMAT = {
     "moeq": "moeq",
@@ -117,7 +122,7 @@ def _environment(target: str) -> dict[str, str]:
 def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
     """Wait for the probe and read what it wrote.
 
-    Raises RecipeError where a package is not installed, EvaluationError where the target cannot load or run it.
+    Raises NotInstalledError where a package is not installed, EvaluationError where the target cannot load or run it.
     """
     code = process.wait()
     arguments = list(process.args) if isinstance(process.args, list) else []
@@ -135,7 +140,7 @@ def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
 
 
 def _absent(request: Request, package: str, python: str, error: str) -> MoeqError:
-    return RecipeError(
+    return NotInstalledError(
         f"{package} cannot be imported there ({error})",
         where=f"target {request.target}, {python}",
         do=f"{INSTALL[package]}, or name with --python the interpreter of an environment that has it",

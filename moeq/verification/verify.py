@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moeq.artifacts.files import torch_dtype
 from moeq.errors import EvaluationError, RecipeError
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import format_of, open_packed
@@ -60,7 +61,7 @@ class LayerCheck:
 
     @property
     def worst(self) -> float:
-        return max(self.error or 0.0, *(self.expert_errors or (0.0,)), key=_size)
+        return max(self.error or 0.0, *(self.expert_errors or (0.0,)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,21 @@ class Verdict:
     problems: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return vars(self) | {
+        """For --json: figures that are not finite are null."""
+        found = vars(self) | {
             "layers": [vars(layer) | {"worst": layer.worst} for layer in self.layers],
             "distance": None if self.distance is None else vars(self.distance),
             "right": not self.problems,
         }
+        return _finite(found)  # type: ignore[no-any-return]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verify(path: Path, options: Options, reporter: Reporter) -> Verdict:
@@ -131,18 +141,31 @@ def verify(path: Path, options: Options, reporter: Reporter) -> Verdict:
 def require(verdict: Verdict) -> None:
     """EvaluationError with the first problem, where there is one."""
     if verdict.problems:
-        more = f" (and {len(verdict.problems) - 1} more)" if len(verdict.problems) > 1 else ""
-        raise EvaluationError(
-            f"{verdict.problems[0]}{more}",
-            where=f"{verdict.checkpoint}, target {verdict.target}",
-            do="do not use it with this target; `moeq verify --json` lists everything",
-        )
+        raise error_of(verdict)
+
+
+def error_of(verdict: Verdict) -> EvaluationError:
+    """The problems of a verdict as one line."""
+    more = f" (and {len(verdict.problems) - 1} more)" if len(verdict.problems) > 1 else ""
+    return EvaluationError(
+        f"{verdict.problems[0]}{more}",
+        where=f"{verdict.checkpoint}, target {verdict.target}",
+        do="do not use it with this target; `moeq verify --json` lists everything",
+    )
+
+
+def resident_bytes(packed: PackedSource) -> int:
+    """About what the target's process takes: packed tensors as they are, all others in float32."""
+    tensors = packed.source.tensors
+    whole: int = sum(tensors[key].bytes // torch_dtype(tensors[key].dtype).itemsize for key in packed.rest())
+    return sum(header.bytes for header in tensors.values()) + 4 * whole
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
-    """||found - wanted|| / ||wanted||, or ||found|| where nothing is wanted."""
+    """||found - wanted|| / ||wanted||, or ||found|| where nothing is wanted; infinite where one is not finite."""
     size = float(wanted.double().norm())
-    return float((found.double() - wanted.double()).norm()) / (size or 1.0)
+    error = float((found.double() - wanted.double()).norm()) / (size or 1.0)
+    return error if math.isfinite(error) else math.inf
 
 
 def _request(path: Path, packed: PackedSource, method: str, options: Options) -> launch.Request:
@@ -227,31 +250,27 @@ def _layer(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tensor]) ->
     return LayerCheck(name=layer.name, how=how, error=error, expert_errors=alone)
 
 
-def _size(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
 def _problems(packed: PackedSource, verdict: Verdict) -> list[str]:
     """All that is wrong: what the loader says, then layers, the worst first, then the logits."""
     complaints = (verdict.loading or {}).items()
     found = [f"{len(keys)} {problem.replace('_', ' ')}, the first: {keys[0]}" for problem, keys in complaints if keys]
-    worst_first = sorted(verdict.layers, key=lambda check: -_size(check.worst))
-    wrong = [check for check in worst_first if check.error is not None and not check.worst <= verdict.tolerance]
+    worst_first = sorted(verdict.layers, key=lambda check: -check.worst)
+    wrong = [check for check in worst_first if check.error is not None and check.worst > verdict.tolerance]
     found += [_wrong_layer(packed, check, verdict.tolerance) for check in wrong]
-    if not verdict.logits_error <= verdict.tolerance * LOGITS_FACTOR[verdict.dtype]:
+    if verdict.logits_error > verdict.tolerance * LOGITS_FACTOR[verdict.dtype]:
         found.append(f"logits are off the dequantized weights' by {verdict.logits_error:.2g} relative")
-    if all(check.error is None for check in verdict.layers):
-        found.append("no layer's experts could be compared")
     return [*found, *(verdict.distance.problems if verdict.distance is not None else ())]
 
 
 def _wrong_layer(packed: PackedSource, check: LayerCheck, tolerance: float) -> str:
     """One line for a layer that is off: its worst expert, and where that lies."""
-    wrong = [number for number, error in enumerate(check.expert_errors or ()) if not error <= tolerance]
-    if not wrong or check.expert_errors is None:
+    errors = check.expert_errors or ()
+    wrong = [number for number, error in enumerate(errors) if error > tolerance]
+    if not wrong:
         return f"{check.name}: its outputs are off by {check.error:.2g} relative"
-    worst = max(wrong, key=lambda number: _size(check.expert_errors[number]))  # type: ignore[index]
+    worst = max(wrong, key=lambda number: errors[number])
     layer = next(layer for layer in packed.layers if layer.name == check.name)
     file = f", {packed.file_of(layer, worst)}" if isinstance(packed, Foreign) else ""
-    error = check.expert_errors[worst]
-    return f"{check.name}, expert {worst}{file}: off by {error:.2g} relative ({len(wrong)} of its experts are off)"
+    return (
+        f"{check.name}, expert {worst}{file}: off by {errors[worst]:.2g} relative ({len(wrong)} of its experts are off)"
+    )
