@@ -82,10 +82,7 @@ class Answer:
 def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[bytes]]:
     """Start the probe; RecipeError when there is no such interpreter. Its folder is `process.args[-1]`."""
     with tempfile.TemporaryDirectory(prefix="moeq-verify-") as folder:
-        asked = {name: getattr(request, name) for name in Request.__dataclass_fields__}
-        asked |= {"checkpoint": str(request.checkpoint.resolve())}
-        asked |= {"inputs": {name: value.tolist() for name, value in request.inputs.items()}}
-        (Path(folder) / "request.json").write_text(json.dumps(asked), "utf-8")
+        write_request(Path(folder), request)
         with (Path(folder) / "log").open("wb") as log:
             try:
                 process = subprocess.Popen(
@@ -104,6 +101,14 @@ def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[b
                 if process.poll() is None:
                     process.kill()
                     process.wait()
+
+
+def write_request(folder: Path, request: Request) -> None:
+    """Write what the probe reads."""
+    asked = {name: getattr(request, name) for name in Request.__dataclass_fields__}
+    asked |= {"checkpoint": str(request.checkpoint.resolve())}
+    asked |= {"inputs": {name: value.tolist() for name, value in request.inputs.items()}}
+    (folder / "request.json").write_text(json.dumps(asked), "utf-8")
 
 
 def _environment(target: str) -> dict[str, str]:

@@ -151,8 +151,9 @@ def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
     trust = {"trust_remote_code": True} if request["trust_remote_code"] else {}
     config = transformers.AutoConfig.from_pretrained(request["checkpoint"], **trust)
     kind = transformers.AutoModelForCausalLM
-    if type(config) not in kind._model_mapping and not trust:
-        kind = getattr(transformers, request["architecture"])
+    named = getattr(transformers, request["architecture"], None)
+    if named is not None and kind._model_mapping.get(type(config), None) is not named:
+        kind = named  # a model of text and images is not loaded by its language model's class
     stored = getattr(torch, request["stored"])  # some loaders round to float16 what they are asked for in float32
     options: dict[str, Any] = {
         "dtype": stored if request["target"] == "auto-round" else dtype,

@@ -100,10 +100,14 @@ def run_recorded(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tenso
     return found
 
 
-def run_alone(model: nn.Module, layer: ExpertLayer, rows: Tensor) -> Tensor:
-    """What every expert gives back for rows [t, H] alone, [E, t, H]; experts that are called with indices."""
+def run_alone(model: nn.Module, layer: ExpertLayer, rows: Tensor, top_k: int) -> Tensor:
+    """What every expert gives back for rows [t, H] alone, [E, t, H]; experts that are called with indices [t, k]."""
     experts: Any = model.get_submodule(layer.name)
-    weights = torch.ones(len(rows), 1)
+    weights = torch.zeros(len(rows), top_k)
+    weights[:, 0] = 1
     return torch.stack(
-        [experts(rows, torch.full((len(rows), 1), expert), weights) for expert in range(layer.num_experts)]
+        [
+            experts(rows, torch.full_like(weights, expert, dtype=torch.long), weights)
+            for expert in range(layer.num_experts)
+        ]
     )

@@ -244,7 +244,8 @@ def _layer(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tensor]) ->
     error = relative(given["output"], run_recorded(model, layer, given))
     alone: tuple[float, ...] | None = None
     if "alone" in given and layer.kind.name == "stacked":
-        wanted = run_alone(model, layer, given["rows"])
+        top_k = given["call.1"].shape[1] if "call.1" in given else 2
+        wanted = run_alone(model, layer, given["rows"], top_k)
         alone = tuple(relative(*pair) for pair in zip(given["alone"], wanted, strict=True))
     how = "block" if "block.0" in recorded else "experts"
     return LayerCheck(name=layer.name, how=how, error=error, expert_errors=alone)
