@@ -138,7 +138,8 @@ def check_loads(context: Context, directory: Path) -> None:
 def _format_key(context: Context, name: str) -> str:
     section = context.recipe.export
     manifest = sha256_file(context.directory("export") / MANIFEST)
-    return digest_of([name, FORMAT_REVISION, context.stamp.digest, manifest, section.max_shard, section.widen])
+    settings = [section.max_shard, section.widen, section.verify]
+    return digest_of([name, FORMAT_REVISION, context.stamp.digest, manifest, *settings])
 
 
 def formats_intact(context: Context) -> bool:

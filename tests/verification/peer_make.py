@@ -15,12 +15,10 @@ def auto_round(model: str, out: str) -> None:
 
 def gptqmodel(model: str, out: str) -> None:
     from gptqmodel import GPTQModel, QuantizeConfig
-    from transformers import AutoTokenizer
 
     rows = [{"input_ids": [(7 * place + row) % 120 + 3 for place in range(64)], "attention_mask": [1] * 64}
             for row in range(8)]  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    made = GPTQModel.load(model, QuantizeConfig(bits=BITS, group_size=GROUP), device="cpu", tokenizer=tokenizer)
+    made = GPTQModel.load(model, QuantizeConfig(bits=BITS, group_size=GROUP), device="cpu")
     made.quantize(rows, batch_size=2)
     made.save(out)
 
@@ -38,4 +36,6 @@ def compressed_tensors(model: str, out: str) -> None:
     loaded.save_pretrained(out, save_compressed=True)
 
 
-{"auto-round": auto_round, "gptqmodel": gptqmodel, "compressed-tensors": compressed_tensors}[sys.argv[1]](*sys.argv[2:])
+if __name__ == "__main__":  # peers start processes that import this file
+    makers = {"auto-round": auto_round, "gptqmodel": gptqmodel, "compressed-tensors": compressed_tensors}
+    makers[sys.argv[1]](*sys.argv[2:])

@@ -8,10 +8,13 @@ from typing import Any
 import peers
 import pytest
 from exporters import handmade
+from torch import Tensor
 
+from moeq.errors import EvaluationError
 from moeq.exporters.readers import open_packed
+from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
-from moeq.verification.verify import Options, Verdict, verify
+from moeq.verification.verify import Options, Verdict, require, verify
 
 pytestmark = pytest.mark.fresh_process
 MAKER = Path(__file__).parent / "peer_make.py"
@@ -57,9 +60,13 @@ def sound(verdict: Verdict) -> None:
     assert verdict.logits_error < 2e-3
 
 
+def plain_parts(packed: PackedWeight) -> dict[str, Tensor]:
+    return handmade.gptq_parts(packed, g_idx=False)
+
+
 def test_auto_round_mixed(model: Path, tmp_path: Path) -> None:
     config = handmade.auto_round_config(rules(""))
-    handmade.write(model, tmp_path / "packed", config, handmade.gptq_parts, widths, rename=long_names)
+    handmade.write(model, tmp_path / "packed", config, plain_parts, widths, rename=long_names)
     sound(check(tmp_path / "packed", "auto-round"))
 
 
@@ -68,6 +75,20 @@ def test_gptqmodel_mixed(tmp_path: Path) -> None:
     config = handmade.gptq_config(rules("+:"))
     handmade.write(model, tmp_path / "packed", config, handmade.gptq_parts, widths)
     sound(check(tmp_path / "packed", "gptqmodel"))
+
+
+def test_gptq_loaded_by_auto_round(tmp_path: Path) -> None:
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    handmade.write(model, tmp_path / "packed", handmade.gptq_config(rules("+:")), plain_parts, widths)
+    sound(check(tmp_path / "packed", "auto-round", target="auto-round"))
+
+
+def test_gptq_in_plain_transformers(tmp_path: Path) -> None:
+    """Where optimum is there it makes random experts without an exception, else an ImportError: neither passes."""
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    handmade.write(model, tmp_path / "packed", handmade.gptq_config(rules("+:")), plain_parts, widths)
+    with pytest.raises(EvaluationError, match=r"cannot be loaded|off by|are off|missing keys"):
+        require(check(tmp_path / "packed", "gptqmodel", target="transformers"))
 
 
 def test_gptqmodel_leaves_a_router_that_is_called_otherwise_empty(tmp_path: Path) -> None:
@@ -106,13 +127,12 @@ def test_compressed_tensors_mixed_loads_wrongly(tmp_path: Path) -> None:
     assert sum("(2 of its experts are off)" in problem for problem in verdict.problems) == 2
 
 
-def test_compressed_tensors_ignores_zero_points(tmp_path: Path) -> None:
+def test_compressed_tensors_with_zero_points(tmp_path: Path) -> None:
     model = handmade.model(tmp_path / "model", "qwen3_moe")
     config = handmade.compressed_config(4, symmetric=False)
     handmade.write(model, tmp_path / "packed", config, handmade.compressed_parts, symmetric=False)
-    verdict = check(tmp_path / "packed", "compressed-tensors")
-    assert verdict.problems
-    assert verdict.logits_error > 0.01
+    with pytest.raises(EvaluationError, match=r"cannot be loaded|off by|are off"):
+        require(check(tmp_path / "packed", "compressed-tensors"))
 
 
 @pytest.mark.parametrize("maker", ["auto-round", "gptqmodel", "compressed-tensors"])
@@ -128,5 +148,8 @@ def test_what_the_peers_write(maker: str, family: str, tmp_path: Path) -> None:
     verdict = check(tmp_path / "packed", maker, against=str(model))
     assert verdict.distance is not None
     assert 0.001 < verdict.distance.weights_error < 0.3
-    print(verdict.problems)
+    if (maker, family) == ("compressed-tensors", "mixtral"):  # loads with random experts, without an exception
+        assert "missing keys" in verdict.problems[0]
+        assert verdict.logits_error > 0.1
+        return
     sound(verdict)
