@@ -19,6 +19,7 @@ from moeq.verification.verify import Options, Verdict, require, verify
 pytestmark = pytest.mark.fresh_process
 MAKER = Path(__file__).parent / "peer_make.py"
 FAMILIES = ("qwen3_moe", "mixtral")
+ALONE = ("auto-round", "compressed-tensors")  # whose own Mixtral loads with random experts, without an exception
 
 
 def check(path: Path, package: str, **options: Any) -> Verdict:
@@ -148,7 +149,7 @@ def test_what_the_peers_write(maker: str, family: str, tmp_path: Path) -> None:
     verdict = check(tmp_path / "packed", maker, against=str(model))
     assert verdict.distance is not None
     assert 0.001 < verdict.distance.weights_error < 0.3
-    if (maker, family) == ("compressed-tensors", "mixtral"):  # loads with random experts, without an exception
+    if family == "mixtral" and maker in ALONE:
         assert "missing keys" in verdict.problems[0]
         assert verdict.logits_error > 0.1
         return
