@@ -90,6 +90,7 @@ STAGES = (
         run=export.run,
         sections=("export",),
         after=("profile", "assign", "quantize"),
+        intact=export.formats_intact,
         apart=frozenset({CARD}),
     ),
     Stage(
@@ -239,7 +240,8 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
 
 def _remove_partials(context: Context) -> None:
     own = [STORE] if context.owns_store else []
-    remove_partials(context.out, [RECIPE_COPY, *own, *(context.directory(name).name for name in BY_NAME)])
+    stages = [context.directory(name).name for name in BY_NAME]
+    remove_partials(context.out, [RECIPE_COPY, *own, *stages, *export.FORMAT_DIRECTORIES])
 
 
 def _recipe_text(context: Context) -> str:
@@ -274,6 +276,10 @@ def result_paths(context: Context) -> dict[str, Path]:
     """Where a finished run put what the user came for."""
     return {
         "checkpoint": context.directory("export"),
+        **{
+            f"checkpoint in {name}": export.format_directory(context.out, name)
+            for name in context.recipe.export.formats
+        },
         "report": context.directory("report") / report.NAME,
         "evaluation": context.directory("eval") / EVALUATION,
     }

@@ -407,6 +407,11 @@ class QuantizeSection(Section):
 
 class ExportSection(Section):
     format: Literal["moeq"] = "moeq"
+    formats: list[Literal["auto-round", "gptq", "compressed-tensors", "dequantized"]] = Field(
+        [], description="written beside it, each as checkpoint-FORMAT"
+    )
+    widen: bool = Field(False, description="codes that a format's runtime cannot read go into wider ones, same values")
+    verify: bool = Field(True, description="load what was written in a fresh process and compare it with its weights")
     max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")
 
 

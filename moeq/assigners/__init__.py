@@ -6,11 +6,11 @@ import importlib
 import pkgutil
 
 from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.targets import TARGETS, check
 from moeq.assigners.inputs import AssignInputs
-from moeq.assigners.targets import TARGETS, check
 from moeq.errors import AssignmentError
 
-_SHARED = {"inputs", "latency", "limits", "online", "report", "sensitivity", "targets"}  # modules that are no assigners
+_SHARED = {"inputs", "latency", "limits", "online", "report", "sensitivity"}  # modules that are no assigners
 
 
 def known_methods() -> list[str]:

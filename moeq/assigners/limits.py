@@ -18,8 +18,8 @@ from math import lcm
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.targets import TARGETS, Granularity
 from moeq.assigners.inputs import AssignInputs, hot_masks
-from moeq.assigners.targets import TARGETS, Granularity
 from moeq.errors import AssignmentError
 from moeq.tables import human_bytes
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.targets import TARGETS, Granularity, granularity_within, refuse_grid
 from moeq.assigners import latency
 from moeq.assigners.inputs import AssignInputs, build, hot_masks
 from moeq.assigners.limits import Limit, choices, limit_of
 from moeq.assigners.sensitivity import matrix_tables, tables
-from moeq.assigners.targets import TARGETS, Granularity, granularity_within, refuse_grid
 from moeq.errors import AssignmentError
 from moeq.numerics import knapsack, two_limits
 

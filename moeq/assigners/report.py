@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment, Width, matrix_widths, mean_width
+from moeq.artifacts.targets import FINENESS, MIXED, TARGETS, Granularity, Target, refuse_grid
 from moeq.assigners import latency
 from moeq.assigners.inputs import AssignInputs, expert_widths, hot_masks
 from moeq.assigners.limits import Limit, byte_limit, limit_of, spent
 from moeq.assigners.optimal import Optimum, optimum
 from moeq.assigners.sensitivity import objective
-from moeq.assigners.targets import FINENESS, MIXED, TARGETS, Granularity, Target, refuse_grid
 from moeq.errors import AssignmentError
 from moeq.recipe import BUDGETS, AssignSection
 

@@ -12,15 +12,13 @@ placement.json                   the manifest; README.md, the model card, is wri
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice
-from moeq.artifacts.files import building, place, write_in_chunks, write_json
+from moeq.artifacts.files import building, place, write_json
 from moeq.artifacts.manifest import (
     PlacedExpert,
     PlacedLayer,
@@ -33,16 +31,16 @@ from moeq.artifacts.manifest import (
     write_manifest,
 )
 from moeq.artifacts.others import OtherTable
+from moeq.exporters.plain import copy_side_files, write_index, write_plain
 from moeq.models.experts import ExpertLayer
-from moeq.models.source import INDEX, ModelSource, TensorHeader, read_header
-from moeq.models.weights import plain_chunks, plain_header, scale_keys
+from moeq.models.source import ModelSource, TensorHeader, read_header
+from moeq.models.weights import scale_keys
 from moeq.numerics.packed import PARTS
 from moeq.numerics.packing import NESTED_BITS
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD, MIXED_VERSION
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
 
-METADATA = {"format": "pt"}  # transformers refuses safetensors without it
 _EXTRA = "replicas-"
 
 
@@ -86,16 +84,15 @@ class ExportInputs:
 def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
     """Build the checkpoint directory; it replaces an older one only when it is whole."""
     with building(directory) as unfinished:
-        where = _write_rest(inputs, unfinished)
+        rest = set(inputs.source.tensors) - inputs.expert_keys - inputs.other_keys - scale_keys(inputs.source)
+        where = write_plain(inputs.source, rest, unfinished, inputs.max_shard_bytes)
         for path in inputs.expert_files:
             place(path, unfinished / path.name)
             where |= {} if path.name.startswith(_EXTRA) else dict.fromkeys(read_header(path), path.name)
         found = {key: header for path in unfinished.glob("*.safetensors") for key, header in read_header(path).items()}
-        total = sum(found[key].bytes for key in where)
-        write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        write_index(unfinished, where)
         write_json(unfinished / "config.json", inputs.source.config | {"quantization_config": _quantization(inputs)})
-        for path in inputs.source.side_files():
-            shutil.copyfile(path, unfinished / path.name)
+        copy_side_files(inputs.source, unfinished)
         manifest = _manifest(inputs, found)
         write_manifest(unfinished, manifest)
     return manifest
@@ -131,29 +128,6 @@ def other_widths(others: OtherTable) -> dict[str, Any]:
 
 def _layout(assignment: Assignment) -> dict[str, Any]:
     return layout(assignment.group_size, assignment.symmetric, assignment.nested, assignment.is_mixed)
-
-
-def _write_rest(inputs: ExportInputs, directory: Path) -> dict[str, str]:
-    """Copy all tensors that are not packed into shards, a few megabytes at a time; returns key -> file.
-
-    Those of a checkpoint that is dequantized while loading are written dequantized.
-    """
-    shards: list[list[str]] = [[]]
-    size = 0
-    for key in sorted(set(inputs.source.tensors) - inputs.expert_keys - inputs.other_keys - scale_keys(inputs.source)):
-        tensor_bytes = plain_header(inputs.source, key)[2]
-        if shards[-1] and size + tensor_bytes > inputs.max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(key)
-        size += tensor_bytes
-    where: dict[str, str] = {}
-    for number, keys in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        plain = {key: plain_header(inputs.source, key) for key in keys}
-        write_in_chunks(directory / name, plain, partial(plain_chunks, inputs.source), METADATA)
-        where |= dict.fromkeys(keys, name)
-    return where
 
 
 def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> PlacementManifest:

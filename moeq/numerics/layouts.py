@@ -1,8 +1,9 @@
 """The layouts of other runtimes, from and to the bit streams of `packing`.
 
-GPTQ (AutoGPTQ's first format, auto-round): `qweight` int32 [K*b/32, N], a column's codes as one little-endian bit
-stream; `qzeros` int32 [G, N*b/32], a group's zero points less one likewise, modulo 2**b. compressed-tensors: int32
-[N, ceil(K*b/32)], a row's codes as one bit stream. N output rows, K inputs, G groups, b bits.
+GPTQ: `qweight` int32 [K*b/32, N], a column's codes as one little-endian bit stream; `qzeros` int32 [G, N*b/32], a
+group's zero points likewise: less one modulo 2**b in AutoGPTQ's first format, as they are in the second and in
+auto-round's own. compressed-tensors: int32 [N, ceil(K*b/32)], a row's codes as one bit stream. N output rows, K inputs,
+G groups, b bits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ def row_words(codes: Tensor) -> Tensor:
     """Bit streams uint8 [..., N, B] as int32 words [..., N, ceil(B/4)], the last filled up with zeros."""
     missing = -codes.shape[-1] % 4
     whole = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
-    return whole.contiguous().view(torch.int32)
+    words = whole.contiguous().reshape(-1).view(torch.int32)  # one row may be contiguous with a stride of no whole word
+    return words.view(*whole.shape[:-1], whole.shape[-1] // 4)
 
 
 def row_stream(words: Tensor, bits: int, length: int) -> Tensor:
@@ -47,17 +49,17 @@ def column_stream(words: Tensor, bits: int, length: int) -> Tensor:
     return row_stream(words.mT, bits, length)
 
 
-def zero_words(zeros: Tensor, bits: int) -> Tensor:
+def zero_words(zeros: Tensor, bits: int, *, less_one: bool = True) -> Tensor:
     """Zero points [..., N, G] as `qzeros` int32 [..., G, N*b/32]; ValueError where N*b is no multiple of 32."""
     rows = zeros.shape[-2]
     if rows * bits % WORD:
         raise ValueError(f"{rows} zero points of {bits} bits are no whole number of {WORD}-bit words")
-    stored = (zeros.to(torch.int64) - 1) % 2**bits
+    stored = (zeros.to(torch.int64) - 1) % 2**bits if less_one else zeros
     return row_words(pack(stored.mT, bits))
 
 
-def zeros_of(words: Tensor, bits: int, rows: int) -> Tensor:
+def zeros_of(words: Tensor, bits: int, rows: int, *, less_one: bool = True) -> Tensor:
     """Invert `zero_words`: uint8 zero points [..., N, G]."""
     stored = unpack(row_stream(words, bits, rows), bits, rows)
-    zeros: Tensor = (stored.to(torch.int64) + 1) % 2**bits
-    return zeros.to(torch.uint8).mT.contiguous()
+    zeros: Tensor = ((stored.to(torch.int64) + 1) % 2**bits).to(torch.uint8) if less_one else stored
+    return zeros.mT.contiguous()

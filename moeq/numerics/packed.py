@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeq.numerics import grids
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.packing import NESTED_BITS, pack, packed_row_bytes, unpack
+from moeq.numerics.packing import NESTED_BITS, SUPPORTED_BITS, pack, packed_row_bytes, unpack
 
 PARTS = ("codes", "scales", "zeros")
 SCALE_BYTES = 2
@@ -137,3 +137,35 @@ class PackedWeight:
         scale = self.scales.float()
         middle = zero.float() if isinstance(zero, Tensor) else torch.full_like(scale, zero)
         return grids.nested_grid(scale, middle, self.bits)
+
+
+def symmetric_bits(weight: PackedWeight) -> int:
+    """The least width of a symmetric grid that holds exactly the values of a weight that is not nested."""
+    if weight.bits == 1:
+        return 2  # -s and +s are -1 and 1 of the codes -2 to 1
+    return weight.bits if weight.zeros is None else weight.bits + 1
+
+
+def widened(weight: PackedWeight, bits: int) -> PackedWeight:
+    """The same values on a symmetric grid of `bits` bits; ValueError below `symmetric_bits` and for nested weights.
+
+    Codes are shifted so that the zero point lies in the middle; a sign grid becomes the codes one below and above it,
+    with half the scale, which float16 holds exactly but for scales below 2**-13.
+    """
+    if weight.nested or not symmetric_bits(weight) <= bits <= SUPPORTED_BITS[-1]:
+        raise ValueError(f"no symmetric grid of {bits} bits holds {weight.bits} bits{' nested' * weight.nested}")
+    codes = unpack(weight.codes, weight.bits, weight.inputs).to(torch.int16)
+    scales = weight.scales
+    if weight.bits == 1:
+        signed = 2 * codes - 1
+        scales = weight.scales / 2
+        if not torch.equal(scales * 2, weight.scales):
+            raise ValueError("a scale is too small to be halved")
+    elif weight.zeros is None:
+        signed = codes - 2 ** (weight.bits - 1)
+    else:
+        zeros = unpack(weight.zeros, weight.bits, scales.shape[-1]).to(torch.int16)
+        repeat = grids.resolved_group_size(weight.inputs, weight.group_size)
+        signed = codes - zeros.repeat_interleave(repeat, -1)[..., : weight.inputs]
+    moved = (signed + 2 ** (bits - 1)).to(torch.uint8)
+    return replace(weight, codes=pack(moved, bits), scales=scales, zeros=None, bits=bits, symmetric=True)

@@ -1,7 +1,7 @@
 """Whether the target format can carry what the recipe will assign, and whether the recipe's stages fit together.
 
-A rule is a function of what is asked of a format that returns why it cannot carry it, or None; RULES has one for every
-exporter.
+A rule is a function of what is asked of the native format that returns why it cannot carry it, or None; what the
+formats that it is converted to can carry stands in `artifacts.targets`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moeq.artifacts.assignment import FULL, Width, matrix_widths
+from moeq.artifacts.targets import refuse_layers
+from moeq.exporters import NATIVE
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.packing import SUPPORTED_BITS
 from moeq.pipeline import STAGES
@@ -39,8 +41,16 @@ def native(asked: Asked) -> str | None:
     return f"it packs 1 to 8 bits and 16, not {foreign}" if foreign else None
 
 
+def _converted(name: str, asked: Asked, widen: bool) -> str | None:
+    """Why a format that the native one is converted to cannot carry it, with the nearest thing that works."""
+    found = refuse_layers(
+        name, asked.layers, asked.widths, group_size=asked.group_size, symmetric=asked.symmetric, widen=widen
+    )
+    return None if found is None else "; ".join(found)
+
+
 Rule = Callable[[Asked], str | None]
-RULES: dict[str, Rule] = {"moeq": native}
+RULES: dict[str, Rule] = {NATIVE: native}
 
 
 def check_stages(context: Context) -> None:
@@ -61,6 +71,10 @@ def refusals(context: Context, asked: Asked) -> list[str]:
     reason = "moeq plan has no rule for it" if rule is None else rule(asked)
     if reason is not None:
         found.append(f"export.format {recipe.export.format} cannot carry it: {reason}; choose another format")
+    for name in recipe.export.formats:
+        reason = _converted(name, asked, recipe.export.widen)
+        if reason is not None:
+            found.append(f"export.formats: {name} cannot carry it: {reason}")
     missing = sorted(asked.used() - {FULL, *recipe.losses.bits})
     if missing:
         found.append(f"assign uses {missing} bits, which losses does not make; add them to losses.bits")

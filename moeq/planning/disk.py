@@ -26,7 +26,8 @@ from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.estimator import load_hardware
-from moeq.exporters.moeq import METADATA, extra_name, layer_name, other_widths
+from moeq.exporters.moeq import extra_name, layer_name, other_widths
+from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, TensorHeader
 from moeq.numerics.packed import packed_shapes

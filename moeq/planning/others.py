@@ -13,7 +13,8 @@ from moeq.artifacts import replicas
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout
 from moeq.artifacts.manifest import PlacedModule, TensorStamp
 from moeq.artifacts.others import MadeOthers, OtherIndex, OtherRow, OtherTable
-from moeq.exporters.moeq import METADATA, others_name
+from moeq.exporters.moeq import others_name
+from moeq.exporters.plain import METADATA
 from moeq.models.others import OtherModule
 from moeq.models.streaming import blocks_of
 from moeq.numerics.packed import packed_shapes

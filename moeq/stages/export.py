@@ -1,24 +1,41 @@
-"""export: the packed checkpoint directory, its placement manifest and its model card."""
+"""export: the packed checkpoint directory, its placement manifest and its model card, and copies in other formats."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.files import write_text
+import torch
+from rich.markup import escape
+
+from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.files import digest_of, sha256_file, write_text
+from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.artifacts.stage import read_record
-from moeq.exporters import export
+from moeq.artifacts.stage import is_current, read_record, write_record
+from moeq.artifacts.targets import refuse_layers
+from moeq.errors import PlanError
+from moeq.exporters import CONVERTED, export, write
+from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.moeq import ExportInputs
-from moeq.models.loading import expert_keys
+from moeq.exporters.native_reader import NativeReader
+from moeq.exporters.readers import open_packed
+from moeq.models.loading import expert_keys, memory_bytes
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import assign, model_card, others, profile, quantize
 from moeq.stages.context import Context
+from moeq.tables import human_bytes
+from moeq.verification.launch import NotInstalledError
+from moeq.verification.verify import Options, require, resident_bytes, verify
+
+FORMAT_REVISION = 1  # raised when the same checkpoint gives other bytes in some format
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Write the checkpoint directory; returns the summary."""
+    """Write the checkpoint directory, and those of the other formats that are not there yet; returns the summary."""
     skeleton, layers = context.described
     assignment = assign.load(context)
+    check_formats(context, assignment)
     directory = context.directory("quantize")
     inputs = ExportInputs(
         source=context.source,
@@ -39,7 +56,98 @@ def run(context: Context) -> dict[str, Any]:
         manifest = export(context.recipe.export.format, inputs, target)
         advance()
     write_card(context, manifest)
+    if context.recipe.export.verify:
+        check_loads(context, target)
+    for name in context.recipe.export.formats:
+        write_format(context, name)
     return manifest.totals.model_dump() | {"original_expert_bytes": original_bytes(context, inputs.expert_keys)}
+
+
+def format_directory(out: Path, name: str) -> Path:
+    """Where a run keeps its checkpoint in another format."""
+    return out / f"checkpoint-{name}"
+
+
+FORMAT_DIRECTORIES = tuple(format_directory(Path(), name).name for name in CONVERTED)
+
+
+def check_formats(context: Context, assignment: Assignment) -> None:
+    """PlanError for a format whose runtime could not load what was assigned, before anything is written."""
+    for name in context.recipe.export.formats:
+        reason = refuse_layers(
+            name,
+            context.layers,
+            assignment.expert_widths(),
+            group_size=assignment.group_size,
+            symmetric=assignment.symmetric,
+            nested=assignment.nested,
+            widen=context.recipe.export.widen,
+        )
+        if reason is not None:
+            raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
+
+
+def write_format(context: Context, name: str) -> None:
+    """Write the checkpoint in another format, unless it is there and made of this one."""
+    directory, stage, key = format_directory(context.out, name), f"export-{name}", _format_key(context, name)
+    if is_current(directory, stage, key):
+        context.reporter.say(f"[dim]  {name} unchanged, skipped[/dim]")
+        return
+    context.reporter.say(f"  {name}")
+    recipe = context.recipe
+    options = WriteOptions(
+        max_shard_bytes=recipe.export.max_shard,
+        widen=recipe.export.widen,
+        trust_remote_code=recipe.trust_remote_code,
+        model_name=context.stamp.name,
+    )
+    write(name, NativeReader(context.directory("export"), recipe.trust_remote_code), directory, options)
+    if recipe.export.verify:
+        check_loads(context, directory)
+    write_record(
+        directory, stage=stage, model=context.stamp, seed=recipe.seed, key=key, inputs={}, summary={}, volatile={}
+    )
+
+
+def check_loads(context: Context, directory: Path) -> None:
+    """Load a checkpoint with its target's own loader in a fresh process; EvaluationError when it loads wrongly.
+
+    Where the target's package is not installed here, or memory is too small, that is said instead.
+    """
+    packed = open_packed(directory, trust_remote_code=context.recipe.trust_remote_code)
+    size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
+    if size > memory:
+        context.reporter.say(
+            f"  [yellow]not verified: loading it takes {human_bytes(size)} of memory, there are {human_bytes(memory)}; "
+            f"`moeq verify {escape(str(directory))}` on a larger machine[/yellow]"
+        )
+        return
+    options = Options(trust_remote_code=context.recipe.trust_remote_code)
+    try:
+        verdict = verify(directory, options, context.reporter)
+    except NotInstalledError as error:
+        context.reporter.say(f"  [yellow]not verified: {escape(str(error))}[/yellow]")
+        return
+    require(verdict)
+    worst = max((check.worst for check in verdict.layers), default=0.0)
+    context.reporter.say(
+        f"  verified with {verdict.target}: layers within {worst:.1g}, logits within {verdict.logits_error:.1g}"
+    )
+
+
+def _format_key(context: Context, name: str) -> str:
+    section = context.recipe.export
+    manifest = sha256_file(context.directory("export") / MANIFEST)
+    settings = [section.max_shard, section.widen, section.verify]
+    return digest_of([name, FORMAT_REVISION, context.stamp.digest, manifest, *settings])
+
+
+def formats_intact(context: Context) -> bool:
+    """Whether the checkpoint is there in all other formats that the recipe wants."""
+    return (context.directory("export") / MANIFEST).is_file() and all(
+        is_current(format_directory(context.out, name), f"export-{name}", _format_key(context, name))
+        for name in context.recipe.export.formats
+    )
 
 
 def original_bytes(context: Context, keys: set[str]) -> int:

@@ -19,7 +19,8 @@ from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, matrix_wid
 from moeq.artifacts.files import make_directory, read_json, write_json, write_tensors
 from moeq.artifacts.replicas import LayerReplicas, ReplicaIndex
 from moeq.artifacts.stage import check_schema_version
-from moeq.exporters.moeq import METADATA, extra_name, layer_name, others_name
+from moeq.exporters.moeq import extra_name, layer_name, others_name
+from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from moeq.artifacts.effects import LayerEffects
 from moeq.artifacts.losses import SCHEMA, LossTable
 from moeq.artifacts.profile import ExpertProfile
+from moeq.artifacts.targets import TARGETS, refusal
 from moeq.assigners import assign, mopeq, report
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.online import decide
 from moeq.assigners.sensitivity import columns, objective, tables
-from moeq.assigners.targets import TARGETS, refusal
 from moeq.errors import AssignmentError
 from moeq.recipe import AssignSection
 

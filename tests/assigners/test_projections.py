@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from moeq.artifacts.assignment import Assignment, matrix_widths, read_assignment, write_assignment
 from moeq.artifacts.losses import SCHEMA, LossTable
+from moeq.artifacts.targets import TARGETS, refusal
 from moeq.assigners import assign, report
 from moeq.assigners.inputs import AssignInputs, routing_mass
 from moeq.assigners.sensitivity import columns, matrix_tables, objective, tables
-from moeq.assigners.targets import TARGETS, refusal
 from moeq.errors import AssignmentError
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -191,16 +191,26 @@ def test_a_thousand_experts_are_decided_exactly() -> None:
     assert score.gap == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("target", ["auto-round", "vllm", "transformers"])
+@pytest.mark.parametrize("target", ["auto-round", "gptqmodel"])
+def test_targets_that_take_widths_of_matrices(target: str) -> None:
+    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits="5/2", granularity="projection")
+    free, within = assign(inputs), assign(with_options(inputs, method="optimal", average_bits="5/2",
+                                                       granularity="projection", target=target))  # fmt: skip
+    assert within.is_mixed
+    assert refusal(TARGETS[target], within.expert_widths(), inputs.profile.layers, symmetric=True) is None
+    coarse = replace(TARGETS[target], granularity="expert", widths=TARGETS["moeq"].widths)
+    reason = refusal(coarse, free.expert_widths(), inputs.profile.layers, symmetric=True)
+    assert reason is not None
+    assert re.search(r"gate_proj \d, up_proj \d, down_proj \d bits; it takes one width for all matrices", reason)
+
+
+@pytest.mark.parametrize("target", ["vllm", "transformers"])
 def test_targets_refuse_widths_of_matrices(target: str) -> None:
     inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits="5/2", granularity="projection")
     found = assign(inputs)
-    where = r"layer\.\d, expert \d: gate_proj \d, up_proj \d, down_proj \d bits; it takes one width for all"
     usual = replace(TARGETS[target], widths=TARGETS["moeq"].widths)
     reason = refusal(usual, found.expert_widths(), inputs.profile.layers, symmetric=True)
     assert reason is not None
-    if target == "auto-round":
-        assert re.search(where + " matrices of an expert", reason)
     with pytest.raises(AssignmentError, match=rf"target {target}: granularity projection cannot .*target: moeq"):
         assign(with_options(inputs, method="optimal", average_bits="5/2", granularity="projection", target=target))
     priced = {price.target: price for price in report.prices(inputs, found)}

@@ -1,0 +1,210 @@
+"""Speed and memory of writing a packed checkpoint in other formats, against the disk's own rate in the same run.
+
+    python benchmarks/export.py [--hidden 2048] [--intermediate 1024] [--experts 32] [--layers 4] [--folder DIR]
+
+A made-up Mixtral: random codes at 2, 3, 4 and 8 bits (compressed-tensors: 4 bits), nothing is quantized. Every format
+is written in a fresh process; before and after it the same number of bytes is written to one file and synced, and the
+faster of the two is the disk's rate. Goals: at least 0.6 of it (dequantized apart: it is bound by the processor, see
+--all); anonymous memory (RssAnon, sampled 50 times a second) at most two layers in the written format above what the
+process has before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+GOAL, LAYERS = 0.6, 2
+FORMATS = ("auto-round", "gptq", "compressed-tensors", "dequantized")
+GROUP = 128
+CHUNK = 1 << 22
+SLACK = 48 * 2**20  # one expert's tensors, the allocator's arenas
+
+
+def make_model(folder: Path, options: argparse.Namespace) -> None:
+    """Everything of a Mixtral but its experts, in bfloat16."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from moeq.artifacts.files import write_tensors
+
+    config = MixtralConfig(
+        vocab_size=2048, hidden_size=options.hidden, intermediate_size=options.intermediate,
+        num_hidden_layers=options.layers, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        num_local_experts=options.experts, num_experts_per_tok=2, max_position_embeddings=512, bos_token_id=0,
+        eos_token_id=1, pad_token_id=2, dtype="bfloat16", architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    rest = {
+        name.replace(".mlp.", ".block_sparse_moe."): torch.randn(parameter.shape).to(torch.bfloat16)
+        for name, parameter in model.named_parameters()
+        if ".experts." not in name
+    }
+    write_tensors(folder / "model.safetensors", rest, {"format": "pt"})
+
+
+def make_checkpoint(folder: Path, model: Path, widths: tuple[int, ...]) -> Path:
+    """A native checkpoint with random codes, expert e at widths[e % len(widths)]."""
+    import torch
+
+    from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
+    from moeq.artifacts.files import write_tensors
+    from moeq.exporters.moeq import ExportInputs, export, layer_name
+    from moeq.models.loading import describe
+    from moeq.models.source import open_source
+    from moeq.numerics.packed import packed_shapes
+    from moeq.runtime.packed_experts import guard_shapes
+
+    source = open_source(str(model))
+    layers = describe(source)[1]
+    of = [widths[expert % len(widths)] for expert in range(layers[0].num_experts)]
+    files = []
+    for layer in layers:
+        tensors = {f"{layer.name}.{name}": torch.zeros(shape, dtype=torch.float16)
+                   for name, shape in guard_shapes(layer).items()}  # fmt: skip
+        for expert, bits in enumerate(of):
+            for projection in layer.projections:
+                for part, (shape, dtype) in packed_shapes(*layer.shape(projection), bits, GROUP, True).items():
+                    values = torch.rand(shape).to(dtype) if part == "scales" else torch.randint(256, shape, dtype=dtype)
+                    tensors[f"{layer.name}.{expert}.{projection}.{part}"] = values
+        files.append(folder.with_name(f"{folder.name}-files") / layer_name(layer.index))
+        write_tensors(files[-1], tensors, {"format": "pt"})
+    choices = tuple(ExpertChoice(tier="gpu", bits=bits, importance=1.0) for bits in of)
+    export(
+        ExportInputs(
+            source=source,
+            layers=layers,
+            top_k=(2,) * len(layers),
+            assignment=Assignment(
+                name="made-up",
+                method="uniform",
+                group_size=GROUP,
+                symmetric=True,
+                layers=tuple(LayerAssignment(name=layer.name, experts=choices) for layer in layers),
+            ),
+            expert_keys=set(),
+            expert_files=files,
+            quantizers={layer.name: [{bits: "rtn"} for bits in of] for layer in layers},
+            max_shard_bytes=5 * 10**9,
+            stamp=source.stamp(),
+            digests={},
+        ),
+        folder,
+    )
+    return folder
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process."""
+    with open("/proc/self/status", encoding="utf-8") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+def write_format(name: str, checkpoint: Path, out: Path) -> None:
+    """In a process of its own: write one format and print seconds, bytes and memory as JSON."""
+    from moeq.exporters import write
+    from moeq.exporters.foreign import WriteOptions
+    from moeq.exporters.native_reader import NativeReader
+
+    source = NativeReader(checkpoint)
+    source.expert(source.layers[0], 0)
+    before = peak = anonymous_bytes()
+    done = threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.wait(0.02):
+            peak = max(peak, anonymous_bytes())
+
+    watch = threading.Thread(target=sample, daemon=True)
+    watch.start()
+    started = time.perf_counter()
+    write(name, source, out, WriteOptions())
+    seconds = time.perf_counter() - started
+    done.set()
+    watch.join()
+    files = {path.name: path.stat().st_size for path in out.iterdir()}
+    layer = max(size for file, size in files.items() if file.startswith("model-experts"))
+    print(json.dumps({"seconds": seconds, "bytes": sum(files.values()), "layer": layer, "memory": peak - before}))
+
+
+def disk_rate(folder: Path, size: int) -> float:
+    """Bytes a second of writing and syncing one file of `size` bytes."""
+    data = os.urandom(CHUNK)
+    path = folder / "disk"
+    started = time.perf_counter()
+    with path.open("wb") as stream:
+        for _ in range(max(1, size // CHUNK)):
+            stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    seconds = time.perf_counter() - started
+    path.unlink()
+    return max(1, size // CHUNK) * CHUNK / seconds
+
+
+def measure(name: str, checkpoint: Path, folder: Path, size: int) -> dict[str, float]:
+    """One format: its figures, and the disk's rate around it."""
+    out = folder / name
+    before = disk_rate(folder, size)
+    command = [sys.executable, __file__, "--format", name, "--checkpoint", str(checkpoint), "--folder", str(out)]
+    found: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    shutil.rmtree(out)
+    found["disk"] = max(before, disk_rate(folder, size))
+    found["rate"] = found["bytes"] / found["seconds"]
+    found["ratio"] = found["rate"] / found["disk"]
+    return found
+
+
+def run(options: argparse.Namespace, folder: Path) -> bool:
+    """Print the table and the last line; whether the goals are met."""
+    make_model(folder / "model", options)
+    mixed = make_checkpoint(folder / "mixed", folder / "model", (2, 3, 4, 8))
+    uniform = make_checkpoint(folder / "uniform", folder / "model", (4,))
+    size = sum(path.stat().st_size for path in mixed.iterdir())
+    print(f"{size / 1e6:.0f} MB packed, {options.layers} layers of {options.experts} experts")
+    print(f"{'format':20}{'MB':>8}{'s':>8}{'MB/s':>8}{'disk':>8}{'ratio':>8}{'MB held':>9}{'2 layers':>9}")
+    worst, held = 1e9, True
+    for name in FORMATS:
+        row = measure(name, uniform if name == "compressed-tensors" else mixed, folder, size)
+        allowed = LAYERS * row["layer"] + SLACK
+        print(
+            f"{name:20}{row['bytes'] / 1e6:8.0f}{row['seconds']:8.2f}{row['rate'] / 1e6:8.0f}{row['disk'] / 1e6:8.0f}"
+            f"{row['ratio']:8.2f}{row['memory'] / 1e6:9.0f}{allowed / 1e6:9.0f}"
+        )
+        held = held and row["memory"] <= allowed
+        if name != "dequantized" or options.all:
+            worst = min(worst, row["ratio"])
+    met = worst >= GOAL and held
+    print(f"export: {worst:.2f} of the disk's rate (goal {GOAL}), memory {'within' if held else 'above'} two layers")
+    return met
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("hidden", 2048), ("intermediate", 1024), ("experts", 32), ("layers", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--all", action="store_true", help="the goal is also that of dequantized")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure [default: a temporary one]")
+    parser.add_argument("--format", help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.format:
+        write_format(options.format, options.checkpoint, options.folder)
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        sys.exit(0 if run(options, Path(folder)) else 1)
+
+
+if __name__ == "__main__":
+    main()

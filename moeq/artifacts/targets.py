@@ -1,0 +1,265 @@
+"""What runtimes can load: the widths, how far they may be mixed, the grid, and the format that is written for them.
+
+From exports that were loaded and compared with the dequantized model, and from the runtimes' own sources (see
+MIXED for what goes wrong). `moeq` is the native format, which carries everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from moeq.artifacts.assignment import FULL, WIDTHS, Width, matrix_widths, width_of
+from moeq.errors import AssignmentError
+
+Granularity = Literal["projection", "expert", "layer", "model"]
+FINENESS: tuple[Granularity, ...] = ("projection", "expert", "layer", "model")
+MIXED = {
+    "expert": "it takes one width for all matrices of an expert",
+    "layer": "it takes one width for all experts of a layer",
+    "model": "it takes one width for all experts of the model",
+}
+
+
+PACKED = (2, 3, 4, 5, 6, 7, 8, FULL)
+NESTED = (2, 3)  # widths whose codes can lead wider ones and then stand between the points of a grid
+WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """granularity: what shares one width; reads: where that comes from; format: the export format that it loads;
+    multiple: of what a matrix's rows and inputs must be; short_groups: whether a row's last group may be shorter;
+    nested: whether codes may be the leading bits of wider ones; proof: the test or source behind the row."""
+
+    name: str
+    widths: tuple[int, ...]
+    granularity: Granularity
+    symmetric_only: bool
+    reads: str
+    format: str
+    multiple: int = 1
+    short_groups: bool = False
+    nested: bool = False
+    proof: str
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            name="moeq",
+            widths=WIDTHS,
+            granularity="projection",
+            symmetric_only=False,
+            reads="the native format: any mix",
+            format="moeq",
+            short_groups=True,
+            nested=True,
+            proof="tests/runtime/test_every_kind.py",
+        ),
+        Target(
+            name="auto-round",
+            widths=PACKED,
+            granularity="projection",
+            symmetric_only=False,
+            reads="extra_config, a pattern a layer and width; zero points as packing_format auto_round has them",
+            format="auto-round",
+            multiple=32,
+            proof="tests/exporters/test_peers.py, auto-round 0.16.1",
+        ),
+        Target(
+            name="gptqmodel",
+            widths=(2, 3, 4, 8, FULL),
+            granularity="projection",
+            symmetric_only=False,
+            reads="dynamic rules, a pattern a layer and width; experts are unfused; zero points as gptq_v2 has them",
+            format="gptq",
+            multiple=32,
+            short_groups=True,
+            proof="tests/exporters/test_peers.py, gptqmodel 7.6.0",
+        ),
+        Target(
+            name="vllm",
+            widths=(2, 4, 8, FULL),
+            granularity="layer",
+            symmetric_only=False,
+            reads="the scheme of expert 0 is taken for its whole fused layer",
+            format="compressed-tensors",
+            multiple=32,
+            proof="read in its source, not loaded",
+        ),
+        Target(
+            name="transformers",
+            widths=PACKED[:-1],
+            granularity="model",
+            symmetric_only=True,
+            reads="compressed-tensors without a peer's package: one scheme for all experts, zero points are ignored",
+            format="compressed-tensors",
+            multiple=1,
+            proof="tests/exporters/test_peers.py, compressed-tensors 0.19",
+        ),
+    )
+}
+
+
+LOADED_BY = {  # what an export format is checked against
+    "moeq": TARGETS["moeq"],
+    "auto-round": TARGETS["auto-round"],
+    "gptq": TARGETS["gptqmodel"],
+    "compressed-tensors": TARGETS["transformers"],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How one packed matrix [rows, inputs] is stored; nested: its codes are the leading bits of wider ones."""
+
+    rows: int
+    inputs: int
+    bits: int
+    group_size: int
+    symmetric: bool
+    nested: bool = False
+
+
+def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
+    """Why a target cannot load one packed matrix, whatever lies beside it, and the nearest thing that works."""
+    if grid.nested and not target.nested:
+        return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
+    if grid.bits not in target.widths:
+        wider = min((width for width in target.widths if grid.bits < width < FULL), default=None)
+        do = WIDEN if wider else "leave it in full precision"
+        return f"{grid.bits} bits; {target.name} loads {', '.join(map(str, target.widths))}", do
+    if target.symmetric_only and not grid.symmetric:
+        return f"zero points; {target.name} reads symmetric grids only", f"set losses.symmetric: true, or {WIDEN}"
+    if grid.group_size != -1 and grid.inputs % grid.group_size and not target.short_groups:
+        fits = max(size for size in (16, 32, 64, 128) if grid.inputs % size == 0 or size == 16)
+        what = f"{grid.inputs} inputs in groups of {grid.group_size}; {target.name} reads whole groups only"
+        return what, f"set losses.group_size: {fits if grid.inputs % fits == 0 else -1}"
+    for what, size in (("rows", grid.rows), ("inputs", grid.inputs)):
+        if size % target.multiple:
+            found = f"{size} {what}; {target.name} packs multiples of {target.multiple}"
+            return found, "use the formats moeq or dequantized"
+    return None
+
+
+class Sized(Protocol):
+    """A MoE layer: its name, the matrices of one expert, and their rows and inputs."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def projections(self) -> tuple[str, ...]: ...
+    def shape(self, projection: str) -> tuple[int, int]: ...
+
+
+def refuse_layers(
+    name: str,
+    layers: Sequence[Sized],
+    widths: Sequence[Sequence[Width]],
+    *,
+    group_size: int,
+    symmetric: bool,
+    nested: bool = False,
+    widen: bool = False,
+) -> tuple[str, str] | None:
+    """Why an export format cannot carry widths of every layer's experts, and the nearest thing that works; or None.
+
+    widen: whether codes may go into wider symmetric ones of the same values.
+    """
+    target = LOADED_BY.get(name)
+    if target is None:
+        return None
+    if not widen:
+        mixed = refusal(target, widths, [layer.name for layer in layers], symmetric=symmetric)
+        if mixed is not None:
+            narrow = any(bits not in target.widths for mine in widths for one in mine for bits in matrix_widths(one))
+            near = f"assign.target: {target.name} assigns what it loads"
+            return mixed, f"{near}, or {WIDEN}" if narrow or target.granularity == "model" else near
+    for layer, mine in zip(layers, widths, strict=True):
+        for projection in layer.projections:
+            for bits in sorted({width_of(one, projection) for one in mine} - {FULL}):
+                rows, inputs = layer.shape(projection)
+                own = nested and bits in NESTED
+                grid = Grid(rows=rows, inputs=inputs, bits=bits, group_size=group_size, symmetric=symmetric, nested=own)
+                found = refuse_matrix(target, loadable_grid(target, grid) if widen else grid)
+                if found is not None:
+                    return f"{layer.name}, {projection}: {found[0]}", found[1]
+    return None
+
+
+def loadable_grid(target: Target, grid: Grid) -> Grid:
+    """The grid itself or, where a target cannot read it, the least symmetric one of the same values that it can."""
+    if grid.nested or refuse_matrix(target, grid) is None:
+        return grid
+    least = 2 if grid.bits == 1 else grid.bits + (not grid.symmetric)
+    wide = min((width for width in target.widths if least <= width < FULL), default=None)
+    return grid if wide is None else replace(grid, bits=wide, symmetric=True)
+
+
+def refuse_grid(target: Target, *, symmetric: bool) -> str | None:
+    """Why a target cannot read the grid, or None."""
+    if target.symmetric_only and not symmetric:
+        return f"{target.name} reads symmetric grids only; set losses.symmetric: true"
+    return None
+
+
+def granularity_within(target: Target, wanted: Granularity | None) -> Granularity:
+    """What has one width: what was asked for, or the finest that a target takes (none asked: experts or coarser).
+
+    Raises AssignmentError where a target cannot take what was asked for.
+    """
+    if wanted is None:
+        return max("expert", target.granularity, key=FINENESS.index)
+    if FINENESS.index(wanted) < FINENESS.index(target.granularity):
+        raise AssignmentError(
+            f"granularity {wanted} cannot be loaded: {MIXED[target.granularity]}",
+            where=f"target {target.name}",
+            do=f"set assign.granularity: {target.granularity if target.granularity != 'model' else 'null'}, or "
+            "target: moeq",
+        )
+    return wanted
+
+
+def refusal(target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool) -> str | None:
+    """Why a target cannot load widths of every layer's experts, naming the first layer and expert in the way."""
+    grid = refuse_grid(target, symmetric=symmetric)
+    if grid is not None:
+        return grid
+    for name, mine in zip(names, widths, strict=True):
+        for expert, width in enumerate(mine):
+            reason = _refuse_expert(target, width, mine[0] if target.granularity == "layer" else widths[0][0])
+            if reason is not None:
+                return f"{name}, expert {expert}: {reason}"
+    return None
+
+
+def _refuse_expert(target: Target, width: Width, first: Width) -> str | None:
+    """Why a target cannot load one expert beside the first of its layer or model."""
+    if isinstance(width, int):
+        foreign = [] if width in target.widths else [width]
+    else:
+        foreign = sorted(set(width.values()) - set(target.widths))
+    if foreign:
+        return f"{foreign[0]} bits; {target.name} loads {', '.join(map(str, target.widths))}"
+    if target.granularity == "projection":
+        return None
+    if not isinstance(width, int):
+        listed = ", ".join(f"{name} {bits}" for name, bits in width.items())
+        return f"{listed} bits; {MIXED[target.granularity]}"
+    if target.granularity != "expert" and width != first:
+        return f"{width} bits beside {first}; {MIXED[target.granularity]}"
+    return None
+
+
+def check(target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool) -> None:
+    """AssignmentError when a target cannot load what was assigned."""
+    reason = refusal(target, widths, names, symmetric=symmetric)
+    if reason is not None:
+        raise AssignmentError(
+            reason,
+            where=f"target {target.name}",
+            do="use method optimal, which decides within a target, or target: moeq",
+        )

@@ -1,0 +1,31 @@
+"""moeq convert: a packed checkpoint in another format, without calibration; codes and scales are taken over exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moeq.errors import RecipeError
+from moeq.exporters import CONVERTED, write
+from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.readers import open_packed
+from moeq.tables import human_bytes
+
+
+def convert(
+    checkpoint: Path, name: str, out: Path, *, widen: bool = False, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Write `checkpoint` to `out` in the format `name`; returns what was written.
+
+    Raises RecipeError for an unknown format or an `out` that is there, ArtifactError for a directory that is no packed
+    checkpoint of moeq's or of another tool's, PlanError for what the format's runtime would not load as it is meant.
+    """
+    if name not in CONVERTED:
+        raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(CONVERTED)}")
+    if out.exists():
+        raise RecipeError("is there already", where=str(out), do="choose another --out or remove it")
+    source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
+    options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
+    write(name, source, out, options)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}

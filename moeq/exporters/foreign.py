@@ -1,0 +1,199 @@
+"""Writing a packed checkpoint for another runtime: what the formats have in common.
+
+A layer's experts are converted one after the other and written while the next layer's are converted, so that no more
+than two layers are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from moeq.artifacts.files import building, write_json, write_tensors, write_text
+from moeq.artifacts.targets import Grid, Target, loadable_grid, refuse_matrix
+from moeq.errors import PlanError
+from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.plain import METADATA, copy_side_files, write_index, write_plain
+from moeq.models.disk_names import DiskNames
+from moeq.models.experts import ExpertLayer
+from moeq.models.loading import describe
+from moeq.numerics.packed import PackedWeight, widened
+from moeq.version import __version__
+
+Names = dict[tuple[int, str], str]  # {(expert, projection): name of the module or key on disk}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """max_shard_bytes: of plain tensors; widen: whether what a target cannot read is stored in a wider symmetric grid
+    of the same values; model_name: for the model card."""
+
+    max_shard_bytes: int = 5 * 10**9
+    widen: bool = False
+    trust_remote_code: bool = False
+    model_name: str = ""
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """An unfinished checkpoint. where: the file of every tensor; grids: of every packed module, by its name in memory;
+    plain: modules of experts in full precision, by theirs."""
+
+    source: PackedSource
+    target: Target | None
+    options: WriteOptions
+    directory: Path
+    model: nn.Module
+    names: DiskNames
+    where: dict[str, str] = field(default_factory=dict)
+    grids: dict[str, Grid] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    pending: Future[None] | None = None
+
+    def expert_modules(self, layer: ExpertLayer) -> Names:
+        """Names in memory of the linears that a runtime makes of a layer's experts."""
+        return {
+            (expert, projection): f"{layer.name}.{expert}.{projection}"
+            for expert in range(layer.num_experts)
+            for projection in layer.projections
+        }
+
+    def expert_keys(self, layer: ExpertLayer) -> Names:
+        """Keys of the experts' weights as the family has them; PlanError where it keeps them in other tensors."""
+        keys = None if layer.biased else self.names.experts(layer)
+        if keys is None:
+            why = "has biases" if layer.biased else "does not keep every matrix of an expert in a tensor of its own"
+            raise PlanError(
+                f"model_type {self.source.config.get('model_type')} {why}",
+                where=self._format(),
+                do="use the formats moeq or dequantized",
+            )
+        return keys
+
+    def matrices(self, layer: ExpertLayer) -> Iterator[tuple[int, str, PackedWeight | Tensor]]:
+        """Every expert's matrices in turn, each as the target can load it; PlanError for what it cannot."""
+        for expert in range(layer.num_experts):
+            for projection, matrix in self.source.expert(layer, expert)[0].items():
+                name = f"{layer.name}.{expert}.{projection}"
+                if isinstance(matrix, PackedWeight):
+                    yield expert, projection, self.loadable(name, matrix)
+                else:
+                    self.plain.append(name)
+                    yield expert, projection, matrix
+
+    def loadable(self, name: str, weight: PackedWeight, bits: int | None = None) -> PackedWeight:
+        """The weight as it is or, where options.widen, in the wider grid that the target needs (or of `bits`).
+
+        Raises PlanError naming what the target cannot read; notes the grid.
+        """
+        assert self.target is not None
+        grid = grid_of(weight)
+        if self.options.widen and not grid.nested:
+            wide = bits or loadable_grid(self.target, grid).bits
+            weight = weight if wide == grid.bits and bits is None else widened(weight, wide)
+        refused = refuse_matrix(self.target, grid_of(weight))
+        if refused is not None:
+            raise PlanError(refused[0], where=f"{self._format()}: {name}", do=refused[1])
+        self.grids[name] = grid_of(weight)
+        return weight
+
+    def write(self, file: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a file of tensors beside what follows; the one before is waited for."""
+        self.wait()
+        self.where |= dict.fromkeys(tensors, file)
+        self.pending = self.pool.submit(write_tensors, self.directory / file, tensors, METADATA)
+
+    def wait(self) -> None:
+        """Wait for the file that is being written; raises what its writing raised."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def finish(
+        self, quantization: Mapping[str, Any] | None, card: str, renamed: Mapping[str, str] | None = None
+    ) -> None:
+        """Write what is not packed, config.json, the index, the side files and the model card."""
+        self.wait()
+        rest = write_plain(
+            self.source.source, self.source.rest(), self.directory, self.options.max_shard_bytes, renamed
+        )
+        self.where |= rest
+        write_index(self.directory, self.where)
+        block = {} if quantization is None else {"quantization_config": dict(quantization)}
+        write_json(self.directory / "config.json", self.source.config | block)
+        copy_side_files(self.source.source, self.directory)
+        write_text(self.directory / "README.md", card)
+
+    def _format(self) -> str:
+        return "format" if self.target is None else f"format {self.target.format}"
+
+
+@contextmanager
+def drafting(source: PackedSource, target: Target | None, directory: Path, options: WriteOptions) -> Iterator[Draft]:
+    """A draft that becomes `directory` when the block ends well; an older one is replaced only then."""
+    model = describe(replace(source.source, config=source.config), options.trust_remote_code)[0]
+    with building(directory) as unfinished:
+        draft = Draft(
+            source=source,
+            target=target,
+            options=options,
+            directory=unfinished,
+            model=model,
+            names=DiskNames(model),
+        )
+        with draft.pool:
+            yield draft
+
+
+def grid_of(weight: PackedWeight) -> Grid:
+    """How a weight is stored; 1 bit is a sign grid, 4 nested bits are a grid like any other."""
+    return Grid(
+        rows=weight.codes.shape[-2],
+        inputs=weight.inputs,
+        bits=weight.bits,
+        group_size=weight.group_size,
+        symmetric=weight.zeros is None,
+        nested=weight.nested and weight.bits < 4,
+    )
+
+
+def layer_file(index: int) -> str:
+    """File of one MoE layer's experts."""
+    return f"model-experts-{index:03d}.safetensors"
+
+
+OTHERS_FILE = "model-others.safetensors"
+
+
+def card(draft: Draft, runtime: str, loading: str) -> str:
+    """A model card that names the runtime, the versions that were measured, and how to load it."""
+    name = draft.options.model_name or draft.source.source.name
+    widths: dict[int, int] = {}
+    for grid in draft.grids.values():
+        widths[grid.bits] = widths.get(grid.bits, 0) + 1
+    counted = ", ".join(f"{count} at {bits} bits" for bits, count in sorted(widths.items())) or "none"
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            f"base_model: {name}",
+            "tags: [moeq, mixture-of-experts, quantized]",
+            "---",
+            f"# {name} for {runtime}",
+            "",
+            f"Written by moeq {__version__} for {runtime}.",
+            f"Packed matrices: {counted}; in full precision: {len(draft.plain)} matrices of experts, and all else.",
+            "",
+            "```python",
+            loading,
+            "```",
+            "",
+        ]
+    )

@@ -1,0 +1,125 @@
+"""Reading the native format: experts and packed modules where placement.json says that they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from moeq.artifacts.assignment import FULL, width_of
+from moeq.artifacts.manifest import PlacedModule, Replica, read_manifest
+from moeq.errors import ArtifactError
+from moeq.exporters.packed_source import Matrices
+from moeq.models.experts import ExpertLayer
+from moeq.models.loading import describe
+from moeq.models.source import ModelSource, TensorHeader, open_source, read_header
+from moeq.numerics.packed import PARTS, PackedWeight, packed_shapes
+from moeq.numerics.packing import NESTED_BITS
+from moeq.runtime.packed_experts import guard_shapes
+from moeq.runtime.packed_modules import guard_name
+
+REMEDY = "export the checkpoint again"
+
+
+class NativeReader:
+    """A PackedSource over a checkpoint that moeq exported; files stay open, nothing is kept of an expert."""
+
+    source: ModelSource
+    config: dict[str, Any]
+    layers: list[ExpertLayer]
+
+    def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
+        """Raises ArtifactError when config.json, the manifest and the model's structure differ."""
+        self.path = path
+        self.manifest = read_manifest(path)
+        self.source = open_source(str(path))
+        self.config = {name: value for name, value in self.source.config.items() if name != "quantization_config"}
+        self.layers = describe(replace(self.source, config=self.config), trust_remote_code)[1]
+        self._placed = {layer.name: layer for layer in self.manifest.layers}
+        self._files: dict[str, Any] = {}
+        self._headers: dict[str, dict[str, TensorHeader]] = {}
+        for layer in self.layers:
+            placed = self._placed.get(layer.name)
+            sizes = None if placed is None else (len(placed.experts), placed.hidden_size, placed.intermediate_size)
+            if sizes != (layer.num_experts, layer.hidden_size, layer.intermediate_size):
+                raise ArtifactError("config.json and the manifest differ", where=f"{path}, {layer.name}", do=REMEDY)
+
+    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
+        """Matrices and biases of one expert as it is placed."""
+        replica = next(one for one in self._placed[layer.name].experts[expert].replicas if one.placed)
+        matrices = {
+            projection: self._matrix(replica, layer, projection, f"{layer.name}, expert {expert}, {projection}")
+            for projection in layer.projections
+        }
+        biases = {}
+        if layer.biased:
+            for projection in layer.projections:
+                key = f"{replica.key_prefix}{projection}.bias"
+                biases[projection] = self._tensor(replica.file, key, f"{layer.name}, expert {expert}, {projection}")
+        return matrices, biases
+
+    def others(self) -> Iterator[tuple[str, PackedWeight]]:
+        """Packed modules outside of the experts."""
+        for module in self.manifest.others:
+            shape = (module.rows, module.inputs)
+            grid = {"bits": module.bits, "group_size": module.group_size, "symmetric": module.symmetric}
+            yield module.name, self._packed(module, module.key_prefix, shape, grid, module.name)
+
+    def rest(self) -> list[str]:
+        """Keys of tensors that are neither of experts nor of packed modules, nor guards."""
+        experts = {f"{layer.name}." for layer in self.layers}
+        gone = {f"{layer.name}.{part}" for layer in self.layers for part in guard_shapes(layer)}
+        for module in self.manifest.others:
+            gone |= {guard_name(module.name), *(f"{module.key_prefix}{part}" for part in PARTS)}
+        return [key for key in sorted(set(self.source.tensors) - gone) if not _below(key, experts)]
+
+    def _matrix(self, replica: Replica, layer: ExpertLayer, projection: str, what: str) -> PackedWeight | Tensor:
+        prefix = f"{replica.key_prefix}{projection}."
+        bits = width_of(replica.widths, projection)
+        shape = layer.shape(projection)
+        if bits == FULL:
+            tensor = self._tensor(replica.file, f"{prefix}dense", what)
+            if tuple(tensor.shape) != shape:
+                raise ArtifactError(f"is {list(tensor.shape)}, not {list(shape)}", where=self._where(what), do=REMEDY)
+            return tensor
+        grid = self.manifest.layout
+        nested = bool(grid.get("nested")) and bits in NESTED_BITS
+        settings = {"bits": bits, "group_size": grid["group_size"], "symmetric": grid["symmetric"], "nested": nested}
+        return self._packed(replica, prefix, shape, settings, what)
+
+    def _packed(
+        self, place: Replica | PlacedModule, prefix: str, shape: tuple[int, int], grid: dict[str, Any], what: str
+    ) -> PackedWeight:
+        parts = {}
+        for name, (size, dtype) in packed_shapes(*shape, **grid).items():
+            parts[name] = self._tensor(place.file, f"{prefix}{name}", what)
+            if (tuple(parts[name].shape), parts[name].dtype) != (size, dtype):
+                found = f"{name} is {parts[name].dtype} {list(parts[name].shape)}, not {dtype} {list(size)}"
+                raise ArtifactError(found, where=self._where(what), do=REMEDY)
+        return PackedWeight(
+            codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), inputs=shape[1], **grid
+        )
+
+    def _tensor(self, file: str, key: str, what: str) -> Tensor:
+        if file not in self._files:
+            path = self.path / file
+            if not path.is_file():
+                raise ArtifactError(f"file {file} is missing", where=self._where(what), do=REMEDY)
+            self._headers[file] = read_header(path)
+            self._files[file] = safe_open(path, "pt")
+        if key not in self._headers[file]:
+            raise ArtifactError(f"tensor {key} is not in {file}", where=self._where(what), do=REMEDY)
+        tensor: Tensor = self._files[file].get_tensor(key)
+        return tensor
+
+    def _where(self, what: str) -> str:
+        return f"{self.path}: {what}"
+
+
+def _below(key: str, experts: set[str]) -> bool:
+    """Whether a tensor belongs to a numbered expert below one of these modules."""
+    return any(key.startswith(prefix) and key[len(prefix) :].split(".")[0].isdigit() for prefix in experts)

@@ -1,0 +1,63 @@
+"""What every checkpoint directory holds beside its packed tensors: plain tensors in shards, an index, side files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from moeq.artifacts.files import write_in_chunks, write_json
+from moeq.models.source import INDEX, ModelSource, read_header
+from moeq.models.weights import plain_chunks, plain_header
+
+METADATA = {"format": "pt"}  # transformers refuses safetensors without it
+
+
+def write_plain(
+    source: ModelSource,
+    keys: Iterable[str],
+    directory: Path,
+    max_shard_bytes: int,
+    names: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Copy tensors into shards, a few megabytes at a time, in the order of their keys; returns {name: file}.
+
+    Those of a checkpoint that is dequantized while loading are written dequantized. names: what a key is called in the
+    copy, where it is called otherwise.
+    """
+    shards: list[list[str]] = [[]]
+    size = 0
+    for key in sorted(keys):
+        tensor_bytes = plain_header(source, key)[2]
+        if shards[-1] and size + tensor_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size += tensor_bytes
+    where: dict[str, str] = {}
+    new = names or {}
+    for number, mine in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        old = {new.get(key, key): key for key in mine}
+        headers = {called: plain_header(source, key) for called, key in old.items()}
+        write_in_chunks(directory / name, headers, partial(_chunks_of, source, old), METADATA)
+        where |= dict.fromkeys(old, name)
+    return where
+
+
+def _chunks_of(source: ModelSource, old: Mapping[str, str], name: str) -> Iterable[bytes]:
+    return plain_chunks(source, old[name])
+
+
+def write_index(directory: Path, where: Mapping[str, str]) -> None:
+    """The index of a checkpoint whose tensors {key: file} lie in `directory`."""
+    headers = {name: read_header(directory / name) for name in set(where.values())}
+    total = sum(headers[name][key].bytes for key, name in where.items())
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+
+
+def copy_side_files(source: ModelSource, directory: Path) -> None:
+    """Tokenizer, generation settings and whatever else comes along."""
+    for path in source.side_files():
+        shutil.copyfile(path, directory / path.name)

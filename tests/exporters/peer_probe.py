@@ -1,0 +1,57 @@
+"""Run by a peer's interpreter: loads checkpoints with the peer's own loader and writes their logits. Knows no moeq.
+
+Arguments: a JSON file with a list of {loader, checkpoint, ids, logits}; an error is written as {logits}.error.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def transformers_model(checkpoint, **options):
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.bfloat16, output_loading_info=True, **options
+    )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        print(problem, sorted(map(str, info.get(problem) or []))[:6])
+    return model
+
+
+def auto_round_model(checkpoint):
+    import auto_round  # noqa: F401
+
+    return transformers_model(checkpoint)
+
+
+def gptqmodel_model(checkpoint):
+    from gptqmodel import BACKEND, GPTQModel
+
+    return GPTQModel.load(checkpoint, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16).model
+
+
+LOADERS = {
+    "transformers": transformers_model,
+    "auto-round": auto_round_model,
+    "gptqmodel": gptqmodel_model,
+}
+
+
+def main() -> None:
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        out = Path(job["logits"])
+        try:
+            model = torch.nn.Module.float(LOADERS[job["loader"]](job["checkpoint"])).eval()
+            with torch.no_grad():
+                logits = model(input_ids=load_file(job["ids"])["ids"]).logits.float()
+            save_file({"logits": logits.contiguous()}, out)
+        except Exception:
+            Path(f"{out}.error").write_text(traceback.format_exc())
+
+
+main()

@@ -1,0 +1,248 @@
+"""What the exporters write, without the runtimes: values, names, refusals, half-written directories."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import family_models
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_sources import IDS, MadeSource, quantization_of, reference_logits, rounded, save_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moeq.artifacts.files import PARTIAL
+from moeq.artifacts.targets import LOADED_BY, TARGETS, Grid, refuse_matrix
+from moeq.errors import ArtifactError, PlanError, RecipeError
+from moeq.exporters import CONVERTED, known_formats, write
+from moeq.exporters.dequantized import plain_dtype
+from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.gptq_layout import patterns
+from moeq.models.disk_names import DiskNames
+from moeq.models.loading import describe, expert_keys, load_model
+from moeq.models.source import open_source
+from moeq.numerics.layouts import column_stream, zeros_of
+from moeq.numerics.packed import symmetric_bits, widened
+from moeq.numerics.packing import unpack
+
+MIX = (2, 3, 4, 8, 16, 4)
+
+
+def mixed(layer: int, expert: int, projection: str) -> int:
+    return MIX[(layer + expert) % len(MIX)]
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("mixtral") / "model", "mixtral")
+
+
+def all_tensors(directory: Path) -> dict[str, Tensor]:
+    return {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "dbrx"])
+def test_dequantized_computes_the_same(family: str, tmp_path: Path) -> None:
+    """Families that keep experts apart on disk, and in one tensor with biases, interleaved and transposed."""
+    family_models.build(family).save_pretrained(tmp_path / "model")
+    source = MadeSource(tmp_path / "model", mixed, group_size=16, symmetric=False)
+    write("dequantized", source, tmp_path / "out", WriteOptions())
+    assert set(open_source(str(tmp_path / "out")).tensors) == set(source.source.tensors)
+    model = load_model(open_source(str(tmp_path / "out")), torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        found = model(input_ids=IDS).logits
+    wanted = reference_logits(source)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+
+
+def test_the_models_type_is_that_of_what_is_not_packed(mixtral: Path) -> None:
+    source = MadeSource(mixtral, lambda layer, expert, projection: 8)
+    packed = {key: replace(header, dtype="U8") for key, header in source.source.tensors.items() if "experts" in key}
+    source.source = replace(source.source, tensors=source.source.tensors | packed)
+    assert plain_dtype(source) == torch.bfloat16
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", ["auto-round", "gptq"])
+def test_gptq_layout_holds_the_values(name: str, symmetric: bool, mixtral: Path, tmp_path: Path) -> None:
+    source = MadeSource(mixtral, mixed, symmetric=symmetric)
+    write(name, source, tmp_path / "out", WriteOptions())
+    tensors, declared = all_tensors(tmp_path / "out"), quantization_of(tmp_path / "out")
+    first = declared.get("packing_format") == "auto_round:auto_gptq" or declared.get("checkpoint_format") == "gptq"
+    assert first == symmetric == declared["sym"]
+    names = DiskNames(source.model)
+    for layer in source.layers:
+        for expert in range(layer.num_experts):
+            for projection, matrix in source.expert(layer, expert)[0].items():
+                key = f"{layer.name}.{expert}.{projection}."
+                key = names.renamed(key) if name == "auto-round" else key
+                if isinstance(matrix, Tensor):
+                    assert torch.equal(tensors[f"{key}weight"], matrix)
+                    continue
+                codes = unpack(
+                    column_stream(tensors[f"{key}qweight"], matrix.bits, matrix.inputs), matrix.bits, matrix.inputs
+                )
+                rows = matrix.scales.shape[0]
+                zeros = zeros_of(tensors[f"{key}qzeros"], matrix.bits, rows, less_one=first).float()
+                scales = tensors[f"{key}scales"].float().mT
+                values = (codes.float() - zeros.repeat_interleave(32, -1)) * scales.repeat_interleave(32, -1)
+                assert torch.equal(values, matrix.dequantize())
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_widened_has_the_same_values(data: st.DataObject) -> None:
+    bits = data.draw(st.integers(1, 8))
+    symmetric = data.draw(st.booleans())
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    rows, inputs, group = (
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 40)),
+        data.draw(st.sampled_from([-1, 8, 16])),
+    )
+    weight = rounded(torch.randn(rows, inputs, generator=generator), bits, group, symmetric)
+    least = symmetric_bits(weight)
+    wide = data.draw(st.integers(least, 9))
+    if wide == 9 or least > 8:
+        with pytest.raises(ValueError, match="no symmetric grid"):
+            widened(weight, wide)
+        return
+    found = widened(weight, wide)
+    assert (found.bits, found.symmetric, found.zeros) == (wide, True, None)
+    assert torch.equal(found.dequantize(), weight.dequantize())
+    if least > 1:
+        with pytest.raises(ValueError, match="no symmetric grid"):
+            widened(weight, least - 1)
+
+
+REFUSED = {
+    "one bit": ("auto-round", lambda layer, expert, projection: 1, {}, "1 bits; auto-round loads", "--widen"),
+    "one bit for gptq": ("gptq", lambda layer, expert, projection: 1, {}, "1 bits; gptqmodel loads", "--widen"),
+    "mixed widths": ("compressed-tensors", mixed, {}, "one scheme for all experts", "assign.target: transformers"),
+    "full precision": (
+        "compressed-tensors", lambda layer, expert, projection: 16 if expert == 3 else 4, {}, "full precision beside",
+        "assign.target: transformers",
+    ),
+    "zero points": (
+        "compressed-tensors", lambda layer, expert, projection: 4, {"symmetric": False}, "zero points",
+        "losses.symmetric: true",
+    ),
+    "short groups": (
+        "auto-round", lambda layer, expert, projection: 4, {"group_size": 48}, "128 inputs in groups of 48",
+        "losses.group_size: 128",
+    ),
+    "packed embeddings": (
+        "gptq", lambda layer, expert, projection: 4, {"others": {"model.embed_tokens": 4}}, "embeddings and heads",
+        "leave embeddings",
+    ),
+    "other modules": (
+        "compressed-tensors", lambda layer, expert, projection: 4, {"others": {"model.layers.0.self_attn.q_proj": 4}},
+        "full precision only", "auto-round or gptq",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_refusals_name_the_place_and_what_works(case: str, mixtral: Path, tmp_path: Path) -> None:
+    name, choose, settings_, why, remedy = REFUSED[case]
+    with pytest.raises(PlanError) as error:
+        write(name, MadeSource(mixtral, choose, **settings_), tmp_path / "out", WriteOptions())
+    assert why in str(error.value)
+    assert remedy in str(error.value)
+    assert "model." in str(error.value.where)
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "switch_transformers"])
+@pytest.mark.parametrize("name", ["auto-round", "gptq", "compressed-tensors"])
+def test_families_without_a_tensor_for_every_matrix_are_refused(family: str, name: str, tmp_path: Path) -> None:
+    family_models.build(family).save_pretrained(tmp_path / "model")
+    source = MadeSource(tmp_path / "model", lambda layer, expert, projection: 4, group_size=8)
+    with pytest.raises(PlanError, match="moeq or dequantized"):
+        write(name, source, tmp_path / "out", WriteOptions())
+    assert not (tmp_path / "out").exists()
+
+
+def test_widen_stores_the_same_values(mixtral: Path, tmp_path: Path) -> None:
+    source = MadeSource(mixtral, lambda layer, expert, projection: 1 + expert % 3, symmetric=False)
+    write("compressed-tensors", source, tmp_path / "out", WriteOptions(widen=True))
+    weights = quantization_of(tmp_path / "out")["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["symmetric"]) == (4, True)
+    tensors = all_tensors(tmp_path / "out")
+    for layer in source.layers:
+        for (expert, projection), key in (DiskNames(source.model).experts(layer) or {}).items():
+            matrix = source.expert(layer, expert)[0][projection]
+            assert not isinstance(matrix, Tensor)
+            stem = key.removesuffix("weight")
+            words = tensors[f"{stem}weight_packed"].view(torch.uint8)
+            values = unpack(words, 4, matrix.inputs).float() - 8
+            assert torch.equal(
+                values * tensors[f"{stem}weight_scale"].float().repeat_interleave(32, -1), matrix.dequantize()
+            )
+            assert tensors[f"{stem}weight_shape"].tolist() == list(matrix.dequantize().shape)
+
+
+def test_patterns_match_exactly_what_they_name() -> None:
+    every = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{leaf}"
+        for layer in range(12)
+        for expert in range(12)
+        for leaf in ("gate_proj", "up_proj", "down_proj")
+    ]
+    every += [f"model.layers.{layer}.{leaf}" for layer in range(12) for leaf in ("mlp.gate", "self_attn.q_proj")]
+    chosen = [name for name in every if sum(map(ord, name)) % 3 == 0] + [
+        "model.layers.1.mlp.gate",
+        "model.layers.1.self_attn.q_proj",
+    ]
+    found = patterns(chosen)
+    assert len(found) <= 12
+    assert {name for name in every if any(re.search(pattern, name) for pattern in found)} == set(chosen)
+    assert {name for name in every if any(re.match(pattern, name) for pattern in found)} == set(chosen)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "phimoe", "jamba", "nemotron_h"])
+def test_names_on_disk_are_the_familys(family: str, tmp_path: Path) -> None:
+    family_models.build(family).save_pretrained(tmp_path)
+    source = open_source(str(tmp_path))
+    model, layers = describe(source)
+    names = [DiskNames(model).experts(layer) for layer in layers]
+    assert {key for found in names for key in (found or {}).values()} == expert_keys(source, model, layers)
+
+
+def test_targets_say_what_they_load_and_why() -> None:
+    assert set(LOADED_BY) | {"dequantized"} == set(known_formats())
+    assert {target.format for target in TARGETS.values()} <= set(known_formats())
+    for target in TARGETS.values():
+        assert target.proof
+        whole = Grid(rows=128, inputs=128, bits=4, group_size=32, symmetric=True)
+        assert refuse_matrix(target, whole) is None
+    ragged = Grid(rows=128, inputs=72, bits=4, group_size=32, symmetric=True)
+    assert {name for name in TARGETS if refuse_matrix(TARGETS[name], ragged) is None} == {"moeq"}
+
+
+def test_a_write_that_fails_leaves_the_older_checkpoint(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = MadeSource(mixtral, lambda layer, expert, projection: 4)
+    write("auto-round", source, tmp_path / "out", WriteOptions())
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def broken(layer: object, expert: int) -> None:
+        raise ArtifactError("cut off")
+
+    monkeypatch.setattr(source, "expert", broken)
+    with pytest.raises(ArtifactError, match="cut off"):
+        write("auto-round", source, tmp_path / "out", WriteOptions())
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert not list(tmp_path.glob(f"*{PARTIAL}"))
+
+
+def test_unknown_formats_are_refused(mixtral: Path, tmp_path: Path) -> None:
+    source = MadeSource(mixtral, lambda layer, expert, projection: 4)
+    with pytest.raises(RecipeError, match="no format 'awq'"):
+        write("awq", source, tmp_path / "out", WriteOptions())
+    assert "awq" not in CONVERTED

@@ -1,0 +1,129 @@
+"""A packed source without a run: a tiny model's experts rounded to given widths, and what its runtimes must compute."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from family_models import build
+from torch import Tensor
+
+from moeq.bundled import bundled_path
+from moeq.exporters.packed_source import Matrices
+from moeq.models.experts import ExpertLayer, set_expert_weights
+from moeq.models.loading import describe, expert_keys, load_model, skeleton, source_dtype
+from moeq.models.single import ExpertReader
+from moeq.models.source import open_source
+from moeq.numerics.gptq import quantize
+from moeq.numerics.packed import PackedWeight
+
+Choose = Callable[[int, int, str], int]  # layer, expert, projection -> width
+SIZES: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "shared_expert_intermediate_size": 64, "num_hidden_layers": 2,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 96},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "olmoe": {"intermediate_size": 96},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "num_hidden_layers": 3, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+        "v_head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 64, "head_dim": 32,
+    },
+}  # fmt: skip
+
+
+def save_model(folder: Path, family: str, **settings: Any) -> Path:
+    """A tiny model of a family whose matrices are multiples of 32 and of no two equal sides."""
+    build(family, **SIZES | FAMILIES[family] | settings).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(bundled_path("tiny-mixtral") / name, folder / name)
+    return folder
+
+
+def rounded(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> PackedWeight:
+    """One matrix [N, K] rounded to the nearest codes."""
+    found = quantize(weight[None], None, bits=(bits,), group_size=group_size, symmetric=symmetric)
+    packed = PackedWeight.of(found, bits, symmetric)
+    return packed.map(lambda part: part[0])
+
+
+class MadeSource:
+    """A PackedSource over a plain model.
+
+    choose: the width of every matrix, 16 for full precision; others: {module: bits} of linears outside of the experts;
+    positive: the magnitudes of the experts' weights are taken, so that all zero points are 0.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        choose: Choose,
+        *,
+        group_size: int = 32,
+        symmetric: bool = True,
+        others: dict[str, int] | None = None,
+        positive: bool = False,
+    ) -> None:
+        self.source = open_source(str(path))
+        self.config = self.source.config
+        self.model, self.layers = describe(self.source)
+        self.choose, self.group_size, self.symmetric = choose, group_size, symmetric
+        self._others, self.positive = others or {}, positive
+        self._reader = ExpertReader(self.source, skeleton(self.source, source_dtype(self.source)))
+
+    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
+        weights, biases = self._reader.read(layer, expert)
+        found: Matrices = {}
+        for projection, weight in weights.items():
+            bits = self.choose(layer.index, expert, projection)
+            weight = weight.abs() if self.positive else weight
+            plain = bits == 16
+            found[projection] = weight if plain else rounded(weight, bits, self.group_size, self.symmetric)
+        return found, biases
+
+    def others(self) -> Iterator[tuple[str, PackedWeight]]:
+        for name, bits in self._others.items():
+            weight = self._reader._index.handle(f"{name}.weight")[:]
+            yield name, rounded(weight, bits, self.group_size, self.symmetric)
+
+    def rest(self) -> list[str]:
+        gone = expert_keys(self.source, self.model, self.layers) | {f"{name}.weight" for name in self._others}
+        return sorted(set(self.source.tensors) - gone)
+
+
+def reference(source: MadeSource) -> Any:
+    """The model with the dequantized values, in float32."""
+    model: Any = load_model(replace(source.source), torch.float32, torch.device("cpu"))
+    for layer in source.layers:
+        for expert in range(layer.num_experts):
+            matrices, _ = source.expert(layer, expert)
+            values = {
+                name: matrix if isinstance(matrix, Tensor) else matrix.dequantize() for name, matrix in matrices.items()
+            }
+            set_expert_weights(model, layer, expert, values)
+    for name, weight in source.others():
+        module = model.get_submodule(name)
+        module.weight.data.copy_(weight.dequantize())
+    return model
+
+
+IDS = torch.arange(3, 99).reshape(2, 48) * 7 % 2000
+
+
+def reference_logits(source: MadeSource) -> Tensor:
+    """Logits of the dequantized model for IDS."""
+    with torch.no_grad():
+        logits: Tensor = reference(source)(input_ids=IDS).logits
+    return logits
+
+
+def quantization_of(directory: Path) -> dict[str, Any]:
+    """The quantization_config of a checkpoint."""
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))["quantization_config"]
+    return found

@@ -1,0 +1,57 @@
+"""Interpreters with other runtimes: MOEQ_PEERS/PACKAGE/bin/python, or this one where it has the package.
+
+A test that needs one is skipped, with the reason, where there is none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODULES = {"auto-round": "auto_round", "gptqmodel": "gptqmodel", "compressed-tensors": "compressed_tensors"}
+PROBE = Path(__file__).parent / "exporters" / "peer_probe.py"
+
+
+def interpreter(package: str) -> str:
+    """The interpreter that has a package."""
+    folder = os.environ.get("MOEQ_PEERS")
+    if folder is not None and (Path(folder) / package / "bin" / "python").exists():
+        return str(Path(folder) / package / "bin" / "python")
+    if importlib.util.find_spec(MODULES[package]) is None:
+        pytest.skip(f"{package} is neither here nor in an environment below MOEQ_PEERS")
+    return sys.executable
+
+
+def run(package: str, script: Path, *arguments: str | Path) -> str:
+    """Standard output of a script in a package's interpreter; fails when it does."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [interpreter(package), str(script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def load(package: str, loader: str, checkpoints: list[Path], ids: Path) -> list[Any]:
+    """Logits of checkpoints in one process of a peer, each a tensor, or the error's last line where it cannot load."""
+    from safetensors.torch import load_file
+
+    jobs = [
+        {"loader": loader, "checkpoint": str(one), "ids": str(ids), "logits": f"{one}.logits"} for one in checkpoints
+    ]
+    plan = checkpoints[0].with_suffix(".jobs.json")
+    plan.write_text(json.dumps(jobs))
+    run(package, PROBE, plan)
+    found: list[Any] = []
+    for job in jobs:
+        path = Path(job["logits"])
+        error = path.with_name(f"{path.name}.error")
+        found.append(load_file(path)["logits"] if path.exists() else error.read_text().strip().splitlines()[-1])
+    return found

@@ -1,0 +1,174 @@
+"""Formats beside the native one, from the recipe to directories that load; resume; `moeq convert`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from made_sources import quantization_of, save_model
+
+from moeq import conversion, pipeline
+from moeq.errors import ArtifactError, PlanError, RecipeError
+from moeq.exporters.native_reader import NativeReader
+from moeq.models.experts import stacked_weights
+from moeq.models.loading import load_model
+from moeq.models.source import open_source
+from moeq.planning.capability import Asked, refusals
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.runtime.checkpoint import load_checkpoint
+from moeq.stages.context import Context
+from moeq.stages.export import format_directory
+
+STAGES = ("profile", "losses", "assign", "quantize", "export")
+SMALL = (
+    "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=32", "losses.methods=[rtn]",
+    "losses.bits=[1, 2, 3, 4]", "assign.quantizer=rtn", "assign.method=frequency", "assign.average_bits=3",
+    "others.attention=4", "others.head=8", "others.method=rtn", "eval.compare=[]",
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def context_of(model: Path, out: Path, *overrides: str) -> Context:
+    recipe = load_recipe(None, [*SMALL, *overrides])
+    return Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
+
+
+def run(model: Path, out: Path, *overrides: str) -> Context:
+    context = context_of(model, out, *overrides)
+    pipeline.run(context, STAGES)
+    return context
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "mixtral", "mixtral")
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    run(model, out, "export.formats=[dequantized]")
+    return out
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "stage.json"}
+
+
+def test_dequantized_holds_the_values_in_the_models_type(finished: Path) -> None:
+    reader = NativeReader(finished / "checkpoint")
+    plain = load_model(open_source(str(format_directory(finished, "dequantized"))), torch.float32, CPU)
+    for layer in reader.layers:
+        for expert in range(layer.num_experts):
+            own = {name: stack[0] for name, stack in stacked_weights(plain, layer, slice(expert, expert + 1)).items()}
+            for projection, matrix in reader.expert(layer, expert)[0].items():
+                values = matrix if isinstance(matrix, torch.Tensor) else matrix.dequantize(torch.bfloat16)
+                assert torch.equal(own[projection], values.float())
+    for name, weight in reader.others():
+        assert torch.equal(plain.get_submodule(name).weight.data, weight.dequantize(torch.bfloat16).float())
+    card = (format_directory(finished, "dequantized") / "README.md").read_text("utf-8")
+    assert "base_model: mixtral" in card
+
+
+def test_the_reader_gives_what_the_runtime_computes_with(finished: Path) -> None:
+    reader = NativeReader(finished / "checkpoint")
+    native = load_checkpoint(finished / "checkpoint", torch.float32, CPU)
+    for layer in reader.layers:
+        packed = native.get_submodule(layer.name)
+        for expert in range(layer.num_experts):
+            for projection, matrix in reader.expert(layer, expert)[0].items():
+                values = matrix if isinstance(matrix, torch.Tensor) else matrix.dequantize()
+                mine = packed.get_submodule(f"{expert}.{projection}")
+                assert torch.equal(mine.values(torch.float32), values)  # type: ignore[operator]
+    for name, weight in reader.others():
+        assert torch.equal(native.get_submodule(name).values(torch.float32), weight.dequantize())  # type: ignore[operator]
+    packed_names = {name for name, _ in reader.others()}
+    assert "lm_head" in packed_names
+    rest = set(reader.rest())
+    assert not any("experts" in key or key.removesuffix(".weight") in packed_names for key in rest)
+    assert "model.layers.0.block_sparse_moe.gate.weight" in rest
+
+
+def test_damage_is_named(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "checkpoint", tmp_path / "broken")
+    placed = json.loads((tmp_path / "broken" / "placement.json").read_text("utf-8"))
+    placed["layers"][1]["hidden_size"] += 1
+    (tmp_path / "broken" / "placement.json").write_text(json.dumps(placed))
+    with pytest.raises(ArtifactError, match=r"model\.layers\.1\.mlp\.experts: config\.json and the manifest differ"):
+        NativeReader(tmp_path / "broken")
+    placed["layers"][1]["hidden_size"] -= 1
+    replica = placed["layers"][0]["experts"][2]["replicas"][0]
+    replica["bits"] = 8 if replica["bits"] != 8 else 4
+    (tmp_path / "broken" / "placement.json").write_text(json.dumps(placed))
+    reader = NativeReader(tmp_path / "broken")
+    with pytest.raises(ArtifactError, match=r"model\.layers\.0\.mlp\.experts, expert 2, gate_proj: codes is"):
+        reader.expert(reader.layers[0], 2)
+
+
+def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_path: Path) -> None:
+    changes = (
+        "others.head=null",
+        "losses.bits=[2, 3, 4]",
+        "assign.method=uniform",
+        "assign.average_bits=null",
+        "assign.bits=3",
+    )
+    run(model, tmp_path, *changes)
+    before = (tmp_path / "checkpoint" / "stage.json").read_text("utf-8")
+    run(model, tmp_path, *changes, "export.formats=[auto-round]")
+    directory = format_directory(tmp_path, "auto-round")
+    first, stamp = contents(directory), (directory / "config.json").stat().st_mtime_ns
+    assert quantization_of(directory)["bits"] == 3
+    run(model, tmp_path, *changes, "export.formats=[auto-round, gptq]")
+    assert (directory / "config.json").stat().st_mtime_ns == stamp, "what is there is not written again"
+    assert format_directory(tmp_path, "gptq").is_dir()
+    (directory / "config.json").unlink()
+    (tmp_path / f"{directory.name}.partial").mkdir()
+    again = run(model, tmp_path, *changes, "export.formats=[auto-round, gptq]")
+    assert contents(directory) == first
+    assert not list(tmp_path.glob("*.partial"))
+    assert json.loads(before)["digest"] == json.loads((tmp_path / "checkpoint" / "stage.json").read_text())["digest"]
+    assert pipeline.result_paths(again)["checkpoint in gptq"].is_dir()
+    conversion.convert(tmp_path / "checkpoint", "gptq", tmp_path / "converted")
+    native = contents(format_directory(tmp_path, "gptq"))
+    converted = contents(tmp_path / "converted")
+    assert {name for name in native if native[name] != converted.get(name)} <= {"README.md"}, "only the model's name"
+
+
+def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, tmp_path: Path) -> None:
+    one = ("assign.method=uniform", "assign.average_bits=null", "assign.bits=1", "others.head=null")
+    with pytest.raises(PlanError, match=r"export\.formats: auto-round: .*expert 0: 1 bits.*--widen"):
+        run(model, tmp_path, *one, "export.formats=[auto-round]")
+    assert not (tmp_path / "checkpoint").exists()
+    context = context_of(model, tmp_path, *one, "export.formats=[auto-round, compressed-tensors]", "export.widen=true")
+    layers = tuple(context.layers)
+    asked = Asked(layers=layers, widths=((1,) * 6,) * 2, group_size=32, symmetric=False, all_replicas=False)
+    assert refusals(context, asked) == []
+    narrow = context_of(model, tmp_path, *one, "export.formats=[gptq]")
+    assert any("export.formats: gptq cannot carry it" in line and "1 bits" in line for line in refusals(narrow, asked))
+    run(model, tmp_path, *one, "others.attention=null", "export.formats=[compressed-tensors]", "export.widen=true")
+    declared = quantization_of(format_directory(tmp_path, "compressed-tensors"))
+    assert declared["config_groups"]["group_0"]["weights"]["num_bits"] == 2
+
+
+def test_the_command_converts_and_refuses(finished: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moeq", "convert", str(finished / "checkpoint"), "--to"]
+    done = subprocess.run(
+        [*command, "dequantized", "--out", str(tmp_path / "out"), "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["format"] == "dequantized"
+    refused = subprocess.run([*command, "gptq", "--out", str(tmp_path / "no")], capture_output=True, text=True)
+    assert refused.returncode == PlanError.exit_code
+    assert len(refused.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "no").exists()
+    with pytest.raises(RecipeError, match="is there already"):
+        conversion.convert(finished / "checkpoint", "gptq", tmp_path / "out")
+    with pytest.raises(ArtifactError, match="no checkpoint that moeq exported"):
+        conversion.convert(tmp_path / "out", "gptq", tmp_path / "other")
