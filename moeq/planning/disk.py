@@ -78,8 +78,17 @@ class Disk:
         """Bytes of the files that a stage leaves, by name, its record among them."""
         if stage not in self._files:
             files: dict[str, int] = getattr(self, f"_{stage}")()
-            self._files[stage] = files | {RECORD: self._record(stage, files)}
+            self._files[stage] = files | {RECORD: self._record(stage, files)} | self._formats(stage)
         return self._files[stage]
+
+    def _formats(self, stage: str) -> dict[str, int]:
+        """Bytes of the checkpoints in other formats, as one file each: codes, scales and zero points are as large."""
+        if stage != "export":
+            return {}
+        rest = self.sizes.disk - self.sizes.experts_disk - self.sizes.others.disk
+        packed = rest + self.sizes.others.packed + placed_bytes(self.sizes, self.recipe.assign, self.recipe)
+        names = self.recipe.export.formats
+        return {f"../checkpoint-{name}": self.sizes.disk if name == "dequantized" else packed for name in names}
 
     def linked(self, stage: str) -> int:
         """Bytes of files that are hard links to an earlier stage's: packed experts in the checkpoint."""
