@@ -9,10 +9,10 @@ demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-full: $(INSTALLED) lint
-	MOEQ_FULL=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MOEQ_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'moeq needs Python 3.11 or later: make PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,peers]'
 	touch $@
 
 clean:

@@ -64,6 +64,9 @@ WidenOption = Annotated[
     bool,
     typer.Option("--widen", help="Codes that a format's runtime cannot read go into wider ones of the same values."),
 ]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify/--no-verify", help="Load what export wrote in a fresh process and compare it.")
+]
 
 
 INTERRUPTED = 130
@@ -133,12 +136,14 @@ def run(
     set_: SetOption = None,
     quantizer: QuantizerOption = None,
     refine: RefineOption = False,
+    verify: VerifyOption = True,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Run all stages below in order; goes on where it was stopped."""
-    context = _context(recipe, model, out, set_, quiet, trust_remote_code, quantizer, refine)
+    wanted = [*(set_ or []), *_verify_override(verify)]
+    context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine)
     from moeq import pipeline, results, terminal
 
     outcomes = pipeline.run(context)
@@ -165,11 +170,12 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
         refine: RefineOption = False,
         format_: FormatOption = None,
         widen: WidenOption = False,
+        verify: VerifyOption = True,
         trust_remote_code: TrustOption = False,
         json: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
-        wanted = [*(set_ or []), *_export_overrides(format_, widen)]
+        wanted = [*(set_ or []), *_export_overrides(format_, widen), *_verify_override(verify)]
         context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine)
         from moeq import pipeline, terminal
 
@@ -193,11 +199,17 @@ def _export_overrides(formats: Sequence[str] | None, widen: bool) -> list[str]:
     return [*([f"export.formats=[{', '.join(others)}]"] if formats else []), *(["export.widen=true"] if widen else [])]
 
 
+def _verify_override(verify: bool) -> list[str]:
+    """What --no-verify changes of a recipe; without it the recipe decides."""
+    return [] if verify else ["export.verify=false"]
+
+
 STAGE_OPTIONS = {  # options that not every stage has
     "quantizer": ("losses",),
     "refine": ("quantize",),
     "format_": ("export",),
     "widen": ("export",),
+    "verify": ("export",),
 }
 
 
@@ -396,6 +408,50 @@ def convert(
         _print_json(found)
     elif not quiet:
         terminal.print_summary(found)
+
+
+@app.command()
+def verify(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A packed checkpoint, of moeq or of another tool, or a plain one.")
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="Model (or packed checkpoint) that it was made of: how far it is from that."),
+    ] = None,
+    target: Annotated[
+        Literal["moeq", "auto-round", "gptqmodel", "transformers"] | None,
+        typer.Option("--target", help="Whose loader is used [default: the one that the format is for]."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", help="Interpreter of an environment with the target's package [default: this one]."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"], typer.Option(help="Type that the target computes in.")
+    ] = "float32",
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Load a checkpoint with its target's own loader in a fresh process and compare it with its weights."""
+    from moeq import terminal
+    from moeq.progress import Reporter
+    from moeq.verification import verify as verification
+
+    options = verification.Options(
+        target=target, python=python, against=against, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    verdict = verification.verify(checkpoint, options, Reporter(quiet=quiet or json))
+    if json:
+        _print_json(verdict.as_json())
+        if verdict.problems:
+            print(f"moeq: {verification.error_of(verdict)}", file=sys.stderr)
+            raise typer.Exit(verification.error_of(verdict).exit_code)
+        return
+    if not quiet:
+        terminal.print_verdict(verdict)
+    verification.require(verdict)
 
 
 @app.command()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.manifest import NAME as MANIFEST
-from moeq.errors import ArtifactError, RecipeError
+from moeq.errors import RecipeError
 from moeq.exporters import CONVERTED, write
 from moeq.exporters.foreign import WriteOptions
-from moeq.exporters.native_reader import NativeReader
-from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.readers import open_packed
 from moeq.tables import human_bytes
 
 
@@ -20,21 +18,14 @@ def convert(
     """Write `checkpoint` to `out` in the format `name`; returns what was written.
 
     Raises RecipeError for an unknown format or an `out` that is there, ArtifactError for a directory that is no packed
-    checkpoint, PlanError for what the format's runtime would not load as it is meant.
+    checkpoint of moeq's or of another tool's, PlanError for what the format's runtime would not load as it is meant.
     """
     if name not in CONVERTED:
         raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(CONVERTED)}")
     if out.exists():
         raise RecipeError("is there already", where=str(out), do="choose another --out or remove it")
-    source = open_packed(checkpoint, trust_remote_code)
+    source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
     write(name, source, out, options)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
-
-
-def open_packed(path: Path, trust_remote_code: bool = False) -> PackedSource:
-    """Open a packed checkpoint by what lies in it; ArtifactError when it is none."""
-    if not (path / MANIFEST).is_file():
-        raise ArtifactError("no checkpoint that moeq exported", where=str(path), do="give one with a placement.json")
-    return NativeReader(path, trust_remote_code)

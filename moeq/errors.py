@@ -10,7 +10,7 @@
 | 6 | AssignmentError | bits, placement or budget that cannot be met |
 | 7 | ArtifactError | a missing, damaged or foreign file of an earlier stage |
 | 8 | StorageError | the disk: full, read-only, in use |
-| 9 | EvaluationError | evaluation: tasks, generation |
+| 9 | EvaluationError | evaluation: tasks, generation, a checkpoint that does not load right |
 | 10 | EstimateError | hardware files and the performance estimate |
 | 11 | PlanError | a plan that does not fit: memory, disk, or a format that cannot carry the recipe |
 | 130 | | interrupted |

@@ -411,6 +411,7 @@ class ExportSection(Section):
         [], description="written beside it, each as checkpoint-FORMAT"
     )
     widen: bool = Field(False, description="codes that a format's runtime cannot read go into wider ones, same values")
+    verify: bool = Field(True, description="load what was written in a fresh process and compare it with its weights")
     max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")
 
 

@@ -14,6 +14,8 @@ from moeq.models.support import Support
 from moeq.pipeline import Outcome
 from moeq.planning.result import Plan
 from moeq.tables import human_bytes, human_seconds
+from moeq.verification.against import Distance
+from moeq.verification.verify import Verdict
 
 BESIDE = 108  # columns from which the final table has sizes beside quality
 NARROW = 78  # columns below which tables leave out what the others imply
@@ -42,6 +44,47 @@ def print_families(rows: list[Support]) -> None:
     console.print(
         f"{good} of {len(rows)} quantize, export and load; measured on tiny random models by moeq's own tests.",
         style="dim",
+    )
+
+
+def print_verdict(verdict: Verdict) -> None:
+    """What verify found: the layers, the worst first, the logits, what is wrong, and one line that says it all."""
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("layer", overflow="fold")
+    for title in ("compared", "error", "worst expert"):
+        table.add_column(title, justify="left" if title == "compared" else "right", overflow="fold")
+    for check in sorted(verdict.layers, key=lambda check: -check.worst):
+        error = "" if check.error is None else f"{check.error:.2g}"
+        alone = check.expert_errors
+        expert = "" if alone is None else f"{alone.index(max(alone))}: {max(alone):.2g}"
+        table.add_row(check.name, check.how, error, expert, style="red" if check.worst > verdict.tolerance else None)
+    console.print(table)
+    versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
+    complaints = [
+        f"{len(keys)} {problem.replace('_', ' ')}" for problem, keys in (verdict.loading or {}).items() if keys
+    ]
+    said = (
+        "says nothing of keys" if verdict.loading is None else ", ".join(complaints) or "no key missing or unexpected"
+    )
+    console.print(f"files    {verdict.files}")
+    console.print(f"loader   {versions}: {said}")
+    console.print(f"logits   {verdict.logits_error:.2g} relative, tolerance {verdict.tolerance:g} ({verdict.dtype})")
+    if verdict.distance is not None:
+        _print_distance(console, verdict.distance)
+    for problem in verdict.problems:
+        console.print(f"wrong    {problem}", style="red", markup=False)
+    judged = f"{sum(check.error is not None for check in verdict.layers)} of {len(verdict.layers)} layers compared"
+    how = "loads right" if not verdict.problems else "does not load right"
+    console.print(f"{verdict.checkpoint} {how} with {verdict.target}; {judged}.", markup=False)
+
+
+def _print_distance(console: Console, distance: Distance) -> None:
+    console.print(
+        f"against  {distance.model}: KL {distance.kl:.3g} nats a token, logits {distance.logits_error:.2g}, "
+        f"experts' weights {distance.weights_error:.2g} relative; {distance.equal} other tensors equal byte for byte, "
+        f"{len(distance.changed)} not",
+        markup=False,
     )
 
 

@@ -12,7 +12,12 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +29,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="long sweep: make test-full"))
+
+
+@pytest.fixture(autouse=True)
+def probe_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
+    """Exports are verified in this process, which takes a fraction of a second, but in tests marked fresh_process."""
+    launch = sys.modules.get("moeq.verification.launch")
+    if launch is None or request.node.get_closest_marker("fresh_process"):
+        return
+    from moeq.verification import probe
+
+    @contextmanager
+    def started(wanted: Any, python: str | None) -> Iterator[Any]:
+        folder = tmp_path_factory.mktemp("probe")
+        launch.write_request(folder, wanted)
+        probe.main(folder)
+        yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: 0, poll=lambda: 0)
+
+    monkeypatch.setattr(launch, "started", started)
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ from moeq.version import __version__
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
-    "run": STAGE | {"--quantizer", "--refine"},
+    "run": STAGE | {"--quantizer", "--refine", "--verify"},
     **dict.fromkeys(("profile", "eval", "estimate"), STAGE),
-    "export": STAGE | {"--format", "--widen"},
+    "export": STAGE | {"--format", "--widen", "--verify"},
     "convert": {"checkpoint", "--to", "--out", "--widen", "--trust-remote-code", "--json", "--quiet"},
     "report": STAGE | {"--maps"},
     "losses": STAGE | {"--quantizer"},
@@ -30,6 +30,16 @@ FLAGS = {
     | {"--granularity", "--ndp-latency", "--hardware"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
+    "verify": {
+        "checkpoint",
+        "--against",
+        "--target",
+        "--python",
+        "--dtype",
+        "--trust-remote-code",
+        "--json",
+        "--quiet",
+    },
     "gc": {"--out", "--store", "--dry-run", "--json"},
     "generate": {
         "checkpoint",

@@ -148,3 +148,11 @@ def set_expert_weights(model: nn.Module, layer: ExpertLayer, expert: int, weight
     with torch.no_grad():
         for projection, value in weights.items():
             mine[projection].copy_(value)
+
+
+def set_expert_biases(model: nn.Module, layer: ExpertLayer, expert: int, biases: dict[str, Tensor]) -> None:
+    """Overwrite one expert's biases in place (cast to the model's dtype)."""
+    mine = layer.kind.biases(model.get_submodule(layer.name), slice(expert, expert + 1))
+    with torch.no_grad():
+        for projection, value in biases.items():
+            mine[projection][0].copy_(value)

@@ -14,11 +14,16 @@ def forward(model: Any, input_ids: Tensor, mask: Tensor | None = None, **extra: 
     An encoder-decoder is given the same tokens on both sides, the decoder's shifted right by its start token, so that
     logits [B, S, V] at t predict token t: `ahead(model)` is then 0 instead of 1.
     """
-    if model.config.is_encoder_decoder:
-        extra["decoder_input_ids"] = _shifted_right(model, input_ids)
-        if mask is not None:
-            extra["decoder_attention_mask"] = mask
-    return model(input_ids=input_ids, attention_mask=mask, use_cache=False, **extra)
+    if mask is not None and model.config.is_encoder_decoder:
+        extra["decoder_attention_mask"] = mask
+    return model(**token_inputs(model, input_ids), attention_mask=mask, use_cache=False, **extra)
+
+
+def token_inputs(model: Any, input_ids: Tensor) -> dict[str, Tensor]:
+    """Tokens [B, S] by the names of the arguments that a model takes them as."""
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": input_ids}
+    return {"input_ids": input_ids, "decoder_input_ids": _shifted_right(model, input_ids)}
 
 
 def ahead(model: Any) -> int:

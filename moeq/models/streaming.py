@@ -61,10 +61,18 @@ class StreamedModel:
     """The model, its blocks, and how they are read; `bytes_read` counts what was asked of the disk."""
 
     def __init__(
-        self, source: ModelSource, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+        self,
+        source: ModelSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        trust_remote_code: bool = False,
+        supplied: frozenset[str] = frozenset(),
     ) -> None:
-        """Read what is resident. Raises ModelError when a weight is missing, unexpected or of another shape."""
-        self.source, self.device = source, device
+        """Read what is resident. Raises ModelError when a weight is missing, unexpected or of another shape.
+
+        supplied: parameters that the overlays fill, which are not read; resident ones are filled by the caller.
+        """
+        self.source, self.device, self.supplied = source, device, supplied
         self.model: Any = skeleton(source, dtype, trust_remote_code)
         self.reader = WeightReader(source, self.model, dtype, device)
         self.reader.check_unexpected()
@@ -113,8 +121,12 @@ class StreamedModel:
     def _read(self, names: list[str]) -> None:
         """Read parameters; what the disk lacks is taken from what it is tied to."""
         missing = self.reader.read(names)
+        for name in missing & self.supplied:
+            self._make_room(name)
+        missing -= self.supplied
+        there = {*self.reader.origins, *self.supplied}
         for name in sorted(missing):
-            other = next((other for other in self._tied.get(name, ()) if other in self.reader.origins), None)
+            other = next((other for other in self._tied.get(name, ()) if other in there), None)
             if other is not None:
                 self._take(name, other)
                 missing.discard(name)
@@ -123,6 +135,12 @@ class StreamedModel:
             raise ModelError(
                 f"{len(lacking)} missing keys, the first: {lacking[0]}", where=str(self.source.path), do=REMEDY
             )
+
+    def _make_room(self, name: str) -> None:
+        """Memory of a parameter that an overlay fills."""
+        module, leaf = owner(self.model, name)
+        empty = torch.empty_like(getattr(module, leaf), device=self.device)
+        module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
 
     def _take(self, name: str, other: str) -> None:
         """Let a parameter be one that lies elsewhere; what is read for it alone does not stay there."""
@@ -175,8 +193,9 @@ class StreamedModel:
     def _detach(self, layer: ExpertLayer) -> None:
         """Copies of a layer's experts: stacks that are read whole are the memory through which they are read again."""
         for name in layer.parameters:
-            parameter = self.model.get_parameter(f"{layer.name}.{name}")
-            parameter.data = parameter.data.clone()
+            if f"{layer.name}.{name}" not in self.supplied:
+                parameter = self.model.get_parameter(f"{layer.name}.{name}")
+                parameter.data = parameter.data.clone()
 
     def read_again(self, parameters: list[str]) -> None:
         """Have resident parameters, and those tied to them, as the checkpoint has them."""

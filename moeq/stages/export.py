@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.markup import escape
+
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import digest_of, sha256_file, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
@@ -16,10 +19,14 @@ from moeq.exporters import CONVERTED, export, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
-from moeq.models.loading import expert_keys
+from moeq.exporters.readers import open_packed
+from moeq.models.loading import expert_keys, memory_bytes
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import assign, model_card, others, profile, quantize
 from moeq.stages.context import Context
+from moeq.tables import human_bytes
+from moeq.verification.launch import NotInstalledError
+from moeq.verification.verify import Options, require, resident_bytes, verify
 
 FORMAT_REVISION = 1  # raised when the same checkpoint gives other bytes in some format
 
@@ -49,6 +56,8 @@ def run(context: Context) -> dict[str, Any]:
         manifest = export(context.recipe.export.format, inputs, target)
         advance()
     write_card(context, manifest)
+    if context.recipe.export.verify:
+        check_loads(context, target)
     for name in context.recipe.export.formats:
         write_format(context, name)
     return manifest.totals.model_dump() | {"original_expert_bytes": original_bytes(context, inputs.expert_keys)}
@@ -93,15 +102,44 @@ def write_format(context: Context, name: str) -> None:
         model_name=context.stamp.name,
     )
     write(name, NativeReader(context.directory("export"), recipe.trust_remote_code), directory, options)
+    if recipe.export.verify:
+        check_loads(context, directory)
     write_record(
         directory, stage=stage, model=context.stamp, seed=recipe.seed, key=key, inputs={}, summary={}, volatile={}
+    )
+
+
+def check_loads(context: Context, directory: Path) -> None:
+    """Load a checkpoint with its target's own loader in a fresh process; EvaluationError when it loads wrongly.
+
+    Where the target's package is not installed here, or memory is too small, that is said instead.
+    """
+    packed = open_packed(directory, trust_remote_code=context.recipe.trust_remote_code)
+    size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
+    if size > memory:
+        context.reporter.say(
+            f"  [yellow]not verified: loading it takes {human_bytes(size)} of memory, there are {human_bytes(memory)}; "
+            f"`moeq verify {escape(str(directory))}` on a larger machine[/yellow]"
+        )
+        return
+    options = Options(trust_remote_code=context.recipe.trust_remote_code)
+    try:
+        verdict = verify(directory, options, context.reporter)
+    except NotInstalledError as error:
+        context.reporter.say(f"  [yellow]not verified: {escape(str(error))}[/yellow]")
+        return
+    require(verdict)
+    worst = max((check.worst for check in verdict.layers), default=0.0)
+    context.reporter.say(
+        f"  verified with {verdict.target}: layers within {worst:.1g}, logits within {verdict.logits_error:.1g}"
     )
 
 
 def _format_key(context: Context, name: str) -> str:
     section = context.recipe.export
     manifest = sha256_file(context.directory("export") / MANIFEST)
-    return digest_of([name, FORMAT_REVISION, context.stamp.digest, manifest, section.max_shard, section.widen])
+    settings = [section.max_shard, section.widen, section.verify]
+    return digest_of([name, FORMAT_REVISION, context.stamp.digest, manifest, *settings])
 
 
 def formats_intact(context: Context) -> bool:

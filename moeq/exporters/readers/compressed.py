@@ -1,0 +1,119 @@
+"""compressed-tensors, format pack-quantized.
+
+weight_packed int32 [N, ceil(K*b/32)], a row's codes (the signed value plus 2**(b-1)) as one bit stream; weight_scale
+[N, G]; weight_zero_point int32 [ceil(N*b/32), G] packed alike along the rows, absent where the grid is symmetric;
+weight_shape int64 [2]; weight_g_idx int32 [K] where activations were ordered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq.exporters.readers.layout import Grid, Parts, Stored, expect, group_length, kept_scales
+from moeq.models.source import TensorHeader
+from moeq.numerics import grids
+from moeq.numerics.layouts import WORD, row_stream
+from moeq.numerics.packed import PackedWeight
+from moeq.numerics.packing import pack, packed_row_bytes, unpack
+
+FORMAT = "pack-quantized"
+FLOATS = ("F16", "BF16", "F32")
+LINEAR = "Linear"
+
+
+class CompressedTensors:
+    """config_groups, each with the modules that it is for: names, `re:` patterns, or the class Linear."""
+
+    name = "compressed-tensors"
+    anchor = "weight_packed"
+    parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+
+    def __init__(self, declared: Mapping[str, Any]) -> None:
+        """ValueError for groups whose weights lie in another format."""
+        self.ignored = [_matcher(name) for name in declared.get("ignore") or ()]
+        self.groups: list[tuple[list[re.Pattern[str] | None], Grid]] = []
+        for name, group in (declared.get("config_groups") or {}).items():
+            form = group.get("format") or declared.get("format")
+            if form != FORMAT:
+                raise ValueError(f"format {form} ({name})")
+            self.groups.append(([_matcher(target) for target in group["targets"]], _grid(name, group["weights"])))
+
+    def grid(self, names: Sequence[str]) -> Grid | None:
+        if any(_matches(pattern, names) for pattern in self.ignored):
+            return None
+        named = [grid for pattern, grid in self._targets() if _matches(pattern, names)]
+        whole = [grid for pattern, grid in self._targets() if pattern is None]
+        return next(iter([*named, *whole]), None)
+
+    def _targets(self) -> Iterator[tuple[re.Pattern[str] | None, Grid]]:
+        for targets, grid in self.groups:
+            for pattern in targets:
+                yield pattern, grid
+
+    def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
+        groups = grids.group_count(inputs, group_length(grid, inputs))
+        expect(headers, "weight_packed", ("I32",), (rows, -(-inputs * grid.bits // WORD)))
+        expect(headers, "weight_scale", FLOATS, (rows, groups))
+        expect(headers, "weight_shape", ("I64", "I32"), (2,))
+        if not grid.symmetric:
+            expect(headers, "weight_zero_point", ("I32",), (-(-rows * grid.bits // WORD), groups))
+        if "weight_g_idx" in headers:
+            expect(headers, "weight_g_idx", ("I32",), (inputs,))
+
+    def read(self, parts: Parts, grid: Grid, rows: int, inputs: int) -> Stored:
+        if parts["weight_shape"].tolist() != [rows, inputs]:
+            raise ValueError(f"weight_shape says {parts['weight_shape'].tolist()}, the matrix is {[rows, inputs]}")
+        zeros = None
+        if "weight_zero_point" in parts:
+            words = parts["weight_zero_point"].mT.contiguous()
+            zeros = unpack(row_stream(words, grid.bits, rows), grid.bits, rows).mT.contiguous()
+        middle = zeros is None or bool((zeros == 2 ** (grid.bits - 1)).all())
+        size = group_length(grid, inputs)
+        packed = PackedWeight(
+            codes=_codes(parts["weight_packed"], grid.bits, inputs),
+            scales=kept_scales(parts["weight_scale"]),
+            zeros=None if middle or zeros is None else pack(zeros, grid.bits),
+            bits=grid.bits,
+            group_size=size,
+            inputs=inputs,
+            symmetric=middle,
+        )
+        return Stored(weight=packed, groups=_groups(parts, inputs, size))
+
+
+def _codes(words: Tensor, bits: int, inputs: int) -> Tensor:
+    return row_stream(words, bits, inputs)[..., : packed_row_bytes(inputs, bits)].contiguous()
+
+
+def _groups(parts: Parts, inputs: int, size: int) -> Tensor | None:
+    found = parts.get("weight_g_idx")
+    if found is None or bool((found < 0).all()):
+        return None
+    length = grids.resolved_group_size(inputs, size)
+    return None if torch.equal(found.long(), torch.arange(inputs) // length) else found.long()
+
+
+def _matches(pattern: re.Pattern[str] | None, names: Sequence[str]) -> bool:
+    return pattern is not None and any(pattern.match(name) for name in names)
+
+
+def _matcher(target: str) -> re.Pattern[str] | None:
+    """What a target matches; None: every linear."""
+    if target == LINEAR:
+        return None
+    return re.compile(target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$")
+
+
+def _grid(name: str, weights: Mapping[str, Any] | None) -> Grid:
+    """ValueError for what is not an integer grid by groups or rows."""
+    weights = weights or {}
+    strategy = weights.get("strategy")
+    if weights.get("type") != "int" or strategy not in ("group", "channel"):
+        raise ValueError(f"{weights.get('type')} weights by {strategy} ({name})")
+    size = weights.get("group_size") if strategy == "group" else -1
+    return Grid(bits=int(weights["num_bits"]), group_size=int(size or -1), symmetric=bool(weights["symmetric"]))

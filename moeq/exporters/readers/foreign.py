@@ -1,0 +1,232 @@
+"""Checkpoints that other tools wrote, and plain ones, matrix by matrix: from config.json and the headers alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from moeq.artifacts.files import torch_dtype
+from moeq.errors import ArtifactError
+from moeq.exporters.packed_source import Matrices
+from moeq.exporters.readers.layout import Grid, Layout
+from moeq.exporters.readers.names import WEIGHT, Names, sort_names
+from moeq.models import loading
+from moeq.models.experts import ExpertLayer
+from moeq.models.single import ExpertReader
+from moeq.models.source import ModelSource, TensorHeader
+from moeq.numerics.packed import PackedWeight
+
+AGAIN = "make or download the checkpoint again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """A matrix: its key on disk (`MODULE.weight`), where it is, its shape and its module's name in memory."""
+
+    key: str
+    where: str
+    shape: tuple[int, int]
+    name: str
+
+    @property
+    def module(self) -> str:
+        return self.key.removesuffix(WEIGHT)
+
+
+@dataclass(kw_only=True)
+class Foreign:
+    """A PackedSource over gptq, auto-round, compressed-tensors or plain tensors.
+
+    as_values: matrices that PackedWeight cannot hold (groups that are not consecutive inputs) come as their values in
+    float32; without it they are refused.
+    """
+
+    source: ModelSource
+    config: dict[str, Any]
+    layout: Layout | None
+    model: nn.Module
+    layers: list[ExpertLayer]
+    as_values: bool = False
+    _handles: dict[Path, Any] = field(default_factory=dict)
+
+    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
+        """Matrices and biases of one expert; ArtifactError naming layer, expert and tensor when one is wrong."""
+        if layer.index in self._names.stacked:
+            values, biases = self._stacks(layer).read(layer, expert)
+            return dict(values), biases
+        found: Matrices = {}
+        for projection in layer.projections:
+            found[projection] = self._matrix(self._of_expert(layer, expert, projection))
+        return found, {}
+
+    def others(self) -> Iterator[tuple[str, PackedWeight]]:
+        """Packed modules outside of the experts, by their names in memory."""
+        for module in sorted(self._names.others):
+            weight = self.other(module)
+            if not isinstance(weight, PackedWeight):
+                raise ArtifactError("its groups are not consecutive inputs", where=module, do=_ORDERED)
+            yield module, weight
+
+    def other_names(self) -> list[str]:
+        """Names in memory of the packed modules outside of the experts."""
+        return sorted(self._names.others)
+
+    def other(self, module: str) -> PackedWeight | Tensor:
+        """One packed module outside of the experts."""
+        return self._matrix(self._of_module(module))
+
+    def rest(self) -> list[str]:
+        """Keys of `source.tensors` that are neither of experts nor of packed modules."""
+        experts = {*self._names.experts.values(), *(key for keys in self._names.stacked.values() for key in keys)}
+        return sorted(set(self.source.tensors) - experts - self._parts)
+
+    def stacked(self, layer: ExpertLayer) -> list[str]:
+        """Keys of a layer whose experts are stored in stacks, none of them packed; empty for other layers."""
+        return self._names.stacked.get(layer.index, [])
+
+    def file_of(self, layer: ExpertLayer, expert: int) -> str:
+        """Name of the file that holds an expert's first matrix."""
+        if layer.index in self._names.stacked:
+            return self.source.tensors[self.stacked(layer)[0]].file.name
+        wanted = self._of_expert(layer, expert, layer.projections[0])
+        headers = self._parts_of.get(wanted.module)
+        return (next(iter(headers.values())) if headers else self.source.tensors[wanted.key]).file.name
+
+    def check(self) -> None:
+        """Compare every packed matrix's headers with the configuration; ArtifactError at the first that differs.
+
+        Also ArtifactError for an expert's matrix that is missing, and ModelError for tensors of no part of the model.
+        """
+        self._names.reader.check_unexpected()
+        for layer in self.layers:
+            for expert in range(layer.num_experts) if layer.index not in self._names.stacked else ():
+                for projection in layer.projections:
+                    self._grid_of(self._of_expert(layer, expert, projection))
+        for module in self._names.others:
+            self._grid_of(self._of_module(module))
+
+    @cached_property
+    def _parts_of(self) -> dict[str, dict[str, TensorHeader]]:
+        """{module on disk: {part: header}} of every packed module."""
+        if self.layout is None:
+            return {}
+        anchor = f".{self.layout.anchor}"
+        modules = [key.removesuffix(anchor) for key in self.source.tensors if key.endswith(anchor)]
+        present = self.source.tensors
+        return {
+            module: {part: present[f"{module}.{part}"] for part in self.layout.parts if f"{module}.{part}" in present}
+            for module in modules
+        }
+
+    @cached_property
+    def _parts(self) -> set[str]:
+        return {f"{module}.{part}" for module, parts in self._parts_of.items() for part in parts}
+
+    @cached_property
+    def _names(self) -> Names:
+        names = sort_names(self.source, self._parts_of, self._parts, self.model, self.layers)
+        for layer in self.layers:
+            if layer.index in names.stacked:
+                continue
+            for expert in range(layer.num_experts):
+                for projection in layer.projections:
+                    if (layer.index, expert, projection) not in names.experts:
+                        where = f"{self.source.path}, {layer.name}, expert {expert}, {projection}"
+                        raise ArtifactError(self._missing(), where=where, do=AGAIN)
+        return names
+
+    def _missing(self) -> str:
+        anchor = "weight" if self.layout is None else f"{self.layout.anchor} and no weight"
+        return f"the matrix is missing: no {anchor}"
+
+    def _of_expert(self, layer: ExpertLayer, expert: int, projection: str) -> _Wanted:
+        return _Wanted(
+            key=self._names.experts[layer.index, expert, projection],
+            where=f"{layer.name}, expert {expert}, {projection}",
+            shape=layer.shape(projection),
+            name=f"{layer.name}.{expert}.{projection}",
+        )
+
+    def _of_module(self, module: str) -> _Wanted:
+        rows, inputs = self.model.get_parameter(f"{module}{WEIGHT}").shape
+        return _Wanted(key=self._names.others[module], where=module, shape=(rows, inputs), name=module)
+
+    def _grid_of(self, wanted: _Wanted) -> tuple[Grid, dict[str, TensorHeader]] | None:
+        """The grid of a packed matrix and its checked headers; None of one that is not packed."""
+        headers = self._parts_of.get(wanted.module)
+        if headers is None or self.layout is None:
+            shape = self.source.tensors[wanted.key].shape
+            if shape != wanted.shape:
+                raise self._wrong(f"is {list(shape)}, not {list(wanted.shape)}", wanted)
+            return None
+        grid = self.layout.grid((wanted.name, wanted.module))
+        if grid is None:
+            raise self._wrong("is packed, config.json leaves it as it is", wanted)
+        try:
+            self.layout.check(headers, grid, *wanted.shape)
+        except ValueError as error:
+            declared = f"{grid.bits} bits, groups of {grid.group_size}"
+            raise self._wrong(f"{error} ({declared})", wanted) from None
+        return grid, headers
+
+    def _matrix(self, wanted: _Wanted) -> PackedWeight | Tensor:
+        found = self._grid_of(wanted)
+        if found is None or self.layout is None:
+            return self._tensor(wanted.key)
+        grid, headers = found
+        try:
+            parts = {part: self._tensor(f"{wanted.module}.{part}") for part in headers}
+            stored = self.layout.read(parts, grid, *wanted.shape)
+        except ValueError as error:
+            raise self._wrong(str(error), wanted) from None
+        if not bool(torch.isfinite(stored.weight.scales).all()):
+            raise self._wrong("has scales that are not finite", wanted)
+        if stored.groups is None:
+            return stored.weight
+        if not self.as_values:
+            where = f"{self.source.path}, {wanted.where}"
+            raise ArtifactError("its groups are not consecutive inputs", where=where, do=_ORDERED)
+        return stored.values()
+
+    def _tensor(self, key: str) -> Tensor:
+        file = self.source.tensors[key].file
+        if file not in self._handles:
+            self._handles[file] = safe_open(file, "pt")
+        found: Tensor = self._handles[file].get_tensor(key)
+        return found
+
+    def _stacks(self, layer: ExpertLayer) -> ExpertReader:
+        dtype = torch_dtype(self.source.tensors[self.stacked(layer)[0]].dtype)
+        return ExpertReader(self._names.reader.source, self.model.to(dtype))
+
+    def _wrong(self, what: str, wanted: _Wanted) -> ArtifactError:
+        headers = self._parts_of.get(wanted.module)
+        file = next(iter(headers.values())).file if headers else self.source.tensors[wanted.key].file
+        return ArtifactError(f"{wanted.module}: {what}", where=f"{file}, {wanted.where}", do=AGAIN)
+
+
+_ORDERED = "quantize it again without act order (desc_act), or convert it to dequantized"
+
+
+def plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without its quantization."""
+    text = {
+        name: plain_config(part) if isinstance(part, dict) and re.search("_config$", name) else part
+        for name, part in config.items()
+    }
+    return {name: part for name, part in text.items() if name not in ("quantization_config", "compression_config")}
+
+
+def open_foreign(source: ModelSource, layout: Layout | None, trust_remote_code: bool, as_values: bool) -> Foreign:
+    """Open a checkpoint whose layout is known; ModelError when transformers does not know its family."""
+    config = plain_config(source.config)
+    model, layers = loading.describe(replace(source, config=config), trust_remote_code)
+    return Foreign(source=source, config=config, layout=layout, model=model, layers=layers, as_values=as_values)

@@ -1,0 +1,121 @@
+"""Which expert's matrix a tensor on disk is, whoever named it.
+
+Packed matrices are looked up as if each were one tensor, `MODULE.weight`: transformers' own rules for the family then
+say which parameter it becomes. Peers write experts under other names than the family's own (Mixtral's w1, w3 and w2 as
+gate_proj, up_proj and down_proj, or the other way round); where the rules know no such name, the other is tried.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from moeq.errors import ArtifactError
+from moeq.models.experts import ExpertLayer
+from moeq.models.source import ModelSource, TensorHeader
+from moeq.models.weights import WeightReader
+
+WEIGHT = ".weight"
+PROJECTIONS = {
+    "gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj",
+    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
+}  # fmt: skip
+_OTHER_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+OTHER_NAMES = _OTHER_NAMES | {short: long for long, short in _OTHER_NAMES.items()}
+_EXPERT = re.compile(r"\.(\d+)\.([^.]+)\.weight$")
+
+Place = tuple[int, int, str]  # layer, expert, projection
+
+
+@dataclass(kw_only=True)
+class Names:
+    """What every weight on disk is. `experts`: by place; `whole`: experts in stacks, by layer; `others`: in memory.
+
+    All are keys of weights: `MODULE.weight` of packed ones. reader: the index by the family's own rules.
+    """
+
+    reader: WeightReader
+    renamed: dict[str, str]  # key that the rules know -> key on disk
+    experts: dict[Place, str] = field(default_factory=dict)
+    stacked: dict[int, list[str]] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+
+
+def sort_names(
+    source: ModelSource, modules: Iterable[str], parts: set[str], model: Any, layers: list[ExpertLayer]
+) -> Names:
+    """Sort the tensors of a checkpoint; modules: packed matrices, whose tensors on disk are `parts`.
+
+    Raises ArtifactError for a packed matrix that is no part of the model, or that is one of a stack on disk.
+    """
+    weights = {f"{module}{WEIGHT}" for module in modules}
+    whole = {key: header for key, header in source.tensors.items() if key not in parts}
+    headers = whole | dict.fromkeys(sorted(weights), _STAND_IN)
+    reader, renamed = _index(source, headers, model)
+    names = Names(reader=reader, renamed=renamed)
+    by_parameter = {f"{layer.name}.{part}": layer for layer in layers for part in layer.parameters}
+    for parameter, origins in reader.origins.items():
+        layer = by_parameter.get(parameter)
+        for origin in origins:
+            key = renamed[origin.key]
+            if layer is not None:
+                _take(names, source, layer, origin.key, key, key in weights)
+            elif key in weights:
+                if origin.pattern is not None:
+                    raise _refused(source, key, "it is packed, and a part of one matrix in memory")
+                names.others[parameter.removesuffix(WEIGHT)] = key
+    lost = [renamed[key] for key in reader.unexpected if renamed[key] in weights]
+    if lost:
+        raise _refused(source, sorted(lost)[0], f"{len(lost)} packed matrices are no part of the model")
+    return names
+
+
+_STAND_IN = TensorHeader(file=None, dtype="BF16", shape=(), offset=0, bytes=0)  # type: ignore[arg-type]
+
+
+def _index(source: ModelSource, headers: dict[str, TensorHeader], model: Any) -> tuple[WeightReader, dict[str, str]]:
+    """The family's index, and what each of its keys is called on disk."""
+    renamed = {key: key for key in headers}
+    reader = _reader(source, headers, model)
+    for key in reader.unexpected:
+        other = _other_name(key)
+        if other is not None and other not in headers:
+            del renamed[key]
+            renamed[other] = key
+    if all(key == own for key, own in renamed.items()):
+        return reader, renamed
+    return _reader(source, {key: headers[own] for key, own in renamed.items()}, model), renamed
+
+
+def _reader(source: ModelSource, headers: dict[str, TensorHeader], model: Any) -> WeightReader:
+    return WeightReader(replace(source, tensors=headers), model, torch.float32, torch.device("cpu"))
+
+
+def _other_name(key: str) -> str | None:
+    found = _EXPERT.search(key)
+    if found is None or found[2] not in OTHER_NAMES:
+        return None
+    return f"{key[: found.start(2)]}{OTHER_NAMES[found[2]]}{WEIGHT}"
+
+
+def _take(names: Names, source: ModelSource, layer: ExpertLayer, known: str, key: str, packed: bool) -> None:
+    """Note a tensor of a layer's experts."""
+    found = _EXPERT.search(known)
+    if found is None or found[2] not in PROJECTIONS:
+        if packed:
+            raise _refused(source, key, "it is packed, and not one matrix of one expert")
+        names.stacked.setdefault(layer.index, []).append(key)
+        return
+    names.experts[layer.index, int(found[1]), PROJECTIONS[found[2]]] = key
+
+
+def _refused(source: ModelSource, key: str, why: str) -> ArtifactError:
+    return ArtifactError(
+        why,
+        where=f"{source.path}, {key.removesuffix(WEIGHT)}",
+        do="moeq reads one packed matrix an expert and projection",
+    )

@@ -1,0 +1,134 @@
+"""How far a checkpoint is from the model that it was made of, and what must be equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from moeq.artifacts.files import stored_chunks
+from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.readers import PLAIN, format_of, open_packed
+from moeq.exporters.readers.foreign import Foreign
+from moeq.models.loading import load_config, skeleton
+from moeq.models.single import ExpertReader
+from moeq.models.source import ModelSource, open_source
+from moeq.models.streaming import StreamedModel
+from moeq.models.weights import is_dequantized
+from moeq.progress import Reporter
+from moeq.verification.reference import streamed, values
+
+UNLIKE = 1.0  # relative error of a matrix beyond which it is no rounding of the original: 1 bit stays below 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """kl: of the next token's probabilities, nats a token; logits_error: relative; weights_error: mean relative error
+    of the experts' matrices; equal, changed: tensors that are not packed, and problems: what must not be."""
+
+    model: str
+    kl: float
+    logits_error: float
+    weights_error: float
+    equal: int
+    changed: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def compare_with(
+    name: str,
+    packed: PackedSource,
+    inputs: dict[str, Tensor],
+    logits: Tensor,
+    reporter: Reporter,
+    trust_remote_code: bool,
+) -> Distance:
+    """Compare a checkpoint, and the logits of its runtime, with a model, or with a packed checkpoint of it.
+
+    Of a packed checkpoint every expert's values must be equal; of a model they must be roundings of its matrices.
+    """
+    source = open_source(name)
+    exact = format_of(source) != PLAIN and not is_dequantized(source)
+    other = open_packed(source.path, trust_remote_code=trust_remote_code, as_values=True) if exact else None
+    model = _model(source, other, trust_remote_code)
+    with torch.no_grad():
+        wanted = model.model(**inputs, use_cache=False).logits.float()
+    del model
+    problems, errors = _experts(source, packed, other, reporter, trust_remote_code)
+    equal, changed = _tensors(source, packed)
+    problems += [f"{key} is not as in {source.name}" for key in changed]
+    return Distance(
+        model=source.name,
+        kl=_kl(wanted, logits),
+        logits_error=float((logits - wanted).norm() / wanted.norm()),
+        weights_error=sum(errors) / max(len(errors), 1),
+        equal=equal,
+        changed=tuple(changed),
+        problems=tuple(problems),
+    )
+
+
+def _model(source: ModelSource, other: PackedSource | None, trust: bool) -> StreamedModel:
+    if other is not None:
+        return streamed(other, torch.float32, trust)
+    load_config(source, trust)
+    return StreamedModel(source, torch.float32, torch.device("cpu"), trust)
+
+
+def _kl(wanted: Tensor, found: Tensor) -> float:
+    """Kullback-Leibler divergence of the found distributions from the wanted ones, mean over tokens, in nats."""
+    first, second = (part.double().log_softmax(-1) for part in (wanted, found))
+    return float((first.exp() * (first - second)).sum(-1).mean())
+
+
+def _experts(
+    source: ModelSource, packed: PackedSource, other: PackedSource | None, reporter: Reporter, trust: bool
+) -> tuple[list[str], list[float]]:
+    """Matrices that are not what they should be, and the relative error of all."""
+    reader = ExpertReader(source, skeleton(source, torch.float32, trust)) if other is None else None
+    problems: list[str] = []
+    errors: list[float] = []
+    with reporter.bar("weights", len(packed.layers)) as advance:
+        for place, layer in enumerate(packed.layers):
+            for expert in range(layer.num_experts):
+                mine = packed.expert(layer, expert)[0]
+                if reader is not None:
+                    exact = reader.read(layer, expert)[0]
+                else:
+                    assert other is not None
+                    exact = {name: values(one) for name, one in other.expert(other.layers[place], expert)[0].items()}
+                for projection, matrix in mine.items():
+                    wanted = exact[projection].float()
+                    errors.append(float((values(matrix) - wanted).norm() / wanted.norm().clamp(min=1e-30)))
+                    where = _where(packed, f"{layer.name}, expert {expert}, {projection}", place, expert)
+                    if other is not None and errors[-1] > 0:
+                        problems.append(f"{where}: its values differ by {errors[-1]:.2g} relative")
+                    elif not errors[-1] <= UNLIKE:
+                        problems.append(f"{where}: no rounding of this expert's weights ({errors[-1]:.2g} relative)")
+            advance()
+    return problems, errors
+
+
+def _where(packed: PackedSource, what: str, layer: int, expert: int) -> str:
+    return f"{what}, {packed.file_of(packed.layers[layer], expert)}" if isinstance(packed, Foreign) else what
+
+
+def _tensors(source: ModelSource, packed: PackedSource) -> tuple[int, list[str]]:
+    """How many tensors beside the experts are equal byte for byte, and those of the same type that are not.
+
+    Tensors that one of the two lacks, or has in another type, are left out.
+    """
+    equal, changed = 0, []
+    for key in packed.rest():
+        mine, theirs = packed.source.tensors[key], source.tensors.get(key)
+        if theirs is None or mine.dtype != theirs.dtype:
+            continue
+        same = mine.shape == theirs.shape and all(
+            first == second for first, second in zip_longest(stored_chunks(mine), stored_chunks(theirs))
+        )
+        equal += same
+        if not same:
+            changed.append(key)
+    return equal, changed

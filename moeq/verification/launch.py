@@ -1,0 +1,160 @@
+"""Running the probe in a fresh process of the target's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from moeq.errors import EvaluationError, MoeqError, RecipeError
+from moeq.verification import probe
+
+
+class NotInstalledError(RecipeError):
+    """The target's package is not there."""
+
+
+TARGETS = tuple(probe.PACKAGES)
+OF_FORMAT = {
+    "moeq": "moeq",
+    "auto-round": "auto-round",
+    "intel/auto-round": "auto-round",
+    "gptq": "gptqmodel",
+    "compressed-tensors": "transformers",
+    "dequantized": "transformers",
+}
+INSTALL = {
+    "moeq": "pip install moeq",
+    "auto_round": "pip install auto-round==0.16.1",
+    "gptqmodel": "pip install gptqmodel==7.6.0",
+    "transformers": "pip install transformers",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the probe is to do; inputs: the tokens by the names of the model's arguments; stored: the type of most
+    weights; layers: {experts module: number of experts}, and hidden: their rows' length; rows: of experts alone."""
+
+    checkpoint: Path
+    target: str
+    method: str
+    architecture: str
+    dtype: str
+    stored: str
+    inputs: Mapping[str, Tensor]
+    layers: Mapping[str, int]
+    hidden: Mapping[str, int]
+    rows: int
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the target's loader complained about (None: it does not say), its packages' versions, and the tensors."""
+
+    loading: dict[str, list[str]] | None
+    versions: dict[str, str]
+    tensors: Any
+
+    def layer(self, name: str) -> dict[str, Tensor]:
+        """What was recorded of one MoE layer; empty where it was not called in a way that can be repeated."""
+        start = f"{name}."
+        keys = [key for key in self.tensors.keys() if key.startswith(start)]  # noqa: SIM118
+        return {key.removeprefix(start): self.tensors.get_tensor(key) for key in keys}
+
+    def logits(self) -> Tensor:
+        found: Tensor = self.tensors.get_tensor("logits")
+        return found
+
+
+@contextmanager
+def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the probe; RecipeError when there is no such interpreter. Its folder is `process.args[-1]`."""
+    with tempfile.TemporaryDirectory(prefix="moeq-verify-") as folder:
+        write_request(Path(folder), request)
+        with (Path(folder) / "log").open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    [python or sys.executable, str(Path(probe.__file__)), folder],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(request.target),
+                )
+            except OSError as error:
+                raise RecipeError(
+                    f"cannot be run ({error.strerror})", where=f"--python {python}", do="give a Python interpreter"
+                ) from None
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+
+
+def write_request(folder: Path, request: Request) -> None:
+    """Write what the probe reads."""
+    asked = {name: getattr(request, name) for name in Request.__dataclass_fields__}
+    asked |= {"checkpoint": str(request.checkpoint.resolve())}
+    asked |= {"inputs": {name: value.tolist() for name, value in request.inputs.items()}}
+    (folder / "request.json").write_text(json.dumps(asked), "utf-8")
+
+
+def _environment(target: str) -> dict[str, str]:
+    """This process's, with what keeps the peers quiet and off the network; moeq itself is found where it is."""
+    found = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+    found.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+    own = str(Path(probe.__file__).parents[2])
+    if target == "moeq":
+        found["PYTHONPATH"] = os.pathsep.join([own, *filter(None, [found.get("PYTHONPATH")])])
+    else:
+        paths = found.pop("PYTHONPATH", "").split(os.pathsep)
+        found |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path and Path(path).resolve() != Path(own))}
+    return found
+
+
+def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
+    """Wait for the probe and read what it wrote.
+
+    Raises NotInstalledError where a package is not installed, EvaluationError where the target cannot load or run it.
+    """
+    code = process.wait()
+    arguments = list(process.args) if isinstance(process.args, list) else []
+    folder = Path(str(arguments[-1]))
+    if not (folder / probe.ANSWER).is_file():
+        last = (folder / "log").read_text("utf-8", "replace").strip().splitlines()
+        what = f"its process ended with {code}" + (f": {last[-1]}" if last else "")
+        raise _failed(request, what)
+    said = json.loads((folder / probe.ANSWER).read_text("utf-8"))
+    if said["absent"] is not None:
+        raise _absent(request, said["absent"], str(arguments[0]), said["error"])
+    if said["error"] is not None:
+        raise _failed(request, said["error"])
+    return Answer(loading=said["loading"], versions=said["versions"], tensors=safe_open(folder / probe.TENSORS, "pt"))
+
+
+def _absent(request: Request, package: str, python: str, error: str) -> MoeqError:
+    return NotInstalledError(
+        f"{package} cannot be imported there ({error})",
+        where=f"target {request.target}, {python}",
+        do=f"{INSTALL[package]}, or name with --python the interpreter of an environment that has it",
+    )
+
+
+def _failed(request: Request, what: str) -> MoeqError:
+    return EvaluationError(
+        f"cannot be loaded: {what}",
+        where=f"{request.checkpoint}, target {request.target}",
+        do="export it in a format that the target loads",
+    )

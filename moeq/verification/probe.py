@@ -1,0 +1,194 @@
+"""Loads a checkpoint as its target does and writes down what every MoE layer and the model give back.
+
+A program of its own: it runs in the interpreter of the target (which need not have moeq), in a fresh process. It is
+given a JSON file (see `launch.py`) and writes ANSWER beside it, and the tensors in TENSORS:
+
+ids                  the tokens [B, S]
+logits               [B, S, V]
+LAYER.call.0, 1, 2   what the layer's experts were called with: hidden [T, H], experts [T, k], weights [T, k]
+LAYER.self.0         or, where experts are called with one tensor, that tensor
+LAYER.block.0        or, where they are called one by one, what the block around them was called with [B, S, H]
+LAYER.output         what came back
+LAYER.rows           rows [t, H] that every expert was given alone
+LAYER.alone          what each gave back [E, t, H]; absent where experts cannot be called one by one
+
+B sequences, S positions, T = B*S tokens, V vocabulary, H hidden size, k experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ANSWER, TENSORS = "answer.json", "tensors.safetensors"
+PACKAGES = {
+    "moeq": ("transformers", "moeq"),
+    "auto-round": ("transformers", "auto_round"),
+    "gptqmodel": ("gptqmodel",),
+    "transformers": ("transformers",),
+}
+PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
+
+
+class Recorder:
+    """What one layer's experts, or the block around them, were called with first, and what they gave back."""
+
+    def __init__(self, experts: Any, block: Any) -> None:
+        self.experts, self.block = experts, block
+        self.found: dict[str, Any] = {}
+        self.handles = [experts.register_forward_hook(self._called, with_kwargs=True)]
+        if block is not None:
+            self.handles.append(block.register_forward_hook(self._around, with_kwargs=True))
+
+    def _called(self, module: Any, arguments: Any, named: Any, output: Any) -> None:
+        given = [*arguments, *(named or {}).values()]
+        if self.found or isinstance(output, tuple):
+            return
+        if is_call(given):
+            self._keep("call", given[:3], output)
+        elif is_single(given, output):
+            self._keep("self", given, output)
+
+    def _around(self, module: Any, arguments: Any, named: Any, output: Any) -> None:
+        given = [*arguments, *(named or {}).values()]
+        first = output[0] if isinstance(output, tuple) else output
+        if not self.found and is_single(given, first):
+            self._keep("block", given, first)
+
+    def _keep(self, how: str, given: list[Any], output: Any) -> None:
+        self.found = {f"{how}.{place}": part.detach().clone() for place, part in enumerate(given)}
+        self.found["output"] = output.detach().clone()
+
+    def stop(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def is_call(given: list[Any]) -> bool:
+    """Whether experts are called with hidden [T, H], experts [T, k] and weights [T, k]."""
+    if len(given) < 3 or any(getattr(part, "ndim", 0) != 2 for part in given[:3]):
+        return False
+    hidden, chosen, weights = given[:3]
+    return bool(chosen.shape == weights.shape and len(hidden) == len(chosen) and not chosen.is_floating_point())
+
+
+def is_single(given: list[Any], output: Any) -> bool:
+    """Whether a module is called with one tensor and gives back one of its shape."""
+    return len(given) == 1 and getattr(given[0], "shape", None) == getattr(output, "shape", ())
+
+
+def alone(recorder: Recorder, rows: Any, expert: int) -> Any:
+    """One expert's output for rows [t, H]; None where experts cannot be called one by one."""
+    import torch
+
+    if "self.0" in recorder.found:
+        return None
+    if "call.1" in recorder.found:
+        shape = (len(rows), recorder.found["call.1"].shape[1])
+        chosen = torch.full(shape, expert, dtype=recorder.found["call.1"].dtype, device=rows.device)
+        weights = torch.zeros(shape, dtype=recorder.found["call.2"].dtype, device=rows.device)
+        weights[:, 0] = 1
+        return recorder.experts(rows, chosen, weights)
+    child = getattr(recorder.experts, "_modules", {}).get(str(expert))
+    if child is None or type(child).forward is torch.nn.Module.forward:
+        return None
+    output = child(rows)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def record(model: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Run the model on the tokens, and every expert alone on a few rows."""
+    import torch
+
+    recorders = {}
+    for name in request["layers"]:
+        parent = name.rpartition(".")[0]
+        recorders[name] = Recorder(model.get_submodule(name), model.get_submodule(parent))
+    inputs = {name: torch.tensor(value) for name, value in request["inputs"].items()}
+    with torch.no_grad():
+        found = {"logits": model(**inputs, use_cache=False).logits.float()}
+        for name, experts in request["layers"].items():
+            recorder = recorders[name]
+            recorder.stop()
+            if not recorder.found:
+                continue
+            found |= {f"{name}.{part}": value.contiguous() for part, value in recorder.found.items()}
+            first = next(recorder.found[part] for part in ("call.0", "self.0", "block.0") if part in recorder.found)
+            rows = first.reshape(-1, first.shape[-1])[: request["rows"]]
+            if rows.shape[-1] != request["hidden"][name]:
+                continue
+            outputs: list[Any] = [alone(recorder, rows, expert) for expert in range(experts)]
+            if not any(output is None for output in outputs):
+                found |= {f"{name}.rows": rows.clone(), f"{name}.alone": torch.stack(outputs).float()}
+    return found
+
+
+def load(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]] | None]:
+    """The model in the wanted type, and what its loader complained about (None: it does not say)."""
+    import torch
+
+    path, dtype = request["checkpoint"], getattr(torch, request["dtype"])
+    if request["target"] == "gptqmodel":
+        from gptqmodel import BACKEND, GPTQModel
+
+        backend = getattr(BACKEND, "GPTQ_TORCH", None) or BACKEND.TORCH
+        trust = request["trust_remote_code"]
+        half = torch.float16  # the scales' type; its kernels take no float32
+        wrapped = GPTQModel.load(path, device="cpu", backend=backend, dtype=half, trust_remote_code=trust)
+        return wrapped.model.to(dtype), None
+    model, info = _from_pretrained(request, dtype)
+    return model.to(dtype), {problem: sorted(map(str, info.get(problem) or ())) for problem in PROBLEMS}
+
+
+def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
+    import torch
+    import transformers
+
+    trust = {"trust_remote_code": True} if request["trust_remote_code"] else {}
+    config = transformers.AutoConfig.from_pretrained(request["checkpoint"], **trust)
+    kind = transformers.AutoModelForCausalLM
+    named = getattr(transformers, request["architecture"], None)
+    if named is not None and kind._model_mapping.get(type(config), None) is not named:
+        kind = named  # a model of text and images is not loaded by its language model's class
+    stored = getattr(torch, request["stored"])  # some loaders round to float16 what they are asked for in float32
+    options: dict[str, Any] = {
+        "dtype": stored if request["target"] == "auto-round" else dtype,
+        "output_loading_info": True,
+        **trust,
+    }
+    if request["target"] == "auto-round" and request["method"] == "gptq":
+        options["quantization_config"] = transformers.AutoRoundConfig()
+    return kind.from_pretrained(request["checkpoint"], **options)  # type: ignore[no-any-return]
+
+
+def main(folder: Path) -> None:
+    """Read request.json, write the tensors, then the answer: what went wrong, or what the loader said."""
+    request = json.loads((folder / "request.json").read_text("utf-8"))
+    answer: dict[str, Any] = {"error": None, "absent": None, "loading": None, "versions": {}}
+    try:
+        for package in PACKAGES[request["target"]]:
+            answer["absent"] = package
+            module = importlib.import_module(package)
+            answer["versions"][package] = str(getattr(module, "__version__", "unknown"))
+        answer["absent"] = None
+        model, answer["loading"] = load(request)
+        found = record(model.eval(), request)
+        from safetensors.torch import save_file
+
+        save_file({name: value.cpu() for name, value in found.items()}, folder / TENSORS)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        answer["error"] = f"{type(error).__name__}: {text[0] if text else 'no message'}"
+        if not isinstance(error, ImportError):
+            answer["absent"] = None
+    (folder / ANSWER).write_text(json.dumps(answer), "utf-8")
+
+
+if __name__ == "__main__":
+    own = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != own]  # modules beside it are moeq's
+    main(Path(sys.argv[1]))

@@ -1,0 +1,113 @@
+"""The model with dequantized weights, layer by layer: what a checkpoint's loader is compared with.
+
+It is read from the packed checkpoint itself, each decoder layer as it is about to run; one layer lies in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.readers.foreign import Foreign
+from moeq.models.experts import ExpertLayer, set_expert_biases, set_expert_weights
+from moeq.models.streaming import StreamedModel
+from moeq.numerics.packed import PackedWeight
+
+CPU = torch.device("cpu")
+
+
+def values(matrix: PackedWeight | Tensor) -> Tensor:
+    """A matrix's values in float32."""
+    return matrix.dequantize() if isinstance(matrix, PackedWeight) else matrix.float()
+
+
+def streamed(packed: PackedSource, dtype: torch.dtype, trust_remote_code: bool = False) -> StreamedModel:
+    """A model of the family whose experts and packed modules are the dequantized ones.
+
+    Raises ModelError when the checkpoint's other tensors are not the model's, ArtifactError for damaged experts.
+    """
+    stacked = [packed.stacked(layer) for layer in packed.layers] if isinstance(packed, Foreign) else []
+    whole = {layer.name for layer, keys in zip(packed.layers, stacked, strict=False) if keys}
+    keys = [*packed.rest(), *(key for found in stacked for key in found)]
+    others = _others(packed)
+    supplied = {
+        f"{layer.name}.{part}" for layer in packed.layers for part in layer.parameters if layer.name not in whole
+    }
+    supplied |= {f"{module}.weight" for module in others}
+    tensors = {key: packed.source.tensors[key] for key in keys}
+    plain = replace(packed.source, config=packed.config, tensors=tensors)
+    model = StreamedModel(plain, dtype, CPU, trust_remote_code, frozenset(supplied))
+
+    def fill(model: nn.Module, layer: ExpertLayer) -> None:
+        if layer.name in whole:
+            return
+        for expert in range(layer.num_experts):
+            matrices, biases = packed.expert(layer, expert)
+            found = {name: values(matrix) for name, matrix in matrices.items()}
+            set_expert_weights(model, layer, expert, found)
+            set_expert_biases(model, layer, expert, biases)
+
+    def fill_others(target: nn.Module, block: str) -> None:
+        with torch.no_grad():
+            for module, read in others.items():
+                if model.block_of(module) == block:
+                    target.get_parameter(f"{module}.weight").copy_(values(read()))
+
+    fill_others(model.model, "")
+    model.overlay, model.block_overlay = fill, fill_others
+    return model
+
+
+def _others(packed: PackedSource) -> dict[str, Callable[[], PackedWeight | Tensor]]:
+    """How each packed module outside of the experts is read, by its name in memory."""
+    if isinstance(packed, Foreign):
+        return {name: lambda name=name: packed.other(name) for name in packed.other_names()}  # type: ignore[misc]
+    return {name: lambda weight=weight: weight for name, weight in packed.others()}  # type: ignore[misc]
+
+
+def after_experts(model: StreamedModel, layers: list[ExpertLayer], see: Callable[[ExpertLayer], None]) -> None:
+    """Have `see(layer)` called once for each layer when its experts have run, while their weights are there."""
+    seen: set[str] = set()
+
+    def after(layer: ExpertLayer) -> None:
+        if layer.name not in seen:
+            seen.add(layer.name)
+            see(layer)
+
+    for layer in layers:
+        parent = layer.name.rpartition(".")[0]
+        for path in {layer.name, parent} - set(model.blocks):
+            module = model.model.get_submodule(path)
+            module.register_forward_hook(lambda *_, layer=layer: after(layer))
+
+
+def run_recorded(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tensor]) -> Tensor:
+    """What the reference's experts, or the block around them, give back for what the probe recorded."""
+    experts: Any = model.get_submodule(layer.name)
+    if "call.0" in recorded:
+        output = experts(*(recorded[f"call.{place}"] for place in range(3)))
+    elif "self.0" in recorded:
+        output = experts(recorded["self.0"])
+    else:
+        block: Any = model.get_submodule(layer.name.rpartition(".")[0])
+        output = block(recorded["block.0"])
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def run_alone(model: nn.Module, layer: ExpertLayer, rows: Tensor, top_k: int) -> Tensor:
+    """What every expert gives back for rows [t, H] alone, [E, t, H]; experts that are called with indices [t, k]."""
+    experts: Any = model.get_submodule(layer.name)
+    weights = torch.zeros(len(rows), top_k)
+    weights[:, 0] = 1
+    return torch.stack(
+        [
+            experts(rows, torch.full_like(weights, expert, dtype=torch.long), weights)
+            for expert in range(layer.num_experts)
+        ]
+    )

@@ -1,0 +1,277 @@
+"""Does a checkpoint load right? Its files, its loader's complaints, every layer's outputs and the logits.
+
+The target's own loader runs in a fresh process and records what the experts of every layer were given and gave back.
+The same inputs then run through the dequantized weights, layer by layer, so that errors do not add up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeq.artifacts.files import torch_dtype
+from moeq.errors import EvaluationError, RecipeError
+from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.readers import format_of, open_packed
+from moeq.exporters.readers.foreign import Foreign
+from moeq.models.experts import ExpertLayer
+from moeq.models.forward import token_inputs
+from moeq.models.loading import skeleton
+from moeq.models.source import ModelSource
+from moeq.models.streaming import StreamedModel
+from moeq.progress import Reporter
+from moeq.verification import launch
+from moeq.verification.against import Distance, compare_with
+from moeq.verification.files import check_native
+from moeq.verification.reference import after_experts, run_alone, run_recorded, streamed
+
+TOLERANCE = {"float32": 2e-3, "float16": 1e-2, "bfloat16": 3e-2}  # of a layer's outputs, relative
+LOGITS_FACTOR = {"float32": 1, "float16": 3, "bfloat16": 3}  # errors of all layers, in types that round
+BATCH, LENGTH, ROWS = 2, 24, 4
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """target: None takes the one that the format is for; python: the target's interpreter, None: this one."""
+
+    target: str | None = None
+    python: str | None = None
+    against: str | None = None
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCheck:
+    """One MoE layer. error: of its outputs, relative; None where it was not compared, for the reason in `how`.
+
+    expert_errors: of every expert alone, [E]; None where experts cannot be run one by one.
+    """
+
+    name: str
+    how: str
+    error: float | None
+    expert_errors: tuple[float, ...] | None = None
+
+    @property
+    def worst(self) -> float:
+        return max(self.error or 0.0, *(self.expert_errors or (0.0,)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was found; problems: one line each, empty when the checkpoint loads right."""
+
+    checkpoint: str
+    format: str
+    target: str
+    dtype: str
+    tolerance: float
+    versions: dict[str, str]
+    files: str
+    loading: dict[str, list[str]] | None
+    layers: tuple[LayerCheck, ...]
+    logits_error: float
+    distance: Distance | None = None
+    problems: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json: figures that are not finite are null."""
+        found = vars(self) | {
+            "layers": [vars(layer) | {"worst": layer.worst} for layer in self.layers],
+            "distance": None if self.distance is None else vars(self.distance),
+            "right": not self.problems,
+        }
+        return _finite(found)  # type: ignore[no-any-return]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def verify(path: Path, options: Options, reporter: Reporter) -> Verdict:
+    """Check one checkpoint; what is wrong with how it loads stands in the verdict.
+
+    Raises ArtifactError for damaged files, RecipeError for a target that is not installed, EvaluationError where the
+    target cannot load it at all.
+    """
+    if not path.exists():
+        raise RecipeError("no such directory", where=str(path), do="give a checkpoint's directory")
+    packed = open_packed(path, trust_remote_code=options.trust_remote_code, as_values=True)
+    method = format_of(packed.source)
+    request = _request(path, packed, method, options)
+    with launch.started(request, options.python) as process:
+        files = _check_files(path, packed, reporter)
+        reference = streamed(packed, torch.float32, options.trust_remote_code)
+        reporter.say(f"  loading with {request.target} in a process of its own")
+        answer = launch.answer(process, request)
+        layers, wanted = _compare(reference, packed, answer, request, reporter)
+        found = answer.logits()
+    error = relative(found, wanted)
+    distance = None
+    if options.against is not None:
+        inputs = dict(request.inputs)
+        distance = compare_with(options.against, packed, inputs, found, reporter, options.trust_remote_code)
+    verdict = Verdict(
+        checkpoint=str(path),
+        format=method,
+        target=request.target,
+        dtype=options.dtype,
+        tolerance=TOLERANCE[options.dtype],
+        versions=answer.versions,
+        files=files,
+        loading=answer.loading,
+        layers=layers,
+        logits_error=error,
+        distance=distance,
+    )
+    return replace(verdict, problems=tuple(_problems(packed, verdict)))
+
+
+def require(verdict: Verdict) -> None:
+    """EvaluationError with the first problem, where there is one."""
+    if verdict.problems:
+        raise error_of(verdict)
+
+
+def error_of(verdict: Verdict) -> EvaluationError:
+    """The problems of a verdict as one line."""
+    more = f" (and {len(verdict.problems) - 1} more)" if len(verdict.problems) > 1 else ""
+    return EvaluationError(
+        f"{verdict.problems[0]}{more}",
+        where=f"{verdict.checkpoint}, target {verdict.target}",
+        do="do not use it with this target; `moeq verify --json` lists everything",
+    )
+
+
+def resident_bytes(packed: PackedSource) -> int:
+    """About what the target's process takes: packed tensors as they are, all others in float32."""
+    tensors = packed.source.tensors
+    whole: int = sum(tensors[key].bytes // torch_dtype(tensors[key].dtype).itemsize for key in packed.rest())
+    return sum(header.bytes for header in tensors.values()) + 4 * whole
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """||found - wanted|| / ||wanted||, or ||found|| where nothing is wanted; infinite where one is not finite."""
+    size = float(wanted.double().norm())
+    error = float((found.double() - wanted.double()).norm()) / (size or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
+def _request(path: Path, packed: PackedSource, method: str, options: Options) -> launch.Request:
+    target = options.target or launch.OF_FORMAT.get(method, "transformers")
+    if target not in launch.TARGETS:
+        raise RecipeError(f"no loader for target {target!r}", where="--target", do=f"use {', '.join(launch.TARGETS)}")
+    if options.dtype not in TOLERANCE:
+        raise RecipeError(f"no such type {options.dtype!r}", where="--dtype", do=f"use {', '.join(TOLERANCE)}")
+    model = skeleton_of(packed, options.trust_remote_code)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (BATCH, LENGTH), generator=torch.Generator().manual_seed(SEED))
+    return launch.Request(
+        checkpoint=path,
+        target=target,
+        method=method,
+        architecture=type(model).__name__,
+        dtype=options.dtype,
+        stored=stored_type(packed.source, packed.rest()),
+        inputs=token_inputs(model, ids),
+        layers={layer.name: layer.num_experts for layer in packed.layers},
+        hidden={layer.name: layer.hidden_size for layer in packed.layers},
+        rows=ROWS,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def skeleton_of(packed: PackedSource, trust_remote_code: bool) -> Any:
+    """The structure of the model, without weights."""
+    return skeleton(replace(packed.source, config=packed.config), trust_remote_code=trust_remote_code)
+
+
+def stored_type(source: ModelSource, keys: list[str]) -> str:
+    """The type of most weights among these tensors, as torch calls it."""
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    sizes = dict.fromkeys(names, 0)
+    for key in keys:
+        header = source.tensors[key]
+        if header.dtype in sizes:
+            sizes[header.dtype] += header.bytes
+    return names[max(sizes, key=lambda name: sizes[name])]
+
+
+def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> str:
+    if isinstance(packed, Foreign):
+        packed.check()
+        return "every tensor has the shape and type that config.json says (there are no digests)"
+    check_native(path, reporter)
+    return "every size, sum and SHA-256 equals the manifest"
+
+
+def _compare(
+    reference: StreamedModel,
+    packed: PackedSource,
+    answer: launch.Answer,
+    request: launch.Request,
+    reporter: Reporter,
+) -> tuple[tuple[LayerCheck, ...], Tensor]:
+    """Every layer against the reference, and the reference's logits: one pass over the checkpoint."""
+    found: dict[str, LayerCheck] = {}
+    with reporter.bar("comparing", len(packed.layers)) as advance, torch.no_grad():
+
+        def see(layer: ExpertLayer) -> None:
+            found[layer.name] = _layer(reference.model, layer, answer.layer(layer.name))
+            advance()
+
+        after_experts(reference, packed.layers, see)
+        logits = reference.model(**request.inputs, use_cache=False).logits.float()
+    absent = LayerCheck(name="", how="the reference did not run it", error=None)
+    return tuple(found.get(layer.name, absent) for layer in packed.layers), logits
+
+
+def _layer(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tensor]) -> LayerCheck:
+    if "output" not in recorded:
+        return LayerCheck(name=layer.name, how="its experts are not called alone; only the logits say", error=None)
+    given = {name: part.float() if part.is_floating_point() else part for name, part in recorded.items()}
+    error = relative(given["output"], run_recorded(model, layer, given))
+    alone: tuple[float, ...] | None = None
+    if "alone" in given and layer.kind.name == "stacked":
+        top_k = given["call.1"].shape[1] if "call.1" in given else 2
+        wanted = run_alone(model, layer, given["rows"], top_k)
+        alone = tuple(relative(*pair) for pair in zip(given["alone"], wanted, strict=True))
+    how = "block" if "block.0" in recorded else "experts"
+    return LayerCheck(name=layer.name, how=how, error=error, expert_errors=alone)
+
+
+def _problems(packed: PackedSource, verdict: Verdict) -> list[str]:
+    """All that is wrong: what the loader says, then layers, the worst first, then the logits."""
+    complaints = (verdict.loading or {}).items()
+    found = [f"{len(keys)} {problem.replace('_', ' ')}, the first: {keys[0]}" for problem, keys in complaints if keys]
+    worst_first = sorted(verdict.layers, key=lambda check: -check.worst)
+    wrong = [check for check in worst_first if check.error is not None and check.worst > verdict.tolerance]
+    found += [_wrong_layer(packed, check, verdict.tolerance) for check in wrong]
+    if verdict.logits_error > verdict.tolerance * LOGITS_FACTOR[verdict.dtype]:
+        found.append(f"logits are off the dequantized weights' by {verdict.logits_error:.2g} relative")
+    return [*found, *(verdict.distance.problems if verdict.distance is not None else ())]
+
+
+def _wrong_layer(packed: PackedSource, check: LayerCheck, tolerance: float) -> str:
+    """One line for a layer that is off: its worst expert, and where that lies."""
+    errors = check.expert_errors or ()
+    wrong = [number for number, error in enumerate(errors) if error > tolerance]
+    if not wrong:
+        return f"{check.name}: its outputs are off by {check.error:.2g} relative"
+    worst = max(wrong, key=lambda number: errors[number])
+    layer = next(layer for layer in packed.layers if layer.name == check.name)
+    file = f", {packed.file_of(layer, worst)}" if isinstance(packed, Foreign) else ""
+    return (
+        f"{check.name}, expert {worst}{file}: off by {errors[worst]:.2g} relative ({len(wrong)} of its experts are off)"
+    )

@@ -1,0 +1,59 @@
+"""Checkpoints of other tools in other formats: the same codes, or the same values where codes must move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from exporters import handmade
+from safetensors.torch import load_file
+
+from moeq.conversion import convert
+from moeq.errors import PlanError
+from moeq.exporters.readers import open_packed
+from moeq.numerics.packed import PackedWeight
+from moeq.verification.reference import values
+
+
+@pytest.fixture(scope="module")
+def gptq(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gptq")
+    model = handmade.model(folder / "model", "qwen3_moe")
+    handmade.write(model, folder / "packed", handmade.gptq_config(), handmade.gptq_parts)
+    return folder / "packed"
+
+
+@pytest.mark.parametrize("target", ["auto-round", "gptq", "compressed-tensors", "dequantized"])
+def test_gptq_to_every_format(gptq: Path, tmp_path: Path, target: str) -> None:
+    convert(gptq, target, tmp_path / "out")
+    source, found = open_packed(gptq), open_packed(tmp_path / "out")
+    for layer, other in zip(source.layers, found.layers, strict=True):
+        for expert in range(layer.num_experts):
+            mine, theirs = source.expert(layer, expert)[0], found.expert(other, expert)[0]
+            for name, matrix in mine.items():
+                packed = theirs[name]
+                assert isinstance(matrix, PackedWeight)
+                assert isinstance(packed, PackedWeight) == (target != "dequantized")
+                if isinstance(packed, PackedWeight):
+                    assert torch.equal(matrix.codes, packed.codes)
+                    assert torch.equal(matrix.scales, packed.scales)
+                else:
+                    assert torch.equal(values(packed), matrix.dequantize().to(packed.dtype).float())
+    plain = load_file(gptq / "model.safetensors")
+    for key in found.rest():
+        assert torch.equal(plain[key], load_file(found.source.tensors[key].file)[key])
+
+
+def test_asymmetric_codes_go_where_zero_points_are_read(tmp_path: Path) -> None:
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    config = handmade.gptq_config(sym=False, checkpoint_format="gptq_v2")
+    written = handmade.write(
+        model, tmp_path / "packed", config, lambda one: handmade.gptq_parts(one, second=True), symmetric=False
+    )
+    convert(tmp_path / "packed", "auto-round", tmp_path / "out")
+    found = open_packed(tmp_path / "out")
+    up = found.expert(found.layers[1], 2)[0]["up_proj"]
+    assert torch.equal(values(up), written["model.layers.1.mlp.experts.2.up_proj.weight"])
+    with pytest.raises(PlanError):
+        convert(tmp_path / "packed", "compressed-tensors", tmp_path / "refused")

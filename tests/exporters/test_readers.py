@@ -1,0 +1,288 @@
+"""Checkpoints of other tools as PackedSources: exact values, names of all sorts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exporters import handmade
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moeq.errors import ArtifactError
+from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.readers import open_other, open_packed
+from moeq.models import loading
+from moeq.models.source import open_source
+from moeq.numerics.packed import PackedWeight
+from moeq.numerics.packing import unpack
+
+SHORT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def mixed(layer: int, expert: int, projection: str) -> int:
+    """2 to 8 bits and a dense expert, other widths in the second layer, one projection apart."""
+    if (layer, expert) == (1, 2):
+        return 16
+    return 8 if (layer, expert, projection) == (0, 2, "w2") else (2, 3, 4)[expert] if layer == 0 else (4, 8, 2)[expert]
+
+
+def rules(name: str, plus: str) -> dict[str, Any]:
+    """The same widths as a configuration says them, first match first; `name`: the experts' path in memory."""
+    found: dict[str, Any] = {f"{plus}.*layers\\.0\\.{name}\\.experts\\.2\\.(w2|down_proj)": {"bits": 8}}
+    for layer in (0, 1):
+        for expert in range(3):
+            bits = mixed(layer, expert, "w1")
+            found[f"{plus}.*layers\\.{layer}\\.{name}\\.experts\\.{expert}\\..*"] = {"bits": bits}
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return handmade.model(tmp_path_factory.mktemp("models") / "mixtral")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return handmade.model(tmp_path_factory.mktemp("models") / "qwen", "qwen3_moe")
+
+
+def check_values(found: PackedSource, model: Path, wanted: dict[str, Tensor], tmp_path: Path) -> None:
+    """Every expert's values, as transformers has them in memory, equal those that were written."""
+    twin = open_source(str(handmade.twin(model, tmp_path / "twin", wanted)))
+    loaded = loading.load_model(twin, torch.float32, torch.device("cpu"))
+    for layer in found.layers:
+        for expert in range(layer.num_experts):
+            matrices, biases = found.expert(layer, expert)
+            assert not biases
+            exact = layer.kind.views(loaded.get_submodule(layer.name), expert)
+            assert set(matrices) == set(exact) == set(layer.projections)
+            for name, matrix in matrices.items():
+                values = matrix.dequantize() if isinstance(matrix, PackedWeight) else matrix.float()
+                assert torch.equal(values, exact[name]), (layer.name, expert, name)
+
+
+def gptq(model: Path, target: Path, **options: Any) -> dict[str, Tensor]:
+    declared = handmade.gptq_config(rules("mlp", "+:"))
+    return handmade.write(model, target, declared, handmade.gptq_parts, mixed, **options)
+
+
+def test_gptq_mixed_widths_and_names_of_the_family(model: Path, tmp_path: Path) -> None:
+    values = gptq(model, tmp_path / "packed")
+    found = open_other(open_source(str(tmp_path / "packed")))
+    found.check()
+    check_values(found, model, values, tmp_path)
+    assert "quantization_config" not in found.config
+    assert not [key for key in found.rest() if ".experts." in key]
+    assert set(found.rest()) == {key for key in load_file(model / "model.safetensors") if ".experts." not in key}
+    widths = [found.expert(found.layers[0], expert)[0]["gate_proj"].bits for expert in range(3)]  # type: ignore[union-attr]
+    assert widths == [2, 3, 4]
+
+
+def test_gptq_names_of_other_tools(model: Path, tmp_path: Path) -> None:
+    def rename(module: str) -> str:
+        head, _, leaf = module.rpartition(".")
+        return f"{head.replace('block_sparse_moe', 'mlp')}.{SHORT[leaf]}"
+
+    values = gptq(model, tmp_path / "packed", rename=rename)
+    check_values(open_other(open_source(str(tmp_path / "packed"))), model, values, tmp_path)
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_zero_points(qwen: Path, tmp_path: Path, version: str, bits: int) -> None:
+    declared = handmade.gptq_config(bits=bits, sym=False, checkpoint_format=version)
+
+    def parts(packed: PackedWeight) -> dict[str, Tensor]:
+        return handmade.gptq_parts(packed, second=version == "gptq_v2", g_idx=False)
+
+    values = handmade.write(qwen, tmp_path / "packed", declared, parts, lambda *_: bits, symmetric=False)
+    found = open_other(open_source(str(tmp_path / "packed")))
+    found.check()
+    check_values(found, qwen, values, tmp_path)
+    assert not found.expert(found.layers[0], 0)[0]["up_proj"].symmetric  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round", "auto_round:gptqmodel"])
+def test_auto_round(model: Path, tmp_path: Path, packing: str) -> None:
+    declared = handmade.auto_round_config(rules("mlp", ""), packing_format=packing)
+    second = packing != "auto_round:auto_gptq"
+    values = handmade.write(
+        model, tmp_path / "packed", declared, lambda packed: handmade.gptq_parts(packed, second=second), mixed
+    )
+    found = open_other(open_source(str(tmp_path / "packed")))
+    found.check()
+    check_values(found, model, values, tmp_path)
+
+
+def test_auto_round_names_before_patterns(qwen: Path, tmp_path: Path) -> None:
+    extra = {"experts\\.1": {"bits": 2}, "model.layers.0.mlp.experts.1.up_proj": {"bits": 8}}
+    declared = handmade.auto_round_config(extra)
+
+    def widths(layer: int, expert: int, projection: str) -> int:
+        return 8 if (layer, expert, projection) == (0, 1, "up_proj") else 2 if expert == 1 else 4
+
+    values = handmade.write(qwen, tmp_path / "packed", declared, handmade.gptq_parts, widths)
+    check_values(open_other(open_source(str(tmp_path / "packed"))), qwen, values, tmp_path)
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(2, True), (3, True), (4, True), (4, False), (5, False), (8, True)])
+def test_compressed_tensors(qwen: Path, tmp_path: Path, bits: int, symmetric: bool) -> None:
+    declared = handmade.compressed_config(bits, symmetric=symmetric)
+    values = handmade.write(
+        qwen, tmp_path / "packed", declared, handmade.compressed_parts, lambda *_: bits, symmetric=symmetric
+    )
+    found = open_other(open_source(str(tmp_path / "packed")))
+    found.check()
+    check_values(found, qwen, values, tmp_path)
+
+
+def test_bfloat16_scales_stay_exact(qwen: Path, tmp_path: Path) -> None:
+    """Scales that float16 holds come as float16, others in their own type."""
+    tiny = torch.tensor(2.0**-30, dtype=torch.bfloat16)
+
+    def parts(packed: PackedWeight) -> dict[str, Tensor]:
+        found = handmade.compressed_parts(packed)
+        scale = found["weight_scale"].bfloat16()
+        scale[0, 0] = tiny if packed.inputs == 96 else 0.5
+        return found | {"weight_scale": scale}
+
+    handmade.write(qwen, tmp_path / "packed", handmade.compressed_config(), parts)
+    found = open_other(open_source(str(tmp_path / "packed")))
+    matrices = found.expert(found.layers[0], 0)[0]
+    down, up = matrices["down_proj"], matrices["up_proj"]
+    assert isinstance(down, PackedWeight)
+    assert isinstance(up, PackedWeight)
+    assert down.scales.dtype == torch.bfloat16
+    assert down.scales[0, 0] == tiny
+    assert up.scales.dtype == torch.float16
+
+
+def test_a_plain_checkpoint(model: Path, tmp_path: Path) -> None:
+    found = open_other(open_source(str(model)))
+    found.check()
+    check_values(found, model, load_file(model / "model.safetensors"), tmp_path)
+    assert list(found.others()) == []
+
+
+def test_packed_linears_outside_of_experts(qwen: Path, tmp_path: Path) -> None:
+    declared = handmade.gptq_config()
+    handmade.write(qwen, tmp_path / "packed", declared, handmade.gptq_parts)
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj"
+    packed = handmade.rounded(tensors.pop(f"{name}.weight"), 4)
+    tensors |= {f"{name}.{part}": value for part, value in handmade.gptq_parts(packed).items()}
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    declare(tmp_path / "packed", handmade.gptq_config() | {"dynamic": {"-:.*mlp.gate$": {}}})
+    found = open_other(open_source(str(tmp_path / "packed")))
+    assert found.other_names() == [name]
+    assert torch.equal(dict(found.others())[name].dequantize(), packed.dequantize())
+    assert not [key for key in found.rest() if name in key]
+
+
+def test_ordered_groups(qwen: Path, tmp_path: Path) -> None:
+    """Act order: refused as a packed matrix, exact as values."""
+    generator = torch.Generator().manual_seed(3)
+    orders = {}
+
+    def parts(packed: PackedWeight) -> dict[str, Tensor]:
+        found = handmade.gptq_parts(packed)
+        order = torch.randperm(packed.inputs, generator=generator)
+        orders[packed.inputs] = orders.get(packed.inputs, order)
+        return found | {"g_idx": found["g_idx"][orders[packed.inputs]]}
+
+    values = handmade.write(qwen, tmp_path / "packed", handmade.gptq_config(desc_act=True), parts)
+    found = open_other(open_source(str(tmp_path / "packed")))
+    with pytest.raises(ArtifactError, match="not consecutive inputs"):
+        found.expert(found.layers[0], 1)
+    exact = open_other(open_source(str(tmp_path / "packed")), as_values=True).expert(found.layers[0], 1)[0]["up_proj"]
+    assert isinstance(exact, Tensor)
+    packed = handmade.rounded(load_file(qwen / "model.safetensors")["model.layers.0.mlp.experts.1.up_proj.weight"], 4)
+    scale = packed.scales.float()[:, orders[64] // handmade.GROUP]
+    wanted = (unpack(packed.codes, 4, 64).float() - 8) * scale
+    assert torch.equal(exact, wanted)
+    assert not torch.equal(exact, values["model.layers.0.mlp.experts.1.up_proj.weight"])
+
+
+def declare(folder: Path, declared: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": declared}), "utf-8")
+
+
+def change(folder: Path, edit: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+BROKEN = "model.layers.1.mlp.experts.2.up_proj"
+PLACE = "model.layers.1.mlp.experts, expert 2, up_proj"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop(f"{BROKEN}.scales"), "scales is missing"),
+        (lambda tensors: tensors.pop(f"{BROKEN}.qweight"), "the matrix is missing"),
+        (lambda tensors: tensors.update({f"{BROKEN}.scales": torch.ones(2, 95).half()}), "scales is F16 [2, 95]"),
+        (lambda tensors: tensors.update({f"{BROKEN}.qweight": torch.ones(8, 96).half()}), "qweight is F16"),
+        (lambda tensors: tensors[f"{BROKEN}.scales"].view(-1).fill_(torch.nan), "not finite"),
+    ],
+)
+def test_damage_is_named(qwen: Path, tmp_path: Path, edit: Any, message: str) -> None:
+    handmade.write(qwen, tmp_path / "packed", handmade.gptq_config(), handmade.gptq_parts)
+    change(tmp_path / "packed", edit)
+    found = open_other(open_source(str(tmp_path / "packed")))
+
+    def read() -> None:
+        found.check()
+        found.expert(found.layers[1], 2)
+
+    with pytest.raises(ArtifactError) as caught:
+        read()
+    assert message in str(caught.value)
+    assert PLACE in str(caught.value)
+
+
+def test_a_configuration_that_lies_about_bits(qwen: Path, tmp_path: Path) -> None:
+    lie = {"+:model.layers.1.mlp.experts.2.up_proj": {"bits": 2}}
+    handmade.write(qwen, tmp_path / "packed", handmade.gptq_config(lie), handmade.gptq_parts)
+    with pytest.raises(ArtifactError, match=r"qweight is I32 \[8, 96\], not I32 \[4, 96\].*2 bits") as caught:
+        open_other(open_source(str(tmp_path / "packed"))).check()
+    assert PLACE in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("declared", "found"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
+        ({"quant_method": "fp8"}, "fp8 weights"),
+        (handmade.gptq_config(checkpoint_format="marlin"), "gptq with checkpoint_format marlin"),
+        (handmade.auto_round_config(packing_format="auto_round:auto_awq"), "packing_format auto_round:auto_awq"),
+        (handmade.auto_round_config(data_type="mx_fp"), "data_type mx_fp"),
+        ({"quant_method": "gptq"}, "declares no bits"),
+        (handmade.compressed_config() | {"format": "float-quantized"}, "format float-quantized"),
+        (
+            handmade.compressed_config(
+                groups={"g": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8}}}
+            ),
+            "float weights",
+        ),
+    ],
+)
+def test_what_is_refused(qwen: Path, tmp_path: Path, declared: dict[str, Any], found: str) -> None:
+    handmade.write(qwen, tmp_path / "packed", declared, handmade.gptq_parts)
+    with pytest.raises(ArtifactError) as caught:
+        open_other(open_source(str(tmp_path / "packed")))
+    assert found in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ArtifactError, match=r"a file \(\.gguf\)"):
+        open_packed(tmp_path / "model.gguf")

@@ -1,0 +1,156 @@
+"""verify with the peers' own loaders: what they load right, what they load wrongly without a word, what they wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peers
+import pytest
+from exporters import handmade
+from torch import Tensor
+
+from moeq.errors import EvaluationError
+from moeq.exporters.readers import open_packed
+from moeq.numerics.packed import PackedWeight
+from moeq.progress import Reporter
+from moeq.verification.verify import Options, Verdict, require, verify
+
+pytestmark = pytest.mark.fresh_process
+MAKER = Path(__file__).parent / "peer_make.py"
+FAMILIES = ("qwen3_moe", "mixtral")
+ALONE = ("auto-round", "compressed-tensors")  # whose own Mixtral loads with random experts, without an exception
+
+
+def check(path: Path, package: str, **options: Any) -> Verdict:
+    return verify(path, Options(python=peers.interpreter(package), **options), Reporter(quiet=True))
+
+
+def widths(layer: int, expert: int, projection: str) -> int:
+    return ((2, 3, 4), (4, 8, 2))[layer][expert]
+
+
+def rules(plus: str) -> dict[str, Any]:
+    return {
+        f"{plus}.*layers\\.{layer}\\.mlp\\.experts\\.{expert}\\..*": {"bits": widths(layer, expert, "")}
+        for layer in (0, 1)
+        for expert in range(3)
+    }
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return handmade.model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+def long_names(module: str) -> str:
+    """Mixtral's experts as auto-round names them."""
+    head, _, leaf = module.rpartition(".")
+    return f"{head}.{ {'w1': 'gate_proj', 'w3': 'up_proj', 'w2': 'down_proj'}.get(leaf, leaf) }"
+
+
+def in_memory(module: str) -> str:
+    """And as gptqmodel does."""
+    return long_names(module).replace("block_sparse_moe", "mlp")
+
+
+def sound(verdict: Verdict) -> None:
+    assert not verdict.problems
+    assert all(layer.error is not None and layer.worst < verdict.tolerance for layer in verdict.layers)
+    assert all(layer.expert_errors is not None for layer in verdict.layers)
+    assert verdict.logits_error < 2e-3
+
+
+def plain_parts(packed: PackedWeight) -> dict[str, Tensor]:
+    return handmade.gptq_parts(packed, g_idx=False)
+
+
+def test_auto_round_mixed(model: Path, tmp_path: Path) -> None:
+    config = handmade.auto_round_config(rules(""))
+    handmade.write(model, tmp_path / "packed", config, plain_parts, widths, rename=long_names)
+    sound(check(tmp_path / "packed", "auto-round"))
+
+
+def test_gptqmodel_mixed(tmp_path: Path) -> None:
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    config = handmade.gptq_config(rules("+:"))
+    handmade.write(model, tmp_path / "packed", config, handmade.gptq_parts, widths)
+    sound(check(tmp_path / "packed", "gptqmodel"))
+
+
+def test_gptq_loaded_by_auto_round(tmp_path: Path) -> None:
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    handmade.write(model, tmp_path / "packed", handmade.gptq_config(rules("+:")), plain_parts, widths)
+    sound(check(tmp_path / "packed", "auto-round", target="auto-round"))
+
+
+def test_gptq_in_plain_transformers(tmp_path: Path) -> None:
+    """Where optimum is there it makes random experts without an exception, else an ImportError: neither passes."""
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    handmade.write(model, tmp_path / "packed", handmade.gptq_config(rules("+:")), plain_parts, widths)
+    with pytest.raises(EvaluationError, match=r"cannot be loaded|off by|are off|missing keys"):
+        require(check(tmp_path / "packed", "gptqmodel", target="transformers"))
+
+
+def test_gptqmodel_leaves_a_router_that_is_called_otherwise_empty(tmp_path: Path) -> None:
+    """Mixtral's experts under the names that it wants, the router under the family's own: wrong without a word."""
+    model = handmade.model(tmp_path / "model", "mixtral")
+    config = handmade.gptq_config(rules("+:"))
+    handmade.write(model, tmp_path / "packed", config, handmade.gptq_parts, widths, rename=in_memory)
+    verdict = check(tmp_path / "packed", "gptqmodel")
+    assert any("logits are off" in problem for problem in verdict.problems)
+    assert all(layer.expert_errors is not None and max(layer.expert_errors) < 2e-3 for layer in verdict.layers)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_compressed_tensors_of_one_width(bits: int, tmp_path: Path) -> None:
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    config = handmade.compressed_config(bits)
+    handmade.write(model, tmp_path / "packed", config, handmade.compressed_parts, lambda *_: bits)
+    sound(check(tmp_path / "packed", "compressed-tensors"))
+
+
+def test_compressed_tensors_mixed_loads_wrongly(tmp_path: Path) -> None:
+    """transformers takes one scheme for all experts: silent, and reported here with the experts that are off."""
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    mix = (2, 4, 8)
+    one = handmade.compressed_config()["config_groups"]["group_0"]["weights"]
+    groups = {
+        f"group_{expert}": {"targets": [f"re:.*experts\\.{expert}\\..*"], "weights": one | {"num_bits": bits}}
+        for expert, bits in enumerate(mix)
+    }
+    config = handmade.compressed_config(groups=groups)
+    handmade.write(model, tmp_path / "packed", config, handmade.compressed_parts, lambda _, expert, __: mix[expert])
+    verdict = check(tmp_path / "packed", "compressed-tensors")
+    assert verdict.logits_error > 0.05
+    off = [layer.expert_errors for layer in verdict.layers]
+    assert all(errors is not None and sum(error > 0.1 for error in errors) == 2 for errors in off)
+    assert sum("(2 of its experts are off)" in problem for problem in verdict.problems) == 2
+
+
+def test_compressed_tensors_with_zero_points(tmp_path: Path) -> None:
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    config = handmade.compressed_config(4, symmetric=False)
+    handmade.write(model, tmp_path / "packed", config, handmade.compressed_parts, symmetric=False)
+    with pytest.raises(EvaluationError, match=r"cannot be loaded|off by|are off"):
+        require(check(tmp_path / "packed", "compressed-tensors"))
+
+
+@pytest.mark.parametrize("maker", ["auto-round", "gptqmodel", "compressed-tensors"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_peers_write(maker: str, family: str, tmp_path: Path) -> None:
+    """A peer quantizes a tiny model and loads it again; the reader reads what it meant."""
+    model = handmade.model(tmp_path / "model", family)
+    peers.run(maker, MAKER, maker, model, tmp_path / "packed")
+    packed = open_packed(tmp_path / "packed")
+    for layer in packed.layers:
+        for expert in range(layer.num_experts):
+            assert set(packed.expert(layer, expert)[0]) == set(layer.projections)
+    verdict = check(tmp_path / "packed", maker, against=str(model))
+    assert verdict.distance is not None
+    assert 0.001 < verdict.distance.weights_error < 0.3
+    if family == "mixtral" and maker in ALONE:
+        assert "missing keys" in verdict.problems[0]
+        assert verdict.logits_error > 0.1
+        return
+    sound(verdict)
