@@ -6,9 +6,8 @@ N output rows, K inputs, G groups of inputs, b bits.
 from __future__ import annotations
 
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,6 @@ from moeq.numerics.grids import SCALE_DTYPE
 from moeq.numerics.layouts import column_words, zero_words
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.packing import unpack
-
-WORKERS = 2  # threads that convert matrices
 
 
 class ZeroPoints(Exception):
@@ -75,29 +72,16 @@ def write_linears(draft: Draft, layout: Layout) -> None:
     """
     for layer in draft.source.layers:
         draft.expert_keys(layer)
-        modules = draft.expert_modules(layer)
-        named = ((modules[expert, projection], matrix) for expert, projection, matrix in draft.matrices(layer))
-        draft.write(layer_file(layer.index), _converted(named, layout))
+        modules, tensors = draft.expert_modules(layer), dict[str, Tensor]()
+        for expert, projection, matrix in draft.matrices(layer):
+            tensors |= _tensors(modules[expert, projection], matrix, layout)
+        draft.write(layer_file(layer.index), tensors)
     packed: dict[str, Tensor] = {}
     for name, weight in draft.source.others():
         refuse_tables(draft, name)
         packed |= _tensors(name, draft.loadable(name, weight), layout)
     if packed:
         draft.write(OTHERS_FILE, packed)
-
-
-def _converted(named: Iterable[tuple[str, PackedWeight | Tensor]], layout: Layout) -> dict[str, Tensor]:
-    """All modules' tensors: some are converted side by side, while the next one is read."""
-    found: dict[str, Tensor] = {}
-    waiting: deque[Future[dict[str, Tensor]]] = deque()
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for module, matrix in named:
-            waiting.append(pool.submit(_tensors, module, matrix, layout))
-            if len(waiting) > 2 * WORKERS:
-                found |= waiting.popleft().result()
-        for job in waiting:
-            found |= job.result()
-    return found
 
 
 def _tensors(module: str, matrix: PackedWeight | Tensor, layout: Layout) -> dict[str, Tensor]:
