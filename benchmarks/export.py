@@ -128,14 +128,15 @@ def write_format(name: str, checkpoint: Path, out: Path) -> None:
 
     watch = threading.Thread(target=sample, daemon=True)
     watch.start()
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.process_time()
     write(name, source, out, WriteOptions())
-    seconds = time.perf_counter() - started
+    seconds, worked = time.perf_counter() - started, time.process_time() - worked
     done.set()
     watch.join()
     files = {path.name: path.stat().st_size for path in out.iterdir()}
     layer = max(size for file, size in files.items() if file.startswith("model-experts"))
-    print(json.dumps({"seconds": seconds, "bytes": sum(files.values()), "layer": layer, "memory": peak - before}))
+    figures = {"seconds": seconds, "processor": worked, "layer": layer, "memory": peak - before}
+    print(json.dumps(figures | {"bytes": sum(files.values())}))
 
 
 def disk_rate(folder: Path, size: int) -> float:
@@ -173,14 +174,14 @@ def run(options: argparse.Namespace, folder: Path) -> bool:
     uniform = make_checkpoint(folder / "uniform", folder / "model", (4,))
     size = sum(path.stat().st_size for path in mixed.iterdir())
     print(f"{size / 1e6:.0f} MB packed, {options.layers} layers of {options.experts} experts")
-    print(f"{'format':20}{'MB':>8}{'s':>8}{'MB/s':>8}{'disk':>8}{'ratio':>8}{'MB held':>9}{'2 layers':>9}")
+    print(f"{'format':20}{'MB':>8}{'s':>8}{'CPU s':>8}{'MB/s':>8}{'disk':>8}{'ratio':>8}{'MB held':>9}{'2 layers':>9}")
     worst, held = 1e9, True
     for name in FORMATS:
         row = measure(name, uniform if name == "compressed-tensors" else mixed, folder, size)
         allowed = LAYERS * row["layer"] + SLACK
         print(
-            f"{name:20}{row['bytes'] / 1e6:8.0f}{row['seconds']:8.2f}{row['rate'] / 1e6:8.0f}{row['disk'] / 1e6:8.0f}"
-            f"{row['ratio']:8.2f}{row['memory'] / 1e6:9.0f}{allowed / 1e6:9.0f}"
+            f"{name:20}{row['bytes'] / 1e6:8.0f}{row['seconds']:8.2f}{row['processor']:8.2f}{row['rate'] / 1e6:8.0f}"
+            f"{row['disk'] / 1e6:8.0f}{row['ratio']:8.2f}{row['memory'] / 1e6:9.0f}{allowed / 1e6:9.0f}"
         )
         held = held and row["memory"] <= allowed
         if name != "dequantized" or options.all:

@@ -28,6 +28,7 @@ class Asked:
     group_size: int
     symmetric: bool
     all_replicas: bool
+    nested: bool = False
 
     def used(self) -> set[int]:
         """All widths that occur."""
@@ -44,7 +45,13 @@ def native(asked: Asked) -> str | None:
 def _converted(name: str, asked: Asked, widen: bool) -> str | None:
     """Why a format that the native one is converted to cannot carry it, with the nearest thing that works."""
     found = refuse_layers(
-        name, asked.layers, asked.widths, group_size=asked.group_size, symmetric=asked.symmetric, widen=widen
+        name,
+        asked.layers,
+        asked.widths,
+        group_size=asked.group_size,
+        symmetric=asked.symmetric,
+        nested=asked.nested,
+        widen=widen,
     )
     return None if found is None else "; ".join(found)
 

@@ -40,6 +40,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         group_size=recipe.losses.group_size,
         symmetric=recipe.losses.symmetric,
         all_replicas=recipe.quantize.replicas == "all",
+        nested=recipe.losses.nested,
     )
     gpu = context.device.type == "cuda"
     model = Memory(sizes, work, recipe, streams=context.streams, gpu=gpu, placed=placed)

@@ -19,6 +19,8 @@ from moeq.models.experts import stacked_weights
 from moeq.models.loading import load_model
 from moeq.models.source import open_source
 from moeq.planning.capability import Asked, refusals
+from moeq.planning.disk import Disk
+from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
@@ -155,6 +157,16 @@ def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, 
     run(model, tmp_path, *one, "others.attention=null", "export.formats=[compressed-tensors]", "export.widen=true")
     declared = quantization_of(format_directory(tmp_path, "compressed-tensors"))
     assert declared["config_groups"]["group_0"]["weights"]["num_bits"] == 2
+
+
+def test_plan_counts_them(model: Path, tmp_path: Path) -> None:
+    changes = ("others.head=null", "losses.bits=[2, 3, 4]", "assign.method=uniform", "assign.average_bits=null",
+               "assign.bits=4", "export.formats=[gptq, dequantized]")  # fmt: skip
+    context = run(model, tmp_path, *changes)
+    foretold = Disk(context, model_sizes(context), work_sizes(context)).lasting("export")
+    for name in context.recipe.export.formats:
+        size = sum(path.stat().st_size for path in format_directory(tmp_path, name).glob("*.safetensors"))
+        assert foretold[f"../checkpoint-{name}"] == pytest.approx(size, rel=0.05)
 
 
 def test_the_command_converts_and_refuses(finished: Path, tmp_path: Path) -> None:
