@@ -39,8 +39,14 @@ def probe_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, 
         return
     from moeq.verification import probe
 
+    fresh = launch.started
+
     @contextmanager
     def started(wanted: Any, python: str | None) -> Iterator[Any]:
+        if wanted.target not in ("moeq", "transformers") or wanted.method == "compressed-tensors":
+            with fresh(wanted, python) as process:  # peers change transformers for the rest of a process
+                yield process
+            return
         folder = tmp_path_factory.mktemp("probe")
         launch.write_request(folder, wanted)
         probe.main(folder)

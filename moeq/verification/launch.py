@@ -38,6 +38,7 @@ INSTALL = {
     "auto_round": "pip install auto-round==0.16.1",
     "gptqmodel": "pip install gptqmodel==7.6.0",
     "transformers": "pip install transformers",
+    "compressed_tensors": "pip install compressed-tensors",
 }
 
 

@@ -31,6 +31,7 @@ PACKAGES = {
     "gptqmodel": ("gptqmodel",),
     "transformers": ("transformers",),
 }
+NEEDED = {"compressed-tensors": ("compressed_tensors",)}  # by a format beside the target's own packages
 PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
 
 
@@ -170,7 +171,7 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text("utf-8"))
     answer: dict[str, Any] = {"error": None, "absent": None, "loading": None, "versions": {}}
     try:
-        for package in PACKAGES[request["target"]]:
+        for package in (*PACKAGES[request["target"]], *NEEDED.get(request["method"], ())):
             answer["absent"] = package
             module = importlib.import_module(package)
             answer["versions"][package] = str(getattr(module, "__version__", "unknown"))

@@ -255,6 +255,15 @@ def test_a_configuration_that_lies_about_bits(qwen: Path, tmp_path: Path) -> Non
     assert PLACE in str(caught.value)
 
 
+def test_widths_that_gptqmodel_keeps_otherwise(qwen: Path, tmp_path: Path) -> None:
+    handmade.write(qwen, tmp_path / "gptq", handmade.gptq_config(bits=5), handmade.gptq_parts, lambda *_: 5)
+    with pytest.raises(ArtifactError, match="moeq reads 2, 3, 4, 8 bits of gptq"):
+        open_other(open_source(str(tmp_path / "gptq"))).check()
+    config = handmade.auto_round_config(bits=5)
+    values = handmade.write(qwen, tmp_path / "auto-round", config, handmade.gptq_parts, lambda *_: 5)
+    check_values(open_other(open_source(str(tmp_path / "auto-round"))), qwen, values, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("declared", "found"),
     [

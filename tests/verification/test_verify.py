@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -25,7 +24,7 @@ from moeq.errors import ArtifactError, EvaluationError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
-from moeq.verification import probe
+from moeq.verification import launch, probe
 from moeq.verification.launch import NotInstalledError
 from moeq.verification.verify import Options, Verdict, require, verify
 
@@ -309,11 +308,30 @@ def test_what_is_not_there(gptq: Path, tmp_path: Path) -> None:
         check(gptq / "packed", target="vllm")
 
 
-def test_a_target_that_is_not_installed(gptq: Path) -> None:
-    if importlib.util.find_spec("gptqmodel") is not None:
-        pytest.skip("gptqmodel is installed here")
-    with pytest.raises(NotInstalledError, match=r"gptqmodel cannot be imported.*pip install gptqmodel.*--python"):
-        check(gptq / "packed")
+def test_a_target_that_is_not_installed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(probe.PACKAGES, "moeq", ("no_such_package",))
+    monkeypatch.setitem(launch.INSTALL, "no_such_package", "pip install it")
+    with pytest.raises(NotInstalledError, match=r"no_such_package cannot be imported.*pip install it.*--python"):
+        check(run / "checkpoint")
+
+
+def test_a_format_whose_package_is_not_installed(gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own ImportError would be taken for a checkpoint that does not load."""
+    assert set(probe.NEEDED) <= set(launch.OF_FORMAT)
+    assert {package for packages in probe.NEEDED.values() for package in packages} <= set(launch.INSTALL)
+    monkeypatch.setitem(probe.NEEDED, "gptq", ("no_such_package",))
+    monkeypatch.setitem(launch.INSTALL, "no_such_package", "pip install it")
+    with pytest.raises(NotInstalledError, match="no_such_package cannot be imported"):
+        check(gptq / "packed", target="transformers")
+
+
+def test_an_export_whose_target_is_not_installed_says_so(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(probe.PACKAGES, "moeq", ("no_such_package",))
+    monkeypatch.setitem(launch.INSTALL, "no_such_package", "pip install it")
+    pipeline.run(context(tiny_mixtral, tmp_path / "run", quiet=False), STAGES)
+    assert "not verified: target moeq" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.fresh_process

@@ -18,7 +18,7 @@ from moeq.models.source import TensorHeader
 from moeq.numerics import grids
 from moeq.numerics.layouts import WORD, column_stream, zeros_of
 from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import pack
+from moeq.numerics.packing import SUPPORTED_BITS, pack
 
 FLOATS = ("F16", "BF16", "F32")
 FIRST, SECOND = "gptq", "gptq_v2"
@@ -29,6 +29,7 @@ class Gptq:
     """quant_method gptq: one grid for all modules, and what `dynamic` says of some."""
 
     name = "gptq"
+    widths: tuple[int, ...] = (2, 3, 4, 8)  # GPTQModel keeps codes of other widths in planes of bits
     anchor = "qweight"
     parts: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -48,6 +49,8 @@ class Gptq:
         return self.whole
 
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
+        if grid.bits not in self.widths:
+            raise ValueError(f"moeq reads {', '.join(map(str, self.widths))} bits of {self.name}")
         if inputs * grid.bits % WORD or rows * grid.bits % WORD:
             raise ValueError(f"{rows} x {inputs} codes of {grid.bits} bits are no whole number of {WORD}-bit words")
         groups = grids.group_count(inputs, group_length(grid, inputs))
@@ -80,6 +83,7 @@ class AutoRound(Gptq):
     module; a key of it is a module's name, or else a pattern that is searched for in the names."""
 
     name = "auto-round"
+    widths = SUPPORTED_BITS[1:]
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
         packing = str(declared.get("packing_format", "auto_round:auto_gptq"))
