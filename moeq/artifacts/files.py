@@ -235,7 +235,8 @@ def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
     with storage_errors(path, "read"), path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
+        chunk_bytes = min(CHUNK_BYTES, path.stat().st_size + 1)
+        while chunk := stream.read(chunk_bytes):
             digest.update(chunk)
     return digest.hexdigest()
 

@@ -95,9 +95,6 @@ class Replica(BaseModel):
     @model_validator(mode="after")
     def _adds_up(self) -> Replica:
         _check_sum(self.tensors, self.bytes)
-        for bits in (self.bits, *(self.projections or {}).values()):
-            if bits not in WIDTHS:
-                raise ValueError(f"bits must be one of {WIDTHS}")
         return self
 
     @property
@@ -142,6 +139,9 @@ class PlacedLayer(BaseModel):
         numbers = tuple(placed.expert for placed in self.experts)
         if len(numbers) != self.num_experts or numbers != tuple(range(len(numbers))):
             raise ValueError(f"num_experts is {self.num_experts}, {len(numbers)} experts follow")
+        for replica in (one for placed in self.experts for one in placed.replicas):
+            if not {replica.bits, *(replica.projections or {}).values()} <= set(WIDTHS):
+                raise ValueError(f"bits of a replica must be one of {WIDTHS}")
         return self
 
 

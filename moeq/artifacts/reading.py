@@ -25,7 +25,8 @@ MOST_AXES = 64
 METADATA = "__metadata__"
 BYTES_PER_OPENING, BYTES_PER_COMMA = 12, 4  # at least, in a header of tensors
 SMALL_HEADER = 256  # bytes of headers that are parsed whatever they hold
-STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 ELEMENT_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -49,7 +50,7 @@ def plain_name(name: Any) -> str:
     """A name of a file in a directory as it is; ValueError for a path, for `..`, and for what is no name at all."""
     if not isinstance(name, str) or name in ("", ".", "..") or set(name) & {"/", "\\", "\0"}:
         raise ValueError(f"not a plain file name: {_short(name)}")
-    if len(name.encode("utf-8", "surrogatepass")) > NAME_BYTES:
+    if len(name.encode()) > NAME_BYTES:
         raise ValueError(f"a file name of more than {NAME_BYTES} bytes: {_short(name)}")
     return name
 
@@ -90,28 +91,31 @@ def read_bounded(path: Path, most: int = JSON_BYTES) -> bytes:
     if found.st_size > most:
         raise ValueError(f"{found.st_size} bytes, at most {most} are read")
     with path.open("rb") as stream:
-        return stream.read(most + 1)[: most + 1]
+        return stream.read(found.st_size)
 
 
-def parse_json(data: bytes, *, tag_constants: bool = False) -> Any:
-    """JSON of UTF-8 bytes; ValueError for anything else, for a key that is there twice, for NaN and infinities.
+def parse_json(text: str, *, tag_constants: bool = False) -> Any:
+    """A text of JSON; ValueError for anything else, for a key that is there twice, for NaN and infinities.
 
     tag_constants: NaN and infinities become {"__float__": NAME}, as transformers writes them in configurations.
     """
     try:
-        return json.loads(
-            data.decode("utf-8"),
+        found = json.loads(
+            text,
             object_pairs_hook=_without_twins,
             parse_constant=_tagged if tag_constants else _refused,
             parse_float=_finite,
         )
+        if SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()  # halves of pairs cannot be written again
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    return found
 
 
 def read_json_file(path: Path, *, most: int = JSON_BYTES, tag_constants: bool = False) -> Any:
     """`parse_json` of a file; ValueError and OSError."""
-    return parse_json(read_bounded(path, most), tag_constants=tag_constants)
+    return parse_json(read_bounded(path, most).decode("utf-8"), tag_constants=tag_constants)
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def safetensors_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, s
             raise ValueError(f"truncated: {size} bytes, the header alone needs {length + 8}")
         if length > HEADER_BYTES:
             raise ValueError(f"a header of {length} bytes, at most {HEADER_BYTES} are read")
-        text = stream.read(length)
+        text = stream.read(length).decode("utf-8")
     if length > SMALL_HEADER:
         _check_density(text)
     header = parse_json(text)
@@ -195,12 +199,14 @@ def safetensors_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, s
     return tensors, metadata
 
 
-def _check_density(text: bytes) -> None:
+def _check_density(text: str) -> None:
     """ValueError for a header that would take many times its bytes in memory: one of brackets and commas alone."""
-    structure = STRING.sub(b"", text)
-    openings = structure.count(b"[") + structure.count(b"{")
-    if openings > len(text) // BYTES_PER_OPENING or structure.count(b",") > len(text) // BYTES_PER_COMMA:
-        raise ValueError("its header is not one of tensors")
+    for marks, least in (("[{", BYTES_PER_OPENING), (",", BYTES_PER_COMMA)):
+        count = sum(map(text.count, marks))
+        if count > len(text) // least:
+            count -= sum(found[0].count(mark) for found in STRING.finditer(text) for mark in marks)
+        if count > len(text) // least:
+            raise ValueError("its header is not one of tensors")
 
 
 def _tensor(path: Path, key: str, entry: Any, data: int) -> TensorHeader:

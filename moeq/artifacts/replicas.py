@@ -398,7 +398,7 @@ def _chunks(stored: Mapping[str, TensorHeader], tensors: Mapping[str, Any], key:
 def _entries(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """What a layer's file says of its entries; ArtifactError when that is damaged."""
     try:
-        found = parse_json(metadata["entries"].encode())
+        found = parse_json(metadata["entries"])
         return {name: _EntryText.model_validate(entry).model_dump(exclude_unset=True) for name, entry in found.items()}
     except (KeyError, ValueError, AttributeError):
         raise ArtifactError("damaged: its entries cannot be read", where=str(path), do=REMEDY) from None
