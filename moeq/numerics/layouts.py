@@ -31,7 +31,8 @@ def row_stream(words: Tensor, bits: int, length: int) -> Tensor:
     size = packed_row_bytes(length, bits)
     if words.dtype != torch.int32 or words.shape[-1] != -(-size // 4):
         raise ValueError(f"{length} codes of {bits} bits take {-(-size // 4)} words of 32 bits, not {words.shape[-1]}")
-    return words.contiguous().view(torch.uint8)[..., :size]
+    whole = words.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves a single word a row as it lies
+    return whole.view(torch.uint8)[..., :size]
 
 
 def column_words(codes: Tensor, bits: int, length: int) -> Tensor:
