@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.files import digest_of, sha256_file
-from moeq.artifacts.reading import TensorHeader, inside, plain_name, read_json_file, safetensors_header
+from moeq.artifacts.reading import TensorHeader as TensorHeader
+from moeq.artifacts.reading import inside, plain_name, read_json_file, safetensors_header
 from moeq.artifacts.stage import ModelStamp
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
