@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from moeq.artifacts.reading import read_json_file
 from moeq.errors import ArtifactError, StorageError
 
 PARTIAL = ".partial"  # suffix of everything that is not finished
@@ -115,9 +116,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, *, remedy: str = "make it again") -> Any:
-    """Read JSON; ArtifactError when it is missing or damaged."""
+    """Read JSON; ArtifactError when it is missing or damaged: no JSON, too large or deep, keys there twice, NaN."""
     try:
-        return json.loads(path.read_text("utf-8"))
+        return read_json_file(path)
     except FileNotFoundError:
         raise ArtifactError("no such file", where=str(path), do=remedy) from None
     except (OSError, ValueError) as error:
@@ -234,7 +235,8 @@ def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
     with storage_errors(path, "read"), path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
+        chunk_bytes = min(CHUNK_BYTES, path.stat().st_size + 1)
+        while chunk := stream.read(chunk_bytes):
             digest.update(chunk)
     return digest.hexdigest()
 

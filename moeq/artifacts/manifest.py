@@ -11,17 +11,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from moeq.artifacts.assignment import Tier, Width
+from moeq.artifacts.assignment import WIDTHS, Tier, Width
 from moeq.artifacts.files import write_json
+from moeq.artifacts.reading import PlainName, inside, tensor_bytes
 from moeq.artifacts.stage import ModelStamp, read_model
+from moeq.errors import ArtifactError
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
 from moeq.version import __version__
 
 SCHEMA_VERSION = 1
 NAME = "placement.json"
 REMEDY = "export the checkpoint again"
+LAYOUT_KEYS = ("name", "version", "group_size", "symmetric")
 
 NESTED_TEXT = (
     " Nested: `scales` and `zeros` of replicas of 2, 3 and 4 bits are those of the 4-bit grid (zeros packed at 4 bits; "
@@ -53,6 +56,18 @@ class TensorStamp(BaseModel):
     dtype: str
     shape: tuple[int, ...]
 
+    @model_validator(mode="after")
+    def _can_be(self) -> TensorStamp:
+        tensor_bytes(self.dtype, self.shape)
+        return self
+
+
+def _check_sum(tensors: tuple[TensorStamp, ...], stated: int) -> None:
+    """ValueError unless the tensors have the bytes that their replica states."""
+    found = sum(tensor_bytes(stamp.dtype, stamp.shape) for stamp in tensors)
+    if not tensors or found != stated:
+        raise ValueError(f"tensors of {found} bytes, stated are {stated}")
+
 
 class Replica(BaseModel):
     """One stored copy of an expert. `index`: position of the expert on the tensors' first axis, None when its own.
@@ -69,13 +84,18 @@ class Replica(BaseModel):
     projections: dict[str, int] | None = None
     placed: bool
     quantizer: str | None = None
-    file: str
+    file: PlainName
     key_prefix: str
     index: int | None = None
     leading_bits_of: int | None = None
     tensors: tuple[TensorStamp, ...]
     bytes: int
     sha256: str
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Replica:
+        _check_sum(self.tensors, self.bytes)
+        return self
 
     @property
     def widths(self) -> Width:
@@ -114,6 +134,16 @@ class PlacedLayer(BaseModel):
     top_k: int
     experts: tuple[PlacedExpert, ...]
 
+    @model_validator(mode="after")
+    def _has_its_experts(self) -> PlacedLayer:
+        numbers = tuple(placed.expert for placed in self.experts)
+        if len(numbers) != self.num_experts or numbers != tuple(range(len(numbers))):
+            raise ValueError(f"num_experts is {self.num_experts}, {len(numbers)} experts follow")
+        for replica in (one for placed in self.experts for one in placed.replicas):
+            if not {replica.bits, *(replica.projections or {}).values()} <= set(WIDTHS):
+                raise ValueError(f"bits of a replica must be one of {WIDTHS}")
+        return self
+
 
 class PlacedModule(BaseModel):
     """A packed module outside of the experts: a linear, or an embedding of `rows` vectors, with a grid of its own.
@@ -131,11 +161,16 @@ class PlacedModule(BaseModel):
     rows: int
     inputs: int
     tied: str | None = None
-    file: str
+    file: PlainName
     key_prefix: str
     tensors: tuple[TensorStamp, ...]
     bytes: int
     sha256: str
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> PlacedModule:
+        _check_sum(self.tensors, self.bytes)
+        return self
 
 
 class Totals(BaseModel):
@@ -161,6 +196,22 @@ class PlacementManifest(BaseModel):
     others: tuple[PlacedModule, ...] = ()
     totals: Totals
     inputs: dict[str, str]
+
+    @model_validator(mode="after")
+    def _is_described(self) -> PlacementManifest:
+        missing = [f"layout.{key}" for key in LAYOUT_KEYS if key not in self.layout]
+        missing += [f"assignment.{key}" for key in ("name", "method") if key not in self.assignment]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        group_size = self.layout["group_size"]
+        if not isinstance(group_size, int) or group_size == 0 or group_size < -1:
+            raise ValueError("layout.group_size is no size of a group")
+        return self
+
+    def files(self) -> set[str]:
+        """Names of the files that hold what the manifest describes."""
+        of_experts = {one.file for layer in self.layers for expert in layer.experts for one in expert.replicas}
+        return of_experts | {module.file for module in self.others}
 
 
 def layout(group_size: int, symmetric: bool, nested: bool = False, mixed: bool = False) -> dict[str, Any]:
@@ -190,5 +241,11 @@ def manifest_json(manifest: PlacementManifest) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> PlacementManifest:
-    """Read and validate a checkpoint's manifest."""
-    return read_model(directory / NAME, PlacementManifest, SCHEMA_VERSION, remedy=REMEDY)
+    """Read and validate a checkpoint's manifest; ArtifactError also where it names files outside of the directory."""
+    manifest = read_model(directory / NAME, PlacementManifest, SCHEMA_VERSION, remedy=REMEDY)
+    try:
+        for name in sorted(manifest.files()):
+            inside(directory, name)
+    except ValueError as error:
+        raise ArtifactError(str(error), where=str(directory / NAME), do=REMEDY) from None
+    return manifest

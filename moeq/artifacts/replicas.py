@@ -18,12 +18,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import safe_open
 
 from moeq.artifacts.files import (
@@ -37,9 +36,10 @@ from moeq.artifacts.files import (
     write_json,
     write_text,
 )
+from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
 from moeq.artifacts.stage import HASHED_BYTES, check_schema_version, read_model
 from moeq.errors import ArtifactError
-from moeq.numerics.packed import PARTS, PackedWeight
+from moeq.numerics.packed import PARTS, PackedWeight, packed_shapes
 
 SCHEMA_VERSION = 2
 REMEDY = "run `moeq losses` again"
@@ -56,8 +56,8 @@ class Made(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     method: str
     bits: int
-    entry: str | None
-    rows: str
+    entry: PlainName | None
+    rows: PlainName
 
 
 MadeType = TypeVar("MadeType", bound=Made)
@@ -71,7 +71,7 @@ class ReplicaIndex(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
-    set: str
+    set: PlainName
     made: tuple[Made, ...]
     layers: tuple[dict[str, str], ...] = ()
 
@@ -131,7 +131,15 @@ def check_store(store: Path) -> None:
 
 def noted_runs(store: Path) -> dict[Path, Path]:
     """{note: run directory} of the runs elsewhere that use the store."""
-    return {path: Path(read_json(path)["run"]) for path in sorted((store / RUNS).glob("*.json"))}
+    return {path: _noted_run(path) for path in sorted((store / RUNS).glob("*.json"))}
+
+
+def _noted_run(path: Path) -> Path:
+    found = read_json(path)
+    run = found.get("run") if isinstance(found, dict) else None
+    if not isinstance(run, str) or not Path(run).is_absolute() or "\0" in run:
+        raise ArtifactError("does not name a run directory", where=str(path), do="delete it, and run `moeq run` there")
+    return Path(run)
 
 
 def layer_file(directory: Path, layer: int) -> Path:
@@ -147,15 +155,30 @@ def rows_file(directory: Path, layer: int, name: str) -> Path:
     return directory / ROWS / f"layer-{layer:03d}.{name}.json"
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Where a tensor lies in a layer's file."""
+class _ProjectionText(BaseModel):
+    """What a layer's file says of one projection of an entry."""
 
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    bytes: int
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    inputs: int = Field(ge=1)
+    group_size: int = Field(ge=-1)
+    symmetric: bool
+    nested: bool = False
+
+    @field_validator("group_size")
+    @classmethod
+    def _is_a_size(cls, group_size: int) -> int:
+        if group_size == 0:
+            raise ValueError("group_size is 0")
+        return group_size
+
+
+class _EntryText(BaseModel):
+    """What a layer's file says of an entry."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    bits: int = Field(ge=1, le=8)
+    projections: dict[str, _ProjectionText]
+    sha256: str
 
 
 class LayerReplicas:
@@ -191,9 +214,10 @@ class LayerReplicas:
                 raise ArtifactError(f"replicas {entry} are damaged", where=str(self.path), do=REMEDY)
 
     def expert(self, entry: str, projection: str, expert: int) -> PackedWeight:
-        """One expert's matrix of an entry; ArtifactError when the file lacks the entry."""
-        if entry not in self.entries:
-            raise ArtifactError(f"no replicas {entry}", where=str(self.path), do=REMEDY)
+        """One expert's matrix of an entry; ArtifactError when the file lacks it, or its tensors are of other sizes."""
+        if entry not in self.entries or projection not in self.entries[entry]["projections"]:
+            raise ArtifactError(f"no replicas {entry} of {projection}", where=str(self.path), do=REMEDY)
+        self._check_stack(entry, projection, expert)
         if self._handle is None:
             self._handle = safe_open(self.path, "pt")
         found = self.entries[entry]
@@ -203,6 +227,23 @@ class LayerReplicas:
             for part in PARTS
         }
         return PackedWeight(bits=found["bits"], **parts, **found["projections"][projection])
+
+    def _check_stack(self, entry: str, projection: str, expert: int) -> None:
+        """ArtifactError unless a projection's tensors are a stack of what its entry says, with this expert in it."""
+        found = self.entries[entry]
+        codes = self.tensors.get(f"{entry}.{projection}.codes")
+        shape = () if codes is None else codes.shape
+        if len(shape) != 3 or expert >= shape[0]:
+            raise ArtifactError(f"no replica {entry} of expert {expert}", where=str(self.path), do=REMEDY)
+        grid = {"nested": False} | found["projections"][projection]
+        wanted = {
+            part: (dtype_name(dtype), (shape[0], *size))
+            for part, (size, dtype) in packed_shapes(shape[1], bits=found["bits"], **grid).items()
+        }
+        there = {part: self.tensors.get(f"{entry}.{projection}.{part}") for part in PARTS}
+        if wanted != {part: (one.dtype, one.shape) for part, one in there.items() if one is not None}:
+            what = f"replicas {entry} of {projection} have other sizes than the file says"
+            raise ArtifactError(what, where=str(self.path), do=REMEDY)
 
 
 def add_replicas(directory: Path, layer: int, entries: Mapping[str, Mapping[str, PackedWeight]]) -> LayerReplicas:
@@ -291,7 +332,7 @@ def rows_text(rows: list[dict[str, Any]]) -> str:
 def read_rows(directory: Path, layer: int, name: str) -> list[dict[str, Any]] | None:
     """Loss rows of one layer and entry; None when they are missing or damaged."""
     try:
-        found = json.loads(rows_file(directory, layer, name).read_text("utf-8"))
+        found = read_json_file(rows_file(directory, layer, name))
         rows: list[dict[str, Any]] = found["rows"]
         text = json.dumps(rows, sort_keys=True, separators=(",", ":"))
         return rows if (found["schema_version"], found["sha256"]) == (SCHEMA_VERSION, _text_digest(text)) else None
@@ -347,7 +388,7 @@ def _write(
     write_in_chunks(layer_file(directory, layer), layout, chunks, layer_metadata(layer, entries))
 
 
-def _chunks(stored: Mapping[str, _Stored], tensors: Mapping[str, Any], key: str) -> Iterator[Any]:
+def _chunks(stored: Mapping[str, TensorHeader], tensors: Mapping[str, Any], key: str) -> Iterator[Any]:
     if key in tensors:
         yield _data(tensors[key])
     else:
@@ -357,31 +398,16 @@ def _chunks(stored: Mapping[str, _Stored], tensors: Mapping[str, Any], key: str)
 def _entries(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """What a layer's file says of its entries; ArtifactError when that is damaged."""
     try:
-        found: dict[str, dict[str, Any]] = json.loads(metadata["entries"])
-        whole = all({"bits", "projections", "sha256"} <= set(entry) for entry in found.values())
-    except (KeyError, ValueError, AttributeError, TypeError):
-        whole = False
-    if not whole:
-        raise ArtifactError("damaged: its entries cannot be read", where=str(path), do=REMEDY)
-    return found
+        found = parse_json(metadata["entries"])
+        return {name: _EntryText.model_validate(entry).model_dump(exclude_unset=True) for name, entry in found.items()}
+    except (KeyError, ValueError, AttributeError):
+        raise ArtifactError("damaged: its entries cannot be read", where=str(path), do=REMEDY) from None
 
 
-def _read_header(path: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
+def _read_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
     """Tensors and metadata of a safetensors file; ArtifactError when it is missing, cut off or damaged."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header: dict[str, Any] = json.loads(stream.read(min(length, size)))
-        metadata: dict[str, str] = header.pop("__metadata__")
-        tensors, end = {}, 0
-        for name, entry in header.items():
-            start, stop = entry["data_offsets"]
-            end = max(end, stop)
-            tensors[name] = _Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start)
-        if size != 8 + length + end:
-            raise ValueError(f"{size} bytes, its header says {8 + length + end}")
-        return tensors, metadata
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        return safetensors_header(path)
+    except (OSError, ValueError) as error:
         what = "no such file" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
         raise ArtifactError(what, where=str(path), do=REMEDY) from None

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moeq.artifacts.files import digest_of, read_json, sha256_file, write_json
+from moeq.artifacts.reading import RelativeName
 from moeq.errors import ArtifactError
 from moeq.version import __version__
 
@@ -46,7 +47,7 @@ class StageRecord(BaseModel):
     seed: int
     key: str
     inputs: dict[str, str]
-    files: dict[str, FileStamp]
+    files: dict[RelativeName, FileStamp]
     digest: str
     summary: dict[str, Any] = {}
     volatile: dict[str, Any] = {}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.files import digest_of, sha256_file
+from moeq.artifacts.reading import TensorHeader as TensorHeader
+from moeq.artifacts.reading import inside, plain_name, read_json_file, safetensors_header
 from moeq.artifacts.stage import ModelStamp
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
@@ -29,19 +32,12 @@ TOKENIZER_FILES = (
 VOCABULARIES = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"}
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 SIDE_FILES = ("generation_config.json", *PROCESSOR_FILES, *TOKENIZER_FILES)
+CONFIG_BYTES = 64 << 20  # the largest config.json that is read
 WHOLE_BYTES = 64 << 20  # files up to this size are hashed whole, larger ones by samples
 SAMPLE_BYTES, SAMPLES = 64 << 10, 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorHeader:
-    """Where one tensor lies on disk: file, dtype as safetensors writes it, shape, offset in the file, bytes."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    bytes: int
+MODULES = re.compile(r"layers$|_layer$|^depths?$|blocks$|experts$|_stages$")  # counts of modules in a configuration
+SIZES = re.compile(r"(_size|_dim|_heads|_rank|_width|_groups)$|^d_|^n_embd$")  # what sizes tensors
+MODULES_FREE, SIZES_FREE = 4096, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +78,11 @@ def open_source(name: str, revision: str | None = None, *, trust_remote_code: bo
     configuration or shards missing, truncated or mismatched; a hub model that is gated, unknown or out of reach.
     """
     path, commit = _resolve(name, revision, trust_remote_code)
-    config = _read_config(path)
+    config, tensors = _read_config(path), _read_headers(path)
+    check_counts(config, tensors, path / "config.json")
     if Path(name).expanduser().is_dir():
         name = path.resolve().name  # where it lies on this machine is nobody's business
-    return ModelSource(name=name, path=path, revision=commit, config=config, tensors=_read_headers(path))
+    return ModelSource(name=name, path=path, revision=commit, config=config, tensors=tensors)
 
 
 def _resolve(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str | None]:
@@ -120,9 +117,18 @@ def _weight_files(path: Path) -> list[str]:
     if not (path / INDEX).is_file():
         return [SINGLE]
     try:
-        return sorted(set(json.loads((path / INDEX).read_text("utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return sorted(set(_weight_map(path).values()))
+    except (OSError, ValueError):
         return []  # the index is judged when the headers are read
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """{tensor: shard} of a directory's index; ValueError when it is none or names a file elsewhere, OSError."""
+    index = read_json_file(path / INDEX, tag_constants=True)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError("it has no weight_map")
+    return {key: plain_name(shard) for key, shard in weight_map.items()}
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -130,10 +136,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelError("not a model directory: no config.json", where=str(path), do="give the folder that holds it")
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = read_json_file(file, most=CONFIG_BYTES, tag_constants=True)
     except (OSError, ValueError) as error:
         raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError("no model_type", where=str(file), do="give a transformers model directory")
     return config
 
@@ -148,17 +154,18 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
             raise ModelError(f"no safetensors weights{other}", where=str(path), do="download the weights")
         return read_header(single)
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"not a weight index ({error!r})", where=str(index), do="download it again") from None
+        weight_map = _weight_map(path)
+        shards = [inside(path, shard) for shard in sorted(set(weight_map.values()))]
+    except (OSError, ValueError) as error:
+        raise ModelError(f"not a weight index ({error})", where=str(index), do="download it again") from None
     tensors: dict[str, TensorHeader] = {}
-    for shard in sorted(set(weight_map.values())):
-        if not (path / shard).is_file():
-            raise ModelError("shard is missing", where=str(path / shard), do="download it")
-        tensors |= read_header(path / shard)
-    for key, shard in weight_map.items():
-        if key not in tensors or tensors[key].file.name != shard:
-            where = str(path / shard)
+    for shard in shards:
+        if not shard.is_file():
+            raise ModelError("shard is missing", where=str(shard), do="download it")
+        tensors |= read_header(shard)
+    for key, name in weight_map.items():
+        if key not in tensors or tensors[key].file.name != name:
+            where = str(path / name)
             raise ModelError(
                 f"tensor {key} is not in the shard that {INDEX} names", where=where, do="download it again"
             )
@@ -167,37 +174,47 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
     """Parse one safetensors header and check the file against it; ModelError when truncated or damaged."""
-    size = path.stat().st_size
-    damaged = "download it again"
     try:
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ModelError(
-                    f"truncated: {size} bytes, the header alone needs {length + 8}", where=str(path), do=damaged
-                )
-            header: dict[str, Any] = json.loads(stream.read(length))
+        return safetensors_header(path)[0]
     except (OSError, ValueError) as error:
-        raise ModelError(f"not a safetensors file ({error})", where=str(path), do=damaged) from None
-    tensors, end = {}, 0
-    try:
-        for key, entry in header.items():
-            if key == "__metadata__":
-                continue
-            start, stop = entry["data_offsets"]
-            end = max(end, stop)
-            tensors[key] = TensorHeader(
-                file=path,
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                offset=8 + length + start,
-                bytes=stop - start,
+        what = str(error) if str(error).startswith("truncated") else f"not a safetensors file ({error})"
+        raise ModelError(what, where=str(path), do="download it again") from None
+
+
+def check_counts(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], where: Path) -> None:
+    """ModelError for a configuration whose modules or sizes the weights cannot have, before a model is made of it.
+
+    Layers and experts are modules of Python, at most as many as there are tensors or rows of one; heads and widths size
+    tensors, none larger than the largest on disk. Small numbers pass whatever the weights are.
+    """
+    rows = max((max(header.shape, default=0) for header in tensors.values()), default=0)
+    largest = max((math.prod(header.shape) for header in tensors.values()), default=0)
+    for key, value in _whole_numbers(config):
+        if MODULES.search(key):
+            most = max(MODULES_FREE, len(tensors), rows if "expert" in key else 0)
+        elif SIZES.search(key):
+            most = max(SIZES_FREE, 8 * largest)
+        else:
+            continue
+        if value > most:
+            stated = str(value) if value < 10**20 else "more than 10**20"
+            raise ModelError(
+                f"{key} is {stated}; weights of {len(tensors)} tensors cannot have that many",
+                where=str(where),
+                do="download the model again",
             )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"not a safetensors file ({error!r})", where=str(path), do=damaged) from None
-    if size != 8 + length + end:
-        raise ModelError(f"truncated: {size} bytes, its header says {8 + length + end}", where=str(path), do=damaged)
-    return tensors
+
+
+def _whole_numbers(node: Any) -> Iterator[tuple[str, int]]:
+    """Keys and whole numbers of a configuration, those of its parts included."""
+    parts = [node]
+    while parts:
+        part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            if isinstance(value, (dict, list)):
+                parts.append(value)
+            elif isinstance(value, int) and isinstance(key, str):
+                yield key, value
 
 
 def _weights_digest(path: Path) -> str:

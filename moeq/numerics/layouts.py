@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeq.numerics.packing import pack, packed_row_bytes, unpack
+from moeq.numerics.packing import SUPPORTED_BITS, pack, packed_row_bytes, unpack
 
 WORD = 32
 
@@ -26,10 +26,13 @@ def row_words(codes: Tensor) -> Tensor:
 
 def row_stream(words: Tensor, bits: int, length: int) -> Tensor:
     """Invert `row_words`: the bit streams of `length` codes; ValueError when there are more or fewer words."""
+    if bits not in SUPPORTED_BITS or length < 0 or not words.dim():
+        raise ValueError(f"{length} codes of {bits} bits in words {list(words.shape)}: no rows of codes")
     size = packed_row_bytes(length, bits)
     if words.dtype != torch.int32 or words.shape[-1] != -(-size // 4):
         raise ValueError(f"{length} codes of {bits} bits take {-(-size // 4)} words of 32 bits, not {words.shape[-1]}")
-    return words.contiguous().view(torch.uint8)[..., :size]
+    whole = words.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves a single word a row as it lies
+    return whole.view(torch.uint8)[..., :size]
 
 
 def column_words(codes: Tensor, bits: int, length: int) -> Tensor:
@@ -44,8 +47,8 @@ def column_words(codes: Tensor, bits: int, length: int) -> Tensor:
 
 def column_stream(words: Tensor, bits: int, length: int) -> Tensor:
     """Invert `column_words`."""
-    if length * bits % WORD:
-        raise ValueError(f"{length} codes of {bits} bits are no whole number of {WORD}-bit words")
+    if length * bits % WORD or words.dim() < 2:
+        raise ValueError(f"{length} codes of {bits} bits are no whole number of {WORD}-bit words in every column")
     return row_stream(words.mT, bits, length)
 
 
@@ -59,7 +62,9 @@ def zero_words(zeros: Tensor, bits: int, *, less_one: bool = True) -> Tensor:
 
 
 def zeros_of(words: Tensor, bits: int, rows: int, *, less_one: bool = True) -> Tensor:
-    """Invert `zero_words`: uint8 zero points [..., N, G]."""
+    """Invert `zero_words`: uint8 zero points [..., N, G]; ValueError as `row_stream`, and for a single row of words."""
+    if words.dim() < 2:
+        raise ValueError(f"words of zero points are {list(words.shape)}, not [..., G, N*b/32]")
     stored = unpack(row_stream(words, bits, rows), bits, rows)
     zeros: Tensor = ((stored.to(torch.int64) + 1) % 2**bits).to(torch.uint8) if less_one else stored
     return zeros.mT.contiguous()

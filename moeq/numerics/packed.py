@@ -100,12 +100,32 @@ class PackedWeight:
         zeros = None if self.zeros is None else change(self.zeros)
         return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros)
 
+    def check(self) -> None:
+        """ValueError unless bits and group size can be and the parts have the types and shapes that they imply."""
+        if self.bits not in SUPPORTED_BITS or self.inputs < 1 or self.group_size == 0 or self.group_size < -1:
+            what = f"{self.inputs} inputs of {self.bits} bits in groups of {self.group_size}"
+            raise ValueError(f"no packed weight has {what}")
+        if self.codes.dim() < 2:
+            raise ValueError(f"codes are {list(self.codes.shape)}, not rows of codes")
+        *before, rows, _ = self.codes.shape
+        wanted = {
+            part: ([*before, *shape], dtype)
+            for part, (shape, dtype) in packed_shapes(
+                rows, self.inputs, self.bits, self.group_size, self.symmetric, self.nested
+            ).items()
+        }
+        found = {part: (list(tensor.shape), tensor.dtype) for part, tensor in self.parts().items()}
+        if wanted != found:
+            part = next(name for name in PARTS if wanted.get(name) != found.get(name))
+            raise ValueError(f"{part} of a packed weight are {found.get(part)}, not {wanted.get(part)}")
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.parts().values())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values [..., N, K]: (code - zero) * scale in float32, then rounded to `dtype`."""
+        """Values [..., N, K]: (code - zero) * scale in float32, then rounded to `dtype`; ValueError as `check`."""
+        self.check()
         scale, zero = self._grid()
         return grids.decode(unpack(self.codes, self.bits, self.inputs), scale, zero, self.group_size).to(dtype)
 
@@ -115,7 +135,11 @@ class PackedWeight:
         return replace(self, codes=pack(codes, bits), bits=bits)
 
     def unpacked(self) -> Quantized:
-        """A stack [E, N, ...] as codes uint8 [E, 1, N, K] with scales and zero points [E, 1, N, G]."""
+        """A stack [E, N, ...] as codes uint8 [E, 1, N, K] with scales and zero points [E, 1, N, G].
+
+        ValueError as `check`.
+        """
+        self.check()
         scale, zero = self._grid()
         zero = zero.float() if isinstance(zero, Tensor) else torch.full_like(scale, zero, dtype=torch.float32)
         return Quantized(

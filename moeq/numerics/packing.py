@@ -53,9 +53,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
     """Invert `pack`: uint8 [..., ceil(length*bits/8)] -> uint8 codes [..., length].
 
-    Raises ValueError when the last axis does not have the bytes that `length` codes need.
+    Raises ValueError when the last axis does not have the bytes that `length` codes need, or holds no bytes.
     """
     _check_bits(bits)
+    if packed.dtype != torch.uint8 or not packed.dim() or length < 0:
+        raise ValueError(f"{length} codes in {packed.dtype} {list(packed.shape)}: packed codes are rows of uint8")
     if packed.shape[-1] != packed_row_bytes(length, bits):
         raise ValueError(
             f"{length} codes of {bits} bits take {packed_row_bytes(length, bits)} bytes, not {packed.shape[-1]}"

@@ -6,6 +6,7 @@ Importing this module registers the method `moeq`; `import moeq` arranges that (
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +16,18 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moeq.artifacts.assignment import WIDTHS
+from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, find_expert_layers
+from moeq.models.source import read_header
+from moeq.numerics.packed import PARTS
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
-from moeq.runtime.packed_experts import PACKED, PackedExperts
+from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules
 
 METHOD = "moeq"
+DENSE = "dense"  # the weights of a matrix of 16 bits
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width
 
@@ -63,6 +69,7 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if others:
             OtherWidths.of(others)
             self.others = others
+        _check_widths(self)
 
     @property
     def widths(self) -> OtherWidths:
@@ -78,7 +85,9 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
     saved_as_loaded = True
     stacks: tuple[str, ...] = ()  # ends of the names of the parameters that hold experts in the family's own model
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> nn.Module:
         config = self.quantization_config
         layers = {layer.name: layer for layer in find_expert_layers(model)}
         self.stacks = tuple(
@@ -116,6 +125,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 setattr(model.get_submodule(parent), "_is_hf_initialized", True)  # noqa: B010
         if hasattr(config, "others"):
             replace_modules(model, config.widths)
+        _check_files(model, checkpoint_files or ())
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
@@ -140,6 +150,54 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _check_widths(config: MoeqConfig) -> None:
+    """ArtifactError for widths or a group size that no packed weight has."""
+    group_size = config.group_size
+    wrong = None
+    if not isinstance(group_size, int) or group_size == 0 or group_size < -1:
+        wrong = "group_size is no size of a group"
+    elif not isinstance(config.experts, dict) or not all(isinstance(one, list) for one in config.experts.values()):
+        wrong = "experts is not a list of widths of every layer"
+    else:
+        every = (width for one in config.experts.values() for widths in one for width in _each(widths))
+        if any(not isinstance(width, int) or width not in WIDTHS for width in every):
+            wrong = f"widths of experts must be of {WIDTHS}"
+    if wrong is not None:
+        raise ArtifactError(wrong, where="config.json, quantization_config", do="export the checkpoint again")
+
+
+def _each(widths: Any) -> Collection[Any]:
+    return list(widths.values()) if isinstance(widths, dict) else [widths]
+
+
+def _check_files(model: nn.Module, files: Sequence[str]) -> None:
+    """ArtifactError where the checkpoint's files cannot hold what the model was made for.
+
+    The library allocates what it does not find: this is where a stated size is first believed. Packed tensors that are
+    there have the model's shapes; all together are no larger than the files (written again, some have other names).
+    """
+    there: dict[str, TensorHeader] = {}
+    for file in files:
+        there |= read_header(Path(file))
+    wanted = {
+        f"{path}.{part}": tensor
+        for path, module in model.named_modules()
+        if isinstance(module, PackedLinear)
+        for part, tensor in module.named_buffers(recurse=False)
+        if part in (*PARTS, DENSE)
+    }
+    wrong = None
+    for name, tensor in wanted.items() if there else ():
+        if name in there and there[name].shape != tuple(tensor.shape):
+            wrong = f"{name} is {list(there[name].shape)}, config.json wants {list(tensor.shape)}"
+            break
+    size, on_disk = sum(tensor.nbytes for tensor in wanted.values()), sum(header.bytes for header in there.values())
+    if wrong is None and there and size > 2 * on_disk:  # 16-bit weights may be asked for in 32
+        wrong = f"config.json wants {size} bytes of packed weights, the files hold {on_disk}"
+    if wrong is not None:
+        raise ArtifactError(wrong, where=str(Path(files[0]).parent), do="export the checkpoint again")
 
 
 def _check_projections(layer: ExpertLayer, experts: Sequence[int | dict[str, int]]) -> None:

@@ -1,0 +1,266 @@
+"""Hostile files and tensors: moeq's own errors, in little time and memory; `make test-full` tries 100,000."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from robustness.fuzz_targets import FILES, SPARE_BYTES, TARGETS, Fuzzed
+from safetensors.torch import save_file
+from tiny_models import FULL
+from torch import zeros
+
+import moeq
+from moeq import pipeline
+from moeq.artifacts.reading import inside, parse_json, plain_name, relative_name, safetensors_header
+from moeq.errors import ArtifactError, ModelError, MoeqError
+from moeq.models.source import INDEX, open_source
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages.context import Context
+
+EXAMPLES = 100_000 // len(TARGETS) if FULL else 60
+GROWTH_BYTES = 256 << 20  # of the process, over all inputs
+ATHERIS_RUNS = 100_000 if FULL else 2_000
+SMALL = (
+    "corpus.sequences=6",
+    "corpus.sequence_length=32",
+    "losses.group_size=16",
+    "losses.bits=[1,2,4]",
+    "eval.compare=[]",
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = load_recipe(None, [*SMALL, "assign={method: uniform, bits: 2}"])
+    out = tmp_path_factory.mktemp("fuzz") / "run"
+    context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=out, reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    return context.directory("export")
+
+
+@pytest.fixture(scope="module")
+def fuzzed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fuzzed:
+    return Fuzzed(tmp_path_factory.mktemp("fuzzed") / "inputs", checkpoint)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_valid_inputs_are_read(fuzzed: Fuzzed, target: str) -> None:
+    """Else nothing but the first check would be fuzzed."""
+    assert fuzzed.run(target, fuzzed.valid(target)) == "read"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_mutated_inputs_are_refused_or_read(fuzzed: Fuzzed, target: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcomes: set[str] = set()
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(seed=st.integers(0, 2**63))
+    def sweep(seed: int) -> None:
+        outcomes.add(fuzzed.run(target, fuzzed.mutated(target, seed)))
+
+    sweep()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < GROWTH_BYTES
+    assert "refused" in outcomes or target not in FILES
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.binary(max_size=200))
+def test_random_bytes_are_no_header(fuzzed: Fuzzed, data: bytes) -> None:
+    fuzzed.run("header", data)
+    fuzzed.run("header", len(data).to_bytes(8, "little") + data)
+
+
+@pytest.mark.parametrize("text", [b"[]," * 400_000, b'{"a":' * 300_000, b"1," * 600_000, b"9" * 1_000_000])
+def test_a_header_of_structure_alone_takes_no_multiple_of_its_bytes(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    text = b'{"a": [' + text + b"0]}"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    tracemalloc.start()
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match=r"header|nested|digits"):
+        safetensors_header(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert time.perf_counter() - began < 5
+    assert peak <= 2 * len(text) + SPARE_BYTES
+
+
+def _entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+WRONG = {
+    "overlap": ({"a": _entry("U8", [8], 0, 8), "b": _entry("U8", [4], 4, 8)}, 8, "overlap"),
+    "hole": ({"a": _entry("U8", [4], 0, 4), "b": _entry("U8", [2], 6, 8)}, 8, "hole"),
+    "hole before": ({"a": _entry("U8", [4], 4, 8)}, 8, "hole"),
+    "beyond the end": ({"a": _entry("U8", [9], 0, 9)}, 8, "truncated"),
+    "rest": ({"a": _entry("U8", [4], 0, 4)}, 8, "truncated"),
+    "dtype": ({"a": _entry("U7", [8], 0, 8)}, 8, "dtype 'U7'"),
+    "bytes": ({"a": _entry("F32", [8], 0, 8)}, 8, "take 32 bytes"),
+    "backwards": ({"a": _entry("U8", [8], 8, 0)}, 8, "offsets -8"),
+    "negative": ({"a": _entry("U8", [-8], 0, 8)}, 8, "list of sizes"),
+    "huge": ({"a": _entry("U8", [2**40], 0, 2**40)}, 8, "truncated"),
+    "overflow": ({"a": _entry("U8", [2**40, 2**40], 0, 8)}, 8, "can be counted"),
+    "half a byte": ({"a": _entry("F4", [3], 0, 1)}, 1, "odd number"),
+    "more keys": ({"a": _entry("U8", [8], 0, 8) | {"x": 1}}, 8, "needs dtype"),
+    "metadata": ({"__metadata__": {"a": 1}}, 0, "object of strings"),
+}
+
+
+@pytest.mark.parametrize("what", list(WRONG))
+def test_each_check_of_a_header(tmp_path: Path, what: str) -> None:
+    header, size, message = WRONG[what]
+    text = json.dumps(header).encode()
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * size)
+    with pytest.raises(ValueError, match=message):
+        safetensors_header(tmp_path / "x")
+
+
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", '{"a": 1, "a": 1}', '"\\ud800"', "[" * 99_999])
+def test_json_that_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"JSON|twice|large|surrogates|nested"):
+        parse_json(text)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/x", "a/b", "a\\b", "a\0", "x" * 256, 3, None, "\ud800"])
+def test_names_that_are_not_plain(name: object, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"name|surrogates"):
+        plain_name(name)
+    with pytest.raises(ValueError, match=r"name|surrogates"):
+        inside(tmp_path, name)
+    assert relative_name("a/b.json") == "a/b.json"
+    with pytest.raises(ValueError, match="name"):
+        relative_name("a/../b")
+
+
+def test_links_may_not_lead_out_but_in_the_hubs_cache(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "1").write_text("x")
+    (tmp_path / "secret").write_text("x")
+    (snapshot / "in").symlink_to("../../blobs/1")
+    (snapshot / "out").symlink_to(tmp_path / "secret")
+    assert inside(snapshot, "in").read_text() == "x"
+    with pytest.raises(ValueError, match="leads out"):
+        inside(snapshot, "out")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "out").symlink_to(blobs / "1")
+    with pytest.raises(ValueError, match="leads out"):
+        inside(tmp_path / "plain", "out")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_local_experts": 10**12},
+        {"num_hidden_layers": 10**12},
+        {"hidden_size": 2**40},
+        {"text": {"head_dim": 2**50}},
+    ],
+)
+def test_stated_counts_are_compared_with_the_weights(tmp_path: Path, change: dict[str, object]) -> None:
+    save_file({"a": zeros(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **change}))
+    tracemalloc.start()
+    began = time.perf_counter()
+    with pytest.raises(ModelError, match=r"cannot have that many"):
+        open_source(str(tmp_path))
+    assert time.perf_counter() - began < 1
+    assert tracemalloc.get_traced_memory()[1] < SPARE_BYTES
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", 7, None, ["a"]])
+def test_an_index_names_files_of_its_own_directory(tmp_path: Path, shard: object) -> None:
+    save_file({"a": zeros(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(ModelError, match="not a weight index"):
+        open_source(str(tmp_path))
+
+
+def test_a_packed_checkpoint_with_other_sizes_is_refused_before_it_is_loaded(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers allocates what it does not find: the packed tensors are compared with the headers first."""
+    from transformers import AutoModelForCausalLM
+
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    config["intermediate_size"] = 2**30
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    began = time.perf_counter()
+    with pytest.raises(ArtifactError, match=r"codes is \[.*config.json wants \[1073741824"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert time.perf_counter() - began < 30
+
+
+def test_moeq_reads_no_pickle() -> None:
+    """No pickle, no torch.load, no marshal, no shelve, nothing that evaluates text, no unsafe YAML."""
+    root = Path(moeq.__file__).parent
+    files = [path for path in root.rglob("*.py") if "bundled" not in path.parts]
+    assert len(files) > 100
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            where = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+                banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+                assert not {name.split(".")[0] for name in names} & banned, where
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                called = f"{node.value.id}.{node.attr}"
+                assert called not in {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "np.load"}, where
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"eval", "exec"}, where
+            if isinstance(node, ast.keyword):
+                assert node.arg != "allow_pickle", where
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("atheris") is None, reason="atheris is not installed: pip install '.[fuzz]'"
+)
+@pytest.mark.parametrize("target", FILES)
+def test_atheris_finds_nothing(checkpoint: Path, tmp_path: Path, target: str) -> None:
+    script = Path(__file__).with_name("fuzz_atheris.py")
+    runs = ATHERIS_RUNS // len(FILES)
+    command = [sys.executable, script, target, checkpoint, tmp_path / "work", f"-runs={runs}", "-timeout=20"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
+    }
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert f"Done {runs} runs" in finished.stderr
+
+
+def test_errors_are_of_moeq(fuzzed: Fuzzed) -> None:
+    """The harness itself notices what it should: an error of another kind, and too much memory."""
+    broken = Fuzzed.__new__(Fuzzed)
+    broken.size = 10
+    broken._header = lambda data: bytearray(10 << 20)  # type: ignore[attr-defined,method-assign]
+    with pytest.raises(AssertionError, match="bytes for 10"):
+        broken.run("header", b"")
+
+    def raises(data: bytes) -> None:
+        raise KeyError(data)
+
+    broken._header = raises  # type: ignore[assignment,method-assign]
+    with pytest.raises(KeyError):
+        broken.run("header", b"")
+    assert not issubclass(KeyError, MoeqError)
