@@ -177,7 +177,7 @@ class PackedExperts(nn.Module):
         for device, numbers in groups.items():
             if device == home:
                 continue
-            tokens = torch.isin(experts, torch.tensor(numbers, device=home)).any(1).nonzero().squeeze(1)
+            tokens = torch.isin(experts, torch.tensor(numbers).to(home)).any(1).nonzero().squeeze(1)
             away[device] = tokens, [part[tokens].to(device) for part in (hidden, experts, weights)]
         result = self._sum_here(groups.get(home, []), hidden, experts, weights)
         for device, (tokens, parts) in away.items():
