@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 from moeq.version import __version__
 
@@ -25,4 +26,17 @@ from moeq import plugin
 
 plugin.install()
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from moeq.runtime.checkpoint import load
+
+
+def __getattr__(name: str) -> Any:
+    """`moeq.load`, imported when it is asked for."""
+    if name != "load":
+        raise AttributeError(f"module 'moeq' has no attribute {name!r}")
+    from moeq.runtime.checkpoint import load
+
+    return load
+
+
+__all__ = ["__version__", "load"]

@@ -88,6 +88,7 @@ STAGES = (
     Stage(
         name="export",
         run=export.run,
+        revision=2,
         sections=("export",),
         after=("profile", "assign", "quantize"),
         intact=export.formats_intact,

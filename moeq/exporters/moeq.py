@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice
-from moeq.artifacts.files import building, place, write_json
+from moeq.artifacts.files import building, place, write_json, write_text
 from moeq.artifacts.manifest import (
     PlacedExpert,
     PlacedLayer,
@@ -38,6 +38,7 @@ from moeq.models.weights import scale_keys
 from moeq.numerics.packed import PARTS
 from moeq.numerics.packing import NESTED_BITS
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD, MIXED_VERSION
+from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, hooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
 
@@ -64,7 +65,8 @@ class ExportInputs:
     """What an exporter is given: the source, what to place, and the quantized files of every layer.
 
     quantizers: who made each replica, {layer: [{bits, or MIXED: method} of every expert]}. others: the packed modules
-    outside of the experts, and other_keys: the tensors on disk that they replace.
+    outside of the experts, and other_keys: the tensors on disk that they replace. own_code: the model is made by code
+    that the checkpoint brings along, not by a class of transformers.
     """
 
     source: ModelSource
@@ -79,6 +81,7 @@ class ExportInputs:
     digests: dict[str, str]
     others: OtherTable | None = None
     other_keys: frozenset[str] = frozenset()
+    own_code: bool = False
 
 
 def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
@@ -91,8 +94,11 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
             where |= {} if path.name.startswith(_EXTRA) else dict.fromkeys(read_header(path), path.name)
         found = {key: header for path in unfinished.glob("*.safetensors") for key, header in read_header(path).items()}
         write_index(unfinished, where)
-        write_json(unfinished / "config.json", inputs.source.config | {"quantization_config": _quantization(inputs)})
+        config = inputs.source.config if inputs.own_code else hooked(inputs.source.config)
+        write_json(unfinished / "config.json", config | {"quantization_config": _quantization(inputs)})
         copy_side_files(inputs.source, unfinished)
+        if not inputs.own_code:
+            write_text(unfinished / HOOK_FILE, HOOK_TEXT)
         manifest = _manifest(inputs, found)
         write_manifest(unfinished, manifest)
     return manifest

@@ -19,6 +19,7 @@ from moeq.models.loading import describe
 from moeq.models.source import ModelSource, TensorHeader, open_source, read_header
 from moeq.numerics.packed import PARTS, PackedWeight, packed_shapes
 from moeq.numerics.packing import NESTED_BITS
+from moeq.runtime.hook import unhooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
 
@@ -37,7 +38,8 @@ class NativeReader:
         self.path = path
         self.manifest = read_manifest(path)
         self.source = open_source(str(path))
-        self.config = {name: value for name, value in self.source.config.items() if name != "quantization_config"}
+        config = {name: value for name, value in self.source.config.items() if name != "quantization_config"}
+        self.config = unhooked(config)
         self.layers = describe(replace(self.source, config=self.config), trust_remote_code)[1]
         self._placed = {layer.name: layer for layer in self.manifest.layers}
         self._files: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from moeq.artifacts.files import write_in_chunks, write_json
 from moeq.models.source import INDEX, ModelSource, read_header
 from moeq.models.weights import plain_chunks, plain_header
+from moeq.runtime.hook import HOOK_FILE
 
 METADATA = {"format": "pt"}  # transformers refuses safetensors without it
 
@@ -58,6 +59,7 @@ def write_index(directory: Path, where: Mapping[str, str]) -> None:
 
 
 def copy_side_files(source: ModelSource, directory: Path) -> None:
-    """Tokenizer, generation settings and whatever else comes along."""
+    """Tokenizer, generation settings and whatever else comes along, but not the hook of moeq's own format."""
     for path in source.side_files():
-        shutil.copyfile(path, directory / path.name)
+        if path.name != HOOK_FILE:
+            shutil.copyfile(path, directory / path.name)

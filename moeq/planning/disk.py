@@ -41,6 +41,7 @@ from moeq.recipe import AssignSection, Recipe
 from moeq.reporting import formats
 from moeq.reporting.maps import Quantity, value_map, width_map
 from moeq.runtime.checkpoint import CARD
+from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, model_card, quantize, refine, report
 from moeq.stages import estimate as estimate_stage
@@ -416,8 +417,11 @@ class Disk:
         } | ({"nested": True} if self.own.nested else {})  # fmt: skip
         if self.sizes.others.modules:
             quantization["others"] = other_widths(self.sizes.others.table())
-        files["config.json"] = len(canonical_json(source.config | {"quantization_config": quantization}).encode())
+        own_code = has_own_code(self.context.described[0])
+        config = source.config if own_code else hooked(source.config)
+        files["config.json"] = len(canonical_json(config | {"quantization_config": quantization}).encode())
         files |= {path.name: path.stat().st_size for path in source.side_files()}
+        files |= {} if own_code else {HOOK_FILE: len(HOOK_TEXT)}
         return files | self._manifest()
 
     def _rest(self) -> dict[str, list[str]]:

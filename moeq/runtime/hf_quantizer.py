@@ -5,6 +5,7 @@ Importing this module registers the method `moeq`; `import moeq` arranges that (
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
 from moeq.numerics.packed import PARTS
 from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
+from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules
 
@@ -126,6 +128,11 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         if hasattr(config, "others"):
             replace_modules(model, config.widths)
         _check_files(model, checkpoint_files or ())
+        forget_hook(model.config)
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        _warn_of_held_experts(model)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
@@ -149,7 +156,16 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Adapters beside packed weights are: gradients pass through packed modules, which have none of their own."""
+        return True
+
+    def dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        """Not in memory: ArtifactError."""
+        raise ArtifactError(
+            "the experts of a packed checkpoint cannot be unpacked in memory",
+            where=str(getattr(getattr(model, "config", None), "name_or_path", "") or "model"),
+            do="load the original checkpoint instead",
+        )
 
 
 def _check_widths(config: MoeqConfig) -> None:
@@ -209,6 +225,28 @@ def _check_projections(layer: ExpertLayer, experts: Sequence[int | dict[str, int
                 where=f"config.json, {layer.name}",
                 do="export the checkpoint again",
             )
+
+
+def _warn_of_held_experts(model: nn.Module) -> None:
+    """A device map sends to the disk or the CPU only parameters, unless told otherwise: packed experts are buffers."""
+    places: dict[str, Any] = getattr(model, "hf_device_map", {})
+    for path, module in model.named_modules():
+        if isinstance(module, PackedExperts):
+            wanted = next((str(places[name]) for name in _with_parents(path) if name in places), None)
+            found = next(module.get_submodule("0").buffers()).device.type
+            if (wanted == "disk" and found != "meta") or (wanted == "cpu" and found not in ("cpu", "meta")):
+                warnings.warn(
+                    f"{path}: the device map says {wanted}, but its experts are kept on {found}; "
+                    "pass offload_buffers=True to from_pretrained",
+                    stacklevel=2,
+                )
+                return
+
+
+def _with_parents(path: str) -> list[str]:
+    """A module's path and those of what it lies in, the model's own, "", last."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _makes(targets: list[str], stacks: tuple[str, ...]) -> bool:

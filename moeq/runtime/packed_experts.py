@@ -10,7 +10,7 @@ Letters: E experts, T tokens, H hidden size, I intermediate size, k experts a to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,14 @@ class PackedLinear(nn.Module):
             symmetric=self.symmetric,
             nested=self.nested,
         ).dequantize(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """Move, but never convert what is stored: scales in another type would be other scales."""
+        stored = self._buffers.get("scales")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if stored is not None and (changed := self.get_buffer("scales")).dtype != stored.dtype:
+            self._buffers["scales"] = stored.to(changed.device)
+        return self
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [T, K] -> [T, N]."""
@@ -148,10 +156,38 @@ class PackedExperts(nn.Module):
         """Output [T, H] of one expert for rows [T, H]."""
         return self.get_submodule(str(number)).run(rows, self.math)  # type: ignore[operator, no-any-return]
 
+    def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
+        """Experts, in order, by the device that holds them; `home` is that of experts without a place of their own."""
+        found: dict[torch.device, list[int]] = {}
+        for expert in experts:
+            state = None if expert >= self.num_experts else next(self.get_submodule(str(expert)).buffers())
+            offloaded = state is None or state.device.type == "meta"  # accelerate brings it in when it is called
+            found.setdefault(home if offloaded or state is None else state.device, []).append(expert)
+        return found
+
     def weighted_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Sum over each token's experts of routing weight times expert output, [T, H]."""
+        """Sum over each token's experts of routing weight times expert output, [T, H].
+
+        To experts on another device go the tokens that need them, once, before those at home are computed; their
+        weighted sum comes back once.
+        """
+        home = hidden.device
+        groups = self.by_device(torch.unique(experts).tolist(), home)
+        away = {}
+        for device, numbers in groups.items():
+            if device == home:
+                continue
+            tokens = torch.isin(experts, torch.tensor(numbers).to(home)).any(1).nonzero().squeeze(1)
+            away[device] = tokens, [part[tokens].to(device) for part in (hidden, experts, weights)]
+        result = self._sum_here(groups.get(home, []), hidden, experts, weights)
+        for device, (tokens, parts) in away.items():
+            result.index_add_(0, tokens, self._sum_here(groups[device], *parts).to(home))
+        return result
+
+    def _sum_here(self, numbers: list[int], hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of some experts alone, all on the device of their inputs."""
         result = torch.zeros_like(hidden)
-        for expert in torch.unique(experts).tolist():
+        for expert in numbers:
             beyond = expert >= self.num_experts
             if beyond and not self.identity_beyond:
                 continue  # the sentinel of expert parallelism, or a token over capacity
@@ -173,10 +209,15 @@ class PackedLlama4(PackedExperts):
         """[E*T, H] -> [E*T, H]."""
         result = torch.zeros_like(hidden_states)
         rows = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
-        for expert, (mine, into) in enumerate(zip(rows, result.view_as(rows), strict=True)):
-            chosen = mine.any(1).nonzero().squeeze(1)
-            if len(chosen):
-                into[chosen] = self.expert(expert, mine[chosen])
+        chosen = [mine.any(1).nonzero().squeeze(1) for mine in rows]
+        used = [expert for expert, tokens in enumerate(chosen) if len(tokens)]
+        for device, numbers in self.by_device(used, rows.device).items():
+            sent = torch.cat([rows[expert, chosen[expert]] for expert in numbers]).to(device)
+            parts = sent.split([len(chosen[expert]) for expert in numbers])
+            outputs = [self.expert(expert, part) for expert, part in zip(numbers, parts, strict=True)]
+            back = torch.cat(outputs).to(rows.device).split([len(part) for part in parts])
+            for expert, output in zip(numbers, back, strict=True):
+                result.view_as(rows)[expert, chosen[expert]] = output
         return result
 
 

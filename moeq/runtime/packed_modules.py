@@ -6,6 +6,7 @@ so that whoever loads the checkpoint without moeq gets an error. A head that sha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -70,8 +71,15 @@ class PackedEmbedding(PackedModule):
         self.padding_idx = getattr(original, "padding_idx", None)
         self.dtype = original.get_parameter("weight").dtype
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [...] -> [..., K] in the model's dtype."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedEmbedding:
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
+    def forward(self, ids: Tensor, *, as_head: bool = False, bias: Tensor | None = None) -> Tensor:
+        """ids [...] -> [..., K] in the model's dtype; as_head: rows [..., K] -> [..., N], as a linear's."""
+        if as_head:
+            return nn.functional.linear(ids, self.values(ids.dtype), bias)
         flat = ids.reshape(-1)
         rows = PackedWeight(
             codes=self.get_buffer("codes")[flat],
@@ -98,9 +106,9 @@ class TiedHead(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] -> [..., N]."""
         bias = self._buffers["bias"]
-        return nn.functional.linear(
-            rows, self._embeddings[0].values(rows.dtype), None if bias is None else bias.to(rows.dtype)
-        )
+        bias = None if bias is None else bias.to(rows.dtype)
+        output: Tensor = self._embeddings[0](rows, as_head=True, bias=bias)
+        return output
 
 
 def replace_modules(model: Any, widths: OtherWidths) -> None:

@@ -22,6 +22,7 @@ from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.readers import open_packed
 from moeq.models.loading import expert_keys, memory_bytes
 from moeq.runtime.checkpoint import CARD
+from moeq.runtime.hook import has_own_code
 from moeq.stages import assign, model_card, others, profile, quantize
 from moeq.stages.context import Context
 from moeq.tables import human_bytes
@@ -49,6 +50,7 @@ def run(context: Context) -> dict[str, Any]:
         stamp=context.stamp,
         others=others.table(context),
         other_keys=frozenset(others.replaced_keys(context)),
+        own_code=has_own_code(skeleton),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in ("assign", "quantize")},
     )
     target = context.directory("export")
