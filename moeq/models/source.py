@@ -12,7 +12,7 @@ from typing import Any
 
 from moeq.artifacts.files import digest_of, sha256_file
 from moeq.artifacts.reading import TensorHeader as TensorHeader
-from moeq.artifacts.reading import inside, plain_name, read_json_file, safetensors_header
+from moeq.artifacts.reading import plain_name, read_json_file, safetensors_header
 from moeq.artifacts.stage import ModelStamp
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
@@ -155,11 +155,10 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
         return read_header(single)
     try:
         weight_map = _weight_map(path)
-        shards = [inside(path, shard) for shard in sorted(set(weight_map.values()))]
     except (OSError, ValueError) as error:
         raise ModelError(f"not a weight index ({error})", where=str(index), do="download it again") from None
     tensors: dict[str, TensorHeader] = {}
-    for shard in shards:
+    for shard in (path / name for name in sorted(set(weight_map.values()))):  # links of the user's own are followed
         if not shard.is_file():
             raise ModelError("shard is missing", where=str(shard), do="download it")
         tensors |= read_header(shard)

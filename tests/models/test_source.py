@@ -52,6 +52,14 @@ def shard(folder: Path, out: Path) -> Path:
     return out
 
 
+def test_shards_may_be_links_to_files_elsewhere(tiny_mixtral: Path, tmp_path: Path) -> None:
+    kept = shard(tiny_mixtral, tmp_path / "kept")
+    (tmp_path / "linked").mkdir()
+    for path in kept.iterdir():
+        (tmp_path / "linked" / path.name).symlink_to(path)
+    assert set(open_source(str(tmp_path / "linked")).tensors) == set(open_source(str(kept)).tensors)
+
+
 def test_shards_load_as_one_file_does(tiny_mixtral: Path, tmp_path: Path) -> None:
     source = open_source(str(shard(tiny_mixtral, tmp_path / "sharded")))
     whole = open_source(str(tiny_mixtral))
