@@ -12,7 +12,7 @@ import pytest
 from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.losses import SCHEMA, LossTable
-from moeq.artifacts.manifest import PlacementManifest, Totals
+from moeq.artifacts.manifest import PlacementManifest, Totals, layout
 from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.artifacts.stage import ModelStamp
@@ -158,7 +158,13 @@ def make(estimated: Callable[[str], Estimate]) -> Callable[..., ReportInputs]:
             assignment=own,
             evaluation=EvalReport(rows=rows, tokens=1234, export_logit_error=1e-7),
             manifest=PlacementManifest(
-                model=stamp, assignment={}, layout={}, layers=(), totals=totals, inputs={}, moeq_version="9.9"
+                model=stamp,
+                assignment={"name": name, "method": "prefix-split"},
+                layout=layout(64, symmetric=False),
+                layers=(),
+                totals=totals,
+                inputs={},
+                moeq_version="9.9",
             ),
             speed=speed_of([estimated(name), estimated("uniform-4")]),
             recipe_text=f"name: {name}\n",
