@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moeq.errors import RecipeError
+from moeq.errors import ArtifactError, RecipeError
 from moeq.exporters import CONVERTED, write
 from moeq.exporters.foreign import WriteOptions
-from moeq.exporters.readers import open_packed
+from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.tables import human_bytes
 
 
@@ -25,6 +25,9 @@ def convert(
     if out.exists():
         raise RecipeError("is there already", where=str(out), do="choose another --out or remove it")
     source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
+    if format_of(source.source) == PLAIN:
+        do = "make a packed one of it with `moeq run`"
+        raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
     write(name, source, out, options)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

@@ -105,7 +105,7 @@ def _config(draft: Draft) -> dict[str, Any]:
         "group_size": None if whole else grid.group_size,
         "dynamic": False,
     }
-    stems = {re.sub(r"\d+", "N", key.removesuffix(".weight_packed")) for key in draft.where if key.endswith("_packed")}
+    stems = {key.removesuffix(".weight_packed") for key in draft.where if key.endswith("_packed")}
     leaves = sorted({stem.rpartition(".")[2] for stem in stems})
     target = rf"re:.*\.experts\.\d+\.({'|'.join(re.escape(leaf) for leaf in leaves)})$"
     if any("experts" not in stem for stem in stems):
