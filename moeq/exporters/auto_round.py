@@ -7,12 +7,13 @@ as they are: the first stores them less one and its kernels give a zero point of
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.targets import LOADED_BY, Grid
+from moeq.artifacts.targets import LOADED_BY
 from moeq.exporters.foreign import Draft, WriteOptions, card, drafting
-from moeq.exporters.gptq_layout import Layout, ZeroPoints, blocks, common_grid, left_patterns, patterns, write_linears
+from moeq.exporters.gptq_layout import Layout, beside, blocks, common_grid, in_one_of, left_patterns, write_linears
 from moeq.exporters.packed_source import PackedSource
 
 NAME = "auto-round"
@@ -26,10 +27,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")"""
 
 def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
     """Build the checkpoint; PlanError for what auto-round would not load as it is meant."""
-    try:
-        _write(source, directory, options, FIRST)
-    except ZeroPoints:
-        _write(source, directory, options, SECOND)
+    in_one_of(partial(_write, source, directory, options), FIRST, SECOND)
 
 
 def _write(source: PackedSource, directory: Path, options: WriteOptions, packing: str) -> None:
@@ -42,10 +40,9 @@ def _config(draft: Draft, packing: str) -> dict[str, Any]:
     common = common_grid(draft.grids)
     symmetric = packing == FIRST
     extra: dict[str, Any] = dict.fromkeys(left_patterns(draft), FULL)
-    for grid, names in by_grid(draft.grids).items():
-        if grid != (common.bits, common.group_size):
-            rule = {"bits": grid[0], "group_size": grid[1], "sym": symmetric}
-            extra |= dict.fromkeys(patterns(names), rule)
+    for bits, group_size, names in beside(draft, common):
+        rule = {"bits": bits, "group_size": group_size, "sym": symmetric}
+        extra |= dict.fromkeys(names, rule)
     return {
         "quant_method": "auto-round",
         "packing_format": packing,
@@ -57,11 +54,3 @@ def _config(draft: Draft, packing: str) -> dict[str, Any]:
         "block_name_to_quantize": ",".join(blocks(draft)),
         "extra_config": extra,
     }
-
-
-def by_grid(grids: dict[str, Grid]) -> dict[tuple[int, int], list[str]]:
-    """The names of modules by width and group size."""
-    found: dict[tuple[int, int], list[str]] = {}
-    for name, grid in grids.items():
-        found.setdefault((grid.bits, grid.group_size), []).append(name)
-    return found

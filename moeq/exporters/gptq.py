@@ -8,13 +8,13 @@ model is loaded in: float16 keeps them.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.targets import LOADED_BY
-from moeq.exporters.auto_round import by_grid
 from moeq.exporters.foreign import Draft, WriteOptions, card, drafting
-from moeq.exporters.gptq_layout import Layout, ZeroPoints, common_grid, left_patterns, patterns, write_linears
+from moeq.exporters.gptq_layout import Layout, beside, common_grid, in_one_of, left_patterns, write_linears
 from moeq.exporters.packed_source import PackedSource
 
 NAME = "gptq"
@@ -27,10 +27,7 @@ model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would 
 
 def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
     """Build the checkpoint; PlanError for what gptqmodel would not load as it is meant."""
-    try:
-        _write(source, directory, options, FIRST)
-    except ZeroPoints:
-        _write(source, directory, options, SECOND)
+    in_one_of(partial(_write, source, directory, options), FIRST, SECOND)
 
 
 def _write(source: PackedSource, directory: Path, options: WriteOptions, version: str) -> None:
@@ -43,10 +40,8 @@ def _write(source: PackedSource, directory: Path, options: WriteOptions, version
 def _config(draft: Draft, version: str) -> dict[str, Any]:
     common = common_grid(draft.grids)
     dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in left_patterns(draft)}
-    for grid, names in by_grid(draft.grids).items():
-        if grid != (common.bits, common.group_size):
-            rule = {"bits": grid[0], "group_size": grid[1]}
-            dynamic |= {f"+:{pattern}": rule for pattern in patterns(names)}
+    for bits, group_size, names in beside(draft, common):
+        dynamic |= {f"+:{pattern}": {"bits": bits, "group_size": group_size} for pattern in names}
     return {
         "quant_method": "gptq",
         "checkpoint_format": version,

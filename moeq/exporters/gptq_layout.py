@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,14 @@ from moeq.numerics.packing import unpack
 
 class ZeroPoints(Exception):
     """A matrix has zero points of its own, which AutoGPTQ's first format cannot hold where they are 0."""
+
+
+def in_one_of(write: Callable[[str], None], first: str, second: str) -> None:
+    """Write in the first format or, where it cannot hold the zero points, in the second."""
+    try:
+        write(first)
+    except ZeroPoints:
+        write(second)
 
 
 def linear_tensors(weight: PackedWeight, *, less_one: bool, ordered: bool) -> dict[str, Tensor]:
@@ -113,6 +121,16 @@ def common_grid(grids: Mapping[str, Grid]) -> Grid:
     counts = Counter((grid.bits, grid.group_size, grid.symmetric) for grid in grids.values())
     bits, group_size, symmetric = max(sorted(counts), key=lambda which: counts[which]) if counts else (4, 128, True)
     return Grid(rows=0, inputs=0, bits=bits, group_size=group_size, symmetric=symmetric)
+
+
+def beside(draft: Draft, common: Grid) -> Iterator[tuple[int, int, list[str]]]:
+    """Width, group size and patterns of the names of the modules that differ from the common grid."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, grid in draft.grids.items():
+        found.setdefault((grid.bits, grid.group_size), []).append(name)
+    for (bits, group_size), names in found.items():
+        if (bits, group_size) != (common.bits, common.group_size):
+            yield bits, group_size, patterns(names)
 
 
 def blocks(draft: Draft) -> list[str]:

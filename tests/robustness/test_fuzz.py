@@ -81,8 +81,8 @@ def test_mutated_inputs_are_refused_or_read(fuzzed: Fuzzed, target: str) -> None
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_no_header(fuzzed: Fuzzed, data: bytes) -> None:
-    fuzzed.run("header", data)
-    fuzzed.run("header", len(data).to_bytes(8, "little") + data)
+    for header in (data, len(data).to_bytes(8, "little") + data):
+        assert fuzzed.run("header", header) == "refused" or b"{" in data
 
 
 @pytest.mark.parametrize("text", [b"[]," * 400_000, b'{"a":' * 300_000, b"1," * 600_000, b"9" * 1_000_000])
