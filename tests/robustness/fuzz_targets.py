@@ -6,6 +6,8 @@ input soundly, and raises otherwise. Hypothesis (test_fuzz.py) and atheris (fuzz
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import random
 import time
@@ -23,6 +25,8 @@ from moeq.artifacts.reading import ELEMENT_BITS
 from moeq.artifacts.replicas import INDEX as REPLICAS
 from moeq.artifacts.replicas import LayerReplicas, add_replicas, layer_file, read_index
 from moeq.artifacts.stage import RECORD, read_record
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.artifacts.sums import check_sums
 from moeq.errors import MoeqError
 from moeq.models.source import INDEX, open_source, read_header
 from moeq.numerics import layouts
@@ -118,6 +122,8 @@ class Fuzzed:
         """The input of a target before it is mutated."""
         if target in ("header", "store"):
             return self.header if target == "header" else self.stored
+        if target == "sums":
+            return f"{hashlib.sha256(b'').hexdigest()}  a\n".encode() * 2
         if target in self.others:
             return json.dumps(self.others[target]).encode()
         return bytes(range(64))
@@ -128,6 +134,8 @@ class Fuzzed:
         if target in NUMBERS:
             return chance.randbytes(chance.randrange(1, 64))
         data, rounds = self.valid(target), chance.randrange(1, 4)
+        if target == "sums":
+            return functools.reduce(lambda text, _: mutate_bytes(text, chance), range(rounds), data)
         if target in ("header", "store"):
             length = int.from_bytes(data[:8], "little")
             head, rest = json.loads(data[8 : 8 + length]), data[8 + length :]
@@ -210,6 +218,11 @@ class Fuzzed:
         for name in read_record(self.folder, "export").files:
             assert (self.folder / name).resolve().is_relative_to(self.folder.resolve())
 
+    def _sums(self, data: bytes) -> None:
+        (self.folder / "a").write_bytes(b"")
+        self._write(self.folder / SUMS, data)
+        check_sums(self.folder)
+
     def _replicas(self, data: bytes) -> None:
         self._write(self.folder / REPLICAS, data)
         index = read_index(self.folder)
@@ -266,7 +279,7 @@ class Fuzzed:
                 assert found.shape[-1] == packed_row_bytes(length, bits)
 
 
-FILES = ("header", "store", "index", "config", "manifest", "record", "replicas")
+FILES = ("header", "store", "index", "config", "manifest", "record", "replicas", "sums")
 NUMBERS = ("unpack", "packed", "layouts")
 TARGETS = (*FILES, *NUMBERS)
 
