@@ -65,7 +65,7 @@ WidenOption = Annotated[
     typer.Option("--widen", help="Codes that a format's runtime cannot read go into wider ones of the same values."),
 ]
 VerifyOption = Annotated[
-    bool, typer.Option("--verify/--no-verify", help="Load what export wrote in a fresh process and compare it.")
+    bool, typer.Option("--verify/--no-verify", help="Load what was written in a fresh process and compare it.")
 ]
 
 
@@ -396,14 +396,23 @@ def convert(
     ],
     out: Annotated[Path, typer.Option("--out", help="Directory to write, which must not be there yet.")],
     widen: WidenOption = False,
+    verify: VerifyOption = True,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write a packed checkpoint in another format, without calibration; codes are taken over exactly."""
     from moeq import conversion, terminal
+    from moeq.progress import Reporter
 
-    found = conversion.convert(checkpoint, to, out, widen=widen, trust_remote_code=trust_remote_code)
+    found = conversion.convert(
+        checkpoint,
+        to,
+        out,
+        widen=widen,
+        trust_remote_code=trust_remote_code,
+        verify=Reporter(quiet=quiet or json) if verify else None,
+    )
     if json:
         _print_json(found)
     elif not quiet:

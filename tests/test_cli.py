@@ -21,7 +21,7 @@ FLAGS = {
     "run": STAGE | {"--quantizer", "--refine", "--verify"},
     **dict.fromkeys(("profile", "eval", "estimate"), STAGE),
     "export": STAGE | {"--format", "--widen", "--verify"},
-    "convert": {"checkpoint", "--to", "--out", "--widen", "--trust-remote-code", "--json", "--quiet"},
+    "convert": {"checkpoint", "--to", "--out", "--widen", "--verify", "--trust-remote-code", "--json", "--quiet"},
     "report": STAGE | {"--maps"},
     "losses": STAGE | {"--quantizer"},
     "quantize": STAGE | {"--refine"},
