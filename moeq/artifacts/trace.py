@@ -1,24 +1,45 @@
 """RoutingTrace: which experts every token chose in every layer, in the order in which the tokens came.
 
 On disk one file, trace.safetensors: `experts` int16 [N, L, k], `weights` float16 [N, L, k] (where they were kept),
-`lengths` and `prefill` int32 [S], `domain` int32 [S]. Its metadata holds, below the key `moeq_trace`, a JSON object:
-schema_version, moeq_version, model, text_digest, layers [{name, num_experts}], domains [names].
+`lengths`, `prefill` and `domain` int32 [S]. Its metadata holds, below the key `moeq_trace`, a JSON object (`Header`):
+versions, the model, the digest of the text, the layers, the names that `domain` counts, the SHA-256 of every tensor.
 
 Letters: N tokens of all sequences, S sequences, L MoE layers, k experts a token at most, E experts of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from moeq.artifacts.files import canonical_json, write_in_chunks
+from moeq.artifacts.reading import TensorHeader, parse_json, safetensors_header
+from moeq.artifacts.stage import ModelStamp, check_schema_version
 from moeq.errors import ArtifactError
+from moeq.version import __version__
 
+SCHEMA_VERSION = 1
+NAME = "trace.safetensors"
+HEADER = "moeq_trace"
+REMEDY = "run `moeq profile` with profile.trace: true again"
+CHUNK_BYTES = 1 << 22
+BYTES_PER_CHOICE, BYTES_PER_SEQUENCE = 4, 12  # on disk: expert and weight; length, prefill and domain
+_DTYPES: Mapping[str, tuple[str, type]] = {  # of every tensor on disk: as safetensors calls it, as numpy does
+    "experts": ("I16", np.int16),
+    "weights": ("F16", np.float16),
+    "lengths": ("I32", np.int32),
+    "prefill": ("I32", np.int32),
+    "domain": ("I32", np.int32),
+}
 NONE = -1  # in `experts`: no expert, of a token that chose fewer or was left out in this layer
 MOST_EXPERTS = 32767  # that int16 can number
 
@@ -30,7 +51,7 @@ class RoutingTrace:
     experts: int16 [N, L, k], -1 for none; weights: float16 [N, L, k] routing weights, or None; lengths: int32 [S]
     tokens of every sequence, N in all; prefill: int32 [S] how many of them, from the front, are its prompt;
     domains: what kind of text each of the S sequences is; layers: names of the L MoE layers; num_experts: E of each;
-    top_k: k; model, model_digest: the model's name and the digest of its files; text: digest of the sequences.
+    top_k: k; model: which model it was recorded from; text: digest of the sequences.
 
     Raises ArtifactError where these do not fit together or an expert is out of range.
     """
@@ -43,14 +64,14 @@ class RoutingTrace:
     lengths: NDArray[np.int32]
     prefill: NDArray[np.int32]
     domains: tuple[str, ...]
-    model: str = ""
-    model_digest: str = ""
+    model: ModelStamp | None = None
     text: str = ""
 
     def __post_init__(self) -> None:
         problem = _problem_with(self)
         if problem is not None:
-            raise ArtifactError(problem, where=f"routing trace of {self.model or 'a model'}", do="record it again")
+            of = self.model.name if self.model is not None else "a model"
+            raise ArtifactError(problem, where=f"routing trace of {of}", do=REMEDY)
 
     @property
     def num_layers(self) -> int:
@@ -116,3 +137,154 @@ def _problem_with(trace: RoutingTrace) -> str | None:
         value = highest[layer] if highest[layer] >= bounds[layer] else lowest[layer]
         return f"expert {value} in layer {trace.layers[layer]}, which has {bounds[layer]}"
     return None
+
+
+class LayerHeader(BaseModel):
+    """One MoE layer of the model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    num_experts: int = Field(ge=1, le=MOST_EXPERTS)
+
+
+class Header(BaseModel):
+    """What a trace's file says of itself; sha256: of every tensor's bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    schema_version: int = SCHEMA_VERSION
+    moeq_version: str = __version__
+    model: ModelStamp | None
+    text_digest: str
+    layers: tuple[LayerHeader, ...]
+    domains: tuple[str, ...]
+    sha256: dict[str, str]
+
+
+def join_traces(parts: Sequence[RoutingTrace]) -> RoutingTrace:
+    """Traces of some sequences, and of those after them, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    weights = [part.weights for part in parts if part.weights is not None]
+    return replace(
+        parts[0],
+        experts=np.concatenate([part.experts for part in parts]),
+        weights=np.concatenate(weights) if len(weights) == len(parts) else None,
+        lengths=np.concatenate([part.lengths for part in parts]),
+        prefill=np.concatenate([part.prefill for part in parts]),
+        domains=tuple(domain for part in parts for domain in part.domains),
+    )
+
+
+def write_trace(path: Path, trace: RoutingTrace) -> None:
+    """Write a trace, atomically; the bytes depend only on what is in it."""
+    names = tuple(dict.fromkeys(trace.domains))
+    arrays: dict[str, NDArray[Any]] = {
+        "experts": trace.experts,
+        "lengths": trace.lengths,
+        "prefill": trace.prefill,
+        "domain": np.array([names.index(domain) for domain in trace.domains], dtype=np.int32),
+    }
+    if trace.weights is not None:
+        arrays["weights"] = trace.weights
+    data = {name: _bytes(array) for name, array in arrays.items()}
+    header = Header(
+        model=trace.model,
+        text_digest=trace.text,
+        layers=tuple(
+            LayerHeader(name=name, num_experts=experts)
+            for name, experts in zip(trace.layers, trace.num_experts, strict=True)
+        ),
+        domains=names,
+        sha256={name: hashlib.sha256(block).hexdigest() for name, block in data.items()},
+    )
+    write_in_chunks(
+        path,
+        {name: (_DTYPES[name][0], array.shape, array.nbytes) for name, array in arrays.items()},
+        lambda name: (bytes(data[name][at : at + CHUNK_BYTES]) for at in range(0, len(data[name]), CHUNK_BYTES)),
+        {HEADER: json.dumps(json.loads(canonical_json(header.model_dump(mode="json"))), separators=(",", ":"))},
+    )
+
+
+def read_trace(path: Path) -> RoutingTrace:
+    """Read a trace; ArtifactError of one line when it is missing, damaged, truncated or of another schema version."""
+    try:
+        tensors, metadata = safetensors_header(path)
+    except FileNotFoundError:
+        raise ArtifactError("no such file", where=str(path), do=REMEDY) from None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot be read ({error})", where=str(path), do=REMEDY) from None
+    header = _read_header(path, metadata)
+    _check_tensors(path, tensors, header)
+    arrays = {name: _array(path, name, tensors[name], header.sha256.get(name, "")) for name in tensors}
+    domain = arrays["domain"]
+    if len(domain) and not 0 <= int(domain.min()) <= int(domain.max()) < len(header.domains):
+        raise ArtifactError("a domain that has no name", where=str(path), do=REMEDY)
+    try:
+        return RoutingTrace(
+            layers=tuple(layer.name for layer in header.layers),
+            num_experts=tuple(layer.num_experts for layer in header.layers),
+            top_k=arrays["experts"].shape[-1],
+            experts=arrays["experts"],
+            weights=arrays.get("weights"),
+            lengths=arrays["lengths"],
+            prefill=arrays["prefill"],
+            domains=tuple(header.domains[index] for index in domain.tolist()),
+            model=header.model,
+            text=header.text_digest,
+        )
+    except ArtifactError as error:
+        raise ArtifactError(error.what, where=str(path), do=REMEDY) from None
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file is safetensors whose metadata says that it holds a trace."""
+    try:
+        return HEADER in safetensors_header(path)[1]
+    except (OSError, ValueError):
+        return False
+
+
+def _read_header(path: Path, metadata: Mapping[str, str]) -> Header:
+    if HEADER not in metadata:
+        raise ArtifactError("not a routing trace", where=str(path), do="give a trace.safetensors of `moeq profile`")
+    try:
+        found = parse_json(metadata[HEADER])
+        version = found.get("schema_version") if isinstance(found, dict) else None
+        check_schema_version(version, SCHEMA_VERSION, path, remedy=REMEDY)
+        return Header.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"{path}: {HEADER}.{'.'.join(map(str, first['loc']))}"
+        raise ArtifactError(first["msg"], where=where, do=REMEDY) from None
+    except ValueError as error:
+        raise ArtifactError(f"{HEADER} is not JSON ({error})", where=str(path), do=REMEDY) from None
+
+
+def _check_tensors(path: Path, tensors: Mapping[str, TensorHeader], header: Header) -> None:
+    """ArtifactError unless the tensors are those of a trace, in type and number of axes."""
+    for name in sorted(set(_DTYPES) - {"weights"} - set(tensors)):
+        raise ArtifactError(f"no tensor {name!r} in it", where=str(path), do=REMEDY)
+    for name, tensor in tensors.items():
+        if name not in _DTYPES:
+            raise ArtifactError(f"a tensor {name!r}, which no trace has", where=str(path), do=REMEDY)
+        axes = 3 if name in ("experts", "weights") else 1
+        if tensor.dtype != _DTYPES[name][0] or len(tensor.shape) != axes:
+            raise ArtifactError(
+                f"{name} is {tensor.dtype} of {len(tensor.shape)} axes, not {_DTYPES[name][0]} of {axes}",
+                where=str(path),
+                do=REMEDY,
+            )
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _array(path: Path, name: str, tensor: TensorHeader, sha256: str) -> NDArray[Any]:
+    """One tensor's values; ArtifactError when its bytes are not those that were written."""
+    dtype = np.dtype(_DTYPES[name][1]).newbyteorder("<")
+    array = np.fromfile(path, dtype, count=tensor.bytes // dtype.itemsize, offset=tensor.offset)
+    if hashlib.sha256(_bytes(array)).hexdigest() != sha256:
+        raise ArtifactError(f"{name} is damaged: another SHA-256 than was written", where=str(path), do=REMEDY)
+    array.flags.writeable = False
+    return array.astype(_DTYPES[name][1], copy=False).reshape(tensor.shape)

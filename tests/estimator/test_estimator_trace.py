@@ -26,7 +26,6 @@ def made_trace(lengths=(5, 3, 4), prefill=(2, 1, 3), layers=3, experts=6, top_k=
         lengths=np.array(lengths, dtype=np.int32),
         prefill=np.array(prefill, dtype=np.int32),
         domains=tuple("ab"[i % 2] for i in range(len(lengths))),
-        model="tiny",
     )
 
 
