@@ -19,8 +19,9 @@ peers: $(INSTALLED) .peers/gptqmodel/.installed
 
 .peers/gptqmodel/.installed: constraints.txt
 	$(PYTHON) -m venv .peers/gptqmodel
-	.peers/gptqmodel/bin/python -m pip install --quiet -c constraints.txt torch setuptools wheel numpy packaging ninja
-	.peers/gptqmodel/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation gptqmodel==7.6.0
+	grep '^torch==' constraints.txt > .peers/torch.txt
+	.peers/gptqmodel/bin/python -m pip install --quiet -c .peers/torch.txt torch setuptools wheel numpy packaging ninja
+	.peers/gptqmodel/bin/python -m pip install --quiet -c .peers/torch.txt --no-build-isolation gptqmodel==7.6.0
 	touch $@
 
 lint: $(INSTALLED)
