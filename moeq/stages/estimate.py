@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict
 
-from moeq.artifacts.assignment import Assignment, matrix_widths
+from moeq.artifacts.assignment import Assignment, Width, matrix_widths
 from moeq.artifacts.files import make_directory, write_json
 from moeq.artifacts.stage import read_model
 from moeq.errors import EstimateError
@@ -24,6 +26,7 @@ from moeq.estimator import (
     load_geometry,
     load_hardware,
 )
+from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
@@ -71,14 +74,14 @@ def of_assignment(
 ) -> Estimate:
     """The estimate of one assignment; popularity: each expert's share of its layer's activations, None: all alike."""
     section = context.recipe.estimate
-    group_size = geometry.hidden_size if assignment.group_size == -1 else assignment.group_size
+    group_size = weights_of_a_scale(assignment.group_size, geometry)
     grid = Grid(
         inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
     )
     return estimate(
         geometry,
         load_hardware(section.hardware),
-        _placement(assignment, group_size),
+        assignment_placement(assignment, group_size),
         group_size=group_size,
         zero_points=not assignment.symmetric,
         popularity=popularity,
@@ -132,24 +135,29 @@ def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:
 
 def _own_geometry(context: Context) -> ModelGeometry:
     skeleton, layers = context.described
+    experts = expert_keys(context.source, skeleton, layers)
+    elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
+    return model_geometry(context.source.name, skeleton, layers, non_expert_parameters=sum(elements))
+
+
+def model_geometry(name: str, skeleton: Any, layers: list[ExpertLayer], *, non_expert_parameters: int) -> ModelGeometry:
+    """The geometry of a model's expert layers; EstimateError where these differ in size."""
     shapes = {(layer.num_experts, layer.hidden_size, layer.intermediate_size) for layer in layers}
     if len(shapes) > 1:
         raise EstimateError(
             "MoE layers of different sizes cannot be estimated yet",
-            where=context.model_name,
-            do="name a geometry in estimate.geometry",
+            where=name,
+            do="give a geometry by name, such as mixtral-8x7b",
         )
-    experts = expert_keys(context.source, skeleton, layers)
-    elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
     own = geometry_from_config(
         config_values(skeleton, layers[0].kind.top_k),
         num_moe_layers=len(layers),
         num_experts=layers[0].num_experts,
         expert_intermediate_size=layers[0].intermediate_size,
-        non_expert_parameters=sum(elements),
+        non_expert_parameters=non_expert_parameters,
         matrices_per_expert=len(layers[0].projections),
     )
-    return replace(own, name=context.source.name)
+    return replace(own, name=name)
 
 
 def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
@@ -163,13 +171,23 @@ def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
     return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})
 
 
-def _placement(assignment: Assignment, group_size: int) -> Placement:
-    """Where experts live; those whose matrices differ count with the width of as many bytes."""
-    bits = [
-        [equal_bits(matrix_widths(one), group_size, not assignment.symmetric) for one in widths]
-        for widths in assignment.expert_widths()
-    ]
-    return Placement(name=assignment.name, bits=np.array(bits), hot=np.stack(assignment.hot()))
+def weights_of_a_scale(group_size: int, geometry: ModelGeometry) -> int:
+    """The group size as the estimator counts it: -1 (one group a row) is a row of the hidden size."""
+    return geometry.hidden_size if group_size == -1 else group_size
+
+
+def assignment_placement(assignment: Assignment, group_size: int) -> Placement:
+    """Where an assignment's experts live and at how many bits."""
+    widths = assignment.expert_widths()
+    return placement_of(assignment.name, widths, assignment.hot(), group_size, symmetric=assignment.symmetric)
+
+
+def placement_of(
+    name: str, widths: Sequence[Sequence[Width]], hot: Sequence[ArrayLike], group_size: int, *, symmetric: bool
+) -> Placement:
+    """Widths and places [layers, experts]; experts whose matrices differ count with the width of as many bytes."""
+    bits = [[equal_bits(matrix_widths(one), group_size, not symmetric) for one in layer] for layer in widths]
+    return Placement(name=name, bits=np.array(bits), hot=np.stack([np.asarray(one) for one in hot]))
 
 
 def _popularity(context: Context) -> np.ndarray | None:
