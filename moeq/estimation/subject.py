@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moeq.artifacts.assignment import Assignment, read_assignment
-from moeq.artifacts.manifest import NAME as MANIFEST
-from moeq.artifacts.manifest import PlacementManifest, read_manifest
 from moeq.errors import EstimateError, ModelError, RecipeError
 from moeq.estimator import ModelGeometry, Placement, known_geometries, load_geometry
-from moeq.models import loading
-from moeq.models.source import BUNDLED, ModelSource, open_config
-from moeq.stages.estimate import assignment_placement, model_geometry, placement_of, weights_of_a_scale
+from moeq.estimator.assigned import assignment_placement, placement_of, weights_of_a_scale
+
+if TYPE_CHECKING:  # torch and transformers are imported where a configuration or a manifest is read
+    from moeq.artifacts.manifest import PlacementManifest
+    from moeq.models.source import ModelSource
+
+MANIFEST = "placement.json"
+BUNDLED = "bundled:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,9 @@ def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
         load_geometry(name)  # raises, with the nearest known name
     if path.is_file() and path.suffix != ".json":
         raise ModelError("not a config.json", where=name, do="give a config.json, a model directory or a hub id")
+    from moeq.artifacts.manifest import read_manifest
+    from moeq.models.source import open_config
+
     source = open_config(name, trust_remote_code=trust_remote_code)
     manifest = read_manifest(source.path) if (source.path / MANIFEST).is_file() else None
     return Model(geometry=_geometry(source, trust_remote_code), manifest=manifest)
@@ -55,6 +62,9 @@ def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
 
 def _geometry(source: ModelSource, trust_remote_code: bool) -> ModelGeometry:
     """Sizes from the configuration alone, of a packed model those that it had before."""
+    from moeq.models import loading
+    from moeq.stages.estimate import model_geometry
+
     skeleton, layers = loading.describe(source, trust_remote_code, packed=True)
     apart = {f"{layer.name}.{part}" for layer in layers for part in layer.parameters}
     apart |= {name for name, others in loading.tied(skeleton).items() if name > min(others, default=name)}
@@ -102,6 +112,8 @@ def of_manifest(manifest: PlacementManifest, geometry: ModelGeometry, where: str
 
 def read_placed(path: Path) -> tuple[PlacementManifest, str]:
     """The manifest at a path (placement.json or the checkpoint's directory) and its name for messages."""
+    from moeq.artifacts.manifest import read_manifest
+
     if path.is_file() and path.name != MANIFEST:
         raise RecipeError(f"not a {MANIFEST}", where=f"--manifest {path}", do="give it, or the checkpoint's directory")
     directory = path if path.is_dir() else path.parent

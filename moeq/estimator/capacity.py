@@ -88,12 +88,19 @@ class CapacityPlan(_Frozen):
     def fits(self) -> bool:
         return self.gpu.fits and self.ndp.fits
 
-    def require(self) -> None:
-        """EstimateError with the sum of the first memory whose parts do not fit."""
+    def refusal(self) -> EstimateError | None:
+        """The sum of the first memory whose parts do not fit; None where all do."""
         for memory in (self.gpu, self.ndp):
             if not memory.fits:
                 where = f"{self.geometry} on {self.hardware}"
-                raise EstimateError(f"does not fit: {memory.sum_text()}", where=where, do=self._remedy(memory))
+                return EstimateError(f"does not fit: {memory.sum_text()}", where=where, do=self._remedy(memory))
+        return None
+
+    def require(self) -> None:
+        """Raise the refusal, if there is one."""
+        refused = self.refusal()
+        if refused is not None:
+            raise refused
 
     def _remedy(self, memory: Memory) -> str:
         if memory is self.ndp:

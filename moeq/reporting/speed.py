@@ -34,16 +34,16 @@ def estimate(inputs: ReportInputs) -> Section:
         parts.append(paragraph("The estimate holds no figures for the exported assignment."))
     else:
         parts += [
-            _speedups(one),
+            speedups(one),
             element("h3", "Where a decode step's time goes"),
-            _terms(one),
+            terms(one),
             element("h3", "Does it fit?"),
             _capacity(one),
             element("h3", "What these figures assume"),
             items(one.assumptions),
-            _sensitivity(one, inputs.speed.decode_speedups.get(one.placement, {})),
-            *_weakest(one),
-            _constants(one),
+            sensitivity(one, inputs.speed.decode_speedups.get(one.placement, {})),
+            *weakest(one),
+            constants(one),
         ]
     return Section(anchor="estimate", title="Estimated speed on GPU + near-data memory", parts=parts)
 
@@ -68,7 +68,8 @@ def _sizes(geometry: Mapping[str, Any]) -> str:
     return f"{layers} layers, {experts} experts, top {top_k}, hidden size {geometry['hidden_size']:,}"
 
 
-def _speedups(one: Estimate) -> Raw:
+def speedups(one: Estimate) -> Raw:
+    """How much faster the context-aware placement is than every baseline, at every batch."""
     keys = dict.fromkeys((row.batch, row.baseline) for row in one.speedups)
     rows = []
     for batch, baseline in keys:
@@ -95,7 +96,8 @@ def _listed(numbers: list[int]) -> str:
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def _terms(one: Estimate) -> Raw:
+def terms(one: Estimate) -> Raw:
+    """The terms of a decode step at the first batch, with what bounds each."""
     batch = one.points[0].batch
     rows: list[Row | tuple[str, ...]] = []
     for policy in (name for name in TERMS_OF if name in one.policies):
@@ -143,7 +145,7 @@ def _fits(fits: bool) -> str:
     return "fits" if fits else "does not fit"
 
 
-def _sensitivity(one: Estimate, assumed: Mapping[str, float]) -> Raw:
+def sensitivity(one: Estimate, assumed: Mapping[str, float]) -> Raw:
     pair = ("monde_bwrule", "monde_opt")
     first = Row(cells=("as assumed above", "", *(formats.ratio(assumed.get(key)) for key in pair)), kind="group")
     rows = [
@@ -164,7 +166,8 @@ def _sensitivity(one: Estimate, assumed: Mapping[str, float]) -> Raw:
     )
 
 
-def _weakest(one: Estimate) -> list[Raw]:
+def weakest(one: Estimate) -> list[Raw]:
+    """The changed assumption that leaves the least of the speed-up."""
     if not one.sensitivity:
         return []
     weakest = min(one.sensitivity, key=lambda row: row.decode_speedup_over_monde_opt)
@@ -178,7 +181,8 @@ def _weakest(one: Estimate) -> list[Raw]:
     ]
 
 
-def _constants(one: Estimate) -> Raw:
+def constants(one: Estimate) -> Raw:
+    """Every constant of the hardware with its source, folded away."""
     rows = [(c.key, c.text, "fitted" if c.is_fitted else "", c.source) for c in one.hardware_constants]
     fitted = sum(c.is_fitted for c in one.hardware_constants)
     caption = (

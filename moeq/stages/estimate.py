@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict
 
-from moeq.artifacts.assignment import Assignment, Width, matrix_widths
+from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import make_directory, write_json
 from moeq.artifacts.stage import read_model
 from moeq.errors import EstimateError
@@ -19,13 +17,12 @@ from moeq.estimator import (
     Estimate,
     Grid,
     ModelGeometry,
-    Placement,
-    equal_bits,
     estimate,
     geometry_from_config,
     load_geometry,
     load_hardware,
 )
+from moeq.estimator.assigned import assignment_placement, weights_of_a_scale
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys
 from moeq.stages import assign, profile
@@ -169,25 +166,6 @@ def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
         values |= {key: part[key] for key in CONFIG_KEYS if part.get(key) is not None}
     values |= {name: whole[own] for name, own in config.attribute_map.items() if name in CONFIG_KEYS and own in whole}
     return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})
-
-
-def weights_of_a_scale(group_size: int, geometry: ModelGeometry) -> int:
-    """The group size as the estimator counts it: -1 (one group a row) is a row of the hidden size."""
-    return geometry.hidden_size if group_size == -1 else group_size
-
-
-def assignment_placement(assignment: Assignment, group_size: int) -> Placement:
-    """Where an assignment's experts live and at how many bits."""
-    widths = assignment.expert_widths()
-    return placement_of(assignment.name, widths, assignment.hot(), group_size, symmetric=assignment.symmetric)
-
-
-def placement_of(
-    name: str, widths: Sequence[Sequence[Width]], hot: Sequence[ArrayLike], group_size: int, *, symmetric: bool
-) -> Placement:
-    """Widths and places [layers, experts]; experts whose matrices differ count with the width of as many bytes."""
-    bits = [[equal_bits(matrix_widths(one), group_size, not symmetric) for one in layer] for layer in widths]
-    return Placement(name=name, bits=np.array(bits), hot=np.stack([np.asarray(one) for one in hot]))
 
 
 def _popularity(context: Context) -> np.ndarray | None:

@@ -1,0 +1,150 @@
+"""moeq estimate: a run's stage, the figures that a recipe lists, or one model by its sizes; which one is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeq.errors import EstimateError, RecipeError
+from moeq.estimation import files, make, tables
+from moeq.estimation.options import AXES, parse_grid
+from moeq.estimator.capacity import CapacityPlan
+from moeq.estimator.document import EstimateDocument
+from moeq.recipe import Recipe, load_recipe
+
+DEFAULT_HARDWARE = "paper-ctxmoe"
+DEFAULT_CONTEXT = 1024
+RUNS = "moeq-out"  # where runs without --out lie, by name
+STAGE_TOO = {"hardware": "estimate.hardware", "context": "estimate.context"}  # options that a recipe has, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command line of `moeq estimate`; words: the recipe's path, and axes that stand behind --grid's first."""
+
+    words: list[str]
+    model: str | None = None
+    out: Path | None = None
+    overrides: list[str]
+    hardware: str | None = None
+    assignment: Path | None = None
+    manifest: Path | None = None
+    bits: float | None = None
+    gpu_experts: int | None = None
+    group_size: int = 128
+    policies: list[str]
+    grid: list[str]
+    context: int | None = None
+    capacity: bool = False
+    trust_remote_code: bool = False
+    json: bool = False
+    quiet: bool = False
+
+    @property
+    def axes(self) -> list[str]:
+        """Every word of --grid."""
+        return [*self.grid, *(word for word in self.words if _is_axis(word))] if self.grid else []
+
+    @property
+    def recipe(self) -> Path | None:
+        """The one word that is no axis; RecipeError for more of them."""
+        others = [word for word in self.words if not (self.grid and _is_axis(word))]
+        if len(others) > 1:
+            raise RecipeError(f"unexpected argument {others[1]!r}", where="moeq estimate", do="give one recipe")
+        return Path(others[0]) if others else None
+
+    @property
+    def beyond_a_run(self) -> list[str]:
+        """Options that belong to an estimate without a run."""
+        given = {
+            "--assignment": self.assignment,
+            "--manifest": self.manifest,
+            "--bits": self.bits,
+            "--gpu-experts": self.gpu_experts,
+            "--policy": self.policies or None,
+            "--capacity": self.capacity or None,
+        }
+        return [name for name, value in given.items() if value is not None]
+
+
+def _is_axis(word: str) -> bool:
+    return word.partition("=")[0] in AXES and "=" in word
+
+
+def needs_a_run(asked: Asked) -> bool:
+    """Whether the command line asks for the stage of a run: by a recipe without figures, or by a run's directory."""
+    path = asked.recipe
+    if path is not None:
+        if asked.beyond_a_run:
+            what = f"{asked.beyond_a_run[0]} cannot go with a recipe"
+            raise RecipeError(what, where=str(path), do="leave the recipe out and give --model, or use --set")
+        return _recipe(asked).estimate.figures is None
+    mine = [*asked.beyond_a_run, *(["--hardware"] if asked.hardware else []), *(["--grid"] if asked.grid else [])]
+    return not mine and (asked.model is None or (asked.out is not None and (asked.out / "recipe.yaml").is_file()))
+
+
+def recipe_overrides(asked: Asked) -> list[str]:
+    """What the options change of a recipe's estimate."""
+    found = [f"{key}={getattr(asked, name)}" for name, key in STAGE_TOO.items() if getattr(asked, name) is not None]
+    if asked.axes:
+        grid = parse_grid(asked.axes)
+        found += [f"estimate.grid.{axis}={list(getattr(grid, axis))}" for axis in AXES.values()]
+    return [*asked.overrides, *found]
+
+
+def _recipe(asked: Asked) -> Recipe:
+    return load_recipe(asked.recipe, recipe_overrides(asked))
+
+
+def run(asked: Asked) -> tuple[Any, EstimateError | None]:
+    """An estimate without a run, printed unless it is wanted as JSON.
+
+    Returns what --json prints, and the refusal that follows it where --capacity finds that something does not fit.
+    Raises MoeqError for input that cannot be read or does not fit together, or a placement that does not fit.
+    """
+    if asked.recipe is not None:
+        recipe = _recipe(asked)
+        found = make.figures(recipe)
+        return _finish(asked, found, asked.out or Path(RUNS) / recipe.name), None
+    if asked.overrides:
+        raise RecipeError("--set changes a recipe, and there is none", where="moeq estimate", do="give options instead")
+    options = _options(asked)
+    if asked.capacity:
+        return _capacity(asked, make.capacity_of(options))
+    if asked.out is not None:
+        files.check_out(asked.out)
+    return _finish(asked, make.what_if(options), asked.out), None
+
+
+def _options(asked: Asked) -> make.Options:
+    if asked.model is None:
+        do = "give --model: mixtral-8x7b, a config.json, a model directory, a packed checkpoint or a hub id"
+        raise RecipeError("no model", where="moeq estimate", do=do)
+    return make.Options(
+        model=asked.model,
+        hardware=asked.hardware or DEFAULT_HARDWARE,
+        assignment=asked.assignment,
+        manifest=asked.manifest,
+        bits=asked.bits,
+        gpu_experts=asked.gpu_experts,
+        group_size=asked.group_size,
+        policies=tuple(asked.policies),
+        grid=parse_grid(asked.axes),
+        context=asked.context or DEFAULT_CONTEXT,
+        trust_remote_code=asked.trust_remote_code,
+    )
+
+
+def _finish(asked: Asked, found: EstimateDocument, out: Path | None) -> Any:
+    paths = {} if out is None else files.write_document(out, found)
+    if not asked.json and not asked.quiet:
+        tables.print_document(found, paths)
+    return found.model_dump(mode="json") | {"paths": {name: str(path) for name, path in paths.items()}}
+
+
+def _capacity(asked: Asked, plan: CapacityPlan) -> tuple[Any, EstimateError | None]:
+    """What fits where, and the refusal where something does not."""
+    if not asked.json and not asked.quiet:
+        tables.print_capacity(plan)
+    return plan.model_dump(mode="json") | {"fits": plan.fits}, plan.refusal()

@@ -1,0 +1,185 @@
+"""Estimates on the terminal: a table for each question, in windows of any width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from moeq.estimator.assumptions import BWRULE, OPT, SUBJECT
+from moeq.estimator.capacity import CapacityPlan
+from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.result import Estimate, TermRow
+from moeq.reporting import formats
+from moeq.reporting.estimate_page import fits, miss_text, policy_words, stated_text
+from moeq.tables import human_bytes
+
+SMALL = 64  # columns below which a table leaves out what its other columns imply
+ROWS = 9  # of the table of what fits beside K experts
+
+
+def print_document(found: EstimateDocument, paths: Mapping[str, Path]) -> None:
+    """Every case, or what is stated beside the estimates; then where the files are."""
+    console = Console(highlight=False)
+    if found.stated:
+        _print_stated(console, found)
+    else:
+        for case in found.cases:
+            _print_case(console, found, case)
+    for name, path in paths.items():
+        console.print(f"{name:9} {path}", soft_wrap=True, markup=False)
+
+
+def _table(titles: Sequence[str], texts: int = 1) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="left" if index < texts else "right", overflow="fold")
+    return table
+
+
+def _print_stated(console: Console, found: EstimateDocument) -> None:
+    small = console.width < SMALL
+    titles = ["case", "figure", "stated", "estimate", "off", *([] if small else [""])]
+    table = _table(titles, texts=2)
+    for row in found.stated:
+        cells = [row.case, policy_words(row), stated_text(row), formats.span([row.low, row.high], formats.ratio)]
+        cells += [formats.change(1 + row.deviation, 1), *([] if small else ["inside" if row.inside else "outside"])]
+        table.add_row(*cells, style="yellow" if row.missed else None)
+    console.print(table)
+    console.print(
+        "off: how far the farther end of the range is. inside: within what is stated, to its printed digits. Computed "
+        f"by a model of the hardware ({found.hardware}), not measured.",
+        style="dim",
+    )
+    for row in found.stated:
+        if row.missed:
+            console.print(f"missed  {miss_text(row)}", markup=False)
+    for case in found.cases:
+        console.print(f"\n{case.name}", style="bold", markup=False)
+        _print_sensitivity(console, case.estimate)
+
+
+def _print_case(console: Console, found: EstimateDocument, case: Case) -> None:
+    one = case.estimate
+    hot = f"routing {found.routing}; computed by a model of the hardware, not measured"
+    console.print(f"{case.name} on {one.hardware}", style="bold", markup=False)
+    console.print(hot, style="dim", markup=False)
+    for batch in case.batches:
+        _print_batch(console, one, batch)
+    _print_requests(console, one)
+    _print_memories(console, case.capacity)
+    console.print("\nwhat it hangs on", style="bold")
+    for line in one.assumptions:
+        console.print(f"- {line}", markup=False)
+    console.print()
+    _print_sensitivity(console, one)
+
+
+def _print_batch(console: Console, one: Estimate, batch: int) -> None:
+    """Every policy at one batch, over all input and output lengths, and what bounds its decode step."""
+    small = console.width < SMALL
+    console.print(f"\nbatch {batch}", style="bold")
+    titles = ["policy", "first token", "step", *([] if small else ["tokens/s"]), "request", "slower"]
+    table = _table(titles)
+    steps = {p.policy: [q for q in one.points if (q.policy, q.batch) == (p.policy, batch)] for p in one.points}
+    own = steps[SUBJECT]
+    for policy, points in sorted(steps.items(), key=lambda item: item[1][0].decode_seconds_per_token):
+        cells = [policy, _span([p.time_to_first_token_seconds for p in points])]
+        cells += [_span([p.decode_seconds_per_token for p in points])]
+        cells += [] if small else [formats.span([p.decode_tokens_per_second for p in points], "{:.4g}".format)]
+        cells += [_span([p.end_to_end_seconds for p in points])]
+        times = [p.end_to_end_seconds / q.end_to_end_seconds for p, q in zip(points, own, strict=True)]
+        table.add_row(*cells, formats.span(times, formats.ratio), style="bold" if policy == SUBJECT else None)
+    console.print(table)
+    for policy in steps:
+        console.print(f"{policy}: {_bounds(one, policy, batch)}", style="dim", markup=False)
+
+
+def _span(seconds: Sequence[float]) -> str:
+    return formats.span(seconds, _seconds).replace(" to ", "-")
+
+
+def _bounds(one: Estimate, policy: str, batch: int) -> str:
+    """The terms of a step that take a tenth of it or more, the longest first, each with what bounds it."""
+    rows = sorted(one.step_terms(policy, batch=batch).values(), key=lambda row: -row.seconds)
+    return ", ".join(_bound(row) for row in rows if row.share >= 0.1)
+
+
+def _bound(row: TermRow) -> str:
+    return f"{row.term.replace('_', ' ')} {row.share:.0%} ({row.bound_by})"
+
+
+def _print_requests(console: Console, one: Estimate) -> None:
+    """The subject's request at every grid point, and how much faster it is than both MoNDE baselines."""
+    console.print(f"\na whole request, {SUBJECT}", style="bold")
+    small = console.width < SMALL
+    titles = ["batch", "in", "out", "first token", "request", *([] if small else ["over bwrule"]), "over opt"]
+    table = _table(titles, texts=0)
+    over = {(r.baseline, r.batch, r.input_tokens, r.output_tokens): r.end_to_end for r in one.speedups}
+    for point in (point for point in one.points if point.policy == SUBJECT):
+        place = (point.batch, point.input_tokens, point.output_tokens)
+        cells = [*map(str, place), _seconds(point.time_to_first_token_seconds), _seconds(point.end_to_end_seconds)]
+        cells += [formats.ratio(over[key, *place]) for key in ((OPT,) if small else (BWRULE, OPT))]
+        table.add_row(*cells)
+    console.print(table)
+    console.print(
+        "over: how many times as fast as MoNDE by its bandwidth rule (monde_bwrule) and as a cost-optimal one "
+        "(monde_opt), whole requests compared. Other policies' requests are in the files of --out and in --json.",
+        style="dim",
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def _print_memories(console: Console, plan: CapacityPlan) -> None:
+    console.print(f"\nmemory at batch {plan.batch} x {plan.context:,} tokens", style="bold")
+    for memory in (plan.gpu, plan.ndp):
+        console.print(f"{memory.sum_text()}: {fits(memory)}", markup=False)
+
+
+def _print_sensitivity(console: Console, one: Estimate) -> None:
+    """The decode speed-up over both MoNDE baselines with one assumption changed at a time."""
+    batch = one.points[0].batch
+    now = [one.speedups_over(key, batch=batch)[0].decode for key in (BWRULE, OPT)]
+    table = _table(("assumption", "change", "over bwrule", "over opt"), texts=2)
+    table.add_row("as assumed", "", *map(formats.ratio, now), style="bold")
+    for row in one.sensitivity:
+        found = (row.decode_speedup_over_monde_bwrule, row.decode_speedup_over_monde_opt)
+        table.add_row(row.assumption, row.change, *map(formats.ratio, found))
+    console.print(table)
+    console.print(
+        f"decode at batch {batch} over both MoNDE baselines; a figure that falls to about 1 hangs on that assumption",
+        style="dim",
+    )
+
+
+def print_capacity(plan: CapacityPlan) -> None:
+    """What lies where, and what room every number of FP16 experts a layer leaves for keys and values."""
+    console = Console(highlight=False)
+    console.print(f"{plan.geometry}, {plan.placement} on {plan.hardware}", style="bold", markup=False)
+    table = _table(("memory", "bytes", ""))
+    for memory in (plan.gpu, plan.ndp):
+        table.add_row(memory.name, human_bytes(memory.capacity_bytes), fits(memory), style="bold")
+        for part in memory.parts:
+            table.add_row(f"  {part.name}", human_bytes(part.bytes), "")
+    console.print(table)
+    most = plan.largest_gpu_experts
+    at = f"{plan.batch} x {plan.context:,} tokens"
+    console.print(
+        f"most FP16 experts a layer on the GPU at {at}: {'none fits, not even 0' if most is None else most}\n",
+        markup=False,
+    )
+    rooms = _table(("experts a layer", "room for KV", f"batch at {plan.context}", f"tokens at batch {plan.batch}"))
+    every = plan.by_gpu_experts
+    shown = min(ROWS, len(every))
+    kept = {round(index * (len(every) - 1) / max(1, shown - 1)) for index in range(shown)}
+    for index in sorted(kept):
+        row = every[index]
+        cells = (human_bytes(row.room_bytes), f"{row.largest_batch:,}", f"{row.largest_context:,}")
+        rooms.add_row(str(row.gpu_experts), *cells)
+    if every:
+        console.print(rooms)

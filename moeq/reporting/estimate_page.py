@@ -1,0 +1,234 @@
+"""The page of `moeq estimate`: latency and throughput as bars, stated figures beside, terms, memory, assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeq.estimator.assumptions import BWRULE, OPT, SUBJECT
+from moeq.estimator.capacity import CapacityPlan, Memory
+from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.result import PolicyPoint
+from moeq.estimator.stated import Comparison
+from moeq.reporting import formats, speed
+from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
+from moeq.reporting.document import document
+from moeq.reporting.html import Raw, Row, Section, figure, items, paragraph, table
+from moeq.tables import human_bytes
+
+
+def render(found: EstimateDocument) -> str:
+    """The page; its bytes depend only on the document."""
+    sections = [*([_stated(found.stated)] if found.stated else []), *_figures(found)]
+    for number, case in enumerate(found.cases):
+        sections.append(_case(case, f"case-{number + 1}"))
+    lead = (
+        f"Computed by a model of the hardware ({found.hardware}), not measured. Routing: {found.routing}. What the "
+        "answer hangs on stands below every case."
+    )
+    return document(f"{found.name} · moeq estimate", found.name, [paragraph(lead, kind="lead")], sections)
+
+
+def _stated(rows: Sequence[Comparison]) -> Section:
+    beside = [
+        Beside(
+            name=f"{row.case}: {policy_words(row)}",
+            stated=(row.stated_low, row.stated_high),
+            estimate=(row.low, row.high),
+            missed=row.missed,
+            note=f"{formats.change(1 + row.deviation, 1)}{'' if row.inside else ', outside'}",
+        )
+        for row in rows
+    ]
+    missed = [row for row in rows if row.missed]
+    cells = [
+        Row(cells=_stated_cells(row), kind="exported") if row.missed else _stated_cells(row) for row in rows
+    ]  # marked: missed
+    parts = [
+        figure(
+            beside_chart("stated", "Estimates beside the figures that are stated", beside, "times as fast"),
+            "Wide: what is stated, to its printed digits. Narrow: the estimate over the same grid. The note is how far "
+            "the end that is farther off differs.",
+        ),
+        table(
+            "Every stated figure. A range runs over the grid; missed ones are marked.",
+            ("case", "figure", "stated", "estimate", "farther end", "", "source"),
+            cells,
+            texts=2,
+        ),
+    ]
+    if missed:
+        parts += [paragraph("Missed:", kind="reading"), items(miss_text(row) for row in missed)]
+    return Section(anchor="stated", title="Beside what is stated", parts=parts)
+
+
+def _stated_cells(row: Comparison) -> tuple[str, ...]:
+    return (
+        row.case,
+        policy_words(row),
+        stated_text(row),
+        formats.span([row.low, row.high], formats.ratio),
+        formats.change(1 + row.deviation, 1),
+        "inside" if row.inside else "outside",
+        row.source,
+    )
+
+
+def stated_text(row: Comparison) -> str:
+    """A stated range, or number, as it is printed."""
+    low, high = f"{row.stated_low:g}", f"{row.stated_high:g}"
+    text = low if low == high else f"{low} to {high}"
+    return f"{'up to ' if row.only_largest else ''}{text}{formats.TIMES}"
+
+
+def policy_words(row: Comparison) -> str:
+    """A compared figure in words."""
+    if row.over is None:
+        return row.name
+    return f"{row.figure.replace('_', ' ')} over {short_name(row.over)}"
+
+
+def miss_text(row: Comparison) -> str:
+    """A miss in one sentence."""
+    estimate = formats.span([row.low, row.high], formats.ratio)
+    where = "inside the range, but an end of it is" if row.inside else "outside, and an end is"
+    return (
+        f"{row.case}, {policy_words(row)}: {estimate} where {stated_text(row)} is stated; {where} "
+        f"{formats.change(1 + row.deviation, 1)} off."
+    )
+
+
+NAMES = {
+    SUBJECT: "context-aware",
+    "gpu_only": "GPU only",
+    "hobbit": "HOBBIT",
+    BWRULE: "MoNDE (bandwidth rule)",
+    "monde_hotset": "MoNDE (hot set)",
+    OPT: "MoNDE (cost-optimal)",
+    "dynaexq": "DynaExq",
+    "static_mixed": "static mixed precision",
+}
+
+
+def short_name(policy: str) -> str:
+    """A policy's name in charts and tables."""
+    return NAMES.get(policy, policy.replace("_", " "))
+
+
+def _figures(found: EstimateDocument) -> list[Section]:
+    """One section a model: end-to-end latency as in Figure 5 of paper 000, decode throughput as in its Figure 6."""
+    groups: dict[str, list[Case]] = {}
+    for case in found.cases:
+        groups.setdefault(case.estimate.geometry, []).append(case)
+    return [
+        Section(anchor=f"figures-{number + 1}", title=f"{model}: latency and throughput", parts=_charts(model, cases))
+        for number, (model, cases) in enumerate(groups.items())
+    ]
+
+
+def _charts(model: str, cases: Sequence[Case]) -> list[Raw]:
+    parts = []
+    for batch in cases[0].batches:
+        grid = [(p.input_tokens, p.output_tokens) for p in _points(cases[0], SUBJECT, batch)]
+        groups = [f"{inputs} / {outputs}" for inputs, outputs in grid]
+        latency = [
+            Series(
+                name=name,
+                values=[p.end_to_end_seconds for p in points],
+                inner=[p.ndp_seconds_per_layer * layers * p.output_tokens for p in points],
+                own=own,
+            )
+            for name, points, layers, own in _lines(cases, batch)
+        ]
+        throughput = [
+            Series(name=name, values=[p.decode_tokens_per_second for p in points], own=own)
+            for name, points, _, own in _lines(cases, batch)
+        ]
+        key, what = f"{model}-{batch}", f"{model}, batch {batch}"
+        inner = "near-data side, busy in decode"
+        parts += [
+            figure(
+                grouped_bars(f"latency-{key}", f"End-to-end latency of {what}", groups, latency, "seconds", inner),
+                f"End-to-end latency at batch {batch}: prefill, migration and every output token.",
+            ),
+            figure(
+                grouped_bars(f"rate-{key}", f"Decode throughput of {what}", groups, throughput, "tokens a second"),
+                f"Decode throughput at batch {batch}, all sequences counted.",
+            ),
+        ]
+    return parts
+
+
+def _lines(cases: Sequence[Case], batch: int) -> list[tuple[str, list[PolicyPoint], int, bool]]:
+    """Name, points, layers and whether it is the subject: the baselines of the first case, then the subject of each."""
+    first, layers = cases[0], cases[0].estimate.num_layers
+    baselines = [policy for policy in first.estimate.policies if policy != SUBJECT]
+    lines = [(short_name(policy), _points(first, policy, batch), layers, False) for policy in baselines]
+    own = [(case.name if len(cases) > 1 else short_name(SUBJECT), case) for case in cases]
+    return lines + [(name, _points(case, SUBJECT, batch), layers, True) for name, case in own]
+
+
+def _points(case: Case, policy: str, batch: int) -> list[PolicyPoint]:
+    return [point for point in case.estimate.points if (point.policy, point.batch) == (policy, batch)]
+
+
+def _case(case: Case, anchor: str) -> Section:
+    one = case.estimate
+    batch = one.points[0].batch
+    assumed = {key: one.speedups_over(key, batch=batch)[0].decode for key in (BWRULE, OPT)}
+    return Section(
+        anchor=anchor,
+        title=f"{case.name}: what bounds it, and what it hangs on",
+        parts=[
+            _policies(one.points),
+            speed.speedups(one),
+            speed.terms(one),
+            capacity(case.capacity),
+            paragraph("What these figures assume:", kind="reading"),
+            items(one.assumptions),
+            speed.sensitivity(one, assumed),
+            *speed.weakest(one),
+            speed.constants(one),
+        ],
+    )
+
+
+def _policies(points: Sequence[PolicyPoint]) -> Raw:
+    keys = dict.fromkeys((point.batch, point.policy) for point in points)
+    rows = []
+    for batch, policy in keys:
+        mine = [point for point in points if (point.batch, point.policy) == (batch, policy)]
+        spans = [
+            formats.span([getattr(point, field) for point in mine], form)
+            for field, form in (
+                ("time_to_first_token_seconds", formats.milliseconds),
+                ("decode_seconds_per_token", formats.milliseconds),
+                ("decode_tokens_per_second", formats.number),
+                ("end_to_end_seconds", formats.number),
+            )
+        ]
+        rows.append((short_name(policy), str(batch), *spans))
+    return table(
+        "Every policy over all input and output lengths. A decode step gives a token to every sequence of the batch.",
+        ("policy", "batch", "first token, ms", "decode step, ms", "tokens a second", "whole request, s"),
+        rows,
+    )
+
+
+def capacity(plan: CapacityPlan) -> Raw:
+    """What has to lie where at the largest batch and context."""
+    rows: list[Row | tuple[str, ...]] = []
+    for memory in (plan.gpu, plan.ndp):
+        rows.append(Row(cells=(memory.name, human_bytes(memory.capacity_bytes), fits(memory)), kind="group"))
+        rows += [(part.name, human_bytes(part.bytes), "") for part in memory.parts]
+    return table(
+        f"What has to lie where at batch {plan.batch} and {plan.context:,} tokens a sequence. The near-data side keeps "
+        "every replica, so that the next sequence can be placed differently.",
+        ("memory", "bytes", ""),
+        rows,
+    )
+
+
+def fits(memory: Memory) -> str:
+    """Whether it fits, and what is left or lacking."""
+    room = memory.room_bytes
+    return f"fits, {human_bytes(room)} left" if memory.fits else f"does not fit, {human_bytes(-room)} too much"
