@@ -54,9 +54,9 @@ def grouped_bars(
         plane = svg.axes(figure, LEFT, BELOW, inside, PLANE)
         pitch = inside / len(groups)
         step = min(2.0 * BAR, (pitch - GAP) / len(series))
-        for index, one in enumerate(series):
+        for index, (one, look) in enumerate(zip(series, _looks(series), strict=True)):
             centre = (np.arange(len(groups)) + 0.5) * pitch + (index - (len(series) - 1) / 2) * step
-            plane.bar(centre, one.values, width=0.86 * step, label=one.name, **_look(index, one.own))
+            plane.bar(centre, one.values, width=0.86 * step, label=one.name, **look)
             if one.inner is not None:
                 plane.bar(centre, one.inner, width=0.4 * step, color=svg.INK, linewidth=0)
         if inner:
@@ -74,14 +74,18 @@ def grouped_bars(
     return svg.draw(name, label, width, height, fill)
 
 
-def _look(index: int, own: bool) -> dict[str, Any]:
-    """Colour and hatch: full colours of the page, then the same with stripes; the subject's own is orange."""
+def _looks(series: Sequence[Series]) -> list[dict[str, Any]]:
+    """Colour and hatch of every series: the page's colours, then the same with stripes; own ones are orange."""
     others = (svg.SERIES[0], svg.SERIES[2], svg.SERIES[3], svg.MUTED)
-    colour = svg.SERIES[1] if own else others[index % len(others)]
-    striped = (index // len(others)) % 2 == 1
-    return {"color": svg.PAPER if striped else colour, "edgecolor": colour, "linewidth": 1.0} | (
-        {"hatch": "////"} if striped else {}
-    )
+    looks, counts = [], {True: 0, False: 0}
+    for one in series:
+        number = counts[one.own]
+        counts[one.own] += 1
+        colour = svg.SERIES[1] if one.own else others[number % len(others)]
+        striped = number >= (1 if one.own else len(others))
+        look = {"color": svg.PAPER, "hatch": "////"} if striped else {"color": colour}
+        looks.append(look | {"edgecolor": colour, "linewidth": 1.0})
+    return looks
 
 
 def beside_chart(name: str, label: str, rows: Sequence[Beside], axis: str) -> Drawing:

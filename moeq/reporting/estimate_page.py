@@ -51,9 +51,9 @@ def _stated(rows: Sequence[Comparison]) -> Section:
         ),
         table(
             "Every stated figure. A range runs over the grid; missed ones are marked.",
-            ("case", "figure", "stated", "estimate", "farther end", "", "source"),
+            ("case", "figure", "source", "stated", "estimate", "farther end", ""),
             cells,
-            texts=2,
+            texts=3,
         ),
     ]
     if missed:
@@ -65,11 +65,11 @@ def _stated_cells(row: Comparison) -> tuple[str, ...]:
     return (
         row.case,
         policy_words(row),
+        row.source,
         stated_text(row),
         formats.span([row.low, row.high], formats.ratio),
         formats.change(1 + row.deviation, 1),
         "inside" if row.inside else "outside",
-        row.source,
     )
 
 
@@ -90,11 +90,9 @@ def policy_words(row: Comparison) -> str:
 def miss_text(row: Comparison) -> str:
     """A miss in one sentence."""
     estimate = formats.span([row.low, row.high], formats.ratio)
-    where = "inside the range, but an end of it is" if row.inside else "outside, and an end is"
-    return (
-        f"{row.case}, {policy_words(row)}: {estimate} where {stated_text(row)} is stated; {where} "
-        f"{formats.change(1 + row.deviation, 1)} off."
-    )
+    end = " at its farther end" if row.stated_low != row.stated_high else ""
+    off = formats.change(1 + row.deviation, 1)
+    return f"{row.case}, {policy_words(row)}: {estimate} where {stated_text(row)} is stated ({off}{end})"
 
 
 NAMES = {
