@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import RECORD, current_digest, read_record
+from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError
 from moeq.models import loading
 from moeq.models.source import open_source, read_header
@@ -158,8 +160,27 @@ def _model(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     }
 
 
+def _trace(path: Path) -> dict[str, Any]:
+    found = read_trace(path)
+    return {
+        "kind": "routing trace",
+        "model": found.model.name if found.model is not None else None,
+        "layers": found.num_layers,
+        "experts_a_layer": sorted(set(found.num_experts)),
+        "experts_a_token": found.top_k,
+        "sequences": found.num_sequences,
+        "sequences_by_domain": dict(Counter(found.domains)),
+        "tokens": found.num_tokens,
+        "prefill_tokens": int(found.prefill.sum()),
+        "routing_weights": found.weights is not None,
+        "check": "every SHA-256 equals the header",
+    }
+
+
 def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
     if path.suffix == ".safetensors":
+        if is_trace(path):
+            return _trace(path)
         headers = read_header(path)
         return {"kind": "safetensors", "tensors": len(headers), "tensor_bytes": sum(h.bytes for h in headers.values())}
     if path.name == SENSITIVITIES:

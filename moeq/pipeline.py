@@ -13,6 +13,7 @@ from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
+from moeq.artifacts.trace import NAME as TRACE
 from moeq.errors import ArtifactError
 from moeq.models.corpus import BUNDLED, Source, pinned
 from moeq.recipe import Recipe
@@ -62,6 +63,8 @@ STAGES = (
         text=("calibration",),
         computes=True,
         extra=profile.coverage_settings,
+        intact=profile.trace_is_intact,
+        apart=frozenset({TRACE}),
     ),
     Stage(
         name="losses",

@@ -119,6 +119,9 @@ class ProfileSection(Section):
     min_tokens: int | None = Field(
         None, ge=1, description="an expert with fewer calibration tokens is not covered; none: losses.min_tokens"
     )
+    trace: bool = Field(
+        False, description="also record which experts every token chose, in profile/trace.safetensors for the estimate"
+    )
 
 
 class LayerEffectsSection(Section):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeq.artifacts import effects, evaluation, expert_effects, losses, manifest, profile, replicas
+from moeq.artifacts import effects, evaluation, expert_effects, losses, manifest, profile, replicas, trace
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, ExpertChoice, Width, width_of
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
@@ -186,7 +186,28 @@ class Disk:
         )
         coverage = made.coverage(**profile_stage.coverage_settings(self.context))
         written = _written(lambda folder: profile.write_profile(folder, made, coverage))
-        return {"profile.safetensors": _file(shapes), "profile.json": written["profile.json"]}
+        own = {"profile.safetensors": _file(shapes), "profile.json": written["profile.json"]}
+        return own | ({trace.NAME: self._trace()} if self.recipe.profile.trace else {})
+
+    def _trace(self) -> int:
+        """Bytes of the routing trace: one of a single token, and what every other token and sequence adds."""
+        text, top_k = self.work.calibration, self.sizes.top_k
+        shape = (1, len(self.sizes.layers), top_k)
+        one = trace.RoutingTrace(
+            layers=tuple(layer.name for layer in self.sizes.layers),
+            num_experts=tuple(layer.num_experts for layer in self.sizes.layers),
+            top_k=top_k,
+            experts=np.zeros(shape, dtype=np.int16),
+            weights=np.zeros(shape, dtype=np.float16),
+            lengths=np.ones(1, dtype=np.int32),
+            prefill=np.ones(1, dtype=np.int32),
+            domains=(self.context.calibration_sources[0].domain,),
+            model=self.stamp,
+            text=DIGEST,
+        )
+        written = _written(lambda folder: trace.write_trace(folder / trace.NAME, one))[trace.NAME]
+        a_token = trace.BYTES_PER_CHOICE * len(self.sizes.layers) * top_k
+        return written + (text.tokens - 1) * a_token + (text.sequences - 1) * trace.BYTES_PER_SEQUENCE
 
     def _losses(self) -> dict[str, int]:
         rows = loss_rows(self.sizes, self.recipe)

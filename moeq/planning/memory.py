@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moeq.artifacts.assignment import FULL
+from moeq.artifacts.trace import BYTES_PER_CHOICE
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.grids import resolved_group_size
 from moeq.numerics.packed import packed_bytes
@@ -148,7 +149,7 @@ class Memory:
     def _profile(self) -> list[Moment]:
         text = self.work.calibration
         counts = sum(layer.num_experts for layer in self.sizes.layers) * text.sequences * 2 * 16
-        tables = Term(what="routing counts", bytes=counts)
+        tables = Term(what="routing counts", bytes=counts + self._recorded())
         return [
             self._text(max(text.whole, 0 if self.work.evaluation is None else self.work.evaluation.whole)),
             [*self._loading(), self._stopped(2), self._captured(1), tables],
@@ -157,6 +158,14 @@ class Memory:
                 self._forward(text.batch_tokens, text.length), tables,
             ],
         ]  # fmt: skip
+
+    def _recorded(self) -> int:
+        """Bytes of the routing trace while its layers become one array: half as much again as it has in the end."""
+        if not self.recipe.profile.trace:
+            return 0
+        choices = self.work.calibration.tokens * len(self.sizes.layers) * self.sizes.top_k
+        grows = self.recipe.corpus.until_covered is not None
+        return choices * BYTES_PER_CHOICE * (4 if grows else 3) // 2
 
     def _losses(self) -> list[Moment]:
         text, section, sizes = self.work.calibration, self.recipe.losses, self.sizes

@@ -9,26 +9,35 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.markup import escape
 
 from moeq.artifacts.profile import Coverage, ExpertProfile, read_profile, write_profile
+from moeq.artifacts.trace import NAME as TRACE
+from moeq.artifacts.trace import RoutingTrace, join_traces, read_trace, write_trace
+from moeq.errors import ArtifactError
 from moeq.models.corpus import Sequences, join
 from moeq.models.walk import LayerInputs, walk
 from moeq.quantizers.layer import heldout_stride
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file, say_left_out
+from moeq.stages.recorder import Recorder
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Write profile.safetensors and profile.json; returns the summary.
+    """Write profile.safetensors and profile.json, and trace.safetensors where wanted; returns the summary.
 
     With corpus.until_covered the text grows, pass by pass, until enough experts are covered or there is no more.
     """
     growth = context.recipe.corpus.until_covered
     chunks: list[Sequences] = []
     parts: list[ExpertProfile] = []
+    traces: list[RoutingTrace] = []
     for chunk in [context.calibration] if growth is None else context.calibration_chunks():
         chunks.append(chunk)
-        parts.append(_count(context, chunk))
+        recorder = Recorder(chunk, _prefill(context, chunk)) if context.recipe.profile.trace else None
+        parts.append(_count(context, chunk, recorder))
+        if recorder is not None:
+            traces.append(recorder.trace())
         profile = _joined(parts)
         coverage = profile.coverage(**coverage_settings(context))
         covered = growth is None or coverage.share_covered >= growth.share
@@ -40,7 +49,29 @@ def run(context: Context) -> dict[str, Any]:
     sources = tuple(source.public_name for source in context.calibration_sources)
     profile = replace(profile, text=join(chunks).digest(), corpus=sources)
     write_profile(context.directory("profile"), profile, coverage)
+    _write_trace(context, traces, profile.text)
     return summarize(profile, coverage)
+
+
+def _write_trace(context: Context, parts: Sequence[RoutingTrace], text: str) -> None:
+    """Write the trace of all parts; without any, take away what an earlier run recorded of other text."""
+    path = context.directory("profile") / TRACE
+    if not parts:
+        path.unlink(missing_ok=True)
+        return
+    trace = replace(join_traces(parts), model=context.stamp, text=text)
+    write_trace(path, trace)
+    context.reporter.say(f"  trace of {trace.num_tokens:,} tokens, {trace.num_layers} layers: {escape(str(path))}")
+
+
+def trace_is_intact(context: Context) -> bool:
+    """Whether the trace that the recipe asks for is there, undamaged and of the profile's sequences."""
+    if not context.recipe.profile.trace:
+        return True
+    try:
+        return read_trace(context.directory("profile") / TRACE).text == load(context).text
+    except ArtifactError:
+        return False
 
 
 def coverage_settings(context: Context) -> dict[str, int]:
@@ -59,11 +90,15 @@ def _say(context: Context, coverage: Coverage, sequences: int) -> None:
     )
 
 
-def _count(context: Context, sequences: Sequences) -> ExpertProfile:
-    """One pass over some sequences."""
-    lengths = sequences.mask.sum(1)
+def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:
+    """Tokens [S] of every sequence that count as prefill."""
     fraction = context.recipe.profile.prefill_fraction
-    prefill = torch.tensor([math.ceil(fraction * int(length)) for length in lengths])  # [S] tokens counted as prefill
+    return torch.tensor([math.ceil(fraction * int(length)) for length in sequences.mask.sum(1)])
+
+
+def _count(context: Context, sequences: Sequences, recorder: Recorder | None) -> ExpertProfile:
+    """One pass over some sequences, which also goes to the recorder."""
+    lengths, prefill = sequences.mask.sum(1), _prefill(context, sequences)
     counts, scores, top_k = [], [], []
     batches = sequences.batches(context.recipe.corpus.batch_size)
     with naming_the_file(context), context.reporter.bar("profile", len(context.layers)) as advance:
@@ -73,6 +108,8 @@ def _count(context: Context, sequences: Sequences) -> ExpertProfile:
             counts.append(layer_counts)
             scores.append(layer_scores)
             top_k.append(inputs.experts.shape[1])
+            if recorder is not None:
+                recorder.add(inputs)
             advance()
             del inputs  # before the next layer's are gathered
     return ExpertProfile(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -23,6 +24,7 @@ from moeq.artifacts.reading import ELEMENT_BITS
 from moeq.artifacts.replicas import INDEX as REPLICAS
 from moeq.artifacts.replicas import LayerReplicas, add_replicas, layer_file, read_index
 from moeq.artifacts.stage import RECORD, read_record
+from moeq.artifacts.trace import HEADER, RoutingTrace, read_trace, write_trace
 from moeq.errors import MoeqError
 from moeq.models.source import INDEX, open_source, read_header
 from moeq.numerics import layouts
@@ -95,10 +97,14 @@ class Fuzzed:
         self.model.mkdir(parents=True)
         tensors = {"a.weight": torch.arange(24.0).reshape(4, 6), "b": torch.zeros(3, dtype=torch.uint8)}
         write_tensors(self.model / "model.safetensors", tensors, {"format": "pt"})
-        self.header = (self.model / "model.safetensors").read_bytes()
         self.store = folder / "store"
         add_replicas(self.store, 0, {"gptq.3.x": {"up_proj": _weight(3), "down_proj": _weight(3)}})
-        self.stored = layer_file(self.store, 0).read_bytes()
+        write_trace(folder / "trace.safetensors", _trace())
+        self.tensors = {
+            "header": (self.model / "model.safetensors").read_bytes(),
+            "store": layer_file(self.store, 0).read_bytes(),
+            "trace": (folder / "trace.safetensors").read_bytes(),
+        }
         whole = read_manifest(checkpoint)
         first = whole.layers[0].model_copy(update={"experts": whole.layers[0].experts[:2], "num_experts": 2})
         small = whole.model_copy(update={"layers": (first,)})
@@ -116,8 +122,8 @@ class Fuzzed:
 
     def valid(self, target: str) -> bytes:
         """The input of a target before it is mutated."""
-        if target in ("header", "store"):
-            return self.header if target == "header" else self.stored
+        if target in self.tensors:
+            return self.tensors[target]
         if target in self.others:
             return json.dumps(self.others[target]).encode()
         return bytes(range(64))
@@ -128,9 +134,12 @@ class Fuzzed:
         if target in NUMBERS:
             return chance.randbytes(chance.randrange(1, 64))
         data, rounds = self.valid(target), chance.randrange(1, 4)
-        if target in ("header", "store"):
+        if target in self.tensors:
             length = int.from_bytes(data[:8], "little")
             head, rest = json.loads(data[8 : 8 + length]), data[8 + length :]
+            if target == "trace" and chance.random() < 0.5:
+                said = self._changed(json.loads(head["__metadata__"][HEADER]), rounds, chance)
+                head["__metadata__"][HEADER], rounds = said.decode("utf-8", "replace"), 0
             text = self._changed(head, rounds, chance)
             stated = len(text) if chance.random() < 0.9 else chance.choice([0, 2**31, 2**63, 10**8 + 1])
             return stated.to_bytes(8, "little") + text + rest
@@ -184,6 +193,12 @@ class Fuzzed:
         for entry, said in replicas.entries.items():
             for projection in said["projections"]:
                 replicas.expert(entry, projection, 1).dequantize()
+
+    def _trace(self, data: bytes) -> None:
+        self._write(self.folder / "fuzzed-trace.safetensors", data)
+        found = read_trace(self.folder / "fuzzed-trace.safetensors")
+        assert found.num_tokens == int(found.lengths.sum()) == len(found.sequence)
+        assert (found.experts < np.array(found.num_experts)[:, None]).all()
 
     def _index(self, data: bytes) -> None:
         (self.model / "config.json").write_text('{"model_type": "mixtral"}')
@@ -266,9 +281,19 @@ class Fuzzed:
                 assert found.shape[-1] == packed_row_bytes(length, bits)
 
 
-FILES = ("header", "store", "index", "config", "manifest", "record", "replicas")
+FILES = ("header", "store", "trace", "index", "config", "manifest", "record", "replicas")
 NUMBERS = ("unpack", "packed", "layouts")
 TARGETS = (*FILES, *NUMBERS)
+
+
+def _trace() -> RoutingTrace:
+    """Two sequences of three tokens, two layers of five experts."""
+    return RoutingTrace(
+        layers=("layers.0", "layers.1"), num_experts=(5, 5), top_k=2,
+        experts=np.arange(24, dtype=np.int16).reshape(6, 2, 2) % 5,
+        weights=np.full((6, 2, 2), 0.5, dtype=np.float16), lengths=np.array([3, 3], dtype=np.int32),
+        prefill=np.array([1, 2], dtype=np.int32), domains=("a", "b"), text="0" * 64,
+    )  # fmt: skip
 
 
 def _weight(bits: int) -> PackedWeight:

@@ -1,0 +1,166 @@
+"""The sheets of papers 002 and 004 (validation cases 6 and 7): what is printed, worked out again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from moeq.errors import EstimateError
+from moeq.estimator.sheets import known_sheets, paper_002, paper_004, sheet
+from moeq.estimator.sheets.fpga import (
+    Experts,
+    VisionModel,
+    attention_traffic_bytes,
+    blocks_at_once,
+    least_units,
+    linear_traffic_bytes,
+)
+
+
+def test_every_sheet_is_found_and_made_of_tables():
+    assert known_sheets() == ["paper-002", "paper-004"]
+    for name in known_sheets():
+        for table in sheet(name):
+            assert table.rows
+            assert table.title
+            for row in table.rows:
+                assert all(cell is None or isinstance(cell, (str, int, float)) for cell in row)
+                assert all(math.isfinite(cell) for cell in row if isinstance(cell, float))
+
+
+def test_an_unknown_sheet_names_the_nearest():
+    with pytest.raises(EstimateError, match=r"unknown sheet 'paper-04'; did you mean 'paper-004'\?"):
+        sheet("paper-04")
+
+
+class TestPaper002:
+    def test_the_fit_reaches_every_fitted_point_within_15_percent(self):
+        model = paper_002.fitted()
+        assert model.worst_miss <= paper_002.WITHIN
+        misses = {
+            (kernel.name, active): model.speedup(kernel, active) / wanted - 1
+            for kernel in paper_002.kernels()
+            for active, wanted in zip((1, 4, 8, 16, 24, 32), kernel.speedup, strict=True)
+        }
+        fitted = [abs(miss) for (_, active), miss in misses.items() if active in (1, 4, 8, 32)]
+        assert max(fitted) == pytest.approx(model.worst_miss, abs=1e-6)
+        held_out = [abs(miss) for (_, active), miss in misses.items() if active in (16, 24)]
+        assert max(held_out) <= 0.15
+
+    def test_no_nearby_costs_miss_by_less(self):
+        model = paper_002.fitted()
+        for change in (0.97, 1.03):
+            for name in ("call", "expert"):
+                values = {"call": model.call, "expert": model.expert} | {name: getattr(model, name) * change}
+                other = paper_002.GemmModel(dequantize=model.dequantize, worst_miss=1.0, **values)
+                worst = max(
+                    abs(other.speedup(kernel, active) / kernel.speedup[place] - 1)
+                    for kernel in paper_002.kernels()
+                    for place, active in enumerate((1, 4, 8, 16, 24, 32))
+                    if active in (1, 4, 8, 32)
+                )
+                assert worst > model.worst_miss - paper_002.SLACK
+
+    def test_costs_are_physical(self):
+        model = paper_002.fitted()
+        assert min(model.call, model.expert, *model.dequantize.values()) >= 0
+        assert model.dequantize["int8 optimized I2F"] < model.dequantize["int8 native I2F"], "the paper's point"
+
+    def test_one_row_of_the_cost_table_disagrees(self):
+        small, large, middle, best = paper_002.deployments()
+        assert small.disagrees
+        assert small.cost == pytest.approx(587.65 / 351)
+        assert small.cost / small.usd_per_month_and_word_per_second == pytest.approx(8, rel=0.01)
+        assert not any(row.disagrees for row in (large, middle, best))
+        assert best.cost == pytest.approx(0.153, abs=0.0005)
+        assert middle.words_per_sentence == pytest.approx(best.words_per_sentence, rel=0.01)
+
+
+class TestPaper004:
+    def test_work_is_2_5_and_9_2_gop(self):
+        rows = paper_004.accelerators()
+        for name in ("Edge-MoE / M3ViT-T", "CoQMoE ZCU102 / M3ViT-T", "CoQMoE-E ZCU102 / ViT-T"):
+            assert rows[name].work_gop == pytest.approx(2.50, abs=0.005)
+        for name in ("CoQMoE U280 / M3ViT-S", "CoQMoE-C U280 / ViT-S"):
+            assert rows[name].work_gop == pytest.approx(9.20, abs=0.005)
+
+    def test_the_shapes_of_the_models_give_the_same_work(self):
+        models = paper_004.models()
+        assert models["ViT-T"].operations / 1e9 == pytest.approx(2.50, rel=0.005)
+        assert models["ViT-S"].operations / 1e9 == pytest.approx(9.20, rel=0.005)
+        assert paper_004.with_experts(models["ViT-T"]).operations == models["ViT-T"].operations
+
+    def test_exactly_four_rows_disagree_with_their_own_figures(self):
+        flagged = {name for name, row in paper_004.accelerators().items() if row.disagrees}
+        assert flagged == {"V100S / M3ViT-T", "V100S / M3ViT-S", "ViA / Swin-T", "ASP-DAC'24 / Swin-T"}
+
+    def test_claims_that_rest_on_these_rows_are_flagged(self):
+        claims = next(table for table in sheet("paper-004") if table.title.startswith("Claims"))
+        flagged = {row[0] for row in claims.rows if row[-1]}
+        assert flagged == {
+            "energy efficiency over the GPU, M3ViT-T (5.3)",
+            "energy efficiency over the GPU, M3ViT-S (5.3)",
+            "energy efficiency over ASP-DAC'24 (5.3)",
+        }
+        for row in claims.rows:
+            assert row[2] == pytest.approx(row[1], rel=0.01), "the text follows from what the tables print"
+
+    def test_bounds_are_those_of_dsps_and_bandwidth(self):
+        row, platform, model, clock = paper_004.runs()[0]
+        one = paper_004.bounds(row, platform, model, clock)
+        assert one.peak_gops == pytest.approx(2 * 1754 * 0.3)
+        assert one.used_share == pytest.approx(386.3 / 1052.4)
+        assert one.all_share == pytest.approx(386.3 / (2 * 2520 * 0.3))
+        assert one.bandwidth_gops == pytest.approx(model.operations / 1e9 / (model.weight_bytes / 21e9))
+
+    def test_no_printed_throughput_passes_two_macs_a_dsp_or_the_bandwidth(self):
+        shares = [paper_004.bounds(*run) for run in paper_004.runs()]
+        assert all(one.used_share <= paper_004.PACKED_MACS and one.bandwidth_share < 1 for one in shares)
+        assert [one.used_share > 1 for one in shares] == [False, False, False, True]
+
+
+class TestTraffic:
+    model = VisionModel(
+        hidden_size=8, layers=4, positions=10, patch_inputs=12, classes=5,
+        experts=Experts(num_experts=4, top_k=2, every=2),
+    )  # fmt: skip
+
+    def test_work_and_weights_by_hand(self):
+        block = 4 * 10 * 64 + 2 * 10 * 10 * 8 + 8 * 10 * 64
+        assert self.model.macs == 4 * block + 9 * 12 * 8 + 8 * 5
+        experts = 2 * 4 * (8 * 64 // 2)
+        assert self.model.weight_bytes == 4 * 4 * 64 + 2 * 8 * 64 + experts + 12 * 8 + 8 * 5
+
+    def test_naive_attention_reads_all_keys_for_every_query(self):
+        assert attention_traffic_bytes(self.model, "naive", 3) == 4 * 10 * 10 * 8 * 2
+        assert attention_traffic_bytes(self.model, "broadcast", 3) == 4 * math.ceil(10 / 3) * 10 * 8 * 2
+        assert attention_traffic_bytes(self.model, "preloaded", 3) == 4 * 10 * 8 * 2
+
+    def test_broadcast_keeps_the_blocks_of_a_step_constant_whatever_the_elements(self):
+        assert [blocks_at_once("broadcast", elements) for elements in (1, 8, 64)] == [1, 1, 1]
+        assert [blocks_at_once("naive", elements) for elements in (1, 8, 64)] == [1, 8, 64]
+
+    @pytest.mark.parametrize("units", [1, 2, 3, 7, 10, 50])
+    def test_orders_never_read_more_than_the_one_before(self, units):
+        for traffic in (attention_traffic_bytes, linear_traffic_bytes):
+            naive = traffic(self.model, "naive", units)
+            shared = traffic(self.model, "broadcast" if traffic is attention_traffic_bytes else "unified", units)
+            preloaded = traffic(self.model, "preloaded", units)
+            assert naive >= shared >= preloaded
+            assert (naive == shared) == (units == 1)
+
+    def test_units_beyond_the_patches_read_every_weight_once(self):
+        assert linear_traffic_bytes(self.model, "unified", 10) == self.model.weight_bytes
+        assert linear_traffic_bytes(self.model, "preloaded", 10) == 0
+
+    def test_the_least_units_are_the_fewest_that_keep_up(self):
+        seconds, rate = 1.0, float(linear_traffic_bytes(self.model, "unified", 4))
+        found = least_units(self.model, rate, seconds)
+        assert found is not None
+        assert (
+            linear_traffic_bytes(self.model, "unified", found)
+            <= rate
+            < linear_traffic_bytes(self.model, "unified", found - 1)
+        )
+        assert least_units(self.model, 1.0, seconds) is None

@@ -1,0 +1,125 @@
+"""profile.trace: what is recorded is what the profile counts, and recording changes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import save_tiny
+
+from moeq import pipeline
+from moeq.artifacts.trace import NAME, RoutingTrace, read_trace
+from moeq.estimator.trace import sequence_counts, sequence_scores
+from moeq.inspection import inspect
+from moeq.planning.disk import Disk
+from moeq.planning.sizes import model_sizes, work_sizes
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages import profile
+from moeq.stages.context import Context
+
+SMALL = (
+    "corpus.sequences=8", "corpus.sequence_length=16", "corpus.batch_size=3", "losses.group_size=16",
+    "losses.bits=[1, 2, 3, 4]", "losses.methods=[rtn]", "losses.per_projection=false", "assign.quantizer=rtn",
+    "eval.compare=[]", "eval.perplexity=null", "profile.prefill_fraction=0.3",
+)  # fmt: skip
+TRACED = "profile.trace=true"
+
+
+def context(model: Path, out: Path, *overrides: str) -> Context:
+    recipe = load_recipe(None, [*SMALL, *overrides])
+    return Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
+
+
+def recorded(one: Context) -> RoutingTrace:
+    pipeline.run(one, ("profile",))
+    return read_trace(one.directory("profile") / NAME)
+
+
+def agrees(trace: RoutingTrace, one: Context) -> None:
+    """The trace says of every sequence and phase what the profile says."""
+    found = profile.load(one)
+    assert trace.layers == found.layers
+    assert trace.text == found.text
+    assert (np.stack([trace.prefill, trace.lengths - trace.prefill], 1) == found.tokens).all()
+    for layer in range(trace.num_layers):
+        for phase, tokens in enumerate((trace.is_prefill, ~trace.is_prefill)):
+            assert (sequence_counts(trace, layer, tokens) == found.counts[layer][:, phase]).all()
+            scores = found.scores[layer][:, phase]
+            assert np.allclose(sequence_scores(trace, layer, tokens), scores, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("stream", ["never", "always"])
+def test_the_trace_says_what_the_profile_says(family: str, stream: str, tmp_path: Path) -> None:
+    one = context(save_tiny(tmp_path / "model", family), tmp_path / "run", TRACED, f"stream={stream}")
+    trace = recorded(one)
+    agrees(trace, one)
+    assert trace.domains == one.calibration.domains
+    assert len(set(trace.domains)) > 1
+    assert trace.model == one.stamp
+
+
+def test_documents_of_unequal_length_and_growing_text(tiny_mixtral: Path, tmp_path: Path) -> None:
+    grow = ("profile.min_tokens=40", "corpus.until_covered={share: 1.0, max_sequences: 64}")
+    for overrides in (("corpus.packed=false",), grow):
+        one = context(tiny_mixtral, tmp_path / overrides[0], TRACED, *overrides)
+        trace = recorded(one)
+        agrees(trace, one)
+    assert trace.num_sequences > 8
+    assert trace.domains == one.grown_calibration.domains
+
+
+def test_switching_it_on_changes_no_other_byte_and_runs_nothing_else(tiny_mixtral: Path, tmp_path: Path) -> None:
+    stages = ("profile", "losses", "assign")
+    plain = context(tiny_mixtral, tmp_path)
+    pipeline.run(plain, stages)
+    folder = plain.directory("profile")
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "stage.json"}
+    ran = lambda *more: [not one.skipped for one in pipeline.run(context(tiny_mixtral, tmp_path, *more), stages)]  # noqa: E731
+    assert ran(TRACED) == [True, False, False]
+    after = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "stage.json"}
+    assert set(after) - set(before) == {NAME}
+    assert {name: after[name] for name in before} == before
+    assert ran(TRACED) == [False, False, False]
+    assert ran() == [True, False, False]
+    assert not (folder / NAME).exists(), "a trace of another run is not left behind"
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "gone": lambda path: path.unlink(),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-5]),
+    "flipped": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_trace_is_recorded_again(tiny_mixtral: Path, tmp_path: Path, damage: str) -> None:
+    one = context(tiny_mixtral, tmp_path, TRACED)
+    recorded(one)
+    path = one.directory("profile") / NAME
+    whole = path.read_bytes()
+    DAMAGE[damage](path)
+    assert not pipeline.run(context(tiny_mixtral, tmp_path, TRACED), ("profile",))[0].skipped
+    assert path.read_bytes() == whole
+
+
+def test_the_plan_foretells_its_bytes(tiny_mixtral: Path, tmp_path: Path) -> None:
+    one = context(tiny_mixtral, tmp_path, TRACED)
+    recorded(one)
+    fresh = context(tiny_mixtral, tmp_path / "elsewhere", TRACED)
+    foretold = Disk(fresh, model_sizes(fresh), work_sizes(fresh)).lasting("profile")[NAME]
+    assert foretold == pytest.approx((one.directory("profile") / NAME).stat().st_size, abs=200)
+
+
+def test_inspect_says_what_it_is(tiny_mixtral: Path, tmp_path: Path) -> None:
+    one = context(tiny_mixtral, tmp_path, TRACED)
+    trace = recorded(one)
+    found = inspect(one.directory("profile") / NAME)
+    assert found["kind"] == "routing trace"
+    assert found["sequences"] == 8
+    assert sum(found["sequences_by_domain"].values()) == 8
+    assert found["tokens"] == trace.num_tokens == 8 * 16
+    assert found["prefill_tokens"] == 8 * 5
