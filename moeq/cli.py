@@ -368,6 +368,10 @@ def estimate(
     capacity: Annotated[
         bool, typer.Option("--capacity", help="Only say what fits where; refused with the sum where it does not.")
     ] = False,
+    sheet: Annotated[
+        str | None,
+        typer.Option("--sheet", help="Print a paper's figures worked out again: paper-002 or paper-004."),
+    ] = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -389,6 +393,7 @@ def estimate(
         grid=grid or [],
         context=context,
         capacity=capacity,
+        sheet=sheet,
         trust_remote_code=trust_remote_code,
         json=json,
         quiet=quiet,

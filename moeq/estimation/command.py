@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from moeq.estimation import files, make, tables
 from moeq.estimation.options import AXES, parse_grid
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.document import EstimateDocument
+from moeq.estimator.sheets import sheet
 from moeq.recipe import Recipe, load_recipe
 
 DEFAULT_HARDWARE = "paper-ctxmoe"
@@ -37,6 +38,7 @@ class Asked:
     grid: list[str]
     context: int | None = None
     capacity: bool = False
+    sheet: str | None = None
     trust_remote_code: bool = False
     json: bool = False
     quiet: bool = False
@@ -64,6 +66,7 @@ class Asked:
             "--gpu-experts": self.gpu_experts,
             "--policy": self.policies or None,
             "--capacity": self.capacity or None,
+            "--sheet": self.sheet,
         }
         return [name for name, value in given.items() if value is not None]
 
@@ -103,6 +106,9 @@ def run(asked: Asked) -> tuple[Any, EstimateError | None]:
     Returns what --json prints, and the refusal that follows it where --capacity finds that something does not fit.
     Raises MoeqError for input that cannot be read or does not fit together, or a placement that does not fit.
     """
+    if asked.sheet is not None:
+        _check_alone("--sheet", asked)
+        return _sheet(asked, asked.sheet), None
     if asked.recipe is not None:
         recipe = _recipe(asked)
         found = make.figures(recipe)
@@ -148,3 +154,19 @@ def _capacity(asked: Asked, plan: CapacityPlan) -> tuple[Any, EstimateError | No
     if not asked.json and not asked.quiet:
         tables.print_capacity(plan)
     return plan.model_dump(mode="json") | {"fits": plan.fits}, plan.refusal()
+
+
+def _check_alone(option: str, asked: Asked) -> None:
+    """RecipeError where an option stands beside others of which it would use nothing."""
+    others = [name for name in asked.beyond_a_run if name != option]
+    others += [f"--{name}" for name in ("model", "hardware", "grid", "out") if getattr(asked, name)]
+    if others:
+        raise RecipeError(f"{option} uses nothing of {others[0]}", where="moeq estimate", do="leave it out")
+
+
+def _sheet(asked: Asked, name: str) -> Any:
+    """The tables of a paper's sheet; EstimateError with the nearest name for one that there is not."""
+    found = sheet(name)
+    if not asked.json and not asked.quiet:
+        tables.print_sheet(found)
+    return [asdict(table) for table in found]

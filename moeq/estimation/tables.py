@@ -12,6 +12,8 @@ from moeq.estimator.assumptions import BWRULE, OPT, SUBJECT
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.document import Case, EstimateDocument
 from moeq.estimator.result import Estimate, TermRow
+from moeq.estimator.sheets import Cell
+from moeq.estimator.sheets import Table as Sheet
 from moeq.reporting import formats
 from moeq.reporting.estimate_page import fits, miss_text, policy_words, stated_text
 from moeq.tables import human_bytes
@@ -183,3 +185,28 @@ def print_capacity(plan: CapacityPlan) -> None:
         rooms.add_row(str(row.gpu_experts), *cells)
     if every:
         console.print(rooms)
+
+
+def print_sheet(found: Sequence[Sheet]) -> None:
+    """The tables of a paper's sheet, each with its notes."""
+    console = Console(highlight=False)
+    for number, one in enumerate(found):
+        console.print(f"{chr(10) if number else ''}{one.title}", style="bold", markup=False)
+        table = _table(one.columns, texts=_texts(one))
+        for row in one.rows:
+            table.add_row(*map(_cell, row))
+        console.print(table)
+        for note in one.notes:
+            console.print(f"- {note}", style="dim", markup=False)
+
+
+def _texts(one: Sheet) -> int:
+    """How many columns from the left hold text."""
+    numbers = [any(isinstance(row[index], (int, float)) for row in one.rows) for index in range(len(one.columns))]
+    return numbers.index(True) if True in numbers else len(numbers)
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return "-"
+    return formats.number(value) if isinstance(value, float) else str(value)
