@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import make_directory, write_json
 from moeq.artifacts.stage import read_model
-from moeq.errors import EstimateError
+from moeq.errors import EstimateError, RecipeError
 from moeq.estimator import (
     CONFIG_KEYS,
     Estimate,
@@ -101,7 +101,14 @@ def report_on(context: Context, geometry: ModelGeometry, is_own: bool, estimates
 
 
 def check(context: Context) -> None:
-    """EstimateError for unknown or damaged hardware, an unknown geometry, or one with other numbers of experts."""
+    """EstimateError for unknown or damaged hardware, an unknown geometry, or one with other numbers of experts.
+
+    RecipeError for a recipe of figures, of which a run's stage would use nothing.
+    """
+    if context.recipe.estimate.figures is not None:
+        raise RecipeError(
+            "estimate.figures has cases without a checkpoint", do="run `moeq estimate RECIPE`, or leave them out"
+        )
     load_hardware(context.recipe.estimate.hardware)
     chosen_geometry(context)
 
