@@ -1,0 +1,214 @@
+"""Hit rates of placements on a recorded trace: which share of the decode's expert tokens finds its expert on the GPU.
+
+All placements keep the same K experts of a layer on the GPU; they differ in how these are chosen:
+
+- `context_aware`: for every sequence anew, from the importance of the experts in its own prefill (paper 000, 4.1);
+- `static`: once, the most important over the training sequences, whatever their domain;
+- `static_of_domain`: once for every domain, over its training sequences (of a domain without any: over all of them):
+  what knowing the domain beforehand gives;
+- `static_in_hindsight`: once, the most used in the very decode that is measured: no static choice is better;
+- `oracle`: for every sequence anew, the most used in its own decode: no choice that stays for a sequence is better.
+
+An expert token is one token at one expert that it chose. Only the decode counts; training sequences are not measured.
+
+Letters: N tokens, S sequences, E experts of a layer, K of them on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeq.errors import EstimateError
+from moeq.estimator.trace import RoutingTrace, sequence_counts, sequence_scores
+
+ALL = "all"
+PLACEMENTS = ("context_aware", "static", "static_of_domain", "static_in_hindsight", "oracle")
+IMPORTANCE_WEIGHT = 0.5  # alpha of paper 000, 5.3
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HitRate:
+    """Hit rates of one domain, or of "all": measured sequences and expert tokens, a share in [0, 1] by placement."""
+
+    domain: str
+    sequences: int
+    expert_tokens: int
+    rates: dict[str, float]
+
+    @property
+    def gain(self) -> float:
+        """What the context-aware placement serves beyond the static one, as a share of the expert tokens."""
+        return self.rates["context_aware"] - self.rates["static"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HitRates:
+    """Hit rates of a trace: K by layer, alpha, the number of training sequences, a row a domain and one of all."""
+
+    gpu_experts: tuple[int, ...]
+    alpha: float
+    training_sequences: int
+    rows: tuple[HitRate, ...]
+
+    @property
+    def overall(self) -> HitRate:
+        """The row of all domains."""
+        return self.rows[-1]
+
+
+def hit_rates(
+    trace: RoutingTrace,
+    gpu_experts: int | Sequence[int],
+    *,
+    alpha: float | None = None,
+    training: BoolArray | None = None,
+) -> HitRates:
+    """Hit rates by domain with `gpu_experts` experts of every layer (or of each) on the GPU.
+
+    alpha: weight of the counts in the importance S = alpha*P~ + (1-alpha)*W~, both divided by the layer's sum (None:
+    0.5, or 1 for a trace without routing weights); training [S]: sequences that static placements learn from (None:
+    every other one of each domain). Raises EstimateError for a number of experts that no layer has, and when there is
+    nothing to learn from or to measure.
+    """
+    hot = _gpu_experts(trace, gpu_experts)
+    share = alpha if alpha is not None else 1.0 if trace.weights is None else IMPORTANCE_WEIGHT
+    if not 0 <= share <= 1:
+        raise EstimateError(f"alpha is {share:g}", do="give a number from 0 to 1")
+    learnt = alternate_sequences(trace) if training is None else training
+    decodes = (trace.lengths > trace.prefill) & ~learnt
+    if not learnt.any() or not decodes.any():
+        raise EstimateError(
+            f"{int(learnt.sum())} sequences to learn from and {int(decodes.sum())} with a decode to measure",
+            where="hit rates",
+            do="record more sequences",
+        )
+    domains = np.array(trace.domains)
+    names = [name for name in dict.fromkeys(trace.domains) if (decodes & (domains == name)).any()]
+    members = {name: decodes & (domains == name) for name in names} | {ALL: decodes}
+    hits = {name: dict.fromkeys(PLACEMENTS, 0) for name in members}
+    total = dict.fromkeys(members, 0)
+    for layer, count in enumerate(hot):
+        decoded = sequence_counts(trace, layer, ~trace.is_prefill)
+        placed = _placed(trace, layer, count, share, learnt, decodes, decoded)
+        for name, rows in members.items():
+            total[name] += int(decoded[rows].sum())
+            for placement, where in placed.items():
+                hits[name][placement] += int(decoded[rows][where[rows]].sum())
+    return HitRates(
+        gpu_experts=hot,
+        alpha=share,
+        training_sequences=int(learnt.sum()),
+        rows=tuple(
+            HitRate(
+                domain=name,
+                sequences=int(rows.sum()),
+                expert_tokens=total[name],
+                rates={placement: hits[name][placement] / max(1, total[name]) for placement in PLACEMENTS},
+            )
+            for name, rows in members.items()
+        ),
+    )
+
+
+def alternate_sequences(trace: RoutingTrace) -> BoolArray:
+    """Every other sequence [S] of each domain, its first one included."""
+    seen: dict[str, int] = {}
+    chosen = []
+    for domain in trace.domains:
+        seen[domain] = seen.get(domain, 0) + 1
+        chosen.append(seen[domain] % 2 == 1)
+    return np.array(chosen, dtype=np.bool_)
+
+
+def prefill_hot(trace: RoutingTrace, layer: int, gpu_experts: int, alpha: float) -> BoolArray:
+    """The experts [S, E] of a layer that the context-aware placement keeps on the GPU for every sequence."""
+    return top_experts(_importance(trace, layer, alpha, trace.is_prefill), gpu_experts)
+
+
+def top_experts(values: FloatArray, count: int) -> BoolArray:
+    """The `count` largest of every row [S, E], ties to the lower index."""
+    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
+    found = np.zeros(values.shape, dtype=np.bool_)
+    np.put_along_axis(found, order, True, axis=1)
+    return found
+
+
+def _placed(
+    trace: RoutingTrace,
+    layer: int,
+    count: int,
+    alpha: float,
+    learnt: BoolArray,
+    measured: BoolArray,
+    decoded: NDArray[np.int64],
+) -> dict[str, BoolArray]:
+    """The experts [S, E] of a layer that each placement keeps on the GPU."""
+    everything = np.ones(trace.num_tokens, dtype=np.bool_)
+    sums = _sums(trace, layer, alpha, everything)
+    domains = np.array(trace.domains)
+    of_domain = np.zeros(decoded.shape, dtype=np.bool_)
+    for name in np.unique(domains):
+        mine = domains == name
+        source = mine & learnt if (mine & learnt).any() else learnt
+        of_domain[mine] = _once(sums, source, alpha, count)
+    return {
+        "context_aware": prefill_hot(trace, layer, count, alpha),
+        "static": np.broadcast_to(_once(sums, learnt, alpha, count), decoded.shape),
+        "static_of_domain": of_domain,
+        "static_in_hindsight": np.broadcast_to(
+            top_experts(decoded[measured].sum(0, keepdims=True).astype(np.float64), count), decoded.shape
+        ),
+        "oracle": top_experts(decoded.astype(np.float64), count),
+    }
+
+
+def _once(sums: tuple[FloatArray, FloatArray], rows: BoolArray, alpha: float, count: int) -> BoolArray:
+    """The experts [1, E] that matter most over some sequences taken together."""
+    counts, scores = (one[rows].sum(0, keepdims=True) for one in sums)
+    return top_experts(_mixed(counts, scores, alpha), count)
+
+
+def _importance(trace: RoutingTrace, layer: int, alpha: float, tokens: BoolArray) -> FloatArray:
+    """S [S, E] of paper 000, Algorithm 1, for every sequence over marked tokens."""
+    return _mixed(*_sums(trace, layer, alpha, tokens), alpha)
+
+
+def _sums(trace: RoutingTrace, layer: int, alpha: float, tokens: BoolArray) -> tuple[FloatArray, FloatArray]:
+    """Counts P and scores W [S, E]; W is 0 where alpha leaves it out."""
+    counts = sequence_counts(trace, layer, tokens).astype(np.float64)
+    return counts, np.zeros_like(counts) if alpha == 1 else sequence_scores(trace, layer, tokens)
+
+
+def _mixed(counts: FloatArray, scores: FloatArray, alpha: float) -> FloatArray:
+    """alpha*P~ + (1-alpha)*W~, each divided by the sum of its row (an empty row stays 0)."""
+    found: FloatArray = alpha * _shares(counts) + (1 - alpha) * _shares(scores)
+    return found
+
+
+def _shares(values: FloatArray) -> FloatArray:
+    sums = values.sum(axis=1, keepdims=True)
+    found: FloatArray = np.divide(values, sums, out=np.zeros_like(values), where=sums > 0)
+    return found
+
+
+def _gpu_experts(trace: RoutingTrace, given: int | Sequence[int]) -> tuple[int, ...]:
+    """K of every layer; EstimateError when there are not as many layers, or a layer has not as many experts."""
+    hot = (given,) * trace.num_layers if isinstance(given, int) else tuple(given)
+    if len(hot) != trace.num_layers:
+        raise EstimateError(
+            f"GPU experts of {len(hot)} layers, the trace has {trace.num_layers}",
+            where="hit rates",
+            do="give one number, or one for each layer",
+        )
+    for layer, (count, experts) in enumerate(zip(hot, trace.num_experts, strict=True)):
+        if not 0 <= count <= experts:
+            raise EstimateError(
+                f"{count} of {experts} experts on the GPU", where=f"hit rates, {trace.layers[layer]}", do="give fewer"
+            )
+    return hot
