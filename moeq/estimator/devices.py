@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-UNIT_SUFFIXES = ("_bytes_per_second", "_flops_per_second", "_bytes", "_seconds", "_hertz")
+UNIT_SUFFIXES = (
+    "_bytes_per_second",
+    "_flops_per_second",
+    "_joules_per_byte",
+    "_joules_per_mac",
+    "_bytes",
+    "_seconds",
+    "_hertz",
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ FlopsPerSecond = Annotated[float, Field(gt=0), Unit("flop/second", "989.4 TFLOP/
 Bytes = Annotated[float, Field(gt=0), Unit("byte", "80 GB")]
 Hertz = Annotated[float, Field(gt=0), Unit("hertz", "1 GHz")]
 Seconds = Annotated[float, Field(ge=0), Unit("second", "5 us")]
+JoulesPerByte = Annotated[float, Field(ge=0), Unit("joule/byte", "7 pJ/bit")]
+JoulesPerMac = Annotated[float, Field(ge=0), Unit("joule/mac", "1.5 pJ/MAC")]
 Efficiency = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0, strict=True)]
 
@@ -70,19 +80,25 @@ class Link(_Frozen):
 class Ndp(_Frozen):
     """Near-data processing: memory beside `arrays` systolic arrays of `array_rows` x `array_columns` MACs.
 
-    `dataflow`: 'ws' weight-stationary, 'os' output-stationary. `low_bit_compute`: 'scale' lets the MAC rate grow
-    as 16/bits, 'const' does not.
+    `dataflow`: 'ws' weight-stationary, 'os' output-stationary, 'none': a memory that only holds experts, without
+    arrays and clock. `low_bit_compute`: 'scale' lets the MAC rate grow as 16/bits, 'const' does not. A CPU is
+    output-stationary: as many arrays as cores, of one row and as many columns as a core has MACs a cycle.
     """
 
     memory_bandwidth_bytes_per_second: BytesPerSecond
     memory_efficiency: Efficiency
     memory_capacity_bytes: Bytes
-    arrays: Count
-    array_rows: Count
-    array_columns: Count
-    clock_hertz: Hertz
-    dataflow: Literal["ws", "os"]
-    low_bit_compute: Literal["scale", "const"]
+    arrays: Count = 0
+    array_rows: Count = 0
+    array_columns: Count = 0
+    clock_hertz: Hertz = 0.0
+    dataflow: Literal["ws", "os", "none"]
+    low_bit_compute: Literal["scale", "const"] = "const"
+
+    @property
+    def computes(self) -> bool:
+        """Whether experts can run beside this memory."""
+        return self.dataflow != "none"
 
     @property
     def peak_macs_per_second(self) -> float:
@@ -90,11 +106,25 @@ class Ndp(_Frozen):
         return self.arrays * self.array_rows * self.array_columns * self.clock_hertz
 
 
+class Energy(_Frozen):
+    """What moving a byte and multiplying take beyond idle power; a MAC counts alike at every width (an upper bound)."""
+
+    gpu_memory_joules_per_byte: JoulesPerByte
+    link_joules_per_byte: JoulesPerByte
+    ndp_memory_joules_per_byte: JoulesPerByte
+    gpu_compute_joules_per_mac: JoulesPerMac
+    ndp_compute_joules_per_mac: JoulesPerMac
+
+
 SECTIONS: Mapping[str, type[_Frozen]] = {"gpu": Gpu, "link": Link, "ndp": Ndp}
+OPTIONAL_SECTIONS: Mapping[str, type[_Frozen]] = {"energy": Energy}
 
 
 class Hardware(_Frozen):
-    """A GPU + NDP system; `policies` holds the parameters that the file sets for policies, `constants` every source."""
+    """A GPU + NDP system; `policies` holds the parameters that the file sets for policies, `constants` every source.
+
+    `energy` is None where the file gives none.
+    """
 
     name: str
     description: str
@@ -102,6 +132,7 @@ class Hardware(_Frozen):
     gpu: Gpu
     link: Link
     ndp: Ndp
+    energy: Energy | None = None
     policies: dict[str, dict[str, float | str]]
     constants: tuple[Constant, ...]
 

@@ -129,11 +129,11 @@ def _check(
 
 
 def _points(simulation: Simulation, grid: Grid, steps: dict[int, dict[str, Step]]) -> tuple[PolicyPoint, ...]:
-    migration = simulation.migration_seconds()
+    migration = {key: one.seconds for key, one in simulation.migration().items()}
     num_layers = simulation.layers.geometry.num_layers
     points = []
     for batch, input_tokens in itertools.product(grid.batches, grid.inputs):
-        prefill = simulation.prefill_seconds(batch, input_tokens)
+        prefill = {key: one.seconds for key, one in simulation.prefill(batch, input_tokens).items()}
         for output_tokens, (policy, step) in itertools.product(grid.outputs, steps[batch].items()):
             before = prefill[policy] + migration[policy]
             points.append(

@@ -1,7 +1,8 @@
 """Hardware files: YAML in which every constant is written as `{value: "512 GB/s", source: "..."}`.
 
-Sections `gpu`, `link` and `ndp` must name all their constants; `policies` may set parameters of a policy. A new
-hardware file in `hardware/` beside this module is found by itself; users pass the path of their own.
+Sections `gpu`, `link` and `ndp` must name all their constants (a memory of `dataflow: none`, which only holds experts,
+has no arrays and no clock); `energy` names all of its own where it is there; `policies` may set parameters of a policy.
+A new hardware file in `hardware/` beside this module is found by itself; users pass the path of their own.
 """
 
 from __future__ import annotations
@@ -13,18 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from moeq.errors import EstimateError, nearest
-from moeq.estimator.devices import SECTIONS, Constant, Gpu, Hardware, Link, Ndp, Unit, file_key
+from moeq.estimator.devices import (
+    OPTIONAL_SECTIONS,
+    SECTIONS,
+    Constant,
+    Energy,
+    Gpu,
+    Hardware,
+    Link,
+    Ndp,
+    Unit,
+    file_key,
+)
 from moeq.estimator.policies import known_policies
 from moeq.estimator.units import parse_quantity
 
-__all__ = ["Constant", "Gpu", "Hardware", "Link", "Ndp", "known_hardware", "load_hardware"]
+__all__ = ["Constant", "Energy", "Gpu", "Hardware", "Link", "Ndp", "known_hardware", "load_hardware"]
 
 _FOLDER = Path(__file__).with_name("hardware")
-_TOP_LEVEL = ("name", "description", *SECTIONS, "policies")
+_TOP_LEVEL = ("name", "description", *SECTIONS, *OPTIONAL_SECTIONS, "policies")
 
 
 def known_hardware() -> list[str]:
@@ -75,7 +87,8 @@ def _parse(text: str, path: Path) -> Hardware:
         raise EstimateError("not a mapping of sections", where=str(path), do=f"write {', '.join(SECTIONS)}")
     _check_keys(tree, known=_TOP_LEVEL, required=tuple(SECTIONS), where=str(path), prefix="")
     constants: list[Constant] = []
-    sections = {name: _section(name, tree[name], path, constants) for name in SECTIONS}
+    models = {**SECTIONS, **{name: model for name, model in OPTIONAL_SECTIONS.items() if name in tree}}
+    sections = {name: _section(name, model, tree[name], path, constants) for name, model in models.items()}
     policies = _policy_parameters(tree.get("policies") or {}, path, constants)
     return Hardware(
         name=str(tree.get("name", path.stem)),
@@ -87,13 +100,15 @@ def _parse(text: str, path: Path) -> Hardware:
     )
 
 
-def _section(name: str, tree: object, path: Path, constants: list[Constant]) -> Any:
-    model = SECTIONS[name]
+def _section(name: str, model: type[BaseModel], tree: object, path: Path, constants: list[Constant]) -> Any:
     fields = {file_key(field): (field, info) for field, info in model.model_fields.items()}
     mapping = _mapping(tree, where=f"{path}: {name}")
-    _check_keys(mapping, known=tuple(fields), required=tuple(fields), where=str(path), prefix=f"{name}.")
+    optional = {key for key, (_, info) in fields.items() if not info.is_required()} if _only_holds(mapping) else set()
+    required = tuple(key for key in fields if key not in optional)
+    _check_keys(mapping, known=required, required=required, where=str(path), prefix=f"{name}.")
     values: dict[str, Any] = {}
-    for key, (field, info) in fields.items():
+    for key in required:
+        field, info = fields[key]
         where = f"{path}: {name}.{key}"
         value, source = _constant(mapping[key], where)
         constants.append(Constant(key=f"{name}.{key}", text=str(value), source=source))
@@ -104,6 +119,11 @@ def _section(name: str, tree: object, path: Path, constants: list[Constant]) -> 
         first = error.errors()[0]
         where = f"{path}: {name}.{file_key(str(first['loc'][0]))}"
         raise EstimateError(f"{first['input']!r}: {first['msg']}", where=where, do="correct the value") from error
+
+
+def _only_holds(section: Mapping[str, Any]) -> bool:
+    dataflow = section.get("dataflow")
+    return isinstance(dataflow, Mapping) and dataflow.get("value") == "none"
 
 
 def _policy_parameters(tree: object, path: Path, constants: list[Constant]) -> dict[str, dict[str, float | str]]:

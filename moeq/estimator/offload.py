@@ -1,16 +1,29 @@
-"""Steps in which FP16 experts cross the link on demand; shared by the baselines and by every prefill.
+"""How layers run whose experts cross the link on demand; shared by the baselines and by every prefill.
 
 Shapes as in step.py: D distinct layers, S outcomes, A active experts, most loaded first.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from moeq.estimator.devices import Parameter
-from moeq.estimator.step import BoolArray, FloatArray, Layers, Step, Work, expected_step
-from moeq.estimator.terms import t_act, t_fetch, t_gpu, t_ndp
+from moeq.estimator.step import (
+    BoolArray,
+    FloatArray,
+    Layers,
+    Schedule,
+    Span,
+    TermTotal,
+    Work,
+    memory_rates,
+    schedule,
+    total,
+)
+from moeq.estimator.terms import Cost, t_act, t_fetch, t_gpu, t_ndp
 
 PREFILL_SPLIT = Parameter(default="opt", source="cost-optimal split of a prefill", choices=("opt", "bwrule"))
 
@@ -27,6 +40,12 @@ def pipelined_finish(fetch_seconds: FloatArray, gpu_seconds: FloatArray) -> Floa
     return computed + slack
 
 
+def in_turn(seconds: FloatArray) -> FloatArray:
+    """Start [..., A] of intervals that follow one another from 0."""
+    starts: FloatArray = np.cumsum(seconds, axis=-1) - seconds
+    return starts
+
+
 def bandwidth_rule(layers: Layers, work: Work) -> BoolArray:
     """Mask[D, S, A] of the H = ceil(BW_p/(BW_p+BW_n) * active) most loaded experts, at least one (MoNDE)."""
     link = layers.hardware.link.bandwidth_bytes_per_second
@@ -40,40 +59,67 @@ def cost_optimal(layers: Layers, work: Work) -> BoolArray:
     """Mask[D, S, A] of the H most loaded experts, none included, whose fetching makes the layer shortest."""
     hardware, parameters = layers.hardware, layers.geometry.expert_parameters
     used = work.tokens > 0
-    fetch = t_fetch(layers.fp16_expert_bytes * used, used, hardware.link).seconds
-    finish = pipelined_finish(fetch, t_gpu(parameters, 16, work.tokens, hardware.gpu).seconds)
+    fetch = t_fetch(layers.fp16_expert_bytes * used, used, hardware.link)
+    finish = pipelined_finish(fetch.seconds, t_gpu(parameters, 16, work.tokens, hardware.gpu).seconds)
+    written = 2 * np.cumsum(fetch.bytes, axis=-1) / memory_rates(hardware)["gpu_memory"]
     ndp = t_ndp(parameters, 16, work.tokens, hardware.ndp).seconds
     left_tokens = np.minimum(_sums_after(work.tokens), work.step_tokens)
-    ndp_side = _sums_after(ndp) + t_act(layers.geometry.hidden_size, left_tokens, hardware.link).seconds
-    gpu_side = np.concatenate([np.zeros_like(finish[..., :1]), finish], axis=-1)
-    count = np.argmin(np.maximum(gpu_side, ndp_side), axis=-1)
+    act = t_act(layers.geometry.hidden_size, left_tokens, hardware.link).seconds
+    ndp_side = np.maximum(_sums_after(ndp) + act / 2, _sums_before(fetch.seconds)) + act / 2
+    gpu_side = np.concatenate([np.zeros_like(finish[..., :1]), np.maximum(finish, written)], axis=-1)
+    count = np.argmin(np.maximum(gpu_side, np.where(left_tokens > 0, ndp_side, 0.0)), axis=-1)
     return np.asarray(np.arange(work.tokens.shape[-1]) < count[..., None])
 
 
-def split_step(layers: Layers, work: Work, fetched: BoolArray) -> Step:
-    """A step that fetches the FP16 experts of a mask[D, S, A] to the GPU and computes the others in FP16 on the NDP.
+def split_schedule(layers: Layers, work: Work, fetched: BoolArray) -> Schedule:
+    """Fetches the FP16 experts of a mask[D, S, A] to the GPU and computes the others in FP16 on the NDP.
 
-    Layer: t_dense + E[max(H*t_fetch + t_gpu(last), sum_cold t_ndp(16) + t_act)] (ESTIMATOR.md, MoNDE).
+    Layer: t_dense + E[max(H*t_fetch + t_gpu(last), sum_cold t_ndp(16) + t_act)] (ESTIMATOR.md, MoNDE). Beyond it,
+    activations return when the fetches in the same direction of the link are through. All experts are fetched where
+    the memory only holds them.
     """
     hardware, parameters = layers.hardware, layers.geometry.expert_parameters
-    moved = fetched & (work.tokens > 0)
+    active = work.tokens > 0
+    moved = fetched & active if hardware.ndp.computes else active
     fetch = t_fetch(layers.fp16_expert_bytes * moved, moved, hardware.link)
     gpu = t_gpu(parameters, 16, np.where(moved, work.tokens, 0.0), hardware.gpu)
     ndp = t_ndp(parameters, 16, np.where(moved, 0.0, work.tokens), hardware.ndp)
     act = t_act(layers.geometry.hidden_size, work.tokens_at(~moved), hardware.link)
-    gpu_side = pipelined_finish(fetch.seconds, gpu.seconds)[..., -1]
-    moe = np.maximum(gpu_side, ndp.seconds.sum(axis=-1) + act.seconds)
+    finish = pipelined_finish(fetch.seconds, gpu.seconds)
+    back = returned(ndp, act, fetch.seconds.sum(axis=-1))
     terms = {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act, "fetch": fetch}
-    return expected_step(layers, work, moe, terms)
+
+    def spans() -> tuple[Span, ...]:
+        fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
+        computed = Span(resource="gpu", name="gpu_experts", start=finish - gpu.seconds, seconds=gpu.seconds)
+        return fetches, computed, *ndp_spans(ndp, act, back)
+
+    return schedule(layers, np.maximum(finish[..., -1], back), terms, spans)
 
 
-def prefill_step(layers: Layers, work: Work, rule: object) -> Step:
+def returned(ndp: Cost, act: Cost, link_busy_seconds: FloatArray | float) -> FloatArray:
+    """When the NDP's results [D, S] are back on the GPU, with the link towards it busy until then; 0 without any."""
+    back = np.maximum(act.seconds / 2 + ndp.seconds.sum(axis=-1), link_busy_seconds) + act.seconds / 2
+    return np.where(act.seconds > 0, back, 0.0)
+
+
+def ndp_spans(ndp: Cost, act: Cost, back: FloatArray) -> tuple[Span, ...]:
+    """Activations to the NDP, its experts in turn, activations back [D, S] at the end."""
+    half = act.seconds[..., None] / 2
+    return (
+        Span(resource="to_ndp", name="activations", start=np.zeros_like(half), seconds=half, each=False),
+        Span(resource="ndp", name="ndp_experts", start=half + in_turn(ndp.seconds), seconds=ndp.seconds),
+        Span(resource="to_gpu", name="activations", start=back[..., None] - half, seconds=half, each=False),
+    )
+
+
+def prefill_split(layers: Layers, work: Work, rule: object) -> Schedule:
     """A prefill over FP16 experts that start on the NDP, split by `rule` ("opt" or "bwrule")."""
-    choose = bandwidth_rule if rule == "bwrule" else cost_optimal
-    return split_step(layers, work, choose(layers, work))
+    choose = bandwidth_rule if rule == "bwrule" or not layers.hardware.ndp.computes else cost_optimal
+    return split_schedule(layers, work, choose(layers, work))
 
 
-def on_demand_step(
+def on_demand(
     layers: Layers,
     work: Work,
     *,
@@ -81,8 +127,8 @@ def on_demand_step(
     bytes_per_miss: float,
     fetches_per_miss: float = 1.0,
     overlap: bool = False,
-) -> Step:
-    """A step without NDP: misses[D, S, A] are fetched, every active expert computes in FP16 on the GPU.
+) -> Schedule:
+    """Without NDP: misses[D, S, A] are fetched, every active expert computes in FP16 on the GPU.
 
     Without `overlap` compute waits for all fetches (sum t_fetch + sum t_gpu); with it compute follows the fetches.
     """
@@ -91,13 +137,45 @@ def on_demand_step(
     fetch = t_fetch(bytes_per_miss * missed, fetches_per_miss * missed, hardware.link)
     gpu = t_gpu(layers.geometry.expert_parameters, 16, work.tokens, hardware.gpu)
     if overlap:
-        moe = pipelined_finish(fetch.seconds, gpu.seconds)[..., -1]
+        finish = pipelined_finish(fetch.seconds, gpu.seconds)
     else:
-        moe = fetch.seconds.sum(axis=-1) + gpu.seconds.sum(axis=-1)
-    return expected_step(layers, work, moe, {"gpu_experts": gpu, "fetch": fetch})
+        finish = fetch.seconds.sum(axis=-1, keepdims=True) + np.cumsum(gpu.seconds, axis=-1)
+
+    def spans() -> tuple[Span, ...]:
+        fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
+        computed = Span(resource="gpu", name="gpu_experts", start=finish - gpu.seconds, seconds=gpu.seconds)
+        return fetches, computed
+
+    return schedule(layers, finish[..., -1], {"gpu_experts": gpu, "fetch": fetch}, spans)
+
+
+def all_on_gpu(layers: Layers, work: Work, stored_bits: FloatArray) -> Schedule:
+    """Every active expert computes on the GPU from its memory, at stored_bits[D, S, A]; nothing moves."""
+    gpu = t_gpu(layers.geometry.expert_parameters, stored_bits, work.tokens, layers.hardware.gpu)
+
+    def spans() -> tuple[Span, ...]:
+        return (Span(resource="gpu", name="gpu_experts", start=in_turn(gpu.seconds), seconds=gpu.seconds),)
+
+    return schedule(layers, gpu.seconds.sum(axis=-1), {"gpu_experts": gpu}, spans)
+
+
+def moved_ahead(layers: Layers, moved: FloatArray, transfers: FloatArray) -> TermTotal:
+    """Transfers of a number of bytes [D] to the GPU between prefill and decode, over the whole model.
+
+    As slow as the slowest of the link and the memories at its ends.
+    """
+    rates = memory_rates(layers.hardware)
+    fetch = t_fetch(moved, transfers, layers.hardware.link)
+    seconds = np.maximum(fetch.seconds, moved / min(rates.values()))
+    return total(layers.repeats.astype(np.float64), replace(fetch, seconds=seconds))
 
 
 def _sums_after(values: FloatArray) -> FloatArray:
     """Sums[..., A+1] of what is left of values[..., A] after the first 0, 1, ..., A entries."""
     backward = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
     return np.concatenate([backward, np.zeros_like(values[..., :1])], axis=-1)
+
+
+def _sums_before(values: FloatArray) -> FloatArray:
+    """Sums[..., A+1] of the first 0, 1, ..., A entries of values[..., A]."""
+    return np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)

@@ -12,29 +12,38 @@ from numpy.typing import ArrayLike, NDArray
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.placement import Placement, layer_of_assignment
-from moeq.estimator.policies import known_policies, label
-from moeq.estimator.step import Layers, Step, Work, decode_work, expected_work
-from moeq.estimator.terms import t_dense
+from moeq.estimator.policies import Policy, known_policies, label
+from moeq.estimator.replay import Replay
+from moeq.estimator.step import Layers, Step, TermTotal, Work, dense_total, expected_step
+from moeq.estimator.terms import Cost, t_dense
+from moeq.estimator.trace import RoutingTrace, check_trace
+from moeq.estimator.work import decode_work, expected_work
 from moeq.estimator.workload import Outcomes, normalize_popularity, routing_outcomes, uniform_popularity
 
 CHUNK_ELEMENTS = 500_000
 PREFILL_SAMPLES = 2048
+POPULARITY_FLOOR = 1e-6  # of a layer's share: an expert that the prompts never chose can still be chosen
+Routing = Literal["exact", "monte-carlo", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
     """Decode steps, prefills and migrations of every policy for the distinct `layers` of a placed model.
 
-    `distinct_popularity`[R, E] are the popularity rows that occur, `popularity_row`[D] which one a layer has.
+    `distinct_popularity`[R, E] are the popularity rows that occur, `popularity_row`[D] which one a layer has,
+    `layer_row`[L] the distinct layer that each of the model's is. `labels`: policies that are wanted (None: all).
     """
 
     layers: Layers
     distinct_popularity: NDArray[np.float64]
     popularity_row: NDArray[np.int64]
+    layer_row: NDArray[np.int64]
     context: int
     samples: int
     seed: int
-    drawn: dict[int, list[Outcomes]] = field(default_factory=dict)
+    labels: frozenset[str] | None = None
+    replay: Replay | None = None
+    drawn: dict[tuple[int, bool], list[Outcomes]] = field(default_factory=dict)
 
     def on(self, hardware: Hardware) -> Simulation:
         """The same work on other hardware; routing that was drawn is shared."""
@@ -44,40 +53,66 @@ class Simulation:
         """The same placement with the experts of the NDP in FP16."""
         return replace(self, layers=replace(self.layers, bits=np.where(self.layers.hot, self.layers.bits, 16.0)))
 
-    def outcomes(self, batch: int) -> list[Outcomes]:
-        """Routing outcomes of a decode step for every distinct popularity row."""
-        if batch not in self.drawn:
-            self.drawn[batch] = [
+    def sampled(self, most_steps: int) -> Simulation:
+        """With at most so many steps of the trace, if it has one."""
+        return self if self.replay is None else replace(self, replay=self.replay.sampled(most_steps))
+
+    def outcomes(self, batch: int, *, in_time: bool = False) -> list[Outcomes]:
+        """Routing outcomes of a decode step for every distinct popularity row; `in_time`: drawn, not enumerated."""
+        in_time = in_time and batch == 1  # above, they are drawn anyway
+        if (batch, in_time) not in self.drawn:
+            exact = {"max_exact_outcomes": 0} if in_time else {}
+            self.drawn[batch, in_time] = [
                 routing_outcomes(
                     row,
                     top_k=self.layers.geometry.top_k,
                     batch=batch,
                     samples=self.samples,
                     seed=(self.seed, batch, index),
+                    **exact,
                 )
                 for index, row in enumerate(self.distinct_popularity)
             ]
-        return self.drawn[batch]
+        return self.drawn[batch, in_time]
 
-    def routing_method(self, batch: int) -> Literal["exact", "monte-carlo"]:
-        """Whether the decode routing of a batch was enumerated or sampled."""
-        return self.outcomes(batch)[0].method
+    def routing_method(self, batch: int) -> Routing:
+        """Whether the decode routing of a batch was enumerated, sampled or recorded."""
+        return "trace" if self.replay is not None else self.outcomes(batch)[0].method
+
+    def kv_cache_bytes(self, batch: int) -> float:
+        """Bytes of the keys and values of a batch at the context, all layers."""
+        return batch * self.layers.geometry.num_layers * self.layers.geometry.kv_bytes_per_layer(self.context)
+
+    def wanted(self, only: frozenset[str] | None = None) -> Iterator[tuple[str, Policy, str]]:
+        """Label, policy and variant of those that are wanted."""
+        for name, policy in known_policies().items():
+            for variant in policy.variants:
+                key = label(name, variant)
+                if all(names is None or key in names for names in (only, self.labels)):
+                    yield key, policy, variant
+
+    def refusals(self, batch: int) -> dict[str, str]:
+        """Why a policy cannot run the model, by policy label."""
+        kv_cache = self.kv_cache_bytes(batch)
+        found = {key: policy.refusal(self.layers, kv_cache) for key, policy, _ in self.wanted()}
+        return {key: reason for key, reason in found.items() if reason is not None}
 
     def decode(self, batch: int, only: frozenset[str] | None = None) -> dict[str, Step]:
-        """A decode step by policy label; `only` names the labels that are wanted."""
+        """A decode step by policy label; `only` names the labels that are wanted. Those that refuse are left out."""
+        refused = self.refusals(batch)
+        policies = [one for one in self.wanted(only) if one[0] not in refused]
         steps: dict[str, Step] = {}
-        for layers, work in self._decode_chunks(batch):
-            for name, policy in known_policies().items():
-                for variant in policy.variants:
-                    key = label(name, variant)
-                    if only is None or key in only:
-                        part = policy.decode(layers, work, variant)
-                        steps[key] = steps[key] + part if key in steps else part
-        return steps
+        for in_time in (False, True):
+            these = [one for one in policies if (one[1].in_time and self.replay is None) == in_time]
+            for layers, work in self.chunks(batch, in_time=in_time) if these else ():
+                for key, policy, variant in these:
+                    part = expected_step(layers, work, policy.decode(layers, work, variant))
+                    steps[key] = steps[key] + part if key in steps else part
+        return {key: steps[key] for key, _, _ in policies}
 
-    def prefill_seconds(self, batch: int, input_tokens: int) -> dict[str, float]:
-        """Seconds of a prefill by policy label; the sequences of a batch go through it together."""
-        tokens = batch * input_tokens
+    def prefill(self, batch: int, input_tokens: int, only: frozenset[str] | None = None) -> dict[str, Step]:
+        """A prefill by policy label; the sequences of a batch go through it together."""
+        tokens, refused = batch * input_tokens, self.refusals(batch)
         dense = t_dense(
             self.layers.geometry,
             tokens=tokens,
@@ -85,36 +120,61 @@ class Simulation:
             context=input_tokens / 2,  # causal: a token attends to half of the prompt on average
             gpu=self.layers.hardware.gpu,
         )
-        expected = tokens * self._tokens_per_token()
-        work = expected_work(self.layers, expected, step_tokens=tokens, dense=dense)
-        return {
-            label(name, variant): policy.prefill(self.layers, work, variant).seconds
-            for name, policy in known_policies().items()
-            for variant in policy.variants
-        }
-
-    def migration_seconds(self) -> dict[str, float]:
-        """Seconds between prefill and decode by policy label."""
-        return {
-            label(name, variant): policy.migration_seconds(self.layers, variant)
-            for name, policy in known_policies().items()
-            for variant in policy.variants
-        }
-
-    def _decode_chunks(self, batch: int) -> Iterator[tuple[Layers, Work]]:
-        outcomes = self.outcomes(batch)
-        dense = t_dense(
-            self.layers.geometry, tokens=batch, sequences=batch, context=self.context, gpu=self.layers.hardware.gpu
+        work = expected_work(
+            self.layers,
+            tokens * self._tokens_per_token(),
+            step_tokens=tokens,
+            dense=dense,
+            kv_cache_bytes=self.kv_cache_bytes(batch),
         )
+        return {
+            key: expected_step(self.layers, work, policy.prefill(self.layers, work, variant))
+            for key, policy, variant in self.wanted(only)
+            if key not in refused
+        }
+
+    def migration(self) -> dict[str, TermTotal]:
+        """What moves between prefill and decode, by policy label."""
+        return {key: policy.migration(self.layers, variant) for key, policy, variant in self.wanted()}
+
+    def dense(self, batch: int, contexts: ArrayLike) -> TermTotal:
+        """The dense parts of a decode step, the mean over contexts."""
+        return dense_total(self._dense_layer(batch, contexts), self.layers.geometry.num_layers)
+
+    def _dense_layer(self, batch: int, contexts: ArrayLike) -> Cost:
+        gpu = self.layers.hardware.gpu
+        return t_dense(self.layers.geometry, tokens=batch, sequences=batch, context=contexts, gpu=gpu)
+
+    def chunks(self, batch: int, *, in_time: bool = False) -> Iterator[tuple[Layers, Work]]:
+        """The layers and their work, some at a time; `in_time`: consecutive steps, drawn where none are recorded."""
+        dense, kv_cache = self._dense_layer(batch, self.context), self.kv_cache_bytes(batch)
+        outcomes = [] if self.replay is not None else self.outcomes(batch, in_time=in_time)
+        count = len(outcomes[0].probability) if self.replay is None else len(self.replay.steps(batch).rows)
         places = min(self.layers.geometry.num_experts, batch * self.layers.geometry.top_k)
-        rows = max(1, CHUNK_ELEMENTS // (len(outcomes[0].probability) * places))
+        rows = max(1, CHUNK_ELEMENTS // (count * places))
         for start in range(0, len(self.popularity_row), rows):
             layers = self.layers.rows(start, start + rows)
+            if self.replay is not None:
+                yield layers, self.replay.work(layers, start, batch=batch, dense=dense, kv_cache_bytes=kv_cache)
+                continue
             row_outcomes = self.popularity_row[start : start + rows]
-            yield layers, decode_work(layers, outcomes, row_outcomes, batch=batch, dense=dense)
+            yield (
+                layers,
+                decode_work(
+                    layers,
+                    outcomes,
+                    row_outcomes,
+                    batch=batch,
+                    dense=dense,
+                    kv_cache_bytes=kv_cache,
+                    in_time=in_time,
+                ),
+            )
 
     def _tokens_per_token(self) -> NDArray[np.float64]:
         """Expected tokens[D, E] that reach every expert for one token; rows add up to top_k."""
+        if self.replay is not None:
+            return self.replay.prefill_share()
         geometry, share = self.layers.geometry, []
         for index, row in enumerate(self.distinct_popularity):
             if (row == row[0]).all():
@@ -140,18 +200,21 @@ def build_simulation(
     context: int,
     samples: int,
     seed: int,
+    trace: RoutingTrace | None = None,
+    labels: frozenset[str] | None = None,
 ) -> Simulation:
-    """The simulation of a placement whose layers are repeated evenly over the model's; equal layers are merged."""
-    num_experts = geometry.num_experts
-    given = uniform_popularity(num_experts) if popularity is None else popularity
-    rows = normalize_popularity(given, num_experts=num_experts, top_k=geometry.top_k)
-    rows = np.broadcast_to(rows, placement.bits.shape)
-    counts = np.bincount(layer_of_assignment(geometry.num_layers, len(rows)), minlength=len(rows))
-    table = np.concatenate([placement.bits, placement.hot, rows], axis=1)
-    _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
-    repeats = np.bincount(inverse.ravel(), weights=counts).astype(np.int64)
-    order = np.argsort(first)
-    first, repeats = first[order], repeats[order]
+    """The simulation of a placement whose layers are repeated evenly over the model's; equal layers are merged.
+
+    Of a trace every layer stands alone, and popularity is by default that of its prompts. Raises EstimateError for a
+    trace of another model.
+    """
+    replay = None
+    if trace is not None:
+        check_trace(trace, geometry, layers=len(placement.bits), where="trace")
+        replay = Replay(trace=trace)
+    rows = _popularity(geometry, placement, popularity, replay)
+    model_layers = layer_of_assignment(geometry.num_layers, len(rows))
+    first, row_of = _distinct(placement, rows, apart=trace is not None)
     distinct, row = np.unique(rows[first], axis=0, return_inverse=True)
     layers = Layers(
         geometry=geometry,
@@ -159,7 +222,7 @@ def build_simulation(
         bits=placement.bits[first],
         hot=placement.hot[first],
         popularity=np.asarray(rows[first]),
-        repeats=repeats,
+        repeats=np.bincount(row_of[model_layers], minlength=len(first)).astype(np.int64),
         group_size=group_size,
         zero_points=zero_points,
     )
@@ -167,7 +230,35 @@ def build_simulation(
         layers=layers,
         distinct_popularity=distinct,
         popularity_row=row.ravel(),
+        layer_row=row_of[model_layers],
         context=context,
         samples=samples,
         seed=seed,
+        labels=labels,
+        replay=replay,
     )
+
+
+def _popularity(
+    geometry: ModelGeometry, placement: Placement, popularity: ArrayLike | None, replay: Replay | None
+) -> NDArray[np.float64]:
+    """Popularity[L', E] of every layer of a placement: as given, of the trace's prompts, or uniform."""
+    num_experts, given = geometry.num_experts, popularity
+    if given is None:
+        measured = None if replay is None else replay.prefill_share()
+        given = uniform_popularity(num_experts) if measured is None else measured + POPULARITY_FLOOR
+    rows = normalize_popularity(given, num_experts=num_experts, top_k=geometry.top_k)
+    return np.broadcast_to(rows, placement.bits.shape)
+
+
+def _distinct(
+    placement: Placement, rows: NDArray[np.float64], *, apart: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first of every kind of layer, in order, and which kind each layer is; `apart`: all are of their own."""
+    if apart:
+        every = np.arange(len(rows))
+        return every, every
+    table = np.concatenate([placement.bits, placement.hot, rows], axis=1)
+    _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    return first[order], np.argsort(order)[inverse.ravel()]

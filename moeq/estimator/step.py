@@ -1,4 +1,4 @@
-"""What a policy is given (layers, work) and what it gives back (a step: seconds and terms of the whole model).
+"""What a policy is given (layers, work) and what it gives back (a schedule, from which steps of the model are summed).
 
 Shapes: D distinct layers, S routing outcomes, E experts, A places for active experts, most loaded first; a place
 without tokens is padding.
@@ -6,9 +6,10 @@ without tokens is padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,22 @@ from numpy.typing import NDArray
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry, effective_bits
 from moeq.estimator.terms import Bound, Cost
-from moeq.estimator.workload import Outcomes
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+Resource = Literal["gpu", "ndp", "to_gpu", "to_ndp"]  # the last two: the directions of the link
+Channel = Literal["gpu_memory", "link", "ndp_memory"]
+CHANNELS: tuple[Channel, ...] = ("gpu_memory", "link", "ndp_memory")
+TRAFFIC: Mapping[str, tuple[Channel, ...]] = {
+    "dense": ("gpu_memory",),
+    "gpu_experts": ("gpu_memory",),
+    "ndp_experts": ("ndp_memory",),
+    "activations": ("link",),
+    "fetch": CHANNELS,
+    "copies": CHANNELS,
+}
+"""What the bytes of a term cross: those of a fetch are read at the NDP, sent, and written on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +67,10 @@ class Layers:
         """Bytes of one expert in FP16."""
         return self.geometry.expert_bytes(16, None)
 
+    def stored(self, bits: float) -> float:
+        """b' of a width, with the scales and zero points of this model."""
+        return float(effective_bits(bits, self.group_size, self.zero_points))
+
     def rows(self, start: int, stop: int) -> Layers:
         """The layers start..stop-1 only."""
         fields = {name: getattr(self, name)[start:stop] for name in ("bits", "hot", "popularity", "repeats")}
@@ -71,7 +87,10 @@ class Layers:
 class Work:
     """One step's tokens: probability[D, S], experts[D, S, A] and the tokens[D, S, A] that reach them.
 
-    `step_tokens` pass through every layer; `dense` is the cost of a layer without its experts.
+    `step_tokens` pass through every layer; `dense` is the cost of a layer without its experts. `in_time`: the S
+    outcomes are consecutive steps, of equal probability. `hot`, `stored_bits` [D, S, A] are the placement of the
+    sequences that decode, where it follows from their prefill (None: that of the layers). `kv_cache_bytes` are there
+    beside the experts.
     """
 
     step_tokens: int
@@ -79,10 +98,20 @@ class Work:
     experts: IntArray
     tokens: FloatArray
     dense: Cost
+    kv_cache_bytes: float = 0.0
+    in_time: bool = False
+    hot: BoolArray | None = None
+    stored_bits: FloatArray | None = None
 
     def pick(self, per_expert: NDArray[np.generic]) -> NDArray[np.generic]:
         """Values[D, S, A] of the active experts from a table [D, E]."""
         return np.asarray(per_expert[np.arange(len(per_expert))[:, None, None], self.experts])
+
+    def placed(self, layers: Layers) -> tuple[BoolArray, FloatArray]:
+        """Whether the active experts [D, S, A] are on the GPU, and at how many stored bits, for these sequences."""
+        hot = self.pick(layers.hot) if self.hot is None else self.hot
+        bits = self.pick(layers.stored_bits) if self.stored_bits is None else self.stored_bits
+        return np.asarray(hot, dtype=np.bool_), np.asarray(bits, dtype=np.float64)
 
     def tokens_at(self, mask: NDArray[np.bool_]) -> FloatArray:
         """Tokens[D, S] that reach any expert of mask[D, S, A], at most the tokens of the step.
@@ -91,6 +120,92 @@ class Work:
         """
         reached: FloatArray = np.where(mask, self.tokens, 0.0).sum(axis=-1)
         return np.minimum(reached, float(self.step_tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """When one resource of a layer is busy: start and seconds [D, S, A] (or [D, S, 1]) from the end of the dense part.
+
+    `each`: the A intervals belong to the A active experts. Spans of one resource do not overlap.
+    """
+
+    resource: Resource
+    name: str
+    start: FloatArray
+    seconds: FloatArray
+    each: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Transfers on a copy stream beside the compute of W windows of steps, summed over layers.
+
+    steps[W] in each window; seconds[W] that experts compute; copy_seconds[W] that the link (or the memory behind it)
+    takes; gpu_bytes[W] that experts and copies read from and write to GPU memory, at `gpu_bytes_per_second`.
+    """
+
+    steps: FloatArray
+    seconds: FloatArray
+    copy_seconds: FloatArray
+    gpu_bytes: FloatArray
+    gpu_bytes_per_second: float
+
+    def stall_seconds(self, dense_seconds: float, dense_bytes: float) -> float:
+        """Mean seconds of a step that the copies add: what neither their link nor GPU memory hides beside compute."""
+        compute = self.steps * dense_seconds + self.seconds
+        memory = (self.steps * dense_bytes + self.gpu_bytes) / self.gpu_bytes_per_second
+        late = np.maximum(np.maximum(self.copy_seconds, memory) - compute, 0.0)
+        return float(late.sum() / self.steps.sum())
+
+    def __add__(self, other: Windows) -> Windows:
+        return replace(
+            self,
+            seconds=self.seconds + other.seconds,
+            copy_seconds=self.copy_seconds + other.copy_seconds,
+            gpu_bytes=self.gpu_bytes + other.gpu_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the experts of a layer run, after its dense part and not beside it.
+
+    `seconds`[D, S] until the last of them is done; `terms` are costs of shape [D, S] or [D, S, A]; `spans` tells when
+    each resource is busy (worked out when asked for); `windows`: copies that run beside whole steps.
+    """
+
+    seconds: FloatArray
+    terms: Mapping[str, Cost]
+    spans: Callable[[], tuple[Span, ...]]
+    windows: Windows | None = None
+
+
+def schedule(
+    layers: Layers, chain_seconds: FloatArray, terms: Mapping[str, Cost], spans: Callable[[], tuple[Span, ...]]
+) -> Schedule:
+    """The schedule of which the longest chain of dependent work takes chain_seconds[D, S].
+
+    No layer is done before each memory has carried the bytes of all terms: an expert that is fetched is read beside
+    those that compute at the NDP, and written beside those that compute on the GPU.
+    """
+    seconds = chain_seconds
+    for channel, rate in memory_rates(layers.hardware).items():
+        carried = [_per_outcome(cost) for name, cost in terms.items() if channel in TRAFFIC[name]]
+        if carried:
+            seconds = np.maximum(seconds, np.add.reduce(carried) / rate)
+    return Schedule(seconds=seconds, terms=terms, spans=spans)
+
+
+def _per_outcome(cost: Cost) -> FloatArray:
+    return cost.bytes.sum(axis=-1) if cost.bytes.ndim == 3 else cost.bytes
+
+
+def memory_rates(hardware: Hardware) -> dict[Channel, float]:
+    """Bytes per second of each memory, derated."""
+    return {
+        "gpu_memory": hardware.gpu.memory_efficiency * hardware.gpu.memory_bandwidth_bytes_per_second,
+        "ndp_memory": hardware.ndp.memory_efficiency * hardware.ndp.memory_bandwidth_bytes_per_second,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,35 +235,69 @@ class TermTotal:
         )
 
 
+NOTHING = TermTotal(bytes=0.0, macs=0.0, seconds_by_bound=(0.0,) * len(Bound))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Expected seconds of one step of the whole model, and its terms; terms that overlap add up to more than that."""
+    """One step of the whole model: expected seconds of its experts, and all terms, the dense part among them.
 
-    seconds: float
+    Terms that overlap add up to more than `seconds`.
+    """
+
+    expert_seconds: float
     terms: Mapping[str, TermTotal]
+    windows: Windows | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Expected seconds: dense part, experts, and what copies add that are not hidden."""
+        return self.terms["dense"].seconds + self.expert_seconds + self.stall_seconds
+
+    @property
+    def stall_seconds(self) -> float:
+        """What copies beside the step add to it."""
+        dense = self.terms["dense"]
+        return 0.0 if self.windows is None else self.windows.stall_seconds(dense.seconds, dense.bytes)
 
     @property
     def ndp_seconds(self) -> float:
         """Expected time that the NDP computes."""
         return self.terms["ndp_experts"].seconds if "ndp_experts" in self.terms else 0.0
 
+    def carried(self, channel: Channel) -> float:
+        """Bytes that cross the link or a memory."""
+        return sum(total.bytes for name, total in self.terms.items() if channel in TRAFFIC[name])
+
+    def with_dense(self, dense: TermTotal) -> Step:
+        """The same step with another dense part."""
+        return replace(self, terms={**self.terms, "dense": dense})
+
     def __add__(self, other: Step) -> Step:
-        terms = {name: total + other.terms[name] for name, total in self.terms.items()}
-        return Step(seconds=self.seconds + other.seconds, terms=terms)
+        both = self.windows, other.windows
+        return Step(
+            expert_seconds=self.expert_seconds + other.expert_seconds,
+            terms={name: total + other.terms[name] for name, total in self.terms.items()},
+            windows=None if both[0] is None or both[1] is None else both[0] + both[1],
+        )
 
 
-def expected_step(layers: Layers, work: Work, moe_seconds: FloatArray, terms: Mapping[str, Cost]) -> Step:
-    """The step of which the experts of a layer take moe_seconds[D, S], after the dense part and not beside it.
-
-    `terms` are costs of shape [D, S] or [D, S, A].
-    """
+def expected_step(layers: Layers, work: Work, one: Schedule) -> Step:
+    """The expected step of a schedule over all layers that its rows stand for."""
     weight = work.probability * layers.repeats[:, None]
-    dense = _total(np.full(1, float(layers.repeats.sum())), work.dense)
-    totals = {"dense": dense} | {name: _total(weight, cost) for name, cost in terms.items()}
-    return Step(seconds=dense.seconds + float((weight * moe_seconds).sum()), terms=totals)
+    totals = {"dense": dense_total(work.dense, int(layers.repeats.sum()))}
+    totals |= {name: total(weight, cost) for name, cost in one.terms.items()}
+    return Step(expert_seconds=float((weight * one.seconds).sum()), terms=totals, windows=one.windows)
 
 
-def _total(weight: FloatArray, cost: Cost) -> TermTotal:
+def dense_total(dense: Cost, num_layers: int) -> TermTotal:
+    """The dense parts of a number of layers, or their mean where the cost is that of several contexts."""
+    count = dense.seconds.size
+    return total(np.full(count, num_layers / count), replace(dense, **{k: v.ravel() for k, v in vars(dense).items()}))
+
+
+def total(weight: FloatArray, cost: Cost) -> TermTotal:
+    """Sums of a cost [D], [D, S] or [D, S, A] with weight [D] or [D, S]."""
     shape = np.broadcast_shapes(weight.shape, cost.seconds.shape[:2])
     weights = weight.reshape(shape + (1,) * (cost.seconds.ndim - 2)) if cost.seconds.ndim > 2 else weight
     seconds, bound, weights = np.broadcast_arrays(cost.seconds, cost.bound, weights)
@@ -158,44 +307,3 @@ def _total(weight: FloatArray, cost: Cost) -> TermTotal:
         macs=float((cost.macs * weights).sum()),
         seconds_by_bound=tuple(float(one) for one in by_bound),
     )
-
-
-def decode_work(layers: Layers, outcomes: list[Outcomes], row_outcomes: IntArray, *, batch: int, dense: Cost) -> Work:
-    """Work of a decode step from the routing outcomes, of which layer d has outcomes[row_outcomes[d]]."""
-    first = {index: row for row, index in reversed(list(enumerate(row_outcomes.tolist())))}
-    most = max(int((outcomes[index].tokens > 0).sum(axis=1).max()) for index in first)
-    sorted_by = {
-        index: _most_loaded(outcomes[index].tokens.astype(np.float64), layers.popularity[row], most)
-        for index, row in first.items()
-    }
-    rows = row_outcomes.tolist()
-    return Work(
-        step_tokens=batch,
-        probability=np.stack([outcomes[index].probability for index in rows]),
-        experts=np.stack([sorted_by[index][0] for index in rows]),
-        tokens=np.stack([sorted_by[index][1] for index in rows]),
-        dense=dense,
-    )
-
-
-def expected_work(layers: Layers, tokens: FloatArray, *, step_tokens: int, dense: Cost) -> Work:
-    """Work of one outcome in which every expert has its expected (fractional) tokens[D, E], for a prefill."""
-    pairs = [
-        _most_loaded(row[None, :], popularity, tokens.shape[1])
-        for row, popularity in zip(tokens, layers.popularity, strict=True)
-    ]
-    return Work(
-        step_tokens=step_tokens,
-        probability=np.ones((len(tokens), 1)),
-        experts=np.stack([experts for experts, _ in pairs]),
-        tokens=np.stack([loads for _, loads in pairs]),
-        dense=dense,
-    )
-
-
-def _most_loaded(tokens: FloatArray, popularity: FloatArray, places: int) -> tuple[IntArray, FloatArray]:
-    """The `places` most loaded experts[S, places] of tokens[S, E] and their tokens; ties to the more popular."""
-    by_popularity = np.argsort(-popularity, kind="stable")
-    loads = tokens[:, by_popularity]
-    order = np.argsort(-loads, axis=1, kind="stable")[:, :places]
-    return by_popularity[order], np.take_along_axis(loads, order, axis=1)

@@ -91,14 +91,15 @@ def t_act(hidden_size: int, tokens: ArrayLike, link: Link) -> Cost:
     return t_fetch(2 * 2 * m * hidden_size, 2.0 * (m > 0), link)
 
 
-def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: float, gpu: Gpu) -> Cost:
+def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: ArrayLike, gpu: Gpu) -> Cost:
     """All of a layer but its experts: tau + max((non-expert bytes/L + KV)/(eta_h*BW_h), FLOPs/(eta_c*F)).
 
-    `tokens` query tokens of `sequences` sequences attend to `context` tokens each. Shape: scalar.
+    `tokens` query tokens of `sequences` sequences attend to `context` tokens each. Shape: that of `context`.
     """
     share = geometry.non_expert_parameters / geometry.num_layers
-    read = np.float64(2 * share + sequences * geometry.kv_bytes_per_layer(context))
-    macs = np.float64(tokens * (share + 2 * context * geometry.num_attention_heads * geometry.head_dim))
+    attended = np.asarray(context, dtype=np.float64)
+    read = 2 * share + sequences * geometry.kv_bytes_per_layer(1) * attended
+    macs = tokens * (share + 2 * attended * geometry.num_attention_heads * geometry.head_dim)
     cost = _longer(
         memory=read / (gpu.memory_efficiency * gpu.memory_bandwidth_bytes_per_second),
         compute=2 * macs / (gpu.compute_efficiency * gpu.peak_compute_flops_per_second),

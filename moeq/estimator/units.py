@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pint import UnitRegistry
 
 _DEFINITIONS = (
+    "femto- = 1e-15 = f-",
+    "pico- = 1e-12 = p-",
     "nano- = 1e-9 = n-",
     "micro- = 1e-6 = u- = µ- = μ-",
     "milli- = 1e-3 = m-",
@@ -33,6 +35,7 @@ _DEFINITIONS = (
     "byte = [information] = B",
     "bit = byte / 8",
     "flop = [operation] = FLOP = FLOPs = flops",
+    "joule = [energy] = J",
     "mac = 2 * flop = MAC = MACs",
 )
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*")

@@ -97,7 +97,7 @@ def test_quantities(text: str, unit: str, expected: float) -> None:
         ("gpu.compute_efficiency", {"value": 1.2, "source": "s"}, "less than or equal to 1"),
         ("gpu.compute_efficiency", {"value": True, "source": "s"}, "not a number"),
         ("ndp.arrays", {"value": 2.5, "source": "s"}, "valid integer"),
-        ("ndp.dataflow", {"value": "is", "source": "s"}, "'ws' or 'os'"),
+        ("ndp.dataflow", {"value": "is", "source": "s"}, "'ws', 'os' or 'none'"),
         ("policies.hobbit.low_precision_bits", {"value": "int4", "source": "s"}, "not a number"),
         ("policies.hobbit.high_precision_fraction", {"value": 2, "source": "s"}, "not between 0 and 1"),
         ("policies.monde.prefill_split", {"value": "best", "source": "s"}, "not one of opt, bwrule"),

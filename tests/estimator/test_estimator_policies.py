@@ -108,8 +108,8 @@ def naive_baseline_seconds(hw: Hardware, policy: str, tokens: list[int], placeme
     fetch = 2 * weights / link + hw.link.latency_seconds
     active = sorted((e for e in range(g.num_experts) if tokens[e]), key=lambda e: (-tokens[e], e))
 
-    def gpu(e: int) -> float:
-        read = 2 * weights / (hw.gpu.memory_efficiency * hw.gpu.memory_bandwidth_bytes_per_second)
+    def gpu(e: int, bits: float = 16) -> float:
+        read = weights * bits / 8 / (hw.gpu.memory_efficiency * hw.gpu.memory_bandwidth_bytes_per_second)
         rate = hw.gpu.compute_efficiency * hw.gpu.peak_compute_flops_per_second
         return max(read, 2 * weights * tokens[e] / rate)
 
@@ -133,6 +133,10 @@ def naive_baseline_seconds(hw: Hardware, policy: str, tokens: list[int], placeme
         hot = [e for e in active if placement.hot[0][e]]
         cold = [e for e in active if e not in hot]
         return max(sum(map(gpu, hot)), sum(ndp(e, placement.bits[0][e] + 16 / 128) for e in cold) + act(cold))
+    if policy == "static_mixed":
+        return sum(gpu(e, 16 if placement.hot[0][e] else placement.bits[0][e] + 16 / 128) for e in active)
+    if policy == "dynaexq":  # so small that all experts fit in high precision
+        return sum(map(gpu, active))
     if policy == "monde_bwrule":
         share = hw.link.bandwidth_bytes_per_second / (
             hw.link.bandwidth_bytes_per_second + hw.ndp.memory_bandwidth_bytes_per_second

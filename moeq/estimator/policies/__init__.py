@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol, runtime_checkable
 
 from moeq.estimator.devices import Hardware, Parameter
-from moeq.estimator.step import Layers, Step, Work
+from moeq.estimator.step import NOTHING, Layers, Schedule, TermTotal, Work
 
 
 @runtime_checkable
@@ -31,17 +32,41 @@ class Policy(Protocol):
         """What a hardware file may set below `policies.<name>`, with defaults and their sources."""
         ...
 
-    def decode(self, layers: Layers, work: Work, variant: str) -> Step:
-        """A decode step of the whole model."""
+    @property
+    def in_time(self) -> bool:
+        """Whether decode needs consecutive steps, since what it does follows from the steps before."""
         ...
 
-    def prefill(self, layers: Layers, work: Work, variant: str) -> Step:
-        """The prefill of the whole model."""
+    def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
+        """How the experts of every layer run in a decode step."""
         ...
 
-    def migration_seconds(self, layers: Layers, variant: str) -> float:
-        """Time between prefill and decode in which the whole model's experts move."""
+    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
+        """How the experts of every layer run in the prefill."""
         ...
+
+    def migration(self, layers: Layers, variant: str) -> TermTotal:
+        """What moves between prefill and decode, over the whole model."""
+        ...
+
+    def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
+        """Why the policy cannot run this model beside keys and values of a size: the sum that does not fit; or None."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What most policies share: steps in any order, nothing moves ahead of decoding, the model may be of any size."""
+
+    in_time: bool = field(default=False, init=False)
+
+    def migration(self, layers: Layers, variant: str) -> TermTotal:
+        """Nothing moves ahead of decoding."""
+        return NOTHING
+
+    def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
+        """Experts that do not fit the GPU come from the NDP's memory."""
+        return None
 
 
 @cache
@@ -70,3 +95,13 @@ def parameter(policy: Policy, hardware: Hardware, key: str) -> float | str:
 def number(policy: Policy, hardware: Hardware, key: str) -> float:
     """A numeric parameter of a policy."""
     return float(parameter(policy, hardware, key))
+
+
+def over_gpu_memory(layers: Layers, expert_bytes: float, kv_cache_bytes: float) -> str | None:
+    """The sum by which experts, the rest of the model and keys and values exceed the GPU's memory, or None."""
+    rest = 2.0 * layers.geometry.non_expert_parameters
+    needed, there = expert_bytes + rest + kv_cache_bytes, layers.hardware.gpu.memory_capacity_bytes
+    if needed <= there:
+        return None
+    parts = f"experts {expert_bytes / 1e9:.1f}, the rest {rest / 1e9:.1f}, keys and values {kv_cache_bytes / 1e9:.1f}"
+    return f"needs {needed / 1e9:.1f} GB of GPU memory ({parts}), {there / 1e9:.1f} GB are there"

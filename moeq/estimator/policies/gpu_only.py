@@ -6,31 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moeq.estimator.devices import Parameter
-from moeq.estimator.offload import on_demand_step
-from moeq.estimator.step import Layers, Step, Work
+from moeq.estimator.offload import on_demand
+from moeq.estimator.policies import Plain
+from moeq.estimator.step import Layers, Schedule, Work
 
 
 @dataclass(frozen=True)
-class GpuOnly:
+class GpuOnly(Plain):
     """Layer: t_dense + E[active*t_fetch + sum t_gpu], which is HOBBIT with f_hi = 1 and no cache."""
 
     name: str = "gpu_only"
     variants: tuple[str, ...] = ("",)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
-    def decode(self, layers: Layers, work: Work, variant: str) -> Step:
+    def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Compute waits for the fetches."""
-        return on_demand_step(layers, work, misses=work.tokens > 0, bytes_per_miss=layers.fp16_expert_bytes)
+        return on_demand(layers, work, misses=work.tokens > 0, bytes_per_miss=layers.fp16_expert_bytes)
 
-    def prefill(self, layers: Layers, work: Work, variant: str) -> Step:
+    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Every expert is fetched, compute follows the fetches."""
-        return on_demand_step(
-            layers, work, misses=work.tokens > 0, bytes_per_miss=layers.fp16_expert_bytes, overlap=True
-        )
-
-    def migration_seconds(self, layers: Layers, variant: str) -> float:
-        """Nothing moves ahead of decoding."""
-        return 0.0
+        return on_demand(layers, work, misses=work.tokens > 0, bytes_per_miss=layers.fp16_expert_bytes, overlap=True)
 
 
 POLICY = GpuOnly()

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeq.errors import EstimateError
+from moeq.estimator.caching import lru_hits
 from moeq.estimator.devices import Parameter
-from moeq.estimator.geometry import effective_bits
-from moeq.estimator.offload import on_demand_step
-from moeq.estimator.policies import number
-from moeq.estimator.step import Layers, Step, Work
+from moeq.estimator.offload import on_demand
+from moeq.estimator.policies import Plain, number
+from moeq.estimator.step import BoolArray, Layers, Schedule, Work
 
 _ON_DEMAND = "paper 000, 5.1: all experts are loaded to the GPU on demand"
 _PARAMETERS = {
@@ -24,10 +24,11 @@ _PARAMETERS = {
 
 
 @dataclass(frozen=True)
-class Hobbit:
+class Hobbit(Plain):
     """Layer: t_dense + E[misses*(f_hi + f_lo*b'_lo/16)*t_fetch + sum t_gpu].
 
-    The `cached_experts` most popular experts of a layer never miss. A skipped expert (1 - f_hi - f_lo) costs no
+    The GPU caches `cached_experts` of a layer: of recorded steps the least recently used one leaves, of routing
+    without an order the most popular experts never miss. A skipped expert (1 - f_hi - f_lo) costs no
     transfer, so latency is paid f_hi + f_lo times a miss. The prefill fetches every expert in FP16.
     """
 
@@ -35,7 +36,7 @@ class Hobbit:
     variants: tuple[str, ...] = ("",)
     parameters: Mapping[str, Parameter] = field(default_factory=lambda: dict(_PARAMETERS))
 
-    def decode(self, layers: Layers, work: Work, variant: str) -> Step:
+    def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Misses are fetched at mixed precision, compute waits for them."""
         high = number(self, layers.hardware, "high_precision_fraction")
         low = number(self, layers.hardware, "low_precision_fraction")
@@ -46,26 +47,24 @@ class Hobbit:
                 do="let them add up to at most 1",
             )
         bits = number(self, layers.hardware, "low_precision_bits")
-        share = high + low * float(effective_bits(bits, layers.group_size)) / 16
-        cached = layers.popularity_rank < number(self, layers.hardware, "cached_experts")
-        misses = ~np.asarray(work.pick(cached), dtype=np.bool_)
-        return on_demand_step(
+        share = high + low * layers.stored(bits) / 16
+        return on_demand(
             layers,
             work,
-            misses=misses,
+            misses=~_cached(layers, work, int(number(self, layers.hardware, "cached_experts"))),
             bytes_per_miss=layers.fp16_expert_bytes * share,
             fetches_per_miss=high + low,
         )
 
-    def prefill(self, layers: Layers, work: Work, variant: str) -> Step:
+    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Every expert is fetched in FP16, compute follows the fetches."""
-        return on_demand_step(
-            layers, work, misses=work.tokens > 0, bytes_per_miss=layers.fp16_expert_bytes, overlap=True
-        )
+        return on_demand(layers, work, misses=work.tokens > 0, bytes_per_miss=layers.fp16_expert_bytes, overlap=True)
 
-    def migration_seconds(self, layers: Layers, variant: str) -> float:
-        """Nothing moves ahead of decoding."""
-        return 0.0
+
+def _cached(layers: Layers, work: Work, places: int) -> BoolArray:
+    if work.in_time:
+        return lru_hits(work.experts, work.tokens > 0, num_experts=layers.geometry.num_experts, places=places)
+    return np.asarray(work.pick(layers.popularity_rank < places), dtype=np.bool_)
 
 
 POLICY = Hobbit()

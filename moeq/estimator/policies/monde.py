@@ -12,31 +12,32 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeq.estimator.devices import Parameter
-from moeq.estimator.offload import PREFILL_SPLIT, bandwidth_rule, cost_optimal, prefill_step, split_step
-from moeq.estimator.policies import parameter
-from moeq.estimator.step import BoolArray, Layers, Step, Work
+from moeq.estimator.offload import PREFILL_SPLIT, bandwidth_rule, cost_optimal, prefill_split, split_schedule
+from moeq.estimator.policies import Plain, parameter
+from moeq.estimator.step import BoolArray, Layers, Schedule, Work
 
 
 @dataclass(frozen=True)
-class Monde:
-    """Layer: t_dense + E[max(H*t_fetch + t_gpu(last), sum_cold t_ndp(16) + t_act)]; nothing migrates."""
+class Monde(Plain):
+    """Layer: t_dense + E[max(H*t_fetch + t_gpu(last), sum_cold t_ndp(16) + t_act)]; nothing migrates.
+
+    Where the memory only holds experts all variants fetch every active one, as compute follows.
+    """
 
     name: str = "monde"
     variants: tuple[str, ...] = ("bwrule", "hotset", "opt")
     parameters: Mapping[str, Parameter] = field(default_factory=lambda: {"prefill_split": PREFILL_SPLIT})
 
-    def decode(self, layers: Layers, work: Work, variant: str) -> Step:
+    def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Fetches by the variant's rule."""
+        if not layers.hardware.ndp.computes:
+            return split_schedule(layers, work, work.tokens > 0)
         rules = {"bwrule": bandwidth_rule, "hotset": _hot_set, "opt": cost_optimal}
-        return split_step(layers, work, rules[variant](layers, work))
+        return split_schedule(layers, work, rules[variant](layers, work))
 
-    def prefill(self, layers: Layers, work: Work, variant: str) -> Step:
+    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """One rule for all variants, the parameter prefill_split."""
-        return prefill_step(layers, work, parameter(self, layers.hardware, "prefill_split"))
-
-    def migration_seconds(self, layers: Layers, variant: str) -> float:
-        """Nothing moves ahead of decoding."""
-        return 0.0
+        return prefill_split(layers, work, parameter(self, layers.hardware, "prefill_split"))
 
 
 def _hot_set(layers: Layers, work: Work) -> BoolArray:

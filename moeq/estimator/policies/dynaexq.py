@@ -1,0 +1,178 @@
+"""DynaExq (paper 001): every expert lies on the GPU in one of two precisions, which follow an average of its use.
+
+Shapes as in step.py; W windows of `update_period` consecutive steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moeq.estimator.devices import Parameter
+from moeq.estimator.offload import all_on_gpu
+from moeq.estimator.policies import Plain, number, over_gpu_memory
+from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Windows, Work, memory_rates
+from moeq.estimator.terms import Cost, t_fetch
+
+_PARAMETERS = {
+    "high_precision_bits": Parameter(
+        default=16, source="paper 001, 4.2: FP16 over int4 (30B), int4 over int2 (80B)", minimum=1, maximum=16
+    ),
+    "low_precision_bits": Parameter(default=4, source="paper 001, 4.2", minimum=1, maximum=16),
+    "ema": Parameter(default=0.9, source="assumption: paper 001 prints no alpha", maximum=1.0),
+    "update_period": Parameter(default=16, source="assumption: paper 001 prints no T, steps", minimum=1),
+    "threshold": Parameter(default=0.0, source="paper 001, 3.5: tau is the score of the last expert that fits"),
+    "transient_experts": Parameter(default=4, source="assumption: paper 001, 3.4 names no size of the buffer"),
+}
+_TIE = 1e-12  # of equal scores the expert that is in high precision already stays
+
+
+@dataclass(frozen=True)
+class DynaExq(Plain):
+    """Layer: t_dense + E[sum t_gpu(b' of the pool that the expert is in)]; a step adds what copies do not hide.
+
+    Algorithm 1: hotness S <- a*S + (1-a)*g at every step, and every T steps the top n_hot with S >= tau are to be in
+    high precision. n_hot is what GPU memory holds beside low precision for the others, the rest of the model, keys
+    and values and a buffer for experts in transit (paper 001, 3.5). The switches of an update cross the link during
+    the next T steps, promotions in high and demotions in low precision, and take effect after them: until then the
+    last version is used. Only what the link, or GPU memory beside compute, cannot carry within these T steps stalls.
+
+    Deviations: g is the share of a step's tokens that reach the expert, over top_k, rather than the router's
+    probability; warm-up is the popularity; all versions lie in the memory behind the link, none on an SSD; experts are
+    not prefetched by correlations of layers.
+    """
+
+    name: str = "dynaexq"
+    variants: tuple[str, ...] = ("",)
+    parameters: Mapping[str, Parameter] = field(default_factory=lambda: dict(_PARAMETERS))
+    in_time: bool = field(default=True, init=False)
+
+    def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
+        """Experts in the precision that the controller has given them so far, copies beside them."""
+        assert work.in_time, "a controller needs consecutive steps"
+        window = np.arange(work.tokens.shape[1]) // int(number(self, layers.hardware, "update_period"))
+        decided = self._decisions(layers, work, window)
+        used = np.concatenate([decided[:1], decided])[: len(decided)]  # [W, D, E] decided a window ago, copied since
+        high, low = self._stored(layers)
+        layer = np.arange(len(layers.repeats))[:, None, None]
+        experts = all_on_gpu(layers, work, np.where(used[window[None, :, None], layer, work.experts], high, low))
+        copies = _copies(layers, decided, high, low)
+        windows = _windows(layers, experts, copies, window)
+        return _with_copies(experts, copies, windows, window)
+
+    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
+        """In the precisions after warm-up."""
+        high, low = self._stored(layers)
+        is_high = work.pick(layers.popularity_rank < self.high_places(layers, work.kv_cache_bytes))
+        return all_on_gpu(layers, work, np.where(is_high, high, low))
+
+    def high_places(self, layers: Layers, kv_cache_bytes: float) -> int:
+        """n_hot: experts of a layer that GPU memory holds in high precision, the others in low."""
+        high, low = self._stored(layers)
+        geometry = layers.geometry
+        left = layers.hardware.gpu.memory_capacity_bytes - 2.0 * geometry.non_expert_parameters - kv_cache_bytes
+        left -= self._least_bytes(layers)
+        each = geometry.expert_parameters * (high - low) / 8 * geometry.num_layers
+        places = left // each if each > 0 else geometry.num_experts
+        return int(min(max(places, 0), geometry.num_experts))
+
+    def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
+        """All experts in low precision, with the buffer, do not fit."""
+        high, low = self._stored(layers)
+        if high < low:
+            return f"high precision has {high:g} stored bits a weight, low precision {low:g}"
+        return over_gpu_memory(layers, self._least_bytes(layers), kv_cache_bytes)
+
+    def _stored(self, layers: Layers) -> tuple[float, float]:
+        keys = "high_precision_bits", "low_precision_bits"
+        high, low = (layers.stored(number(self, layers.hardware, key)) for key in keys)
+        return high, low
+
+    def _least_bytes(self, layers: Layers) -> float:
+        """All experts in low precision, and the buffer of those in transit."""
+        high, low = self._stored(layers)
+        geometry = layers.geometry
+        in_transit = number(self, layers.hardware, "transient_experts") * high
+        return geometry.expert_parameters / 8 * (geometry.num_layers * geometry.num_experts * low + in_transit)
+
+    def _decisions(self, layers: Layers, work: Work, window: IntArray) -> BoolArray:
+        """Which experts [W, D, E] are to be in high precision, by what was known when each window began."""
+        alpha, tau = (number(self, layers.hardware, key) for key in ("ema", "threshold"))
+        places = self.high_places(layers, work.kv_cache_bytes)
+        steps = np.bincount(window)
+        gained = _hotness(layers, work, window, alpha)
+        hotness = layers.popularity
+        decided = np.zeros(gained.shape, dtype=np.bool_)
+        decided[0] = layers.popularity_rank < places
+        for now in range(1, len(decided)):
+            hotness = alpha ** steps[now - 1] * hotness + gained[now - 1]
+            decided[now] = _top(hotness + _TIE * decided[now - 1], places) & (hotness >= tau)
+        return decided
+
+
+def _hotness(layers: Layers, work: Work, window: IntArray, alpha: float) -> FloatArray:
+    """Hotness [W, D, E] that the steps of every window add until its end: (1-a) * sum of a^(steps left) * g."""
+    shape = (int(window[-1]) + 1, len(layers.repeats), layers.geometry.num_experts)
+    ends = np.cumsum(np.bincount(window)) - 1
+    weight = (1 - alpha) * alpha ** (ends[window] - np.arange(len(window))).astype(np.float64)
+    share = work.tokens * (weight / (work.step_tokens * layers.geometry.top_k))[None, :, None]
+    cells = (window[None, :, None] * shape[1] + np.arange(shape[1])[:, None, None]) * shape[2] + work.experts
+    sums = np.bincount(cells.ravel(), weights=share.ravel(), minlength=int(np.prod(shape)))
+    return sums.reshape(shape).astype(np.float64)
+
+
+def _top(scores: FloatArray, places: int) -> BoolArray:
+    """Mask [D, E] of the `places` highest scores of every row."""
+    mask = np.full(scores.shape, places >= scores.shape[1])
+    if 0 < places < scores.shape[1]:
+        np.put_along_axis(mask, np.argpartition(-scores, places - 1, axis=1)[:, :places], True, axis=1)
+    return mask
+
+
+def _copies(layers: Layers, decided: BoolArray, high: float, low: float) -> Cost:
+    """Switches [D, W] that cross the link during every window: promoted experts in high, demoted ones in low."""
+    before = np.concatenate([decided[:1], decided[:-1]])
+    promoted = (decided & ~before).sum(axis=2).T.astype(np.float64)
+    demoted = (before & ~decided).sum(axis=2).T.astype(np.float64)
+    moved = layers.geometry.expert_parameters / 8 * (promoted * high + demoted * low)
+    return t_fetch(moved, promoted + demoted, layers.hardware.link)
+
+
+def _windows(layers: Layers, experts: Schedule, copies: Cost, window: IntArray) -> Windows:
+    rates = memory_rates(layers.hardware)
+    weight = layers.repeats[:, None].astype(np.float64)
+    carried = np.maximum(copies.seconds, copies.bytes / rates["ndp_memory"])
+    read = experts.terms["gpu_experts"].bytes.sum(axis=-1)
+    return Windows(
+        steps=np.bincount(window).astype(np.float64),
+        seconds=_per_window((weight * experts.seconds).sum(axis=0), window),
+        copy_seconds=(weight * carried).sum(axis=0),
+        gpu_bytes=_per_window((weight * read).sum(axis=0), window) + (weight * copies.bytes).sum(axis=0),
+        gpu_bytes_per_second=rates["gpu_memory"],
+    )
+
+
+def _per_window(values: FloatArray, window: IntArray) -> FloatArray:
+    return np.bincount(window, weights=values).astype(np.float64)
+
+
+def _with_copies(experts: Schedule, copies: Cost, windows: Windows, window: IntArray) -> Schedule:
+    """Copies as a term: those of a window stand in its first step."""
+    first = np.concatenate([[True], window[1:] != window[:-1]])
+    at_first = {
+        name: np.where(first[None, :], getattr(copies, name)[:, window], 0) for name in ("seconds", "bytes", "macs")
+    }
+    bound = np.where(first[None, :], copies.bound[:, window], 0).astype(np.int8)
+    term = Cost(bound=bound, **at_first)
+
+    def spans() -> tuple[Span, ...]:
+        start = np.zeros_like(term.seconds)[..., None]
+        copied = Span(resource="to_gpu", name="copies", start=start, seconds=term.seconds[..., None], each=False)
+        return *experts.spans(), copied
+
+    return Schedule(seconds=experts.seconds, terms={**experts.terms, "copies": term}, spans=spans, windows=windows)
+
+
+POLICY = DynaExq()

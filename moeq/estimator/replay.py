@@ -1,0 +1,146 @@
+"""A recorded trace as work: its decode steps in time order, and placements that follow from every sequence's prefill.
+
+Shapes: S full decode steps, B sequences of a batch, G batches one after the other, D layers, E experts, A places for
+active experts, most loaded first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeq.errors import EstimateError
+from moeq.estimator.step import FloatArray, IntArray, Layers, Work
+from moeq.estimator.terms import Cost
+from moeq.estimator.trace import NONE, DecodeSteps, RoutingTrace, decode_steps, sequence_counts, sequence_scores
+
+ALPHA = 0.5  # paper 000, 5.3: counts and routing-score sums alike
+SAMPLED_BLOCK = 32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replay:
+    """The trace of a placed model. `most_steps`: only so many steps, in blocks spread evenly over time (None: all)."""
+
+    trace: RoutingTrace
+    most_steps: int | None = None
+    found: dict[int, DecodeSteps] = field(default_factory=dict)
+
+    def sampled(self, most_steps: int) -> Replay:
+        """The same trace with at most so many steps."""
+        return replace(self, most_steps=most_steps, found={})
+
+    def steps(self, batch: int) -> DecodeSteps:
+        """Decode steps in which all `batch` places are taken; EstimateError when there is none."""
+        if batch not in self.found:
+            whole = decode_steps(self.trace, batch)
+            full = np.flatnonzero((whole.rows != NONE).all(axis=1))
+            if len(full) == 0:
+                raise EstimateError(
+                    f"no {batch} sequences of the trace decode at the same time", do="give smaller batches in the grid"
+                )
+            kept = full[_spread(len(full), self.most_steps)]
+            self.found[batch] = replace(whole, rows=whole.rows[kept], group=whole.group[kept])
+        return self.found[batch]
+
+    def prefill_share(self) -> FloatArray:
+        """Expected tokens [D, E] that reach every expert for one token of a prompt."""
+        trace = self.trace
+        marked = trace.is_prefill if trace.is_prefill.any() else np.ones(trace.num_tokens, dtype=np.bool_)
+        counts = [sequence_counts(trace, layer, marked).sum(axis=0) for layer in range(trace.num_layers)]
+        return np.asarray(np.stack(counts) / float(marked.sum()), dtype=np.float64)
+
+    def work(self, layers: Layers, start: int, *, batch: int, dense: Cost, kv_cache_bytes: float) -> Work:
+        """Work of the layers of the trace from `start` on, as many as `layers` has."""
+        steps, stop = self.steps(batch), start + len(layers.repeats)
+        chosen = self.trace.experts[:, start:stop][steps.rows]  # [S, B, D, k]
+        chosen = chosen.transpose(2, 0, 1, 3).reshape(stop - start, len(steps.rows), -1)
+        experts, tokens = active_experts(chosen, layers.popularity_rank)
+        hot, stored_bits = self._placed(layers, start, steps, experts)
+        return Work(
+            step_tokens=batch,
+            probability=np.full(tokens.shape[:2], 1.0 / tokens.shape[1]),
+            experts=experts,
+            tokens=tokens,
+            dense=dense,
+            kv_cache_bytes=kv_cache_bytes,
+            in_time=True,
+            hot=hot,
+            stored_bits=stored_bits,
+        )
+
+    def _placed(
+        self, layers: Layers, start: int, steps: DecodeSteps, experts: IntArray
+    ) -> tuple[NDArray[np.bool_], FloatArray]:
+        """Places and stored bits [D, S, A] of active experts, by their rank in the prefill of the batch.
+
+        A layer keeps the widths of its placement: the most important expert of these sequences takes the place and
+        the width of the placement's best placed one, and so on.
+        """
+        best_first = np.lexsort((-layers.bits, ~layers.hot), axis=1)
+        places = np.take_along_axis(layers.hot, best_first, axis=1)
+        widths = np.take_along_axis(layers.stored_bits, best_first, axis=1)
+        rank = self._prefill_rank(layers, start, steps)  # [G, D, E]
+        layer = np.arange(len(layers.repeats))[:, None, None]
+        rank_of_active = rank[steps.group[None, :, None], layer, experts]
+        return places[layer, rank_of_active], widths[layer, rank_of_active]
+
+    def _prefill_rank(self, layers: Layers, start: int, steps: DecodeSteps) -> IntArray:
+        trace, members = self.trace, np.where(steps.sequences == NONE, trace_end(self.trace), steps.sequences)
+        ranks = []
+        for row in range(len(layers.repeats)):
+            shares = [_group_shares(sequence_counts(trace, start + row, trace.is_prefill), members)]
+            if trace.weights is not None:
+                shares.append(_group_shares(sequence_scores(trace, start + row, trace.is_prefill), members))
+            importance = shares[0] if len(shares) == 1 else ALPHA * shares[0] + (1 - ALPHA) * shares[1]
+            order = np.lexsort((np.broadcast_to(layers.popularity_rank[row], importance.shape), -importance), axis=1)
+            ranks.append(np.argsort(order, axis=1))
+        return np.stack(ranks, axis=1)
+
+
+def trace_end(trace: RoutingTrace) -> int:
+    """The number that stands for no sequence where one after the last is added."""
+    return trace.num_sequences
+
+
+def _group_shares(per_sequence: NDArray[np.float64] | IntArray, members: IntArray) -> FloatArray:
+    """Shares [G, E] of every expert over the sequences members[G, B], one after the last standing for none."""
+    padded = np.concatenate([per_sequence, np.zeros_like(per_sequence[:1])])
+    summed = padded[members].sum(axis=1)
+    whole = summed.sum(axis=1, keepdims=True)
+    shares: FloatArray = np.divide(summed, whole, out=np.zeros(summed.shape), where=whole > 0)
+    return shares
+
+
+def _spread(count: int, most: int | None) -> IntArray:
+    """Indices of all, or of blocks of consecutive ones that are spread evenly."""
+    if most is None or count <= most:
+        return np.arange(count)
+    block = min(SAMPLED_BLOCK, most)
+    starts = np.linspace(0, count - block, most // block).astype(np.int64)
+    return np.unique(starts[:, None] + np.arange(block))
+
+
+def active_experts(chosen: NDArray[np.int16], popularity_rank: IntArray) -> tuple[IntArray, FloatArray]:
+    """Experts [D, S, A] and their tokens, most loaded first, ties to the more popular, of chosen[D, S, B*k].
+
+    Places that are left over have expert 0 and no tokens.
+    """
+    num_experts = popularity_rank.shape[1]
+    by_rank = np.concatenate([np.argsort(popularity_rank, axis=1), np.zeros_like(popularity_rank[:, :1])], axis=1)
+    ranks = np.concatenate([popularity_rank, np.full_like(popularity_rank[:, :1], num_experts)], axis=1)
+    layer = np.arange(len(chosen))[:, None, None]
+    rank = np.sort(ranks[layer, chosen], axis=2)  # -1 takes the last entry: no expert
+    first = np.concatenate([np.ones_like(rank[..., :1], dtype=bool), rank[..., 1:] != rank[..., :-1]], axis=2)
+    first &= rank < num_experts
+    width = rank.shape[2]
+    there = (rank < num_experts).sum(axis=2, keepdims=True)
+    place = np.where(first, np.arange(width), there)
+    after = np.concatenate([np.minimum.accumulate(place[..., ::-1], axis=2)[..., ::-1][..., 1:], there], axis=2)
+    tokens = np.where(first, after - np.arange(width), 0)
+    order = np.argsort(-tokens, axis=2, kind="stable")[..., : max(1, int((tokens > 0).sum(axis=2).max()))]
+    tokens = np.take_along_axis(tokens, order, axis=2)
+    experts = by_rank[layer, np.take_along_axis(rank, order, axis=2)]
+    return np.where(tokens > 0, experts, 0), tokens.astype(np.float64)

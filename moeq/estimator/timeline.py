@@ -1,0 +1,126 @@
+"""When GPU, NDP and link are busy in one decode step, layer after layer: what a Chrome trace can show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moeq.errors import EstimateError, nearest
+from moeq.estimator.devices import Hardware
+from moeq.estimator.geometry import ModelGeometry
+from moeq.estimator.placement import Placement
+from moeq.estimator.policies import Policy, known_policies, label
+from moeq.estimator.simulation import Simulation, build_simulation
+from moeq.estimator.step import FloatArray, Resource, Span, Work
+
+_DENSE: Resource = "gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A resource at work: `resource` is gpu, ndp, to_gpu or to_ndp (the directions of the link).
+
+    `name` is a term of the step (dense, gpu_experts, ndp_experts, activations, fetch, copies); `layer` one of the
+    model's MoE layers; `expert` None where it is no single one's.
+    """
+
+    resource: Resource
+    name: str
+    layer: int
+    expert: int | None
+    start_seconds: float
+    seconds: float
+
+
+def timeline(
+    geometry: ModelGeometry,
+    hardware: Hardware,
+    placement: Placement,
+    *,
+    policy: str,
+    batch: int = 1,
+    step: int | None = None,
+    **settings: Any,
+) -> tuple[Interval, ...]:
+    """One decode step of a policy's label ("monde_opt"), by start; other settings are those of `estimate`.
+
+    `step`: which routing outcome (of a trace: which step of the batch); None: in every layer the one whose time is
+    closest to the expected, of consecutive steps the first.
+
+    Raises EstimateError for an unknown policy, one that cannot run the model, or a step that is not there.
+    """
+    defaults: dict[str, Any] = {"group_size": 128, "zero_points": False, "popularity": None, "context": 1024}
+    settings = {**defaults, "samples": 256, "seed": 0, **settings, "labels": frozenset({policy})}
+    return step_timeline(build_simulation(geometry, hardware, placement, **settings), policy, batch, step)
+
+
+def step_timeline(simulation: Simulation, policy: str, batch: int, step: int | None = None) -> tuple[Interval, ...]:
+    """As `timeline`, of a simulation."""
+    one, variant = _policy(policy)
+    refused = simulation.refusals(batch).get(policy)
+    if refused is not None:
+        raise EstimateError(refused, where=policy, do="give another hardware, placement or batch")
+    distinct: list[tuple[float, float, list[tuple[Span, list[int]]]]] = []
+    for layers, work in simulation.chunks(batch, in_time=one.in_time):
+        plan = one.decode(layers, work, variant)
+        spans, expected = plan.spans(), (work.probability * plan.seconds).sum(axis=1)
+        for row in range(len(layers.repeats)):
+            index = _outcome(work, step, np.abs(plan.seconds[row] - expected[row]))
+            experts = work.experts[row, index].tolist()
+            cut = [(_cut(span, row, index), experts if span.each else []) for span in spans]
+            distinct.append((float(work.dense.seconds), float(plan.seconds[row, index]), cut))
+    return tuple(sorted(_intervals(simulation, distinct), key=lambda found: found.start_seconds))
+
+
+def _policy(wanted: str) -> tuple[Policy, str]:
+    known = {label(name, variant): (one, variant) for name, one in known_policies().items() for variant in one.variants}
+    if wanted not in known:
+        close = nearest(wanted, known)
+        hint = f"did you mean {close!r}?" if close else f"known: {', '.join(known)}"
+        raise EstimateError(f"unknown policy {wanted!r}", do=hint)
+    return known[wanted]
+
+
+def _outcome(work: Work, step: int | None, distance: FloatArray) -> int:
+    count = len(distance)
+    if step is None:
+        return 0 if work.in_time else int(np.argmin(distance))
+    if not 0 <= step < count:
+        raise EstimateError(f"step {step}: there are {count}", do=f"give 0 to {count - 1}")
+    return step
+
+
+def _cut(span: Span, row: int, index: int) -> Span:
+    """One layer and outcome of a span: start and seconds [A]."""
+    start, seconds = (np.broadcast_to(one, span.seconds.shape)[row, index] for one in (span.start, span.seconds))
+    return Span(resource=span.resource, name=span.name, start=start, seconds=seconds, each=span.each)
+
+
+def _intervals(
+    simulation: Simulation, distinct: list[tuple[float, float, list[tuple[Span, list[int]]]]]
+) -> Iterator[Interval]:
+    now = copied = 0.0
+    for layer, row in enumerate(simulation.layer_row.tolist()):
+        dense_seconds, expert_seconds, spans = distinct[row]
+        yield Interval(
+            resource=_DENSE, name="dense", layer=layer, expert=None, start_seconds=now, seconds=dense_seconds
+        )
+        begin = now + dense_seconds
+        for span, experts in spans:
+            for place in np.flatnonzero(span.seconds > 0).tolist():
+                beside = span.name == "copies"  # a stream of its own, which does not wait for the layer
+                start = max(now, copied) if beside else begin + float(span.start[place])
+                seconds = float(span.seconds[place])
+                copied = start + seconds if beside else copied
+                yield Interval(
+                    resource=span.resource,
+                    name=span.name,
+                    layer=layer,
+                    expert=experts[place] if experts else None,
+                    start_seconds=start,
+                    seconds=seconds,
+                )
+        now = begin + expert_seconds
