@@ -340,6 +340,12 @@ def estimate(
     manifest: Annotated[
         Path | None, typer.Option("--manifest", help="placement.json of a packed checkpoint, or its directory.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", help="trace.safetensors of `moeq profile` (profile.trace): routing as it was recorded."
+        ),
+    ] = None,
     bits: Annotated[
         float | None, typer.Option("--bits", help="Width of every expert off the GPU [default: 3].")
     ] = None,
@@ -386,6 +392,7 @@ def estimate(
         hardware=hardware,
         assignment=assignment,
         manifest=manifest,
+        trace=trace,
         bits=bits,
         gpu_experts=gpu_experts,
         group_size=group_size,

@@ -21,8 +21,8 @@ FLAGS = {
     "run": STAGE | {"--quantizer", "--refine", "--verify"},
     **dict.fromkeys(("profile", "eval"), STAGE),
     "estimate": STAGE
-    | {"--hardware", "--assignment", "--manifest", "--bits", "--gpu-experts", "--group-size", "--policy", "--grid"}
-    | {"--context", "--capacity", "--sheet"},
+    | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
+    | {"--grid", "--context", "--capacity", "--sheet"},
     "export": STAGE | {"--format", "--widen", "--verify"},
     "convert": {"checkpoint", "--to", "--out", "--widen", "--trust-remote-code", "--json", "--quiet"},
     "report": STAGE | {"--maps"},

@@ -31,6 +31,7 @@ class Asked:
     hardware: str | None = None
     assignment: Path | None = None
     manifest: Path | None = None
+    trace: Path | None = None
     bits: float | None = None
     gpu_experts: int | None = None
     group_size: int = 128
@@ -62,6 +63,7 @@ class Asked:
         given = {
             "--assignment": self.assignment,
             "--manifest": self.manifest,
+            "--trace": self.trace,
             "--bits": self.bits,
             "--gpu-experts": self.gpu_experts,
             "--policy": self.policies or None,
@@ -111,16 +113,19 @@ def run(asked: Asked) -> tuple[Any, EstimateError | None]:
         return _sheet(asked, asked.sheet), None
     if asked.recipe is not None:
         recipe = _recipe(asked)
-        found = make.figures(recipe)
-        return _finish(asked, found, asked.out or Path(RUNS) / recipe.name), None
+        assert recipe.estimate.figures is not None
+        questions = make.questions_of(recipe)
+        found = make.document_of(recipe.name, questions, miss_beyond=recipe.estimate.figures.miss_beyond)
+        return _finish(asked, found, questions, asked.out or Path(RUNS) / recipe.name), None
     if asked.overrides:
         raise RecipeError("--set changes a recipe, and there is none", where="moeq estimate", do="give options instead")
-    options = _options(asked)
+    question = make.question_of(_options(asked))
     if asked.capacity:
-        return _capacity(asked, make.capacity_of(options))
+        return _capacity(asked, question.capacity)
     if asked.out is not None:
         files.check_out(asked.out)
-    return _finish(asked, make.what_if(options), asked.out), None
+    title = f"{question.subject.geometry.name} on {question.hardware.name}"
+    return _finish(asked, make.document_of(title, [question]), [question], asked.out), None
 
 
 def _options(asked: Asked) -> make.Options:
@@ -132,6 +137,7 @@ def _options(asked: Asked) -> make.Options:
         hardware=asked.hardware or DEFAULT_HARDWARE,
         assignment=asked.assignment,
         manifest=asked.manifest,
+        trace=asked.trace,
         bits=asked.bits,
         gpu_experts=asked.gpu_experts,
         group_size=asked.group_size,
@@ -142,8 +148,8 @@ def _options(asked: Asked) -> make.Options:
     )
 
 
-def _finish(asked: Asked, found: EstimateDocument, out: Path | None) -> Any:
-    paths = {} if out is None else files.write_document(out, found)
+def _finish(asked: Asked, found: EstimateDocument, questions: list[make.Question], out: Path | None) -> Any:
+    paths = {} if out is None else files.write_document(out, found, questions)
     if not asked.json and not asked.quiet:
         tables.print_document(found, paths)
     return found.model_dump(mode="json") | {"paths": {name: str(path) for name, path in paths.items()}}

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from moeq.artifacts.trace import RoutingTrace, read_trace
 from moeq.errors import RecipeError
-from moeq.estimation.options import chosen_policies
+from moeq.estimation.options import ALWAYS, chosen_policies
 from moeq.estimation.subject import Model, Subject, of_assignment, of_manifest, read_model, read_placed
 from moeq.estimator import Estimate, Grid, Hardware, estimate, load_geometry, load_hardware, uniform_placement
 from moeq.estimator.capacity import CapacityPlan, largest_gpu_experts, plan_capacity
 from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.hit_rates import HitRates, hit_rates
+from moeq.estimator.placement import layer_of_assignment
 from moeq.estimator.stated import compare
-from moeq.recipe import CaseSection, EstimateSection, Recipe
+from moeq.estimator.timeline import Interval, timeline
+from moeq.estimator.trace import check_trace
+from moeq.recipe import CaseSection, Recipe, StatedSection
 
 DEFAULT_BITS = 3.0
 UNIFORM = "uniform"
@@ -30,6 +37,7 @@ class Options:
     hardware: str
     assignment: Path | None = None
     manifest: Path | None = None
+    trace: Path | None = None
     bits: float | None = None
     gpu_experts: int | None = None
     group_size: int = 128
@@ -45,67 +53,148 @@ class Options:
         return max(self.grid.inputs) + max(self.grid.outputs)
 
 
-def what_if(options: Options) -> EstimateDocument:
-    """The estimate of one model; EstimateError with the sum where its placement does not fit."""
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A placed model on hardware over a grid; policies: labels that are shown, drawn: those with a timeline."""
+
+    name: str
+    subject: Subject
+    hardware: Hardware
+    grid: Grid
+    context: int
+    seed: int
+    policies: tuple[str, ...]
+    drawn: tuple[str, ...]
+    trace: RoutingTrace | None = None
+    stated: Sequence[StatedSection] = ()
+
+    @property
+    def capacity(self) -> CapacityPlan:
+        """What lies where at the largest batch and the longest request of the grid."""
+        return plan_capacity(
+            self.subject.geometry,
+            self.hardware,
+            self.subject.placement,
+            batch=max(self.grid.batches),
+            context=max(self.grid.inputs) + max(self.grid.outputs),
+            group_size=self.subject.group_size,
+            zero_points=self.subject.zero_points,
+        )
+
+    def answer(self) -> Estimate:
+        """The estimate of the policies that are shown."""
+        found = estimate(
+            self.subject.geometry,
+            self.hardware,
+            self.subject.placement,
+            group_size=self.subject.group_size,
+            zero_points=self.subject.zero_points,
+            grid=self.grid,
+            context=self.context,
+            seed=self.seed,
+        )
+        return shown(found, self.policies)
+
+    def timelines(self) -> dict[str, tuple[Interval, ...]]:
+        """One decode step at the smallest batch, by policy label."""
+        settings: dict[str, Any] = {"group_size": self.subject.group_size, "zero_points": self.subject.zero_points}
+        return {
+            policy: timeline(
+                self.subject.geometry,
+                self.hardware,
+                self.subject.placement,
+                policy=policy,
+                batch=min(self.grid.batches),
+                context=self.context,
+                seed=self.seed,
+                trace=self.trace,
+                **settings,
+            )
+            for policy in self.drawn
+        }
+
+    def hits(self) -> HitRates | None:
+        """Hit rates by domain with as many experts of every layer on the GPU as the placement has; None without a
+        trace, or with none on the GPU."""
+        placed = self.subject.placement.hot.sum(axis=1)
+        if self.trace is None or not placed.any():
+            return None
+        rows = layer_of_assignment(self.subject.geometry.num_layers, len(placed))
+        return hit_rates(self.trace, [int(count) for count in placed[rows]])
+
+
+def question_of(options: Options) -> Question:
+    """What the command line asks; raises MoeqError for input that cannot be read or is of another model."""
     policies = chosen_policies(options.policies)
     hardware = load_hardware(options.hardware)
     subject = _subject(options, hardware)
-    plan = _capacity(subject, hardware, options.grid, options.longest)
-    plan.require()
-    found = estimate(
-        subject.geometry,
-        hardware,
-        subject.placement,
-        group_size=subject.group_size,
-        zero_points=subject.zero_points,
+    geometry = subject.geometry
+    trace = None if options.trace is None else read_trace(options.trace)
+    if trace is not None:
+        check_trace(trace, geometry, where=str(options.trace))
+    return Question(
+        name=f"{geometry.name}, {subject.placement.name}",
+        subject=subject,
+        hardware=hardware,
         grid=options.grid,
         context=options.context,
         seed=options.seed,
+        policies=policies,
+        drawn=policies if options.policies else ALWAYS,
+        trace=trace,
     )
-    case = Case(
-        name=f"{subject.geometry.name}, {subject.placement.name}",
-        geometry=asdict(subject.geometry),
-        estimate=shown(found, policies),
-        capacity=plan,
-    )
-    title = f"{subject.geometry.name} on {hardware.name}"
-    return EstimateDocument(name=title, hardware=hardware.name, routing=UNIFORM, cases=(case,))
 
 
-def capacity_of(options: Options) -> CapacityPlan:
-    """What the model needs where, at the grid's largest batch and its longest request; nothing is refused here."""
-    hardware = load_hardware(options.hardware)
-    return _capacity(_subject(options, hardware), hardware, options.grid, options.longest)
-
-
-def figures(recipe: Recipe) -> EstimateDocument:
-    """The cases of `estimate.figures`, beside what is stated of them; nothing of the recipe's model is read."""
+def questions_of(recipe: Recipe) -> list[Question]:
+    """The cases of `estimate.figures`; nothing of the recipe's model is read."""
     section = recipe.estimate
     assert section.figures is not None
     hardware = load_hardware(section.hardware)
     grid = Grid(
         inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
     )
-    cases = tuple(_case(one, section, hardware, grid, recipe.seed) for one in section.figures.cases)
-    return EstimateDocument(name=recipe.name, hardware=hardware.name, routing=UNIFORM, cases=cases)
+    return [
+        Question(
+            name=case.name,
+            subject=_of_case(case, section.figures.group_size),
+            hardware=hardware,
+            grid=grid,
+            context=section.context,
+            seed=recipe.seed,
+            policies=chosen_policies(()),
+            drawn=ALWAYS,
+            stated=case.stated,
+        )
+        for case in section.figures.cases
+    ]
 
 
-def _case(case: CaseSection, section: EstimateSection, hardware: Hardware, grid: Grid, seed: int) -> Case:
-    assert section.figures is not None
-    geometry, group_size = load_geometry(case.geometry), section.figures.group_size
-    placement = uniform_placement(geometry, bits=case.bits, hot_experts=case.gpu_experts, name=case.name)
-    subject = Subject(geometry=geometry, placement=placement, group_size=group_size, zero_points=False)
-    plan = _capacity(subject, hardware, grid, max(grid.inputs) + max(grid.outputs))
-    plan.require()
-    found = estimate(
-        geometry, hardware, placement, group_size=group_size, grid=grid, context=section.context, seed=seed
+def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float = 0.0) -> EstimateDocument:
+    """The answers; EstimateError with the sum where a placement does not fit.
+
+    miss_beyond: share of a stated figure beyond which its estimate counts as missed.
+    """
+    for question in questions:
+        question.capacity.require()
+    trace = questions[0].trace
+    routing = UNIFORM if trace is None else f"recorded, {trace.num_sequences} sequences"
+    return EstimateDocument(
+        name=title,
+        hardware=questions[0].hardware.name,
+        routing=routing,
+        cases=tuple(_answered(one, miss_beyond) for one in questions),
     )
+
+
+def _answered(question: Question, miss_beyond: float) -> Case:
+    found = question.answer()
     return Case(
-        name=case.name,
-        geometry=asdict(geometry),
+        name=question.name,
+        geometry=asdict(question.subject.geometry),
         estimate=found,
-        capacity=plan,
-        stated=tuple(compare(case, found, miss_beyond=section.figures.miss_beyond)),
+        capacity=question.capacity,
+        stated=tuple(compare(question.name, question.stated, found, miss_beyond=miss_beyond)),
+        hit_rates=question.hits(),
     )
 
 
@@ -118,6 +207,12 @@ def shown(found: Estimate, policies: tuple[str, ...]) -> Estimate:
             "terms": tuple(one for one in found.terms if one.policy in policies),
         }
     )
+
+
+def _of_case(case: CaseSection, group_size: int) -> Subject:
+    geometry = load_geometry(case.geometry)
+    placement = uniform_placement(geometry, bits=case.bits, hot_experts=case.gpu_experts, name=case.name)
+    return Subject(geometry=geometry, placement=placement, group_size=group_size, zero_points=False)
 
 
 def _subject(options: Options, hardware: Hardware) -> Subject:
@@ -149,15 +244,3 @@ def _uniform(model: Model, options: Options, hardware: Hardware) -> Subject:
         hot = largest_gpu_experts(geometry, hardware, batch=max(options.grid.batches), context=options.longest) or 0
     placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=f"{bits:g} bits, {hot} on the GPU")
     return Subject(geometry=geometry, placement=placement, group_size=options.group_size, zero_points=False)
-
-
-def _capacity(subject: Subject, hardware: Hardware, grid: Grid, longest: int) -> CapacityPlan:
-    return plan_capacity(
-        subject.geometry,
-        hardware,
-        subject.placement,
-        batch=max(grid.batches),
-        context=longest,
-        group_size=subject.group_size,
-        zero_points=subject.zero_points,
-    )

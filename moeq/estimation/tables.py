@@ -11,6 +11,7 @@ from rich.table import Table
 from moeq.estimator.assumptions import BWRULE, OPT, SUBJECT
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.result import Estimate, TermRow
 from moeq.estimator.sheets import Cell
 from moeq.estimator.sheets import Table as Sheet
@@ -70,6 +71,9 @@ def _print_case(console: Console, found: EstimateDocument, case: Case) -> None:
     console.print(hot, style="dim", markup=False)
     for batch in case.batches:
         _print_batch(console, one, batch)
+    console.print(f"of ours: time of a request over that of {SUBJECT}, the placement that is asked about", style="dim")
+    if case.hit_rates is not None:
+        _print_hit_rates(console, case.hit_rates)
     _print_requests(console, one)
     _print_memories(console, case.capacity)
     console.print("\nwhat it hangs on", style="bold")
@@ -83,9 +87,10 @@ def _print_batch(console: Console, one: Estimate, batch: int) -> None:
     """Every policy at one batch, over all input and output lengths, and what bounds its decode step."""
     small = console.width < SMALL
     console.print(f"\nbatch {batch}", style="bold")
-    titles = ["policy", "first token", "step", *([] if small else ["tokens/s"]), "request", "slower"]
+    titles = ["policy", "first token", "step", *([] if small else ["tokens/s"]), "request", "of ours"]
     table = _table(titles)
-    steps = {p.policy: [q for q in one.points if (q.policy, q.batch) == (p.policy, batch)] for p in one.points}
+    at_batch = [point for point in one.points if point.batch == batch]
+    steps = {p.policy: [q for q in at_batch if q.policy == p.policy] for p in at_batch}
     own = steps[SUBJECT]
     for policy, points in sorted(steps.items(), key=lambda item: item[1][0].decode_seconds_per_token):
         cells = [policy, _span([p.time_to_first_token_seconds for p in points])]
@@ -135,6 +140,23 @@ def _print_requests(console: Console, one: Estimate) -> None:
 
 def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def _print_hit_rates(console: Console, found: HitRates) -> None:
+    """Share of the decode's expert tokens that the GPU serves, by domain."""
+    console.print("\nexpert tokens that the GPU serves, by domain", style="bold")
+    shown = ("context_aware", "static", "oracle")
+    table = _table(("domain", "sequences", *(name.replace("_", "-") for name in shown), "gain"))
+    for row in found.rows:
+        rates = [formats.percent(row.rates[name]) for name in shown]
+        table.add_row(row.domain, str(row.sequences), *rates, formats.points(row.rates[shown[0]], row.rates[shown[1]]))
+    console.print(table)
+    most = sorted(set(found.gpu_experts))
+    console.print(
+        f"{'/'.join(map(str, most))} experts a layer on the GPU; static learns from {found.training_sequences} other "
+        "sequences, oracle knows what each sequence will use",
+        style="dim",
+    )
 
 
 def _print_memories(console: Console, plan: CapacityPlan) -> None:

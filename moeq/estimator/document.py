@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from moeq.estimator.capacity import CapacityPlan
+from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.result import Estimate
 from moeq.estimator.stated import Comparison
 from moeq.version import __version__
@@ -17,13 +18,17 @@ class _Frozen(BaseModel):
 
 
 class Case(_Frozen):
-    """One placed model; geometry: the sizes that were assumed, stated: what a publication gives beside it."""
+    """One placed model; geometry: the sizes that were assumed, stated: what a publication gives beside it.
+
+    hit_rates: of placements of as many experts on the recorded trace, None without one.
+    """
 
     name: str
     geometry: dict[str, Any]
     estimate: Estimate
     capacity: CapacityPlan
     stated: tuple[Comparison, ...] = ()
+    hit_rates: HitRates | None = None
 
     @property
     def batches(self) -> list[int]:

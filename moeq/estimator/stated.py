@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from moeq.errors import EstimateError
 from moeq.estimator.result import Estimate
-from moeq.recipe import CaseSection, StatedSection
+from moeq.recipe import StatedSection
 
 
 class Comparison(BaseModel):
@@ -40,9 +40,9 @@ class Comparison(BaseModel):
         return "near-data side over FP16" if self.over is None else f"{kind} over {self.over}"
 
 
-def compare(case: CaseSection, estimate: Estimate, *, miss_beyond: float) -> list[Comparison]:
+def compare(case: str, stated: Sequence[StatedSection], estimate: Estimate, *, miss_beyond: float) -> list[Comparison]:
     """Every stated figure of a case beside its estimate; EstimateError for a baseline that was not estimated."""
-    return [_compare(case.name, one, _values(one, estimate, case.name), miss_beyond) for one in case.stated]
+    return [_compare(case, one, _values(one, estimate, case), miss_beyond) for one in stated]
 
 
 def _values(stated: StatedSection, estimate: Estimate, case: str) -> Sequence[float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from moeq.estimator.assumptions import BWRULE, OPT, SUBJECT
 from moeq.estimator.capacity import CapacityPlan, Memory
 from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.result import PolicyPoint
 from moeq.estimator.stated import Comparison
 from moeq.reporting import formats, speed
@@ -159,7 +160,8 @@ def _charts(model: str, cases: Sequence[Case]) -> list[Raw]:
 def _lines(cases: Sequence[Case], batch: int) -> list[tuple[str, list[PolicyPoint], int, bool]]:
     """Name, points, layers and whether it is the subject: the baselines of the first case, then the subject of each."""
     first, layers = cases[0], cases[0].estimate.num_layers
-    baselines = [policy for policy in first.estimate.policies if policy != SUBJECT]
+    there = {point.policy: None for point in first.estimate.points if point.batch == batch}
+    baselines = [policy for policy in there if policy != SUBJECT]
     lines = [(short_name(policy), _points(first, policy, batch), layers, False) for policy in baselines]
     own = [(case.name if len(cases) > 1 else short_name(SUBJECT), case) for case in cases]
     return lines + [(name, _points(case, SUBJECT, batch), layers, True) for name, case in own]
@@ -178,6 +180,7 @@ def _case(case: Case, anchor: str) -> Section:
         title=f"{case.name}: what bounds it, and what it hangs on",
         parts=[
             _policies(one.points),
+            *([] if case.hit_rates is None else [hit_table(case.hit_rates)]),
             speed.speedups(one),
             speed.terms(one),
             capacity(case.capacity),
@@ -208,6 +211,28 @@ def _policies(points: Sequence[PolicyPoint]) -> Raw:
     return table(
         "Every policy over all input and output lengths. A decode step gives a token to every sequence of the batch.",
         ("policy", "batch", "first token, ms", "decode step, ms", "tokens a second", "whole request, s"),
+        rows,
+    )
+
+
+def hit_table(found: HitRates) -> Raw:
+    """Hit rates by domain."""
+    names = {
+        "context_aware": "context-aware",
+        "static": "static",
+        "static_of_domain": "static of the domain",
+        "static_in_hindsight": "static in hindsight",
+        "oracle": "oracle",
+    }
+    rows = [
+        (row.domain, f"{row.sequences:,}", *(formats.percent(row.rates[name]) for name in names)) for row in found.rows
+    ]
+    return table(
+        "Share of the decode's expert tokens that find their expert on the GPU, with "
+        f"{'/'.join(map(str, sorted(set(found.gpu_experts))))} experts a layer there. Context-aware: chosen for every "
+        f"sequence from its own prefill. Static ones learn from {found.training_sequences} other sequences; hindsight "
+        "and oracle know the decode.",
+        ("domain", "sequences", *names.values()),
         rows,
     )
 

@@ -88,6 +88,15 @@ def test_what_is_written(tmp_path: Path) -> None:
     page = (out / "estimate.html").read_text()
     assert page.count("<svg") == 2
     assert "MoNDE (bandwidth rule)" in page
+    drawn = json.loads((out / "timeline.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in drawn if event["name"] == "process_name"]
+    assert names == ["context_aware", "monde_bwrule", "monde_opt"]
+    for number, name in enumerate(names, start=1):
+        mine = [event for event in drawn if event["ph"] == "X" and event["pid"] == number]
+        assert {event["args"]["layer"] for event in mine} == set(range(32))
+        point = next(p for p in printed["cases"][0]["estimate"]["points"] if p["policy"] == name)
+        end = max(event["ts"] + event["dur"] for event in mine)
+        assert 0.3 < end / (1e6 * point["decode_seconds_per_token"]) < 3  # one outcome of the routing, not its mean
     first = {path.name: path.read_bytes() for path in out.iterdir()}
     as_json(*SMALL, *ONE, "--out", out)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == first

@@ -9,7 +9,7 @@ import pytest
 from moeq.errors import EstimateError, RecipeError
 from moeq.estimator import Estimate, Grid, Hardware, estimate, load_geometry, load_hardware, uniform_placement
 from moeq.estimator.stated import Comparison, compare
-from moeq.recipe import CaseSection, load_recipe
+from moeq.recipe import StatedSection, load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "paper-000-figures.yaml"
 MIXTRAL = load_geometry("mixtral-8x7b")
@@ -22,10 +22,14 @@ def result(preset: Hardware) -> Estimate:
 
 
 def beside(result: Estimate, low: float, high: float, *, only_largest: bool = False) -> Comparison:
-    stated = {"figure": "end_to_end", "over": "monde_bwrule", "low": low, "high": high, "only_largest": only_largest}
-    case = {"name": "one", "geometry": "mixtral-8x7b", "bits": 3, "gpu_experts": 4}
-    section = CaseSection.model_validate(case | {"stated": [stated | {"source": "a paper"}]})
-    (found,) = compare(section, result, miss_beyond=0.05)
+    stated: dict[str, Any] = {
+        "figure": "end_to_end",
+        "over": "monde_bwrule",
+        "low": low,
+        "high": high,
+        "only_largest": only_largest,
+    }
+    (found,) = compare("one", [StatedSection(**stated, source="a paper")], result, miss_beyond=0.05)
     return found
 
 
@@ -51,10 +55,9 @@ def test_inside_counts_half_of_the_last_printed_digit(result: Estimate) -> None:
 
 
 def test_a_baseline_that_was_not_estimated(preset: Hardware, result: Estimate) -> None:
-    stated = {"figure": "decode", "over": "monde_bw", "low": 1, "high": 2, "source": "a paper"}
-    case = CaseSection.model_validate({"name": "one", "geometry": "x", "bits": 3, "gpu_experts": 1, "stated": [stated]})
+    stated = StatedSection(figure="decode", over="monde_bw", low=1, high=2, source="a paper")
     with pytest.raises(EstimateError, match=r"estimate\.figures, one: .*did you mean 'monde_bwrule'"):
-        compare(case, result, miss_beyond=0.05)
+        compare("one", [stated], result, miss_beyond=0.05)
 
 
 def test_the_recipe_of_paper_000() -> None:
@@ -67,7 +70,7 @@ def test_the_recipe_of_paper_000() -> None:
         placement = uniform_placement(geometry, bits=case.bits, hot_experts=case.gpu_experts)
         grid = Grid(inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs))
         made = estimate(geometry, load_hardware(section.hardware), placement, grid=grid, context=section.context)
-        found += compare(case, made, miss_beyond=section.figures.miss_beyond)
+        found += compare(case.name, case.stated, made, miss_beyond=section.figures.miss_beyond)
     assert len(found) == 14
     assert all(abs(one.deviation) < 0.15 for one in found)
     assert {(one.case, one.name) for one in found if one.missed} == {
