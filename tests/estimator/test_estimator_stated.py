@@ -22,14 +22,10 @@ def result(preset: Hardware) -> Estimate:
 
 
 def beside(result: Estimate, low: float, high: float, *, only_largest: bool = False) -> Comparison:
-    stated: dict[str, Any] = {
-        "figure": "end_to_end",
-        "over": "monde_bwrule",
-        "low": low,
-        "high": high,
-        "only_largest": only_largest,
-    }
-    (found,) = compare("one", [StatedSection(**stated, source="a paper")], result, miss_beyond=0.05)
+    stated = StatedSection(
+        figure="end_to_end", over="monde_bwrule", low=low, high=high, only_largest=only_largest, source="a paper"
+    )
+    (found,) = compare("one", [stated], result, miss_beyond=0.05)
     return found
 
 
