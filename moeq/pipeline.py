@@ -110,6 +110,7 @@ STAGES = (
     Stage(
         name="estimate",
         run=estimate.run,
+        revision=2,
         sections=("estimate", "eval", "seed"),
         after=("profile", "losses", "assign"),
         extra=estimate.hardware_digest,

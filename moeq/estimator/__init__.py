@@ -1,7 +1,7 @@
 """Performance of a placed Mixture-of-Experts model on a GPU with near-data-processing memory, beside its baselines."""
 
 from moeq.estimator.devices import Hardware
-from moeq.estimator.estimate import estimate
+from moeq.estimator.estimate import chosen_labels, estimate
 from moeq.estimator.geometry import (
     CONFIG_KEYS,
     ModelGeometry,
@@ -14,15 +14,18 @@ from moeq.estimator.hardware import known_hardware, load_hardware
 from moeq.estimator.placement import Placement, uniform_placement
 from moeq.estimator.policies import known_policies
 from moeq.estimator.result import Estimate
-from moeq.estimator.workload import Grid
+from moeq.estimator.timeline import Interval, timeline
+from moeq.estimator.workload import Grid, placed_popularity, zipf_popularity
 
 __all__ = [
     "CONFIG_KEYS",
     "Estimate",
     "Grid",
     "Hardware",
+    "Interval",
     "ModelGeometry",
     "Placement",
+    "chosen_labels",
     "equal_bits",
     "estimate",
     "geometry_from_config",
@@ -31,5 +34,8 @@ __all__ = [
     "known_policies",
     "load_geometry",
     "load_hardware",
+    "placed_popularity",
+    "timeline",
     "uniform_placement",
+    "zipf_popularity",
 ]

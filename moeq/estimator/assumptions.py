@@ -1,104 +1,109 @@
-"""What an estimate hangs on: its assumptions in words, and the speed-ups that other assumptions give."""
+"""What an estimate hangs on, in words."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from moeq.estimator.devices import Hardware
+from moeq.estimator.points import SUBJECT
 from moeq.estimator.policies import known_policies
-from moeq.estimator.result import SensitivityRow
+from moeq.estimator.sensitivity import BWRULE, OPT
 from moeq.estimator.simulation import Simulation
 from moeq.estimator.step import Step
 
-SUBJECT = "context_aware"
-BWRULE, OPT = "monde_bwrule", "monde_opt"
-SENSITIVITY_BATCHES = (4, 16)
-_COMPARED = frozenset({SUBJECT, BWRULE, OPT})
 
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What the assumptions are told beside the simulation.
 
-def sensitivity(simulation: Simulation, batch: int) -> tuple[SensitivityRow, ...]:
-    """Decode speed-ups over MoNDE at `batch` with one assumption changed at a time, and at batch 4 and 16."""
-    hardware = simulation.layers.hardware
-    text = {key: hardware.constant(key).text for key in _CHANGES}
-    rows = [
-        _row(simulation.on(hardware.changed(section, **fields)).decode(batch, _COMPARED), key, f"{text[key]} -> {new}")
-        for key, (section, fields, new) in _CHANGES.items()
-    ]
-    batches = [
-        _row(simulation.decode(other, _COMPARED), "batch", f"{batch} -> {other}") for other in SENSITIVITY_BATCHES
-    ]
-    return (*rows, *batches)
+    `sampled_steps`: of a trace, how many the sensitivity was taken from (None: all).
+    """
 
-
-_CHANGES: dict[str, tuple[str, dict[str, float | str], str]] = {
-    "gpu.layer_overhead": ("gpu", {"layer_overhead_seconds": 0.0}, "0 s (tau = 0)"),
-    "link.bandwidth": ("link", {"bandwidth_bytes_per_second": 32e9}, "32 GB/s (PCIe Gen4 x16)"),
-    "ndp.low_bit_compute": ("ndp", {"low_bit_compute": "const"}, "const"),
-    "ndp.dataflow": ("ndp", {"dataflow": "os"}, "os"),
-}
-
-
-def _row(steps: dict[str, Step], assumption: str, change: str) -> SensitivityRow:
-    return SensitivityRow(
-        assumption=assumption,
-        change=change,
-        decode_speedup_over_monde_bwrule=steps[BWRULE].seconds / steps[SUBJECT].seconds,
-        decode_speedup_over_monde_opt=steps[OPT].seconds / steps[SUBJECT].seconds,
-    )
+    assigned_layers: int
+    popularity_given: bool
+    kv_growth: bool
+    ndp_speedup: float = 1.0
+    sampled_steps: int | None = None
 
 
 def assumptions(
-    simulation: Simulation,
-    *,
-    steps: dict[str, Step],
-    ndp_speedup: float,
-    assigned_layers: int,
-    batches: tuple[int, ...],
-    uniform_routing: bool,
+    simulation: Simulation, *, steps: Mapping[str, Step], batches: tuple[int, ...], told: Told
 ) -> tuple[str, ...]:
     """One line for every assumption that the answer hangs on; `steps` are those of the first batch."""
     hardware, geometry = simulation.layers.hardware, simulation.layers.geometry
     subject = steps[SUBJECT].seconds
     over = {key: f"{steps[key].seconds / subject:.2f}x" for key in (BWRULE, OPT)}
     lines = [f"{one.key} = {one.text}: {one.source}" for one in hardware.constants if one.is_fitted]
+    lines += _ndp_lines(hardware, told.ndp_speedup)
     lines += [
-        _low_bit_line(hardware, ndp_speedup),
-        f"ndp.dataflow = {hardware.ndp.dataflow}: {hardware.constant('ndp.dataflow').source}",
         f"baseline: decode at batch {batches[0]} is {over[BWRULE]} MoNDE with its bandwidth rule (at least one fetch a "
         f"layer), {over[OPT]} a cost-optimal MoNDE",
-        _routing_line(simulation, batches, uniform_routing),
+        *_routing_lines(simulation, batches, told),
         "prefill: FP16 experts by their expected tokens, a batch together; one migration a batch",
-        f"decode: keys and values of {simulation.context} tokens at every step",
+        "decode: keys and values of the prompt and what was decoded so far"
+        if told.kv_growth
+        else f"decode: keys and values of {simulation.context} tokens at every step",
     ]
-    lines += _policy_lines(hardware)
-    if assigned_layers != geometry.num_layers:
-        lines.append(f"the placement's {assigned_layers} layer(s) are repeated evenly over {geometry.num_layers}")
+    lines += _policy_lines(simulation)
+    if told.assigned_layers != geometry.num_layers:
+        lines.append(f"the placement's {told.assigned_layers} layer(s) are repeated evenly over {geometry.num_layers}")
     return tuple(lines)
 
 
-def _low_bit_line(hardware: Hardware, ndp_speedup: float) -> str:
+def _ndp_lines(hardware: Hardware, ndp_speedup: float) -> list[str]:
     ndp = hardware.ndp
+    dataflow = f"ndp.dataflow = {ndp.dataflow}: {hardware.constant('ndp.dataflow').source}"
+    if not ndp.computes:
+        return [f"{dataflow}; experts are held there and fetched, at their bits by the context-aware placement"]
     what = "grows as 16/bits" if ndp.low_bit_compute == "scale" else "is the same at every width"
-    return (
+    return [
         f"ndp.low_bit_compute = {ndp.low_bit_compute}: the MAC rate ({ndp.peak_macs_per_second / 1e12:.2f} TMAC/s peak "
-        f"at 16 bits) {what}; experts on the NDP are {ndp_speedup:.2f}x faster than in FP16"
-    )
+        f"at 16 bits) {what}; experts on the NDP are {ndp_speedup:.2f}x faster than in FP16",
+        dataflow,
+    ]
 
 
-def _routing_line(simulation: Simulation, batches: tuple[int, ...], uniform: bool) -> str:
-    kind = "uniform" if uniform else "by popularity"
+def _routing_lines(simulation: Simulation, batches: tuple[int, ...], told: Told) -> list[str]:
+    if simulation.replay is not None:
+        return _trace_lines(simulation, batches, told)
+    kind = "by popularity" if told.popularity_given else "uniform"
     how = {
         "exact": "enumerated exactly",
         "monte-carlo": f"{simulation.samples} Monte Carlo samples, seed {simulation.seed}",
     }
     methods = "; ".join(f"batch {batch} {how[simulation.routing_method(batch)]}" for batch in batches)
-    return f"routing: {kind}, tokens independent, without replacement; {methods}"
+    lines = [f"routing: {kind}, tokens independent, without replacement; {methods}"]
+    drawn = [key for key, policy, _ in simulation.wanted() if policy.in_time]
+    if drawn:
+        lines.append(
+            f"{', '.join(drawn)}: {simulation.samples} steps drawn one after the other, seed {simulation.seed}"
+        )
+    return lines
 
 
-def _policy_lines(hardware: Hardware) -> list[str]:
+def _trace_lines(simulation: Simulation, batches: tuple[int, ...], told: Told) -> list[str]:
+    assert simulation.replay is not None
+    trace = simulation.replay.trace
+    steps = ", ".join(f"{len(simulation.replay.steps(batch).rows)} at batch {batch}" for batch in batches)
+    popularity = "as given" if told.popularity_given else "that of all prompts of the trace"
+    lines = [
+        f"routing: as recorded from {trace.model or 'a model'} ({trace.num_sequences} sequences, {trace.num_tokens} "
+        f"tokens), decode steps in order: {steps}",
+        f"hot experts and widths follow from the prompts of the sequences that decode; popularity for what is static: "
+        f"{popularity}",
+    ]
+    if told.sampled_steps is not None:
+        lines.append(f"sensitivity: from {told.sampled_steps} steps, in blocks spread evenly over the trace")
+    return lines
+
+
+def _policy_lines(simulation: Simulation) -> list[str]:
     """Parameters of policies that neither a fit nor the hardware file sets, so that a default applies."""
-    lines = []
+    wanted, lines = {policy.name for _, policy, _ in simulation.wanted()}, []
     for name, policy in known_policies().items():
-        given = hardware.policies.get(name, {})
+        given = simulation.layers.hardware.policies.get(name, {})
         free = [f"{key} = {one.default} ({one.source})" for key, one in policy.parameters.items() if key not in given]
-        if free:
+        if free and name in wanted:
             lines.append(f"{name} by default: {', '.join(free)}")
     return lines

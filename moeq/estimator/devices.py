@@ -162,10 +162,14 @@ class Hardware(_Frozen):
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A number in [minimum, maximum], or one of `choices`, that a hardware file may set for a policy."""
+    """A number in [minimum, maximum], or one of `choices`, that a hardware file may set for a policy.
+
+    `alternative`: what a sensitivity row tries instead where the value is an assumption.
+    """
 
     default: float | str
     source: str
+    alternative: float | str | None = None
     minimum: float = 0.0
     maximum: float = float("inf")
     choices: tuple[str, ...] = ()

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moeq.errors import EstimateError
-from moeq.estimator.assumptions import SUBJECT, assumptions, sensitivity
+from moeq.errors import EstimateError, nearest
+from moeq.estimator.assumptions import Told, assumptions
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.placement import Placement
-from moeq.estimator.result import Capacity, Estimate, PolicyPoint, Speedup, TermRow
+from moeq.estimator.points import SUBJECT, decode_terms, earlier_terms, policy_points, speedups
+from moeq.estimator.policies import known_policies, label
+from moeq.estimator.result import Capacity, Estimate, Refusal
+from moeq.estimator.sensitivity import BWRULE, OPT, sensitivity
 from moeq.estimator.simulation import Simulation, build_simulation
 from moeq.estimator.step import Step
+from moeq.estimator.trace import RoutingTrace
 from moeq.estimator.workload import Grid
 
 REPLICA_BITS = (1, 2, 3, 4)
+ALWAYS = (SUBJECT, BWRULE, OPT)
 
 
 def estimate(
@@ -28,18 +35,27 @@ def estimate(
     group_size: int | None = 128,
     zero_points: bool = False,
     popularity: ArrayLike | None = None,
+    trace: RoutingTrace | None = None,
+    policies: Sequence[str] | None = None,
     grid: Grid | None = None,
     context: int = 1024,
+    kv_growth: bool = False,
     monte_carlo_samples: int = 256,
     seed: int = 0,
     replica_bits: tuple[int, ...] = REPLICA_BITS,
 ) -> Estimate:
     """Latency, throughput and memory of a placed model under every policy, and speed-ups of the context-aware one.
 
-    `popularity`[E] or [L', E] weighs the routing of all layers or of each of the placement's (None: uniform); it is
-    the weight of a draw without replacement, so that with top_k > 1 the resulting frequencies are flatter. `context`
-    tokens of keys and values are read at every decode step. A placement with fewer layers than the model is repeated
-    evenly. Raises EstimateError for input that does not fit together. Source: shared/ESTIMATOR.md.
+    `popularity`[E] or [L', E] weighs the routing of all layers or of each of the placement's (None: uniform, or that
+    of the trace's prompts); it is the weight of a draw without replacement, so that with top_k > 1 the resulting
+    frequencies are flatter. `trace`: decode takes its recorded steps in order; the hot experts of every sequence
+    follow from its prompt, as many as the placement has. `policies`: names or labels ("monde", "monde_opt"; None:
+    all); the context-aware placement and both MoNDE baselines always are among them. `context` tokens of keys and
+    values are read at every decode step, or with `kv_growth` the prompt and what was decoded so far. A placement with
+    fewer layers than the model is repeated evenly. A policy that cannot run the model is refused: an error if it was
+    asked for by name, else a line of the result.
+
+    Raises EstimateError for input that does not fit together. Source: shared/ESTIMATOR.md.
     """
     _check(geometry, placement, popularity, group_size, context, monte_carlo_samples, seed)
     grid = grid or Grid()
@@ -53,17 +69,58 @@ def estimate(
         context=context,
         samples=monte_carlo_samples,
         seed=seed,
+        trace=trace,
+        labels=None if policies is None else chosen_labels(policies),
     )
-    return _assemble(simulation, placement, grid, replica_bits, uniform_routing=popularity is None)
+    refused = _refused(simulation, grid, asked_for=policies is not None)
+    told = Told(assigned_layers=len(placement.bits), popularity_given=popularity is not None, kv_growth=kv_growth)
+    return _assemble(simulation, placement, grid, replica_bits, refused, told)
+
+
+def chosen_labels(policies: Sequence[str]) -> frozenset[str]:
+    """Labels of policies that are named by name or label, and of those that always are estimated.
+
+    Raises EstimateError with the nearest known name.
+    """
+    by_name = {name: [label(name, v) for v in one.variants] for name, one in known_policies().items()}
+    known = by_name | {one: [one] for labels in by_name.values() for one in labels}
+    chosen = set(ALWAYS)
+    for name in policies:
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"did you mean {close!r}?" if close else f"known: {', '.join(sorted(known))}"
+            raise EstimateError(f"unknown policy {name!r}", do=hint)
+        chosen.update(known[name])
+    return frozenset(chosen)
+
+
+def _refused(simulation: Simulation, grid: Grid, *, asked_for: bool) -> tuple[Refusal, ...]:
+    found = [
+        Refusal(policy=policy, batch=batch, reason=reason)
+        for batch in grid.batches
+        for policy, reason in simulation.refusals(batch).items()
+    ]
+    if asked_for and found:
+        where = f"{found[0].policy} at batch {found[0].batch}"
+        raise EstimateError(found[0].reason, where=where, do="leave the policy out, or give other hardware or bits")
+    return tuple(found)
 
 
 def _assemble(
-    simulation: Simulation, placement: Placement, grid: Grid, replica_bits: tuple[int, ...], *, uniform_routing: bool
+    simulation: Simulation,
+    placement: Placement,
+    grid: Grid,
+    replica_bits: tuple[int, ...],
+    refused: tuple[Refusal, ...],
+    told: Told,
 ) -> Estimate:
     layers, first = simulation.layers, grid.batches[0]
     steps = {batch: simulation.decode(batch) for batch in grid.batches}
-    points = _points(simulation, grid, steps)
+    prefills = {at: simulation.prefill(*at) for at in itertools.product(grid.batches, grid.inputs)}
+    points = policy_points(simulation, grid, steps, prefills, kv_growth=told.kv_growth)
     ndp_speedup = _ndp_speedup(simulation, first, steps[first][SUBJECT])
+    rows, sampled = sensitivity(simulation, grid, kv_growth=told.kv_growth)
+    told = replace(told, ndp_speedup=ndp_speedup, sampled_steps=sampled)
     return Estimate(
         geometry=layers.geometry.name,
         hardware=layers.hardware.name,
@@ -73,23 +130,19 @@ def _assemble(
         group_size=layers.group_size,
         zero_points=layers.zero_points,
         context=simulation.context,
+        kv_growth=told.kv_growth,
         monte_carlo_samples=simulation.samples,
         seed=simulation.seed,
         routing={batch: simulation.routing_method(batch) for batch in grid.batches},
         ndp_speedup_over_fp16=ndp_speedup,
         points=points,
-        speedups=_speedups(points),
-        terms=_term_rows(steps),
+        speedups=speedups(points),
+        terms=decode_terms(steps),
+        earlier_terms=earlier_terms(simulation, prefills),
+        refused=refused,
         capacity=_capacity(simulation, max(grid.batches), replica_bits),
-        assumptions=assumptions(
-            simulation,
-            steps=steps[first],
-            ndp_speedup=ndp_speedup,
-            assigned_layers=len(placement.bits),
-            batches=grid.batches,
-            uniform_routing=uniform_routing,
-        ),
-        sensitivity=sensitivity(simulation, first),
+        assumptions=assumptions(simulation, steps=steps[first], batches=grid.batches, told=told),
+        sensitivity=rows,
         hardware_constants=layers.hardware.constants,
     )
 
@@ -128,70 +181,6 @@ def _check(
             raise EstimateError(f"{name} is {value}", do=f"give {least} or more")
 
 
-def _points(simulation: Simulation, grid: Grid, steps: dict[int, dict[str, Step]]) -> tuple[PolicyPoint, ...]:
-    migration = {key: one.seconds for key, one in simulation.migration().items()}
-    num_layers = simulation.layers.geometry.num_layers
-    points = []
-    for batch, input_tokens in itertools.product(grid.batches, grid.inputs):
-        prefill = {key: one.seconds for key, one in simulation.prefill(batch, input_tokens).items()}
-        for output_tokens, (policy, step) in itertools.product(grid.outputs, steps[batch].items()):
-            before = prefill[policy] + migration[policy]
-            points.append(
-                PolicyPoint(
-                    policy=policy,
-                    batch=batch,
-                    input_tokens=input_tokens,
-                    output_tokens=output_tokens,
-                    prefill_seconds=prefill[policy],
-                    migration_seconds=migration[policy],
-                    decode_seconds_per_token=step.seconds,
-                    end_to_end_seconds=before + output_tokens * step.seconds,
-                    decode_tokens_per_second=batch / step.seconds,
-                    time_to_first_token_seconds=before + step.seconds,
-                    ndp_seconds_per_layer=step.ndp_seconds / num_layers,
-                )
-            )
-    return tuple(points)
-
-
-def _speedups(points: tuple[PolicyPoint, ...]) -> tuple[Speedup, ...]:
-    subject = {(one.batch, one.input_tokens, one.output_tokens): one for one in points if one.policy == SUBJECT}
-    rows = []
-    for one in points:
-        if one.policy == SUBJECT:
-            continue
-        mine = subject[one.batch, one.input_tokens, one.output_tokens]
-        rows.append(
-            Speedup(
-                baseline=one.policy,
-                batch=one.batch,
-                input_tokens=one.input_tokens,
-                output_tokens=one.output_tokens,
-                decode=one.decode_seconds_per_token / mine.decode_seconds_per_token,
-                end_to_end=one.end_to_end_seconds / mine.end_to_end_seconds,
-            )
-        )
-    return tuple(rows)
-
-
-def _term_rows(steps: dict[int, dict[str, Step]]) -> tuple[TermRow, ...]:
-    return tuple(
-        TermRow(
-            policy=policy,
-            batch=batch,
-            term=term,
-            seconds=total.seconds,
-            share=total.seconds / step.seconds,
-            bytes=total.bytes,
-            macs=total.macs,
-            bound_by=total.bound_by,
-        )
-        for batch, of_batch in steps.items()
-        for policy, step in of_batch.items()
-        for term, total in step.terms.items()
-    )
-
-
 def _ndp_speedup(simulation: Simulation, batch: int, step: Step) -> float:
     """How much longer the NDP would take with the same experts in FP16; 1 where it has none."""
     if step.ndp_seconds == 0:
@@ -209,7 +198,7 @@ def _capacity(simulation: Simulation, batch: int, replica_bits: tuple[int, ...])
     )
     replicas = geometry.num_layers * geometry.num_experts * one
     rest = 2.0 * geometry.non_expert_parameters
-    kv_cache = batch * geometry.num_layers * geometry.kv_bytes_per_layer(simulation.context)
+    kv_cache = simulation.kv_cache_bytes(batch)
     return Capacity(
         gpu_expert_bytes=on_gpu,
         ndp_expert_bytes=on_ndp,

@@ -25,7 +25,9 @@ from moeq.estimator.step import (
 )
 from moeq.estimator.terms import Cost, t_act, t_fetch, t_gpu, t_ndp
 
-PREFILL_SPLIT = Parameter(default="opt", source="cost-optimal split of a prefill", choices=("opt", "bwrule"))
+PREFILL_SPLIT = Parameter(
+    default="opt", source="assumption: cost-optimal split", choices=("opt", "bwrule"), alternative="bwrule"
+)
 
 
 def pipelined_finish(fetch_seconds: FloatArray, gpu_seconds: FloatArray) -> FloatArray:

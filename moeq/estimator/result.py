@@ -1,4 +1,4 @@
-"""The result of an estimate: frozen models that become JSON as they are (schema_version 1)."""
+"""The result of an estimate: frozen models that become JSON as they are (schema_version 2)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ class _Frozen(BaseModel):
 class PolicyPoint(_Frozen):
     """One policy at one grid point.
 
-    `decode_seconds_per_token` is a step of the whole model, a token for every sequence of the batch. A request takes
-    prefill, migration and output_tokens steps; its first token is there after the first of them.
+    `decode_seconds_per_token` is a step of the whole model, a token for every sequence of the batch; of it, copies
+    that compute does not hide are `stall_seconds_per_token`. A request takes prefill, migration and output_tokens
+    steps; its first token is there after the first of them. `ndp_busy_share` is the time that the NDP computes,
+    `bytes_moved` what crosses each memory and the link, `energy_joules` what bytes and MACs take (None: the hardware
+    file gives no energies), all of them of such a request of the whole batch. `gpu_expert_share`: of the tokens that
+    reach experts in decode, those that the GPU computes.
     """
 
     policy: str
@@ -30,8 +34,14 @@ class PolicyPoint(_Frozen):
     decode_seconds_per_token: float
     end_to_end_seconds: float
     decode_tokens_per_second: float
+    prefill_tokens_per_second: float
     time_to_first_token_seconds: float
+    stall_seconds_per_token: float
     ndp_seconds_per_layer: float
+    ndp_busy_share: float
+    gpu_expert_share: float
+    bytes_moved: dict[Literal["gpu_memory", "link", "ndp_memory"], float]
+    energy_joules: float | None
 
 
 class Speedup(_Frozen):
@@ -46,9 +56,10 @@ class Speedup(_Frozen):
 
 
 class TermRow(_Frozen):
-    """One term of a policy's decode step over all layers; overlapping terms' shares add up to more than 1.
+    """One term of a policy's decode step, prefill or migration over all layers.
 
-    `seconds` are expected busy seconds, `bound_by` (bytes, macs, latency, none) what most of them are made of.
+    Shares of terms that overlap add up to more than 1. `seconds` are expected busy seconds, `bound_by` (bytes, macs,
+    latency, none) what most of them are made of.
     """
 
     policy: str
@@ -59,15 +70,32 @@ class TermRow(_Frozen):
     bytes: float
     macs: float
     bound_by: str
+    phase: Literal["prefill", "migration", "decode"] = "decode"
+    input_tokens: int | None = None
 
 
 class SensitivityRow(_Frozen):
-    """Decode speed-ups over both MoNDE baselines with one assumption changed."""
+    """What becomes of the answer with one assumption changed (none: as all are), at the grid's first point.
+
+    `decode_seconds_per_token` is that of the context-aware placement; the speed-ups are its own, over the policies
+    that were worked out for this row.
+    """
 
     assumption: str
     change: str
+    decode_seconds_per_token: float
     decode_speedup_over_monde_bwrule: float
     decode_speedup_over_monde_opt: float
+    decode_speedups: dict[str, float]
+    end_to_end_speedups: dict[str, float]
+
+
+class Refusal(_Frozen):
+    """A policy that cannot run the model at a batch, and the sum that does not fit."""
+
+    policy: str
+    batch: int
+    reason: str
 
 
 class Capacity(_Frozen):
@@ -92,7 +120,7 @@ class Capacity(_Frozen):
 class Estimate(_Frozen):
     """Everything that was estimated for a model, a placement and a hardware, with what it hangs on."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     geometry: str
     hardware: str
     placement: str
@@ -101,13 +129,16 @@ class Estimate(_Frozen):
     group_size: int | None
     zero_points: bool
     context: int
+    kv_growth: bool
     monte_carlo_samples: int
     seed: int
-    routing: dict[int, Literal["exact", "monte-carlo"]]
+    routing: dict[int, Literal["exact", "monte-carlo", "trace"]]
     ndp_speedup_over_fp16: float
     points: tuple[PolicyPoint, ...]
     speedups: tuple[Speedup, ...]
     terms: tuple[TermRow, ...]
+    earlier_terms: tuple[TermRow, ...]
+    refused: tuple[Refusal, ...]
     capacity: Capacity
     assumptions: tuple[str, ...]
     sensitivity: tuple[SensitivityRow, ...]
@@ -120,7 +151,7 @@ class Estimate(_Frozen):
 
     def point(self, policy: str, *, batch: int, input_tokens: int, output_tokens: int) -> PolicyPoint:
         """The point of a policy; raises EstimateError for a policy or grid point that was not estimated."""
-        self._known(policy, self.policies)
+        self._known(policy, self.policies, self._refused)
         for one in self.points:
             if (one.policy, one.batch, one.input_tokens, one.output_tokens) == (
                 policy,
@@ -129,29 +160,37 @@ class Estimate(_Frozen):
                 output_tokens,
             ):
                 return one
-        raise self._off_grid(batch)
+        raise self._off_grid(batch, policy)
 
     def speedups_over(self, baseline: str, *, batch: int) -> list[Speedup]:
         """Speed-ups over a baseline at all grid points of a batch; raises EstimateError as `point` does."""
-        self._known(baseline, [one.baseline for one in self.speedups])
+        self._known(baseline, [one.baseline for one in self.speedups], self._refused)
         rows = [one for one in self.speedups if one.baseline == baseline and one.batch == batch]
         if not rows:
-            raise self._off_grid(batch)
+            raise self._off_grid(batch, baseline)
         return rows
 
     def step_terms(self, policy: str, *, batch: int) -> dict[str, TermRow]:
         """The decode terms of a policy by name; raises EstimateError as `point` does."""
-        self._known(policy, self.policies)
+        self._known(policy, self.policies, self._refused)
         rows = {one.term: one for one in self.terms if one.policy == policy and one.batch == batch}
         if not rows:
-            raise self._off_grid(batch)
+            raise self._off_grid(batch, policy)
         return rows
 
-    def _off_grid(self, batch: int) -> EstimateError:
+    @property
+    def _refused(self) -> list[str]:
+        return [one.policy for one in self.refused]
+
+    def _off_grid(self, batch: int, policy: str) -> EstimateError:
+        for one in self.refused:
+            if (one.policy, one.batch) == (policy, batch):
+                return EstimateError(one.reason, where=f"{policy} at batch {batch}", do="give other hardware or bits")
         return EstimateError(f"no estimate at this point (batch {batch})", do="add it to the grid")
 
     @staticmethod
-    def _known(policy: str, known: list[str]) -> None:
+    def _known(policy: str, made: list[str], refused: list[str]) -> None:
+        known = made + refused
         if policy not in known:
             close = nearest(policy, known)
             hint = f"did you mean {close!r}?" if close else f"known: {', '.join(dict.fromkeys(known))}"

@@ -44,6 +44,7 @@ class Simulation:
     labels: frozenset[str] | None = None
     replay: Replay | None = None
     drawn: dict[tuple[int, bool], list[Outcomes]] = field(default_factory=dict)
+    shares: list[NDArray[np.float64]] = field(default_factory=list)
 
     def on(self, hardware: Hardware) -> Simulation:
         """The same work on other hardware; routing that was drawn is shared."""
@@ -52,6 +53,18 @@ class Simulation:
     def with_fp16_cold_experts(self) -> Simulation:
         """The same placement with the experts of the NDP in FP16."""
         return replace(self, layers=replace(self.layers, bits=np.where(self.layers.hot, self.layers.bits, 16.0)))
+
+    def with_popularity(self, popularity: NDArray[np.float64]) -> Simulation:
+        """The same placed model with routing drawn by other popularity[D, E] of its distinct layers."""
+        distinct, row = np.unique(popularity, axis=0, return_inverse=True)
+        layers = replace(self.layers, popularity=popularity)
+        return replace(
+            self, layers=layers, distinct_popularity=distinct, popularity_row=row.ravel(), drawn={}, shares=[]
+        )
+
+    def without_trace(self) -> Simulation:
+        """The same placed model with routing drawn by the popularity of its layers."""
+        return replace(self, replay=None, drawn={}, shares=[])
 
     def sampled(self, most_steps: int) -> Simulation:
         """With at most so many steps of the trace, if it has one."""
@@ -172,9 +185,12 @@ class Simulation:
             )
 
     def _tokens_per_token(self) -> NDArray[np.float64]:
-        """Expected tokens[D, E] that reach every expert for one token; rows add up to top_k."""
-        if self.replay is not None:
-            return self.replay.prefill_share()
+        """Expected tokens[D, E] that reach every expert for one token; rows add up to top_k at most."""
+        if not self.shares:
+            self.shares.append(self._drawn_share() if self.replay is None else self.replay.prefill_share())
+        return self.shares[0]
+
+    def _drawn_share(self) -> NDArray[np.float64]:
         geometry, share = self.layers.geometry, []
         for index, row in enumerate(self.distinct_popularity):
             if (row == row[0]).all():

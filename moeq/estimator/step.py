@@ -216,6 +216,12 @@ class TermTotal:
     macs: float
     seconds_by_bound: tuple[float, ...]
 
+    @classmethod
+    def of_bytes(cls, seconds: float) -> TermTotal:
+        """Seconds that a memory or link takes for bytes that another term counts."""
+        by_bound = tuple(seconds if bound == Bound.BYTES and seconds > 0 else 0.0 for bound in Bound)
+        return cls(bytes=0.0, macs=0.0, seconds_by_bound=by_bound)
+
     @property
     def seconds(self) -> float:
         """Expected busy time."""
@@ -264,10 +270,6 @@ class Step:
     def ndp_seconds(self) -> float:
         """Expected time that the NDP computes."""
         return self.terms["ndp_experts"].seconds if "ndp_experts" in self.terms else 0.0
-
-    def carried(self, channel: Channel) -> float:
-        """Bytes that cross the link or a memory."""
-        return sum(total.bytes for name, total in self.terms.items() if channel in TRAFFIC[name])
 
     def with_dense(self, dense: TermTotal) -> Step:
         """The same step with another dense part."""

@@ -50,6 +50,26 @@ def uniform_popularity(num_experts: int) -> FloatArray:
     return np.full(num_experts, 1.0 / num_experts)
 
 
+def zipf_popularity(num_experts: int, exponent: float) -> FloatArray:
+    """Popularity[E] of experts in order of their use: that of rank r is 1/r^exponent of the first's.
+
+    Raises EstimateError for a negative exponent.
+    """
+    if not 0 <= exponent < math.inf:
+        raise EstimateError(f"a Zipf exponent of {exponent:g}", do="give 0 (uniform) or more")
+    weights = np.arange(1, num_experts + 1, dtype=np.float64) ** -exponent
+    return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+def placed_popularity(hot: NDArray[np.bool_], bits: FloatArray, exponent: float) -> FloatArray:
+    """Zipf popularity[D, E] by place and width: experts on the GPU first, then those with more bits, then by index."""
+    order = np.lexsort((-bits, ~hot), axis=1)
+    rows = np.broadcast_to(zipf_popularity(hot.shape[1], exponent), hot.shape)
+    placed = np.empty(hot.shape)
+    np.put_along_axis(placed, order, rows, axis=1)
+    return placed
+
+
 def normalize_popularity(popularity: ArrayLike, *, num_experts: int, top_k: int) -> FloatArray:
     """Popularity[..., E] with every row divided by its sum.
 

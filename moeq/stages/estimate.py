@@ -28,7 +28,7 @@ from moeq.models.loading import expert_keys
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NAME = "estimate.json"
 REMEDY = "run `moeq estimate` again"
 OWN_GEOMETRY = "model"

@@ -34,7 +34,7 @@ def placed(layers: int, seed: int = 0) -> Placement:
 def test_results_become_json_and_back(preset: Hardware) -> None:
     result = estimate(MIXTRAL, preset, placed(4), grid=Grid(batches=(1, 4)))
     assert Estimate.model_validate_json(result.model_dump_json()) == result
-    assert result.schema_version == 1
+    assert result.schema_version == 2
     assert result.routing == {1: "exact", 4: "monte-carlo"}
 
 

@@ -160,12 +160,12 @@ def test_pcie_gen4_figures_of_the_specification_are_those_of_300_us(
 def test_sensitivity_names_every_assumption_that_carries_the_result(run: Run) -> None:
     result = run(LARGE, 3)
     assert [one.assumption for one in result.sensitivity] == [
-        "gpu.layer_overhead",
-        "link.bandwidth",
-        "ndp.low_bit_compute",
-        "ndp.dataflow",
-        "batch",
-        "batch",
+        *("gpu.memory_efficiency", "gpu.compute_efficiency", "gpu.layer_overhead"),
+        *("link.bandwidth", "link.efficiency", "link.latency", "ndp.dataflow", "ndp.low_bit_compute"),
+        "policies.context_aware.prefill_split",
+        *(f"policies.hobbit.{key}" for key in ("high_precision_fraction", "low_precision_fraction")),
+        *("policies.hobbit.low_precision_bits", "policies.monde.prefill_split"),
+        *("routing", "context", "batch", "batch"),
     ]
     text = "\n".join(result.assumptions)
     for word in ("gpu.layer_overhead", "link.bandwidth", "high_precision_fraction", "1.02 TMAC/s", "dataflow", "4.58x"):

@@ -16,9 +16,11 @@ from moeq.estimator.step import BoolArray, Layers, Schedule, Work
 
 _ON_DEMAND = "paper 000, 5.1: all experts are loaded to the GPU on demand"
 _PARAMETERS = {
-    "high_precision_fraction": Parameter(default=1.0, source=_ON_DEMAND, maximum=1.0),
-    "low_precision_fraction": Parameter(default=0.0, source=_ON_DEMAND, maximum=1.0),
-    "low_precision_bits": Parameter(default=4, source="int4 replicas", minimum=1, maximum=16),
+    "high_precision_fraction": Parameter(default=1.0, source=_ON_DEMAND, maximum=1.0, alternative=0.5),
+    "low_precision_fraction": Parameter(default=0.0, source=_ON_DEMAND, maximum=1.0, alternative=0.0),
+    "low_precision_bits": Parameter(
+        default=4, source="assumption: int4 replicas", minimum=1, maximum=16, alternative=2
+    ),
     "cached_experts": Parameter(default=0, source=_ON_DEMAND),
 }
 
