@@ -371,6 +371,13 @@ def estimate(
     context: Annotated[
         int | None, typer.Option("--context", help="Tokens of keys and values at a decode step [default: 1024].", min=1)
     ] = None,
+    kv_growth: Annotated[
+        bool, typer.Option("--kv-growth", help="Keys and values grow with the request instead of --context.")
+    ] = False,
+    zipf: Annotated[
+        float | None,
+        typer.Option("--zipf", help="Exponent of Zipf routing, the placement's best experts the most popular."),
+    ] = None,
     capacity: Annotated[
         bool, typer.Option("--capacity", help="Only say what fits where; refused with the sum where it does not.")
     ] = False,
@@ -399,6 +406,8 @@ def estimate(
         policies=policy or [],
         grid=grid or [],
         context=context,
+        kv_growth=kv_growth,
+        zipf=zipf,
         capacity=capacity,
         sheet=sheet,
         trust_remote_code=trust_remote_code,

@@ -38,6 +38,8 @@ class Asked:
     policies: list[str]
     grid: list[str]
     context: int | None = None
+    kv_growth: bool = False
+    zipf: float | None = None
     capacity: bool = False
     sheet: str | None = None
     trust_remote_code: bool = False
@@ -67,6 +69,8 @@ class Asked:
             "--bits": self.bits,
             "--gpu-experts": self.gpu_experts,
             "--policy": self.policies or None,
+            "--kv-growth": self.kv_growth or None,
+            "--zipf": self.zipf,
             "--capacity": self.capacity or None,
             "--sheet": self.sheet,
         }
@@ -144,6 +148,8 @@ def _options(asked: Asked) -> make.Options:
         policies=tuple(asked.policies),
         grid=parse_grid(asked.axes),
         context=asked.context or DEFAULT_CONTEXT,
+        kv_growth=asked.kv_growth,
+        zipf=asked.zipf,
         trust_remote_code=asked.trust_remote_code,
     )
 

@@ -9,20 +9,33 @@ from typing import Any
 
 from moeq.artifacts.trace import RoutingTrace, read_trace
 from moeq.errors import RecipeError
-from moeq.estimation.options import ALWAYS, chosen_policies
 from moeq.estimation.subject import Model, Subject, of_assignment, of_manifest, read_model, read_placed
-from moeq.estimator import Estimate, Grid, Hardware, estimate, load_geometry, load_hardware, uniform_placement
+from moeq.estimator import (
+    Estimate,
+    Grid,
+    Hardware,
+    Interval,
+    ModelGeometry,
+    Placement,
+    chosen_labels,
+    estimate,
+    known_policies,
+    load_geometry,
+    load_hardware,
+    placed_popularity,
+    timeline,
+    uniform_placement,
+)
 from moeq.estimator.capacity import CapacityPlan, largest_gpu_experts, plan_capacity
 from moeq.estimator.document import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates, hit_rates
 from moeq.estimator.placement import layer_of_assignment
+from moeq.estimator.policies import label
 from moeq.estimator.stated import compare
-from moeq.estimator.timeline import Interval, timeline
 from moeq.estimator.trace import check_trace
 from moeq.recipe import CaseSection, Recipe, StatedSection
 
 DEFAULT_BITS = 3.0
-UNIFORM = "uniform"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +57,8 @@ class Options:
     policies: tuple[str, ...] = ()
     grid: Grid
     context: int = 1024
+    kv_growth: bool = False
+    zipf: float | None = None
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -55,17 +70,21 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A placed model on hardware over a grid; policies: labels that are shown, drawn: those with a timeline."""
+    """A placed model on hardware over a grid.
+
+    policies: names or labels to estimate (None: all that can run); trace, or zipf: routing, uniform without either.
+    """
 
     name: str
     subject: Subject
     hardware: Hardware
     grid: Grid
     context: int
+    kv_growth: bool = False
     seed: int
-    policies: tuple[str, ...]
-    drawn: tuple[str, ...]
+    policies: tuple[str, ...] | None = None
     trace: RoutingTrace | None = None
+    zipf: float | None = None
     stated: Sequence[StatedSection] = ()
 
     @property
@@ -81,36 +100,44 @@ class Question:
             zero_points=self.subject.zero_points,
         )
 
+    @property
+    def routing(self) -> str:
+        """What decides which experts are chosen, in words."""
+        if self.trace is not None:
+            return f"as recorded, {self.trace.num_sequences} sequences"
+        best = "the placement's best experts the most popular"
+        return "uniform" if self.zipf is None else f"Zipf {self.zipf:g}, {best}"
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        placement = self.subject.placement
+        popular = None if self.zipf is None else placed_popularity(placement.hot, placement.bits, self.zipf)
+        return {
+            "group_size": self.subject.group_size,
+            "zero_points": self.subject.zero_points,
+            "popularity": popular,
+            "trace": self.trace,
+            "context": self.context,
+            "seed": self.seed,
+        }
+
+    @property
+    def _parts(self) -> tuple[ModelGeometry, Hardware, Placement]:
+        return self.subject.geometry, self.hardware, self.subject.placement
+
     def answer(self) -> Estimate:
-        """The estimate of the policies that are shown."""
-        found = estimate(
-            self.subject.geometry,
-            self.hardware,
-            self.subject.placement,
-            group_size=self.subject.group_size,
-            zero_points=self.subject.zero_points,
-            grid=self.grid,
-            context=self.context,
-            seed=self.seed,
+        """The estimate of the chosen policies."""
+        return estimate(
+            *self._parts, policies=self.policies, grid=self.grid, kv_growth=self.kv_growth, **self._settings
         )
-        return shown(found, self.policies)
 
     def timelines(self) -> dict[str, tuple[Interval, ...]]:
-        """One decode step at the smallest batch, by policy label."""
-        settings: dict[str, Any] = {"group_size": self.subject.group_size, "zero_points": self.subject.zero_points}
+        """One decode step at the smallest batch by policy label, of those asked for and those that always are shown."""
+        chosen = chosen_labels(self.policies or ())
+        labels = [label(name, one) for name, policy in known_policies().items() for one in policy.variants]
+        batch = min(self.grid.batches)
         return {
-            policy: timeline(
-                self.subject.geometry,
-                self.hardware,
-                self.subject.placement,
-                policy=policy,
-                batch=min(self.grid.batches),
-                context=self.context,
-                seed=self.seed,
-                trace=self.trace,
-                **settings,
-            )
-            for policy in self.drawn
+            one: timeline(*self._parts, policy=one, batch=batch, **self._settings) for one in labels if one in chosen
         }
 
     def hits(self) -> HitRates | None:
@@ -125,7 +152,9 @@ class Question:
 
 def question_of(options: Options) -> Question:
     """What the command line asks; raises MoeqError for input that cannot be read or is of another model."""
-    policies = chosen_policies(options.policies)
+    chosen_labels(options.policies)
+    if options.trace is not None and options.zipf is not None:
+        raise RecipeError("--trace and --zipf each say which experts are chosen", do="give one of them")
     hardware = load_hardware(options.hardware)
     subject = _subject(options, hardware)
     geometry = subject.geometry
@@ -138,10 +167,11 @@ def question_of(options: Options) -> Question:
         hardware=hardware,
         grid=options.grid,
         context=options.context,
+        kv_growth=options.kv_growth,
         seed=options.seed,
-        policies=policies,
-        drawn=policies if options.policies else ALWAYS,
+        policies=options.policies or None,
         trace=trace,
+        zipf=options.zipf,
     )
 
 
@@ -161,8 +191,6 @@ def questions_of(recipe: Recipe) -> list[Question]:
             grid=grid,
             context=section.context,
             seed=recipe.seed,
-            policies=chosen_policies(()),
-            drawn=ALWAYS,
             stated=case.stated,
         )
         for case in section.figures.cases
@@ -176,12 +204,10 @@ def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float
     """
     for question in questions:
         question.capacity.require()
-    trace = questions[0].trace
-    routing = UNIFORM if trace is None else f"recorded, {trace.num_sequences} sequences"
     return EstimateDocument(
         name=title,
         hardware=questions[0].hardware.name,
-        routing=routing,
+        routing=questions[0].routing,
         cases=tuple(_answered(one, miss_beyond) for one in questions),
     )
 
@@ -195,17 +221,6 @@ def _answered(question: Question, miss_beyond: float) -> Case:
         capacity=question.capacity,
         stated=tuple(compare(question.name, question.stated, found, miss_beyond=miss_beyond)),
         hit_rates=question.hits(),
-    )
-
-
-def shown(found: Estimate, policies: tuple[str, ...]) -> Estimate:
-    """An estimate with the figures of some policies only."""
-    return found.model_copy(
-        update={
-            "points": tuple(one for one in found.points if one.policy in policies),
-            "speedups": tuple(one for one in found.speedups if one.baseline in policies),
-            "terms": tuple(one for one in found.terms if one.policy in policies),
-        }
     )
 
 

@@ -1,18 +1,15 @@
-"""What the options of `moeq estimate` say: the grid, and the policies that are shown."""
+"""The grid that `moeq estimate --grid` says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeq.errors import EstimateError, RecipeError, nearest
-from moeq.estimator.assumptions import BWRULE, OPT, SUBJECT
-from moeq.estimator.policies import known_policies, label
-from moeq.estimator.workload import Grid
+from moeq.errors import RecipeError, nearest
+from moeq.estimator import Grid
 
 AXES = {"in": "inputs", "out": "outputs", "batch": "batches"}
 LARGEST = {"in": 4_194_304, "out": 4_194_304, "batch": 4096}  # keeps memory and time of a sweep within reason
 MOST_POINTS = 1000
-ALWAYS = (SUBJECT, BWRULE, OPT)
 
 
 def parse_grid(texts: Sequence[str]) -> Grid:
@@ -49,24 +46,3 @@ def _sizes(axis: str, text: str) -> tuple[int, ...]:
             raise RecipeError(f"{one[:20]} is out of reach", where=f"--grid {axis}", do=f"give 1 to {LARGEST[axis]}")
         sizes.add(int(one))
     return tuple(sorted(sizes))
-
-
-def chosen_policies(names: Sequence[str]) -> tuple[str, ...]:
-    """Labels of the policies that are shown: those named (a policy or one of its variants), all where none is.
-
-    The context-aware placement and both MoNDE baselines are always among them. Raises EstimateError with the nearest
-    name for a policy that there is not.
-    """
-    variants = {name: [label(name, one) for one in policy.variants] for name, policy in known_policies().items()}
-    every = [one for labels in variants.values() for one in labels]
-    if not names:
-        return tuple(every)
-    chosen = set(ALWAYS)
-    for name in names:
-        if name not in variants and name not in every:
-            known = [*variants, *every]
-            close = nearest(name, known)
-            hint = f"did you mean {close!r}?" if close else f"known: {', '.join(dict.fromkeys(known))}"
-            raise EstimateError(f"unknown policy {name!r}", where="--policy", do=hint)
-        chosen.update(variants.get(name, [name]))
-    return tuple(one for one in every if one in chosen)

@@ -8,18 +8,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from moeq.estimator.assumptions import BWRULE, OPT, SUBJECT
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.document import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates
+from moeq.estimator.points import SUBJECT
 from moeq.estimator.result import Estimate, TermRow
+from moeq.estimator.sensitivity import BWRULE, OPT
 from moeq.estimator.sheets import Cell
 from moeq.estimator.sheets import Table as Sheet
-from moeq.reporting import formats
+from moeq.reporting import formats, speed
 from moeq.reporting.estimate_page import fits, miss_text, policy_words, stated_text
 from moeq.tables import human_bytes
 
 SMALL = 64  # columns below which a table leaves out what its other columns imply
+MOST_CHANGES = 5  # assumptions that are printed of each of several cases
 ROWS = 9  # of the table of what fits beside K experts
 
 
@@ -61,7 +63,7 @@ def _print_stated(console: Console, found: EstimateDocument) -> None:
             console.print(f"missed  {miss_text(row)}", markup=False)
     for case in found.cases:
         console.print(f"\n{case.name}", style="bold", markup=False)
-        _print_sensitivity(console, case.estimate)
+        _print_sensitivity(console, case.estimate, most=MOST_CHANGES)
 
 
 def _print_case(console: Console, found: EstimateDocument, case: Case) -> None:
@@ -71,6 +73,8 @@ def _print_case(console: Console, found: EstimateDocument, case: Case) -> None:
     console.print(hot, style="dim", markup=False)
     for batch in case.batches:
         _print_batch(console, one, batch)
+    for line in dict.fromkeys(f"{row.policy}: cannot run, {row.reason}" for row in one.refused):
+        console.print(line, style="yellow", markup=False)
     console.print(f"of ours: time of a request over that of {SUBJECT}, the placement that is asked about", style="dim")
     if case.hit_rates is not None:
         _print_hit_rates(console, case.hit_rates)
@@ -165,18 +169,22 @@ def _print_memories(console: Console, plan: CapacityPlan) -> None:
         console.print(f"{memory.sum_text()}: {fits(memory)}", markup=False)
 
 
-def _print_sensitivity(console: Console, one: Estimate) -> None:
-    """The decode speed-up over both MoNDE baselines with one assumption changed at a time."""
-    batch = one.points[0].batch
-    now = [one.speedups_over(key, batch=batch)[0].decode for key in (BWRULE, OPT)]
-    table = _table(("assumption", "change", "over bwrule", "over opt"), texts=2)
-    table.add_row("as assumed", "", *map(formats.ratio, now), style="bold")
-    for row in one.sensitivity:
-        found = (row.decode_speedup_over_monde_bwrule, row.decode_speedup_over_monde_opt)
-        table.add_row(row.assumption, row.change, *map(formats.ratio, found))
+def _print_sensitivity(console: Console, one: Estimate, most: int | None = None) -> None:
+    """The decode speed-up over the baselines with one assumption changed at a time; the `most` that move it most."""
+    small, now = console.width < SMALL, speed.assumed(one)
+    names = [key for key in ((BWRULE, OPT) if small else speed.COMPARED) if key in now]
+    table = _table(("assumption", "change", "step", *(f"over {key.removeprefix('monde_')}" for key in names)), texts=2)
+    own = next(point.decode_seconds_per_token for point in one.points if point.policy == SUBJECT)
+    table.add_row("as assumed", "", _seconds(own), *(formats.ratio(now[key]) for key in names), style="bold")
+    rows = sorted(one.sensitivity, key=lambda row: -speed.effect(row, one))
+    for row in rows[:most]:
+        cells = (formats.ratio(row.decode_speedups.get(key)) for key in names)
+        table.add_row(row.assumption, row.change, _seconds(row.decode_seconds_per_token), *cells)
     console.print(table)
+    left = "" if most is None or most >= len(rows) else f"; {len(rows) - most} more are on the page"
     console.print(
-        f"decode at batch {batch} over both MoNDE baselines; a figure that falls to about 1 hangs on that assumption",
+        f"decode at batch {one.points[0].batch}, {SUBJECT} over the baselines, one assumption changed at a time: a "
+        f"figure that falls to about 1 hangs on it{left}",
         style="dim",
     )
 

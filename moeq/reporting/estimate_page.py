@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeq.estimator.assumptions import BWRULE, OPT, SUBJECT
 from moeq.estimator.capacity import CapacityPlan, Memory
 from moeq.estimator.document import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates
-from moeq.estimator.result import PolicyPoint
+from moeq.estimator.points import SUBJECT
+from moeq.estimator.result import Estimate, PolicyPoint
+from moeq.estimator.sensitivity import BWRULE, OPT
 from moeq.estimator.stated import Comparison
 from moeq.reporting import formats, speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
 from moeq.reporting.document import document
-from moeq.reporting.html import Raw, Row, Section, figure, items, paragraph, table
+from moeq.reporting.html import Raw, Row, Section, details, figure, items, paragraph, table
 from moeq.tables import human_bytes
 
 
@@ -173,8 +174,6 @@ def _points(case: Case, policy: str, batch: int) -> list[PolicyPoint]:
 
 def _case(case: Case, anchor: str) -> Section:
     one = case.estimate
-    batch = one.points[0].batch
-    assumed = {key: one.speedups_over(key, batch=batch)[0].decode for key in (BWRULE, OPT)}
     return Section(
         anchor=anchor,
         title=f"{case.name}: what bounds it, and what it hangs on",
@@ -182,11 +181,14 @@ def _case(case: Case, anchor: str) -> Section:
             _policies(one.points),
             *([] if case.hit_rates is None else [hit_table(case.hit_rates)]),
             speed.speedups(one),
+            *speed.refused(one),
+            speed.requests(one),
             speed.terms(one),
+            details("Terms of prefill and migration", earlier(one)),
             capacity(case.capacity),
             paragraph("What these figures assume:", kind="reading"),
             items(one.assumptions),
-            speed.sensitivity(one, assumed),
+            *speed.sensitivity(one),
             *speed.weakest(one),
             speed.constants(one),
         ],
@@ -212,6 +214,30 @@ def _policies(points: Sequence[PolicyPoint]) -> Raw:
         "Every policy over all input and output lengths. A decode step gives a token to every sequence of the batch.",
         ("policy", "batch", "first token, ms", "decode step, ms", "tokens a second", "whole request, s"),
         rows,
+    )
+
+
+def earlier(one: Estimate) -> Raw:
+    """Terms of prefill and migration at the first batch, of the subject and both MoNDE baselines."""
+    batch = one.points[0].batch
+    rows = [
+        (
+            short_name(row.policy),
+            row.phase if row.input_tokens is None else f"{row.phase}, {row.input_tokens:,} tokens",
+            row.term.replace("_", " "),
+            formats.milliseconds(row.seconds),
+            formats.percent(row.share),
+            human_bytes(row.bytes),
+            speed.BOUNDS[row.bound_by],
+        )
+        for row in one.earlier_terms
+        if row.batch == batch and row.policy in (SUBJECT, BWRULE, OPT) and row.seconds > 0
+    ]
+    return table(
+        f"Milliseconds before the first decode step at batch {batch}; terms that overlap add up to more than 100 %.",
+        ("policy", "phase", "term", "ms", "share", "bytes moved", "bound by"),
+        rows,
+        texts=3,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moeq.errors import EstimateError, RecipeError
-from moeq.estimation.options import ALWAYS, MOST_POINTS, chosen_policies, parse_grid
+from moeq.errors import RecipeError
+from moeq.estimation.options import MOST_POINTS, parse_grid
 from moeq.estimator import Grid
 
 
@@ -42,20 +42,3 @@ def test_a_grid_that_cannot_be_read(text: str, message: str) -> None:
         parse_grid([text])
     assert str(refused.value).startswith("--grid")
     assert len(str(refused.value)) < 200
-
-
-def test_both_monde_baselines_are_always_there() -> None:
-    every = chosen_policies([])
-    assert set(ALWAYS) < set(every)
-    assert set(chosen_policies(["hobbit"])) == {*ALWAYS, "hobbit"}
-    assert set(chosen_policies(["monde", "gpu_only"])) == {*ALWAYS, "monde_hotset", "gpu_only"}
-    assert chosen_policies(["monde_hotset", "hobbit"]) == tuple(
-        one for one in every if one in {*ALWAYS, "monde_hotset", "hobbit"}
-    )
-
-
-def test_an_unknown_policy_names_the_nearest() -> None:
-    with pytest.raises(EstimateError, match="unknown policy 'hobit'; did you mean 'hobbit'"):
-        chosen_policies(["hobit"])
-    with pytest.raises(EstimateError, match=r"known: .*monde_opt"):
-        chosen_policies(["12345"])
