@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moeq.artifacts.trace import RoutingTrace, read_trace
 from moeq.errors import RecipeError
 from moeq.estimation.subject import Model, Subject, of_assignment, of_manifest, read_model, read_placed
@@ -258,4 +260,9 @@ def _uniform(model: Model, options: Options, hardware: Hardware) -> Subject:
     if hot is None:
         hot = largest_gpu_experts(geometry, hardware, batch=max(options.grid.batches), context=options.longest) or 0
     placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=f"{bits:g} bits, {hot} on the GPU")
+    if options.trace is not None:  # which has its own routing in every layer
+        bits_of_all, hot_of_all = (
+            np.repeat(one, geometry.num_layers, axis=0) for one in (placement.bits, placement.hot)
+        )
+        placement = Placement(name=placement.name, bits=bits_of_all, hot=hot_of_all)
     return Subject(geometry=geometry, placement=placement, group_size=options.group_size, zero_points=False)

@@ -177,14 +177,17 @@ def _print_sensitivity(console: Console, one: Estimate, most: int | None = None)
     own = next(point.decode_seconds_per_token for point in one.points if point.policy == SUBJECT)
     table.add_row("as assumed", "", _seconds(own), *(formats.ratio(now[key]) for key in names), style="bold")
     rows = sorted(one.sensitivity, key=lambda row: -speed.effect(row, one))
-    for row in rows[:most]:
+    telling = [row for row in rows if speed.effect(row, one) >= speed.SAME][:most]
+    for row in telling:
         cells = (formats.ratio(row.decode_speedups.get(key)) for key in names)
-        table.add_row(row.assumption, row.change, _seconds(row.decode_seconds_per_token), *cells)
+        name = row.assumption.removeprefix("policies.").replace("_", " ")
+        table.add_row(name, row.change, _seconds(row.decode_seconds_per_token), *cells)
     console.print(table)
-    left = "" if most is None or most >= len(rows) else f"; {len(rows) - most} more are on the page"
+    left = len(rows) - len(telling)
     console.print(
-        f"decode at batch {one.points[0].batch}, {SUBJECT} over the baselines, one assumption changed at a time: a "
-        f"figure that falls to about 1 hangs on it{left}",
+        f"decode at batch {one.points[0].batch}, {SUBJECT} over the baselines, one assumption changed at a time, what "
+        "moves a step or a request most first: a figure that falls to about 1 hangs on it"
+        f"{f'; {left} changes that move them less are in the files of --out' if left else ''}",
         style="dim",
     )
 

@@ -11,10 +11,18 @@ import pytest
 from typer.testing import CliRunner
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment, write_assignment
+from moeq.artifacts.trace import RoutingTrace, write_trace
 from moeq.cli import app
 from moeq.errors import MoeqError
 from moeq.estimation.subject import read_model
-from moeq.estimator import estimate, geometry_from_config, load_geometry, load_hardware, uniform_placement
+from moeq.estimator import (
+    ModelGeometry,
+    estimate,
+    geometry_from_config,
+    load_geometry,
+    load_hardware,
+    uniform_placement,
+)
 from moeq.estimator.document import EstimateDocument
 from moeq.models import loading
 from moeq.models.source import open_source
@@ -191,6 +199,8 @@ def test_an_assignment(tiny_mixtral: Path, tmp_path: Path) -> None:
         ((RECIPE, "--bits", "3"), 2, ["--bits cannot go with a recipe"]),
         ((RECIPE, "another"), 2, ["unexpected argument 'another'"]),
         ((RECIPE, "--hardware", "paper-ctxmo"), 10, ["did you mean 'paper-ctxmoe'"]),
+        ((*SMALL, "--zipf", "1", "--trace", "x"), 2, ["--trace and --zipf each say"]),
+        ((*SMALL, "--zipf", "-1"), 10, ["Zipf exponent"]),
         (("--sheet", "paper-005"), 10, ["unknown sheet 'paper-005'", "paper-004"]),
         (("--sheet", "paper-004", "--bits", "3"), 2, ["--sheet uses nothing of --bits"]),
     ],
@@ -212,6 +222,85 @@ def test_an_assignment_of_another_model(
     assert code == 10
     assert text.startswith(f"{path}: ")
     assert word in text
+
+
+def traced(path: Path, geometry: ModelGeometry, *, layers: int = 0, experts: int = 0) -> Path:
+    """A random trace of two domains whose sequences each keep to their own two experts."""
+    count, length, generator = 8, 12, np.random.default_rng(0)
+    every = geometry.num_experts + experts
+    own = np.stack([generator.permutation(every)[:2] for _ in range(count)])
+    chosen = np.repeat(own, length, axis=0)[:, None, :].repeat(geometry.num_layers + layers, axis=1)
+    write_trace(
+        path,
+        RoutingTrace(
+            layers=tuple(f"layer {index}" for index in range(geometry.num_layers + layers)),
+            num_experts=(every,) * (geometry.num_layers + layers),
+            top_k=2,
+            experts=chosen.astype(np.int16),
+            lengths=np.full(count, length, np.int32),
+            prefill=np.full(count, 4, np.int32),
+            domains=("prose", "python") * (count // 2),
+        ),
+    )
+    return path
+
+
+def test_a_recorded_trace(tiny_mixtral: Path, tmp_path: Path) -> None:
+    geometry = read_model(str(tiny_mixtral)).geometry
+    path = traced(tmp_path / "trace.safetensors", geometry)
+    arguments = ("--model", tiny_mixtral, "--bits", "2", "--gpu-experts", "2", "--trace", path, *ONE)
+    case = as_json(*arguments)["cases"][0]
+    assert case["estimate"]["routing"] == {"1": "trace"}
+    overall = case["hit_rates"]["rows"][-1]
+    assert [row["domain"] for row in case["hit_rates"]["rows"]] == ["prose", "python", "all"]
+    assert overall["rates"]["context_aware"] == 1.0
+    assert overall["rates"]["static"] < 1.0
+    own = next(point for point in case["estimate"]["points"] if point["policy"] == "context_aware")
+    assert own["gpu_expert_share"] == 1.0
+    code, text = moeq(*arguments)
+    assert code == 0
+    assert "as recorded, 8 sequences" in " ".join(text.split())
+    assert "expert tokens that the GPU serves" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "word"), [({"layers": 1}, "3 MoE layers"), ({"experts": 1}, "experts a layer"), (None, "no such file")]
+)
+def test_a_trace_that_is_not_of_this_model(
+    tiny_mixtral: Path, tmp_path: Path, change: dict[str, int] | None, word: str
+) -> None:
+    path = tmp_path / "trace.safetensors"
+    if change is not None:
+        traced(path, read_model(str(tiny_mixtral)).geometry, **change)
+    code, text = moeq("--model", tiny_mixtral, "--trace", path, *ONE)
+    assert code == (7 if change is None else 10)
+    assert text.startswith(f"{path}: ")
+    assert word in text
+
+
+def test_skewed_routing_and_growing_keys_and_values() -> None:
+    plain, skewed, growing = (as_json(*SMALL, *ONE, *more)["cases"][0]["estimate"]["points"] for more in
+                              ((), ("--zipf", "1.5"), ("--kv-growth",)))  # fmt: skip
+
+    def of(points: list[dict[str, Any]], field: str) -> float:
+        return next(float(point[field]) for point in points if point["policy"] == "context_aware")
+
+    assert of(skewed, "gpu_expert_share") > of(plain, "gpu_expert_share") + 0.1
+    assert of(growing, "decode_seconds_per_token") < of(plain, "decode_seconds_per_token")  # 384 tokens on average
+
+
+def test_policies_that_cannot_run_are_left_out_or_refused() -> None:
+    """All experts of Mixtral-8x22B at 5 bits do not fit the GPU."""
+    large = ("--model", "mixtral-8x22b", "--bits", "5", "--gpu-experts", "1", *ONE)
+    found = as_json(*large)["cases"][0]["estimate"]
+    assert "static_mixed" in {row["policy"] for row in found["refused"]}
+    assert "static_mixed" not in {point["policy"] for point in found["points"]}
+    code, text = moeq(*large)
+    assert code == 0
+    assert "static_mixed: cannot run" in text
+    code, text = moeq(*large, "--policy", "static_mixed")
+    assert code == 10
+    assert "static_mixed" in text
 
 
 def test_capacity() -> None:
