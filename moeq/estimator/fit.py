@@ -1,0 +1,208 @@
+"""Fit a hardware file to measured points: efficiencies and fixed latencies by bounded least squares, and nothing else.
+
+What is minimized are squares of relative errors (estimated over measured seconds, less 1). Peaks, capacities and
+dataflows stay as the file has them. How well the fit foretells is asked of rows that were left out of it.
+
+Letters: P measured points, C constants that are fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from moeq.artifacts.files import write_text
+from moeq.estimator.devices import Constant, Hardware
+from moeq.estimator.fitting import PARAMETERS, FloatArray, Model, Setting, determination, held_out
+from moeq.estimator.measured import Point, read_points
+
+__all__ = ["Fit", "FitError", "FittedConstant", "FittedPoint", "Setting", "describe", "fit_file", "write_hardware"]
+
+AT_BOUND = 1e-6  # of the fit's own variables: closer than this, a constant is at the end of its range
+WEAK = 0.25  # standard error over value above which a constant is only weakly determined
+Verdict = Literal["determined", "weakly determined", "tied", "no effect", "at its bound"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedConstant:
+    """One constant: dotted key, SI value before and after, standard error (None: cannot be told), and its verdict.
+
+    tied_to: constants from which these points cannot tell it apart.
+    """
+
+    key: str
+    before: float
+    value: float
+    standard_error: float | None
+    verdict: Verdict
+    tied_to: tuple[str, ...] = ()
+
+    @property
+    def is_efficiency(self) -> bool:
+        """Whether it is a share in (0, 1]; otherwise it is seconds."""
+        return self.key.endswith("efficiency")
+
+    @property
+    def text(self) -> str:
+        """As a hardware file writes it."""
+        return f"{self.value:.6g}" if self.is_efficiency else f"{self.value * 1e6:.6g} us"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitError:
+    """Relative errors of estimated seconds, absolute values: their mean and the largest."""
+
+    mean: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedPoint:
+    """A measured point and what is estimated for it: before, fitted, and by a fit that did not see its row.
+
+    held_out_seconds is None where there are too few rows to leave any out.
+    """
+
+    point: Point
+    before_seconds: float
+    fitted_seconds: float
+    held_out_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A fit: the hardware with its fitted constants, every constant and point, errors before, fitted and held out."""
+
+    file: str
+    hardware: Hardware
+    constants: tuple[FittedConstant, ...]
+    points: tuple[FittedPoint, ...]
+    before: FitError
+    fitted: FitError
+    held_out: FitError | None
+    folds: int
+
+
+def fit_file(path: Path, hardware: Hardware, setting: Setting | None = None) -> Fit:
+    """Fit a hardware's constants to the measured points of a CSV file (`measured.py` names its columns).
+
+    setting: the model, its placement and the context where rows do not say. Raises EstimateError, naming the row, for
+    points that cannot be read or estimated.
+    """
+    points = read_points(path)
+    model = Model(points, hardware, setting or Setting(), path)
+    x = model.without_idle(model.solve(np.arange(len(points))))
+    before, fitted = model.seconds(model.start), model.seconds(x)
+    left_out, folds = held_out(model)
+    constants = _constants(model, x)
+    error = None if left_out is None else _error(left_out, model.measured)
+    measured = f"{path.name} ({len(points)} points" + ("" if error is None else f", held-out error {error.mean:.1%}")
+    return Fit(
+        file=path.name,
+        hardware=model.hardware_at(x).model_copy(update={"constants": _sourced(hardware, constants, f"{measured})")}),
+        constants=constants,
+        points=tuple(
+            FittedPoint(
+                point=point,
+                before_seconds=float(before[index]),
+                fitted_seconds=float(fitted[index]),
+                held_out_seconds=None if left_out is None else float(left_out[index]),
+            )
+            for index, point in enumerate(points)
+        ),
+        before=_error(before, model.measured),
+        fitted=_error(fitted, model.measured),
+        held_out=error,
+        folds=folds,
+    )
+
+
+def write_hardware(path: Path, fit: Fit) -> None:
+    """Write the fitted hardware as a file that `load_hardware` reads; fitted constants name the measurements."""
+    tree: dict[str, Any] = {
+        "name": path.stem,
+        "description": f"{fit.hardware.name}, fitted to {len(fit.points)} measured points",
+    }
+    for constant in fit.hardware.constants:
+        *parents, leaf = constant.key.split(".")
+        here = tree
+        for parent in parents:
+            here = here.setdefault(parent, {})
+        here[leaf] = {"value": _scalar(constant.text), "source": constant.source}
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    write_text(path, f"# {fit.hardware.name}, with constants fitted to measured points.\n{text}")
+
+
+def describe(one: FittedConstant) -> str:
+    """A verdict in words."""
+    if one.verdict == "no effect":
+        return "does not matter to these points, kept"
+    if one.verdict == "tied":
+        return f"these points cannot tell it from {', '.join(one.tied_to)}"
+    if one.verdict == "at its bound":
+        return "at the end of its range: another term or the peak may be wrong"
+    if one.standard_error is None:
+        return f"{one.verdict}; as many constants as points, no error can be given"
+    share = one.standard_error / one.value if one.value else float("inf")
+    return f"{one.verdict}, standard error {share:.0%}"
+
+
+def _error(seconds: FloatArray, measured: FloatArray) -> FitError:
+    errors = np.abs(seconds / measured - 1)
+    return FitError(mean=float(errors.mean()), largest=float(errors.max()))
+
+
+def _constants(model: Model, x: FloatArray) -> tuple[FittedConstant, ...]:
+    """Every constant with how well the points determine it."""
+    known, found = determination(model, x), []
+    for index, one in enumerate(PARAMETERS):
+        value, tied = one.from_fit(float(x[index])), known.tied_to[index]
+        error = None if known.standard_error is None else one.error(float(x[index]), float(known.standard_error[index]))
+        verdict: Verdict = "determined"
+        if not known.matters[index]:
+            verdict = "no effect"
+        elif tied:
+            verdict = "tied"
+        elif min(abs(x[index] - bound) for bound in one.bounds) < AT_BOUND:
+            verdict = "at its bound"
+        elif error is not None and error > WEAK * value:
+            verdict = "weakly determined"
+        found.append(
+            FittedConstant(
+                key=one.key,
+                before=one.from_fit(float(model.start[index])),
+                value=value,
+                standard_error=None if verdict in ("no effect", "tied") else error,
+                verdict=verdict,
+                tied_to=tuple(PARAMETERS[other].key for other in tied),
+            )
+        )
+    return tuple(found)
+
+
+def _sourced(hardware: Hardware, fitted: tuple[FittedConstant, ...], measured: str) -> tuple[Constant, ...]:
+    """The constants of a hardware file, fitted ones with their new value, the measurements as their source."""
+    known, found = {one.key: one for one in fitted if one.verdict != "no effect"}, []
+    for constant in hardware.constants:
+        if constant.key in known:
+            one = known[constant.key]
+            doubt = "" if one.verdict == "determined" else f"; {describe(one)}"
+            source = f"fitted to {measured}{doubt}; before: {constant.text}"
+            found.append(Constant(key=constant.key, text=one.text, source=source))
+        else:
+            found.append(constant)
+    return tuple(found)
+
+
+def _scalar(text: str) -> Any:
+    """A constant as YAML holds it: a number where its text is one."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,292 @@
+"""Estimated seconds of measured points as a function of a hardware's efficiencies and fixed latencies, and their fit.
+
+Letters: P measured points, C constants that are fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeq.errors import EstimateError
+from moeq.estimator.devices import SECTIONS, Hardware, file_key
+from moeq.estimator.geometry import ModelGeometry, load_geometry
+from moeq.estimator.measured import Point
+from moeq.estimator.placement import Placement, uniform_placement
+from moeq.estimator.simulation import Simulation, build_simulation
+
+FOLDS = 5
+SMALLEST_EFFICIENCY = 1e-3
+LONGEST_LATENCY_SECONDS = 1.0
+LATENCY_UNIT_SECONDS = 1e-5  # what a step of 1 in the fit is
+STARTS = (None, 0.6, 0.25)  # efficiencies to start from: the file's, and two that let other terms be the longer one
+NO_EFFECT = 1e-6  # relative change of every point below which a constant does not matter to them
+SINGULAR = 1e-4  # share of the largest singular value below which constants cannot be told apart
+SHARE = 0.01  # of a direction that cannot be told from nothing: what a constant must have in it to count
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What points are estimated with where their rows do not say: None must then be said by every row."""
+
+    geometry: ModelGeometry | None = None
+    placement: Placement | None = None
+    context: int = 1024
+    group_size: int | None = 128
+    zero_points: bool = False
+    samples: int = 256
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A constant; the fit sees 1/value of an efficiency and value/unit of a latency, in which times are linear."""
+
+    section: str
+    field: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{file_key(self.field)}"
+
+    @property
+    def is_efficiency(self) -> bool:
+        return self.field.endswith("efficiency")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        if self.is_efficiency:
+            return 1.0, 1 / SMALLEST_EFFICIENCY
+        return 0.0, LONGEST_LATENCY_SECONDS / LATENCY_UNIT_SECONDS
+
+    def to_fit(self, value: float) -> float:
+        return 1 / value if self.is_efficiency else value / LATENCY_UNIT_SECONDS
+
+    def from_fit(self, x: float) -> float:
+        return min(1.0, 1 / x) if self.is_efficiency else max(0.0, x) * LATENCY_UNIT_SECONDS
+
+    def error(self, x: float, x_error: float) -> float:
+        """Standard error of the value from that of x."""
+        return x_error / x**2 if self.is_efficiency else x_error * LATENCY_UNIT_SECONDS
+
+
+PARAMETERS = tuple(
+    Parameter(section, field)
+    for section, model in SECTIONS.items()
+    for field in model.model_fields
+    if field.endswith(("efficiency", "overhead_seconds", "latency_seconds"))
+)
+
+
+class Model:
+    """Estimated seconds of measured points as a function of the fitted constants x [C]."""
+
+    def __init__(self, points: Sequence[Point], hardware: Hardware, setting: Setting, path: Path) -> None:
+        self.points, self.hardware = points, hardware
+        self.measured = np.array([point.seconds for point in points])
+        self.start = np.array(
+            [one.to_fit(float(getattr(getattr(hardware, one.section), one.field))) for one in PARAMETERS]
+        )
+        self.simulations: dict[Any, Simulation] = {}
+        self.keys = []
+        for point in points:
+            key = (point.geometry, point.bits, point.gpu_experts, point.context)
+            if key not in self.simulations:
+                self.simulations[key] = _simulation(point, hardware, setting, f"{path}, row {point.row}")
+            self.keys.append(key)
+
+    def hardware_at(self, x: FloatArray) -> Hardware:
+        """The hardware with the constants at x."""
+        found = self.hardware
+        for section in SECTIONS:
+            mine = {
+                one.field: one.from_fit(float(value))
+                for one, value in zip(PARAMETERS, x, strict=True)
+                if one.section == section
+            }
+            found = found.model_copy(update={section: getattr(found, section).model_copy(update=mine)})
+        return found
+
+    def seconds(self, x: FloatArray, chosen: IntArray | None = None) -> FloatArray:
+        """Estimated seconds [P] of all points, or of chosen ones."""
+        hardware = self.hardware_at(x)
+        moved = {key: simulation.on(hardware) for key, simulation in self.simulations.items()}
+        known: dict[Any, float] = {}
+        picked = range(len(self.points)) if chosen is None else chosen.tolist()
+        return np.array([_seconds(self.points[i], moved[self.keys[i]], self.keys[i], known) for i in picked])
+
+    def errors(self, x: FloatArray, chosen: IntArray) -> FloatArray:
+        """Relative errors of chosen points."""
+        return np.asarray(self.seconds(x, chosen) / self.measured[chosen] - 1)
+
+    def solve(self, chosen: IntArray) -> FloatArray:
+        """The constants with the least squares of relative errors of chosen points, from several starts."""
+        from scipy.optimize import least_squares
+
+        lower, upper = np.array([one.bounds for one in PARAMETERS]).T
+        best = None
+        for efficiency in STARTS:
+            start = self.start if efficiency is None else self._started(efficiency)
+            found = least_squares(
+                self.errors, np.clip(start, lower, upper), bounds=(lower, upper), args=(chosen,), x_scale="jac",
+                xtol=1e-12, ftol=1e-12, gtol=1e-12, max_nfev=60,
+            )  # fmt: skip
+            if best is None or found.cost < best.cost * (1 - 1e-6) - 1e-18:
+                best = found
+        assert best is not None
+        return np.asarray(best.x, dtype=np.float64)
+
+    def _started(self, efficiency: float) -> FloatArray:
+        both = zip(PARAMETERS, self.start, strict=True)
+        return np.array([one.to_fit(efficiency) if one.is_efficiency else old for one, old in both])
+
+    def without_idle(self, x: FloatArray) -> FloatArray:
+        """x with the constants that do not matter to any point back at the file's values."""
+        found, whole = x.copy(), self.seconds(x)
+        for index in range(len(found)):
+            other = found.copy()
+            other[index] = self.start[index]
+            if np.abs(self.seconds(other) / whole - 1).max() < NO_EFFECT:
+                found = other
+        return found
+
+    def jacobian(self, x: FloatArray) -> FloatArray:
+        """Change of every point's relative error [P, C] with every constant, by central or one-sided differences."""
+        columns, everything = [], np.arange(len(self.points))
+        for index, one in enumerate(PARAMETERS):
+            step = 1e-5 * max(1.0, abs(x[index]))
+            low, high = x.copy(), x.copy()
+            low[index] = max(one.bounds[0], x[index] - step)
+            high[index] = min(one.bounds[1], x[index] + step)
+            change = self.errors(high, everything) - self.errors(low, everything)
+            columns.append(change / (high[index] - low[index]))
+        return np.stack(columns, axis=1)
+
+
+def _seconds(point: Point, simulation: Simulation, key: Any, known: dict[Any, float]) -> float:
+    """Estimated seconds of one point; what points share is worked out once and kept in `known`."""
+    policy, batch, tokens = point.policy, point.batch, point.input_tokens or 0
+
+    def once(name: str, size: int, make: Callable[[], float]) -> float:
+        place = (key, policy, name, batch, size)
+        if place not in known:
+            known[place] = make()
+        return known[place]
+
+    def decode() -> float:
+        return once("decode", 0, lambda: simulation.decode(batch, frozenset({policy}))[policy].seconds)
+
+    def prefill() -> float:
+        return once("prefill", tokens, lambda: simulation.prefill_seconds(batch, tokens)[policy])
+
+    def migration() -> float:
+        return once("migration", 0, lambda: simulation.migration_seconds()[policy])
+
+    if point.measure == "decode_seconds_per_token":
+        return decode()
+    if point.measure == "migration_seconds":
+        return migration()
+    if point.measure == "prefill_seconds":
+        return prefill()
+    steps = 1 if point.measure == "time_to_first_token_seconds" else point.output_tokens or 0
+    return prefill() + migration() + steps * decode()
+
+
+def _simulation(point: Point, hardware: Hardware, setting: Setting, where: str) -> Simulation:
+    """The simulation of a point; EstimateError naming its row for what is not said or does not fit together."""
+    try:
+        geometry = setting.geometry if point.geometry is None else load_geometry(point.geometry)
+        if geometry is None:
+            raise EstimateError("no geometry", do="add a column geometry, or name the model")
+        placement = _placement(point, geometry, setting)
+    except EstimateError as error:
+        raise EstimateError(error.what, where=where, do=error.do) from None
+    return build_simulation(
+        geometry,
+        hardware,
+        placement,
+        group_size=setting.group_size,
+        zero_points=setting.zero_points,
+        popularity=None,
+        context=setting.context if point.context is None else point.context,
+        samples=setting.samples,
+        seed=setting.seed,
+    )
+
+
+def _placement(point: Point, geometry: ModelGeometry, setting: Setting) -> Placement:
+    if point.bits is not None and point.gpu_experts is not None:
+        return uniform_placement(geometry, bits=point.bits, hot_experts=point.gpu_experts)
+    if point.bits is not None or point.gpu_experts is not None:
+        raise EstimateError("bits and gpu_experts go together", do="fill both or neither")
+    if setting.placement is None:
+        raise EstimateError("neither bits nor gpu_experts", do="fill both, or give a placement")
+    if setting.placement.bits.shape[1] != geometry.num_experts:
+        raise EstimateError(
+            f"a placement of {setting.placement.bits.shape[1]} experts a layer, {geometry.name} has "
+            f"{geometry.num_experts}",
+            do="give a placement of this model",
+        )
+    return setting.placement
+
+
+def held_out(model: Model) -> tuple[FloatArray | None, int]:
+    """Seconds [P] of every point by a fit without its row's fold, and the number of folds; None below two rows."""
+    rows = {row: index for index, row in enumerate(dict.fromkeys(point.row for point in model.points))}
+    folds = min(FOLDS, len(rows))
+    if folds < 2:
+        return None, 0
+    fold = np.array([rows[point.row] % folds for point in model.points])
+    found = np.zeros(len(model.points))
+    for one in range(folds):
+        x = model.solve(np.flatnonzero(fold != one))
+        out = np.flatnonzero(fold == one)
+        found[out] = model.seconds(x, out)
+    return found, folds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Determination:
+    """How well points determine the constants that matter to them, `matters` [C].
+
+    standard_error [C] of x (None: as many constants as points); tied_to: of every constant, others that the points
+    cannot tell it from.
+    """
+
+    matters: NDArray[np.bool_]
+    standard_error: FloatArray | None
+    tied_to: tuple[tuple[int, ...], ...]
+
+
+def determination(model: Model, x: FloatArray) -> Determination:
+    """How well the points determine the constants at x: from the singular values of the scaled Jacobian."""
+    jacobian = model.jacobian(x)
+    norms = np.linalg.norm(jacobian, axis=0)
+    matters = norms * np.maximum(1.0, np.abs(x)) > NO_EFFECT
+    _, values, directions = np.linalg.svd(jacobian[:, matters] / norms[matters], full_matrices=True)
+    values = np.concatenate([values, np.zeros(len(directions) - len(values))])
+    blurred = values <= SINGULAR * values.max(initial=0.0)
+    together = np.zeros((len(PARAMETERS), len(PARAMETERS)))
+    together[np.ix_(matters, matters)] = directions[blurred].T @ directions[blurred]
+    freedom = len(model.points) - int((~blurred).sum())
+    error = None
+    if freedom > 0:
+        squares = float((model.errors(x, np.arange(len(model.points))) ** 2).sum()) / freedom
+        seen = directions[~blurred] / values[~blurred, None]
+        error = np.full(len(PARAMETERS), np.inf)
+        error[matters] = np.sqrt(squares * (seen**2).sum(axis=0)) / norms[matters]
+    return Determination(
+        matters=matters,
+        standard_error=error,
+        tied_to=tuple(
+            tuple(int(other) for other in np.flatnonzero(np.abs(row) > SHARE) if other != index)
+            for index, row in enumerate(together)
+        ),
+    )
