@@ -385,6 +385,14 @@ def estimate(
         str | None,
         typer.Option("--sheet", help="Print a paper's figures worked out again: paper-002 or paper-004."),
     ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            "--fit",
+            help="CSV of measured points (policy, batch, lengths, seconds): fit efficiencies and latencies of the "
+            "hardware; --out takes the fitted YAML.",
+        ),
+    ] = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -410,6 +418,7 @@ def estimate(
         zipf=zipf,
         capacity=capacity,
         sheet=sheet,
+        fit=fit,
         trust_remote_code=trust_remote_code,
         json=json,
         quiet=quiet,

@@ -9,8 +9,10 @@ from typing import Any
 from moeq.errors import EstimateError, RecipeError
 from moeq.estimation import files, make, tables
 from moeq.estimation.options import AXES, parse_grid
+from moeq.estimator import load_hardware
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.document import EstimateDocument
+from moeq.estimator.fit import Setting, fit_file, write_hardware
 from moeq.estimator.sheets import sheet
 from moeq.recipe import Recipe, load_recipe
 
@@ -42,6 +44,7 @@ class Asked:
     zipf: float | None = None
     capacity: bool = False
     sheet: str | None = None
+    fit: Path | None = None
     trust_remote_code: bool = False
     json: bool = False
     quiet: bool = False
@@ -73,6 +76,7 @@ class Asked:
             "--zipf": self.zipf,
             "--capacity": self.capacity or None,
             "--sheet": self.sheet,
+            "--fit": self.fit,
         }
         return [name for name, value in given.items() if value is not None]
 
@@ -113,8 +117,10 @@ def run(asked: Asked) -> tuple[Any, EstimateError | None]:
     Raises MoeqError for input that cannot be read or does not fit together, or a placement that does not fit.
     """
     if asked.sheet is not None:
-        _check_alone("--sheet", asked)
+        _check_uses("--sheet", (), asked)
         return _sheet(asked, asked.sheet), None
+    if asked.fit is not None:
+        return _fit(asked, asked.fit), None
     if asked.recipe is not None:
         recipe = _recipe(asked)
         assert recipe.estimate.figures is not None
@@ -168,12 +174,44 @@ def _capacity(asked: Asked, plan: CapacityPlan) -> tuple[Any, EstimateError | No
     return plan.model_dump(mode="json") | {"fits": plan.fits}, plan.refusal()
 
 
-def _check_alone(option: str, asked: Asked) -> None:
+def _check_uses(option: str, used: tuple[str, ...], asked: Asked) -> None:
     """RecipeError where an option stands beside others of which it would use nothing."""
-    others = [name for name in asked.beyond_a_run if name != option]
-    others += [f"--{name}" for name in ("model", "hardware", "grid", "out") if getattr(asked, name)]
+    given = [
+        *asked.beyond_a_run,
+        *(f"--{name}" for name in ("model", "hardware", "grid", "out") if getattr(asked, name)),
+    ]
+    others = [name for name in given if name not in (option, *used)]
     if others:
         raise RecipeError(f"{option} uses nothing of {others[0]}", where="moeq estimate", do="leave it out")
+
+
+FITS = ("--model", "--hardware", "--assignment", "--manifest", "--bits", "--gpu-experts", "--out")  # what --fit uses
+
+
+def _fit(asked: Asked, path: Path) -> Any:
+    """Fit a hardware file to measured points; --out, a YAML file or a directory, takes the fitted one."""
+    _check_uses("--fit", FITS, asked)
+    hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
+    context = asked.context or DEFAULT_CONTEXT
+    setting = Setting(context=context, group_size=asked.group_size)
+    if asked.model is not None:
+        subject = make.question_of(_options(asked)).subject
+        setting = Setting(
+            geometry=subject.geometry,
+            placement=subject.placement,
+            context=context,
+            group_size=subject.group_size,
+            zero_points=subject.zero_points,
+        )
+    found = fit_file(path, hardware, setting)
+    target = None
+    if asked.out is not None:
+        is_file = asked.out.suffix in (".yaml", ".yml")
+        target = asked.out if is_file else asked.out / f"{hardware.name}-fitted.yaml"
+        write_hardware(target, found)
+    if not asked.json and not asked.quiet:
+        tables.print_fit(found, target)
+    return tables.fit_json(found) | {"hardware_file": None if target is None else str(target)}
 
 
 def _sheet(asked: Asked, name: str) -> Any:

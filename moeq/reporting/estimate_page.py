@@ -14,7 +14,7 @@ from moeq.estimator.stated import Comparison
 from moeq.reporting import formats, speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
 from moeq.reporting.document import document
-from moeq.reporting.html import Raw, Row, Section, details, figure, items, paragraph, table
+from moeq.reporting.html import Raw, Row, Section, details, element, figure, items, paragraph, table
 from moeq.tables import human_bytes
 
 
@@ -145,7 +145,7 @@ def _charts(model: str, cases: Sequence[Case]) -> list[Raw]:
         ]
         key, what = f"{model}-{batch}", f"{model}, batch {batch}"
         inner = "near-data side, busy in decode"
-        parts += [
+        drawings = [
             figure(
                 grouped_bars(f"latency-{key}", f"End-to-end latency of {what}", groups, latency, "seconds", inner),
                 f"End-to-end latency at batch {batch}: prefill, migration and every output token.",
@@ -155,6 +155,7 @@ def _charts(model: str, cases: Sequence[Case]) -> list[Raw]:
                 f"Decode throughput at batch {batch}, all sequences counted.",
             ),
         ]
+        parts.append(element("div", *drawings, class_="figures"))
     return parts
 
 
