@@ -179,8 +179,8 @@ def _print_sensitivity(console: Console, one: Estimate, most: int | None = None)
     table = _table(("assumption", "change", "step", *(f"over {key.removeprefix('monde_')}" for key in names)), texts=2)
     own = next(point.decode_seconds_per_token for point in one.points if point.policy == SUBJECT)
     table.add_row("as assumed", "", _seconds(own), *(formats.ratio(now[key]) for key in names), style="bold")
-    rows = sorted(one.sensitivity, key=lambda row: -speed.effect(row, one))
-    telling = [row for row in rows if speed.effect(row, one) >= speed.SAME][:most]
+    rows = sorted(one.sensitivity, key=lambda row: -speed.effect(row, now))
+    telling = [row for row in rows if speed.effect(row, now) >= speed.SAME][:most]
     for row in telling:
         cells = (formats.ratio(row.decode_speedups.get(key)) for key in names)
         name = row.assumption.removeprefix("policies.").replace("_", " ")
@@ -188,8 +188,8 @@ def _print_sensitivity(console: Console, one: Estimate, most: int | None = None)
     console.print(table)
     left = len(rows) - len(telling)
     console.print(
-        f"decode at batch {one.points[0].batch}, {SUBJECT} over the baselines, one assumption changed at a time, what "
-        "moves a step or a request most first: a figure that falls to about 1 hangs on it"
+        f"decode at batch {one.points[0].batch}, {SUBJECT} over the baselines, one assumption changed at a time, the "
+        "weightiest first: a figure that falls to about 1 hangs on it"
         f"{f'; {left} changes that move them less are in the files of --out' if left else ''}",
         style="dim",
     )

@@ -154,15 +154,10 @@ SAME = 0.02  # a share by which a speed-up may move and still count as the same
 COMPARED = ("monde_bwrule", "monde_opt", "hobbit")
 
 
-def effect(row: SensitivityRow, one: Estimate) -> float:
-    """How far a changed assumption moves any speed-up, of a decode step or of a request, as a share of what it is."""
-    first = one.points[0]
-    at = (first.batch, first.input_tokens, first.output_tokens)
-    moved = [0.0]
-    for now in (now for now in one.speedups if (now.batch, now.input_tokens, now.output_tokens) == at):
-        for changed, value in ((row.decode_speedups, now.decode), (row.end_to_end_speedups, now.end_to_end)):
-            moved += [abs(changed[now.baseline] / value - 1)] if now.baseline in changed else []
-    return max(moved)
+def effect(row: SensitivityRow, now: Mapping[str, float]) -> float:
+    """How far a changed assumption moves any of these decode speed-ups, as a share of what it is."""
+    changed = {key: row.decode_speedups[key] for key in now if key in row.decode_speedups}
+    return max((abs(value / now[key] - 1) for key, value in changed.items()), default=0.0)
 
 
 def assumed(one: Estimate) -> dict[str, float]:
@@ -175,24 +170,24 @@ def assumed(one: Estimate) -> dict[str, float]:
 def sensitivity(one: Estimate) -> list[Raw]:
     """The speed-ups with one assumption changed at a time, those that hardly move folded away."""
     now = assumed(one)
-    telling = [row for row in one.sensitivity if effect(row, one) >= SAME]
-    others = [_changed(row, now) for row in one.sensitivity if effect(row, one) < SAME]
+    telling = [row for row in one.sensitivity if effect(row, now) >= SAME]
+    others = [_changed(row, now) for row in one.sensitivity if effect(row, now) < SAME]
     head = ("assumption", "change", "step, ms", *(f"over {SHORT[key]}" for key in now))
     step = next(point.decode_seconds_per_token for point in one.points if point.policy == OWN)
     whole = ("as assumed above", "", formats.milliseconds(step), *map(formats.ratio, now.values()))
     parts = [
         table(
             "The decode speed-up with one assumption changed at a time: a figure that falls to about 1 says that the "
-            "gain rests on that assumption. Step: a decode step of this assignment. A change that moves none of these "
-            "figures moves whole requests, or other policies.",
+            "gain rests on that assumption. Step: a decode step of this assignment.",
             head,
             [Row(cells=whole, kind="group"), *(_changed(row, now) for row in telling)],
             texts=2,
         )
     ]
     if others:
-        summary = f"{formats.count(len(others), 'more change')} of less than {100 * SAME:g} % in every speed-up"
-        parts.append(details(summary, table("Changed one at a time.", head, others, texts=2)))
+        summary = f"{formats.count(len(others), 'more change')} that move these figures by less than {100 * SAME:g} %"
+        reading = "Changed one at a time. What leaves these figures alone may move whole requests, or other policies."
+        parts.append(details(summary, table(reading, head, others, texts=2)))
     return parts
 
 
