@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,22 @@ def _span(seconds: Sequence[float]) -> str:
 
 
 def _bounds(one: Estimate, policy: str, batch: int) -> str:
-    """The terms of a step that take a tenth of it or more, the longest first, each with what bounds it."""
-    rows = sorted(one.step_terms(policy, batch=batch).values(), key=lambda row: -row.seconds)
-    return ", ".join(_bound(row) for row in rows if row.share >= 0.1)
+    return _most(one.step_terms(policy, batch=batch).values())
+
+
+def _most(rows: Iterable[TermRow]) -> str:
+    """The terms that take a tenth of the time or more, the longest first, each with what bounds it."""
+    return ", ".join(_bound(row) for row in sorted(rows, key=lambda row: -row.seconds) if row.share >= 0.1)
+
+
+def _earlier(one: Estimate, batch: int) -> dict[str, list[TermRow]]:
+    """The subject's terms before its first decode step: of the shortest and the longest prompt, and the migration."""
+    mine = [row for row in one.earlier_terms if (row.policy, row.batch) == (SUBJECT, batch)]
+    lengths = sorted({row.input_tokens for row in mine if row.input_tokens is not None})
+    ends = sorted({*lengths[:1], *lengths[-1:]})
+    found = {f"prefill of {n:,}": [row for row in mine if row.input_tokens == n] for n in ends}
+    moved = [row for row in mine if row.phase == "migration"]
+    return found | ({"migration": moved} if moved else {})
 
 
 def _bound(row: TermRow) -> str:
@@ -138,6 +151,9 @@ def _print_requests(console: Console, one: Estimate) -> None:
         cells += [formats.ratio(over[key, *place]) for key in ((OPT,) if small else (BWRULE, OPT))]
         table.add_row(*cells)
     console.print(table)
+    for batch in dict.fromkeys(point.batch for point in one.points):
+        for phase, rows in _earlier(one, batch).items():
+            console.print(f"{phase} at batch {batch}: {_most(rows)}", style="dim", markup=False)
     console.print(
         "over: how many times as fast as MoNDE by its bandwidth rule (monde_bwrule) and as a cost-optimal one "
         "(monde_opt), whole requests compared. Other policies' requests are in the files of --out and in --json.",
