@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -107,7 +108,8 @@ def _changed(constant: Constant, field: str, old: float | str, hardware: Hardwar
     if constant.key == "gpu.layer_overhead":
         return (0.0, "0 s (tau = 0)") if old else None
     if constant.key == "link.bandwidth":
-        return PCIE_GEN5 if old == PCIE_GEN4[0] else PCIE_GEN4
+        is_gen4 = math.isclose(float(old), PCIE_GEN4[0], rel_tol=0.1)
+        return PCIE_GEN5 if is_gen4 else PCIE_GEN4
     if isinstance(old, str):
         other = {"scale": "const", "const": "scale", "ws": "os", "os": "ws"}.get(old)
         return None if other is None or not hardware.ndp.computes else (other, other)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moeq.estimator.devices import Gpu, Link, Ndp
+from moeq.estimator.devices import Gpu, Hardware, Link, Ndp
 from moeq.estimator.geometry import ModelGeometry
 
 FloatArray = NDArray[np.float64]
@@ -77,21 +77,35 @@ def t_gpu(parameters: int, bits: ArrayLike, tokens: ArrayLike, gpu: Gpu) -> Cost
     )
 
 
-def t_fetch(num_bytes: ArrayLike, transfers: ArrayLike, link: Link) -> Cost:
-    """Bytes over the link in a number of transfers: bytes/(eta_p*BW_p) + n*latency."""
-    moved = np.asarray(num_bytes, dtype=np.float64)
-    stream = moved / (link.efficiency * link.bandwidth_bytes_per_second)
-    latency = np.asarray(transfers, dtype=np.float64) * link.latency_seconds
-    stream, latency, moved = np.broadcast_arrays(stream, latency, moved)
-    seconds = stream + latency
-    bound = _code(seconds, latency > stream, Bound.LATENCY)
-    return Cost(seconds=seconds, bytes=moved, macs=np.zeros_like(seconds), bound=bound)
+def t_fetch(num_bytes: ArrayLike, transfers: ArrayLike, hardware: Hardware) -> Cost:
+    """Bytes from the NDP's memory over the link in a number of transfers: bytes/(eta_p*BW_p) + n*latency.
+
+    A memory that is slower than the link (an SSD) sets the pace.
+    """
+    ndp = hardware.ndp
+    behind = ndp.memory_efficiency * ndp.memory_bandwidth_bytes_per_second
+    return _transfer(num_bytes, transfers, min(link_rate(hardware.link), behind), hardware.link.latency_seconds)
 
 
 def t_act(hidden_size: int, tokens: ArrayLike, link: Link) -> Cost:
     """FP16 activations of m tokens to the NDP and back: 2*(2*m*d/(eta_p*BW_p) + latency); none for m = 0."""
     m = np.asarray(tokens, dtype=np.float64)
-    return t_fetch(2 * 2 * m * hidden_size, 2.0 * (m > 0), link)
+    return _transfer(2 * 2 * m * hidden_size, 2.0 * (m > 0), link_rate(link), link.latency_seconds)
+
+
+def link_rate(link: Link) -> float:
+    """Bytes per second of one direction, derated."""
+    return link.efficiency * link.bandwidth_bytes_per_second
+
+
+def _transfer(num_bytes: ArrayLike, transfers: ArrayLike, rate: float, latency_seconds: float) -> Cost:
+    moved = np.asarray(num_bytes, dtype=np.float64)
+    stream = moved / rate
+    latency = np.asarray(transfers, dtype=np.float64) * latency_seconds
+    stream, latency, moved = np.broadcast_arrays(stream, latency, moved)
+    seconds = stream + latency
+    bound = _code(seconds, latency > stream, Bound.LATENCY)
+    return Cost(seconds=seconds, bytes=moved, macs=np.zeros_like(seconds), bound=bound)
 
 
 def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: ArrayLike, gpu: Gpu) -> Cost:
