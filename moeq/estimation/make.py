@@ -259,7 +259,8 @@ def _uniform(model: Model, options: Options, hardware: Hardware) -> Subject:
     hot = options.gpu_experts
     if hot is None:
         hot = largest_gpu_experts(geometry, hardware, batch=max(options.grid.batches), context=options.longest) or 0
-    placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=f"{bits:g} bits, {hot} on the GPU")
+    name = f"{bits:g} bits, {hot} of {geometry.num_experts} experts on the GPU"
+    placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=name)
     if options.trace is not None:  # which has its own routing in every layer
         bits_of_all, hot_of_all = (
             np.repeat(one, geometry.num_layers, axis=0) for one in (placement.bits, placement.hot)

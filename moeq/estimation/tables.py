@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def _print_stated(console: Console, found: EstimateDocument) -> None:
     titles = ["case", "figure", "stated", "estimate", "off", *([] if small else [""])]
     table = _table(titles, texts=2)
     for row in found.stated:
-        cells = [row.case, policy_words(row), stated_text(row), formats.span([row.low, row.high], formats.ratio)]
+        cells = [row.case, policy_words(row), stated_text(row), _span([row.low, row.high], formats.ratio)]
         cells += [formats.change(1 + row.deviation, 1), *([] if small else ["inside" if row.inside else "outside"])]
         table.add_row(*cells, style="yellow" if row.missed else None)
     console.print(table)
@@ -72,7 +72,7 @@ def _print_stated(console: Console, found: EstimateDocument) -> None:
 def _print_case(console: Console, found: EstimateDocument, case: Case) -> None:
     one = case.estimate
     hot = f"routing {found.routing}; computed by a model of the hardware, not measured"
-    console.print(f"{case.name} on {one.hardware}", style="bold", markup=False)
+    console.print(f"{case.name}; hardware {one.hardware}", style="bold", markup=False)
     console.print(hot, style="dim", markup=False)
     for batch in case.batches:
         _print_batch(console, one, batch)
@@ -96,23 +96,29 @@ def _print_batch(console: Console, one: Estimate, batch: int) -> None:
     console.print(f"\nbatch {batch}", style="bold")
     titles = ["policy", "first token", "step", *([] if small else ["tokens/s"]), "request", "of ours"]
     table = _table(titles)
+    table.columns[0].no_wrap = True
     at_batch = [point for point in one.points if point.batch == batch]
     steps = {p.policy: [q for q in at_batch if q.policy == p.policy] for p in at_batch}
     own = steps[SUBJECT]
     for policy, points in sorted(steps.items(), key=lambda item: item[1][0].decode_seconds_per_token):
-        cells = [policy, _span([p.time_to_first_token_seconds for p in points])]
-        cells += [_span([p.decode_seconds_per_token for p in points])]
-        cells += [] if small else [formats.span([p.decode_tokens_per_second for p in points], "{:.4g}".format)]
-        cells += [_span([p.end_to_end_seconds for p in points])]
+        cells = [policy, _span([p.time_to_first_token_seconds for p in points], _seconds)]
+        cells += [_span([p.decode_seconds_per_token for p in points], _seconds)]
+        cells += [] if small else [_span([p.decode_tokens_per_second for p in points], "{:.4g}".format)]
+        cells += [_span([p.end_to_end_seconds for p in points], _seconds)]
         times = [p.end_to_end_seconds / q.end_to_end_seconds for p, q in zip(points, own, strict=True)]
-        table.add_row(*cells, formats.span(times, formats.ratio), style="bold" if policy == SUBJECT else None)
+        table.add_row(*cells, _span(times, formats.ratio), style="bold" if policy == SUBJECT else None)
     console.print(table)
     for policy in steps:
         console.print(f"{policy}: {_bounds(one, policy, batch)}", style="dim", markup=False)
 
 
-def _span(seconds: Sequence[float]) -> str:
-    return formats.span(seconds, _seconds).replace(" to ", "-")
+def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The range of values, with the unit once where both ends have the same."""
+    low, high = form(min(values)), form(max(values))
+    if low == high:
+        return low
+    unit = low.lstrip("0123456789.,")
+    return f"{low.removesuffix(unit)}-{high}" if unit == high.lstrip("0123456789.,") else f"{low}-{high}"
 
 
 def _bounds(one: Estimate, policy: str, batch: int) -> str:
@@ -162,7 +168,9 @@ def _print_requests(console: Console, one: Estimate) -> None:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+    if value >= 1:
+        return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
+    return f"{1e3 * value:.3g} ms"
 
 
 def _print_hit_rates(console: Console, found: HitRates) -> None:
@@ -214,7 +222,7 @@ def _print_sensitivity(console: Console, one: Estimate, most: int | None = None)
 def print_capacity(plan: CapacityPlan) -> None:
     """What lies where, and what room every number of FP16 experts a layer leaves for keys and values."""
     console = Console(highlight=False)
-    console.print(f"{plan.geometry}, {plan.placement} on {plan.hardware}", style="bold", markup=False)
+    console.print(f"{plan.geometry}, {plan.placement}; hardware {plan.hardware}", style="bold", markup=False)
     table = _table(("memory", "bytes", ""))
     for memory in (plan.gpu, plan.ndp):
         table.add_row(memory.name, human_bytes(memory.capacity_bytes), fits(memory), style="bold")

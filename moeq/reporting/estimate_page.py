@@ -204,8 +204,8 @@ def _policies(points: Sequence[PolicyPoint]) -> Raw:
         spans = [
             formats.span([getattr(point, field) for point in mine], form)
             for field, form in (
-                ("time_to_first_token_seconds", formats.milliseconds),
-                ("decode_seconds_per_token", formats.milliseconds),
+                ("time_to_first_token_seconds", _milliseconds),
+                ("decode_seconds_per_token", _milliseconds),
                 ("decode_tokens_per_second", formats.number),
                 ("end_to_end_seconds", formats.number),
             )
@@ -216,6 +216,10 @@ def _policies(points: Sequence[PolicyPoint]) -> Raw:
         ("policy", "batch", "first token, ms", "decode step, ms", "tokens a second", "whole request, s"),
         rows,
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    return formats.number(1e3 * seconds)
 
 
 def earlier(one: Estimate) -> Raw:
