@@ -19,8 +19,19 @@ from moeq.artifacts.files import write_text
 from moeq.estimator.devices import Constant, Hardware
 from moeq.estimator.fitting import PARAMETERS, FloatArray, Model, Setting, determination, held_out
 from moeq.estimator.measured import Point, read_points
+from moeq.estimator.sheets import Table
 
-__all__ = ["Fit", "FitError", "FittedConstant", "FittedPoint", "Setting", "describe", "fit_file", "write_hardware"]
+__all__ = [
+    "Fit",
+    "FitError",
+    "FittedConstant",
+    "FittedPoint",
+    "Setting",
+    "describe",
+    "fit_file",
+    "fit_tables",
+    "write_hardware",
+]
 
 AT_BOUND = 1e-6  # of the fit's own variables: closer than this, a constant is at the end of its range
 WEAK = 0.25  # standard error over value above which a constant is only weakly determined
@@ -49,7 +60,11 @@ class FittedConstant:
     @property
     def text(self) -> str:
         """As a hardware file writes it."""
-        return f"{self.value:.6g}" if self.is_efficiency else f"{self.value * 1e6:.6g} us"
+        return self.shown(self.value)
+
+    def shown(self, value: float) -> str:
+        """A value of this constant as a hardware file writes it."""
+        return f"{value:.6g}" if self.is_efficiency else f"{round(value * 1e6, 6):g} us"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +110,10 @@ def fit_file(path: Path, hardware: Hardware, setting: Setting | None = None) -> 
     """
     points = read_points(path)
     model = Model(points, hardware, setting or Setting(), path)
-    x = model.without_idle(model.solve(np.arange(len(points))))
+    x, start = model.solve(np.arange(len(points)))
+    x = model.without_idle(x)
     before, fitted = model.seconds(model.start), model.seconds(x)
-    left_out, folds = held_out(model)
+    left_out, folds = held_out(model, start)
     constants = _constants(model, x)
     error = None if left_out is None else _error(left_out, model.measured)
     measured = f"{path.name} ({len(points)} points" + ("" if error is None else f", held-out error {error.mean:.1%}")
@@ -149,6 +165,40 @@ def describe(one: FittedConstant) -> str:
         return f"{one.verdict}; as many constants as points, no error can be given"
     share = one.standard_error / one.value if one.value else float("inf")
     return f"{one.verdict}, standard error {share:.0%}"
+
+
+def fit_tables(fit: Fit) -> list[Table]:
+    """The fit as tables to print: errors, constants, points."""
+    errors = [("as the file has it", fit.before), ("fitted", fit.fitted)]
+    if fit.held_out is not None:
+        errors.append((f"held out ({fit.folds} parts of the rows, each by a fit to the others)", fit.held_out))
+    return [
+        Table(
+            title=f"{fit.hardware.name} against {len(fit.points)} points of {fit.file}",
+            columns=("constants", "mean error", "largest error"),
+            rows=tuple((name, error.mean, error.largest) for name, error in errors),
+            notes=("Errors are relative to the measured seconds.",)
+            if fit.held_out is not None
+            else ("Errors are relative to the measured seconds.", "One row: nothing can be held out."),
+        ),
+        Table(
+            title="Fitted constants",
+            columns=("constant", "before", "fitted", "how sure"),
+            rows=tuple((one.key, one.shown(one.before), one.text, describe(one)) for one in fit.constants),
+        ),
+        Table(
+            title="Measured and estimated seconds",
+            columns=("row", "policy", "batch", "measure", "measured", "before", "fitted", "held out", "error"),
+            rows=tuple(
+                (
+                    one.point.row, one.point.policy, one.point.batch, one.point.measure, one.point.seconds,
+                    one.before_seconds, one.fitted_seconds, one.held_out_seconds,
+                    one.fitted_seconds / one.point.seconds - 1,
+                )
+                for one in fit.points
+            ),
+        ),
+    ]  # fmt: skip
 
 
 def _error(seconds: FloatArray, measured: FloatArray) -> FitError:

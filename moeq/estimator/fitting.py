@@ -5,10 +5,10 @@ Letters: P measured points, C constants that are fitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,15 @@ FOLDS = 5
 SMALLEST_EFFICIENCY = 1e-3
 LONGEST_LATENCY_SECONDS = 1.0
 LATENCY_UNIT_SECONDS = 1e-5  # what a step of 1 in the fit is
-STARTS = (None, 0.6, 0.25)  # efficiencies to start from: the file's, and two that let other terms be the longer one
+STARTS = (None, 0.5, 0.25, 0.1)  # efficiencies to start from: the file's, and some that let other terms be the longer
+MOST_STEPS = 40
+TOLERANCE = 1e-8
 NO_EFFECT = 1e-6  # relative change of every point below which a constant does not matter to them
 SINGULAR = 1e-4  # share of the largest singular value below which constants cannot be told apart
 SHARE = 0.01  # of a direction that cannot be told from nothing: what a constant must have in it to count
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+Key = tuple[str | None, float | None, int | None, int | None]  # geometry, bits, GPU experts, context of a point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,24 @@ class Setting:
     zero_points: bool = False
     samples: int = 256
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an estimate is asked for: a decode step or a prefill of a batch, or a migration."""
+
+    kind: Literal["decode", "prefill", "migration"]
+    batch: int = 1
+    input_tokens: int = 0
+
+    def seconds(self, simulation: Simulation, labels: frozenset[str]) -> dict[str, float]:
+        """Seconds by policy label."""
+        if self.kind == "decode":
+            return {label: step.seconds for label, step in simulation.decode(self.batch, labels).items()}
+        if self.kind == "prefill":
+            found = simulation.prefill(self.batch, self.input_tokens, labels)
+            return {label: step.seconds for label, step in found.items()}
+        return {label: total.seconds for label, total in simulation.migration().items() if label in labels}
 
 
 @dataclass(frozen=True)
@@ -94,13 +115,18 @@ class Model:
         self.start = np.array(
             [one.to_fit(float(getattr(getattr(hardware, one.section), one.field))) for one in PARAMETERS]
         )
-        self.simulations: dict[Any, Simulation] = {}
-        self.keys = []
+        self.parts = [_parts(point) for point in points]
+        self.simulations: dict[Key, Simulation] = {}
+        self.keys: list[Key] = []
         for point in points:
             key = (point.geometry, point.bits, point.gpu_experts, point.context)
+            where = f"{path}, row {point.row}"
             if key not in self.simulations:
-                self.simulations[key] = _simulation(point, hardware, setting, f"{path}, row {point.row}")
+                self.simulations[key] = _simulation(point, hardware, setting, where)
             self.keys.append(key)
+            refusal = self.simulations[key].refusals(point.batch).get(point.policy)
+            if refusal is not None:
+                raise EstimateError(f"{point.policy} cannot run: {refusal}", where=where, do="check the row")
 
     def hardware_at(self, x: FloatArray) -> Hardware:
         """The hardware with the constants at x."""
@@ -115,35 +141,51 @@ class Model:
         return found
 
     def seconds(self, x: FloatArray, chosen: IntArray | None = None) -> FloatArray:
-        """Estimated seconds [P] of all points, or of chosen ones."""
+        """Estimated seconds [P] of all points, or of chosen ones; what points share is worked out once."""
+        picked = list(range(len(self.points))) if chosen is None else chosen.tolist()
+        wanted: dict[tuple[Key, Run], set[str]] = {}
+        for index in picked:
+            for run in self.parts[index]:
+                wanted.setdefault((self.keys[index], run), set()).add(self.points[index].policy)
         hardware = self.hardware_at(x)
-        moved = {key: simulation.on(hardware) for key, simulation in self.simulations.items()}
-        known: dict[Any, float] = {}
-        picked = range(len(self.points)) if chosen is None else chosen.tolist()
-        return np.array([_seconds(self.points[i], moved[self.keys[i]], self.keys[i], known) for i in picked])
+        moved = {key: self.simulations[key].on(hardware) for key, _ in wanted}
+        done = {place: place[1].seconds(moved[place[0]], frozenset(labels)) for place, labels in wanted.items()}
+        return np.array(
+            [
+                sum(
+                    times * done[self.keys[index], run][self.points[index].policy]
+                    for run, times in self.parts[index].items()
+                )
+                for index in picked
+            ]
+        )
 
     def errors(self, x: FloatArray, chosen: IntArray) -> FloatArray:
         """Relative errors of chosen points."""
         return np.asarray(self.seconds(x, chosen) / self.measured[chosen] - 1)
 
-    def solve(self, chosen: IntArray) -> FloatArray:
-        """The constants with the least squares of relative errors of chosen points, from several starts."""
+    def solve(self, chosen: IntArray, starts: Sequence[int] = range(len(STARTS))) -> tuple[FloatArray, int]:
+        """The constants with the least squares of relative errors of chosen points, and the start they came from.
+
+        A term that is hidden behind a longer one has no slope, so that one start alone may end beside the best fit.
+        """
         from scipy.optimize import least_squares
 
-        lower, upper = np.array([one.bounds for one in PARAMETERS]).T
-        best = None
-        for efficiency in STARTS:
-            start = self.start if efficiency is None else self._started(efficiency)
-            found = least_squares(
-                self.errors, np.clip(start, lower, upper), bounds=(lower, upper), args=(chosen,), x_scale="jac",
-                xtol=1e-12, ftol=1e-12, gtol=1e-12, max_nfev=60,
-            )  # fmt: skip
-            if best is None or found.cost < best.cost * (1 - 1e-6) - 1e-18:
-                best = found
-        assert best is not None
-        return np.asarray(best.x, dtype=np.float64)
+        lowest, highest = np.array([one.bounds for one in PARAMETERS]).T
+        found = {
+            start: least_squares(
+                self.errors, np.clip(self._started(STARTS[start]), lowest, highest), bounds=(lowest, highest),
+                args=(chosen,), method="dogbox", x_scale="jac", xtol=TOLERANCE, ftol=TOLERANCE, gtol=TOLERANCE,
+                max_nfev=MOST_STEPS,
+            )
+            for start in starts
+        }  # fmt: skip
+        best = min(found, key=lambda start: float(found[start].cost))
+        return np.asarray(found[best].x, dtype=np.float64), best
 
-    def _started(self, efficiency: float) -> FloatArray:
+    def _started(self, efficiency: float | None) -> FloatArray:
+        if efficiency is None:
+            return self.start
         both = zip(PARAMETERS, self.start, strict=True)
         return np.array([one.to_fit(efficiency) if one.is_efficiency else old for one, old in both])
 
@@ -170,33 +212,18 @@ class Model:
         return np.stack(columns, axis=1)
 
 
-def _seconds(point: Point, simulation: Simulation, key: Any, known: dict[Any, float]) -> float:
-    """Estimated seconds of one point; what points share is worked out once and kept in `known`."""
-    policy, batch, tokens = point.policy, point.batch, point.input_tokens or 0
-
-    def once(name: str, size: int, make: Callable[[], float]) -> float:
-        place = (key, policy, name, batch, size)
-        if place not in known:
-            known[place] = make()
-        return known[place]
-
-    def decode() -> float:
-        return once("decode", 0, lambda: simulation.decode(batch, frozenset({policy}))[policy].seconds)
-
-    def prefill() -> float:
-        return once("prefill", tokens, lambda: simulation.prefill_seconds(batch, tokens)[policy])
-
-    def migration() -> float:
-        return once("migration", 0, lambda: simulation.migration_seconds()[policy])
-
-    if point.measure == "decode_seconds_per_token":
-        return decode()
-    if point.measure == "migration_seconds":
-        return migration()
-    if point.measure == "prefill_seconds":
-        return prefill()
-    steps = 1 if point.measure == "time_to_first_token_seconds" else point.output_tokens or 0
-    return prefill() + migration() + steps * decode()
+def _parts(point: Point) -> Mapping[Run, int]:
+    """The runs that a measured figure is made of, and how often each."""
+    decode = Run("decode", point.batch)
+    prefill = Run("prefill", point.batch, point.input_tokens or 0)
+    migration = Run("migration")
+    return {
+        "prefill_seconds": {prefill: 1},
+        "migration_seconds": {migration: 1},
+        "time_to_first_token_seconds": {prefill: 1, migration: 1, decode: 1},
+        "decode_seconds_per_token": {decode: 1},
+        "end_to_end_seconds": {prefill: 1, migration: 1, decode: point.output_tokens or 0},
+    }[point.measure]
 
 
 def _simulation(point: Point, hardware: Hardware, setting: Setting, where: str) -> Simulation:
@@ -237,8 +264,11 @@ def _placement(point: Point, geometry: ModelGeometry, setting: Setting) -> Place
     return setting.placement
 
 
-def held_out(model: Model) -> tuple[FloatArray | None, int]:
-    """Seconds [P] of every point by a fit without its row's fold, and the number of folds; None below two rows."""
+def held_out(model: Model, start: int) -> tuple[FloatArray | None, int]:
+    """Seconds [P] of every point by a fit without its row's fold, and the number of folds; None below two rows.
+
+    start: the one to fit from, which the fit to all points has chosen.
+    """
     rows = {row: index for index, row in enumerate(dict.fromkeys(point.row for point in model.points))}
     folds = min(FOLDS, len(rows))
     if folds < 2:
@@ -246,7 +276,7 @@ def held_out(model: Model) -> tuple[FloatArray | None, int]:
     fold = np.array([rows[point.row] % folds for point in model.points])
     found = np.zeros(len(model.points))
     for one in range(folds):
-        x = model.solve(np.flatnonzero(fold != one))
+        x, _ = model.solve(np.flatnonzero(fold != one), [start])
         out = np.flatnonzero(fold == one)
         found[out] = model.seconds(x, out)
     return found, folds
