@@ -16,6 +16,7 @@ import time
 
 import numpy as np
 
+from moeq.artifacts.stage import ModelStamp
 from moeq.artifacts.trace import RoutingTrace
 from moeq.estimator import (
     Estimate,
@@ -73,7 +74,7 @@ def made_trace(steps: int) -> RoutingTrace:
         lengths=lengths,
         prefill=np.full(sequences, PROMPT, dtype=np.int32),
         domains=("made up",) * sequences,
-        model=LARGE.name,
+        model=ModelStamp(name=LARGE.name, digest="0"),
     )
 
 

@@ -31,7 +31,8 @@ class Simulation:
     """Decode steps, prefills and migrations of every policy for the distinct `layers` of a placed model.
 
     `distinct_popularity`[R, E] are the popularity rows that occur, `popularity_row`[D] which one a layer has,
-    `layer_row`[L] the distinct layer that each of the model's is. `labels`: policies that are wanted (None: all).
+    `layer_row`[L] the distinct layer that each of the model's is. A decode step attends to `context` tokens; memory
+    holds keys and values of `kv_tokens`. `labels`: policies that are wanted (None: all).
     """
 
     layers: Layers
@@ -39,6 +40,7 @@ class Simulation:
     popularity_row: NDArray[np.int64]
     layer_row: NDArray[np.int64]
     context: int
+    kv_tokens: int
     samples: int
     seed: int
     labels: frozenset[str] | None = None
@@ -93,8 +95,8 @@ class Simulation:
         return "trace" if self.replay is not None else self.outcomes(batch)[0].method
 
     def kv_cache_bytes(self, batch: int) -> float:
-        """Bytes of the keys and values of a batch at the context, all layers."""
-        return batch * self.layers.geometry.num_layers * self.layers.geometry.kv_bytes_per_layer(self.context)
+        """Bytes of the keys and values that a batch needs at most, all layers."""
+        return batch * self.layers.geometry.num_layers * self.layers.geometry.kv_bytes_per_layer(self.kv_tokens)
 
     def wanted(self, only: frozenset[str] | None = None) -> Iterator[tuple[str, Policy, str]]:
         """Label, policy and variant of those that are wanted."""
@@ -216,6 +218,7 @@ def build_simulation(
     context: int,
     samples: int,
     seed: int,
+    kv_tokens: int | None = None,
     trace: RoutingTrace | None = None,
     labels: frozenset[str] | None = None,
 ) -> Simulation:
@@ -248,6 +251,7 @@ def build_simulation(
         popularity_row=row.ravel(),
         layer_row=row_of[model_layers],
         context=context,
+        kv_tokens=context if kv_tokens is None else kv_tokens,
         samples=samples,
         seed=seed,
         labels=labels,
