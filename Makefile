@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-full lint clean
+.PHONY: demo test test-full peers lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
@@ -13,6 +13,16 @@ test: $(INSTALLED) lint
 
 test-full: $(INSTALLED) lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MOEQ_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+peers: $(INSTALLED) .peers/gptqmodel/.installed
+	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k gptq tests/exporters/test_peers.py tests/verification/test_peers.py
+
+.peers/gptqmodel/.installed: constraints.txt
+	$(PYTHON) -m venv .peers/gptqmodel
+	grep '^torch==' constraints.txt > .peers/torch.txt
+	.peers/gptqmodel/bin/python -m pip install --quiet -c .peers/torch.txt torch setuptools wheel numpy packaging ninja
+	.peers/gptqmodel/bin/python -m pip install --quiet -c .peers/torch.txt --no-build-isolation gptqmodel==7.6.0
+	touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -28,4 +38,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv demo-out build *.egg-info
+	rm -rf .venv .peers demo-out build *.egg-info

@@ -65,7 +65,7 @@ WidenOption = Annotated[
     typer.Option("--widen", help="Codes that a format's runtime cannot read go into wider ones of the same values."),
 ]
 VerifyOption = Annotated[
-    bool, typer.Option("--verify/--no-verify", help="Load what export wrote in a fresh process and compare it.")
+    bool, typer.Option("--verify/--no-verify", help="Load what was written in a fresh process and compare it.")
 ]
 
 
@@ -177,13 +177,7 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
     ) -> None:
         wanted = [*(set_ or []), *_export_overrides(format_, widen), *_verify_override(verify)]
         context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine)
-        from moeq import pipeline, terminal
-
-        outcome = pipeline.run_alone(context, name)
-        if json:
-            _print_json(terminal.outcome_json(outcome))
-        elif not quiet:
-            terminal.print_summary(outcome.record.summary)
+        _run_stage(context, name, json, quiet)
 
     command.__doc__ = summary
     whole = signature(command, eval_str=True)
@@ -220,7 +214,8 @@ STAGE_HELP = {
     "quantize": "Make the replicas that the assignment names.",
     "export": "Write the packed checkpoint, its placement manifest and its model card.",
     "eval": "Perplexity and lm-eval of the original, the export and other assignments.",
-    "estimate": "Estimate speed on GPU + near-data-memory hardware.",
+    "estimate": "Estimate speed on GPU + near-data-memory hardware: of a run, of a recipe's figures, or of any model's "
+    "sizes.",
     "report": "Write the HTML report.",
 }
 
@@ -321,6 +316,138 @@ def report(
         terminal.print_summary(outcome.record.summary | ({"maps": written} if maps is not None else {}))
 
 
+def estimate(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Argument(help="YAML recipe [default: the one in the run directory]; more axes of --grid."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Without a recipe: mixtral-8x7b or another known geometry, a config.json, a model directory, a packed "
+            "checkpoint, or a hub id; no weights are read.",
+        ),
+    ] = None,
+    out: OutOption = None,
+    set_: SetOption = None,
+    hardware: Annotated[
+        str | None, typer.Option("--hardware", help="Preset or YAML file (estimate.hardware) [default: paper-ctxmoe].")
+    ] = None,
+    assignment: Annotated[
+        Path | None, typer.Option("--assignment", help="assignment.json: bits and place of every expert.")
+    ] = None,
+    manifest: Annotated[
+        Path | None, typer.Option("--manifest", help="placement.json of a packed checkpoint, or its directory.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", help="trace.safetensors of `moeq profile` (profile.trace): routing as it was recorded."
+        ),
+    ] = None,
+    bits: Annotated[
+        float | None, typer.Option("--bits", help="Width of every expert off the GPU [default: 3].")
+    ] = None,
+    gpu_experts: Annotated[
+        int | None,
+        typer.Option("--gpu-experts", help="FP16 experts a layer on the GPU [default: as many as fit].", min=0),
+    ] = None,
+    group_size: Annotated[
+        int, typer.Option("--group-size", help="Weights that share a scale, with --bits.", min=1)
+    ] = 128,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            help="Policy that is shown beside the context-aware placement and both MoNDE baselines; may be given "
+            "several times [default: all].",
+        ),
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option("--grid", help="Lengths and batches: --grid in=128,512,2048 out=512,2048 batch=1,4,16"),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", help="Tokens of keys and values at a decode step [default: 1024].", min=1)
+    ] = None,
+    kv_growth: Annotated[
+        bool, typer.Option("--kv-growth", help="Keys and values grow with the request instead of --context.")
+    ] = False,
+    zipf: Annotated[
+        float | None,
+        typer.Option("--zipf", help="Exponent of Zipf routing, the placement's best experts the most popular."),
+    ] = None,
+    capacity: Annotated[
+        bool, typer.Option("--capacity", help="Only say what fits where; refused with the sum where it does not.")
+    ] = False,
+    sheet: Annotated[
+        str | None,
+        typer.Option("--sheet", help="Print a paper's figures worked out again: paper-002 or paper-004."),
+    ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            "--fit",
+            help="CSV of measured points (policy, batch, lengths, seconds): fit efficiencies and latencies of the "
+            "hardware; --out takes the fitted YAML.",
+        ),
+    ] = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    from moeq.estimation import command
+
+    asked = command.Asked(
+        words=recipe or [],
+        model=model,
+        out=out,
+        overrides=set_ or [],
+        hardware=hardware,
+        assignment=assignment,
+        manifest=manifest,
+        trace=trace,
+        bits=bits,
+        gpu_experts=gpu_experts,
+        group_size=group_size,
+        policies=policy or [],
+        grid=grid or [],
+        context=context,
+        kv_growth=kv_growth,
+        zipf=zipf,
+        capacity=capacity,
+        sheet=sheet,
+        fit=fit,
+        trust_remote_code=trust_remote_code,
+        json=json,
+        quiet=quiet,
+    )
+    if not command.needs_a_run(asked):
+        found, refusal = command.run(asked)
+        if json:
+            _print_json(found)
+        if refusal is not None and json:
+            print(f"moeq: {refusal}", file=sys.stderr)
+            raise typer.Exit(refusal.exit_code)
+        if refusal is not None:
+            raise refusal
+        return
+    overrides = command.recipe_overrides(asked)
+    _run_stage(_context(asked.recipe, model, out, overrides, quiet, trust_remote_code), "estimate", json, quiet)
+
+
+def _run_stage(context: Context, name: str, json: bool, quiet: bool) -> None:
+    """One stage on what is there, and what came of it."""
+    from moeq import pipeline, terminal
+
+    outcome = pipeline.run_alone(context, name)
+    if json:
+        _print_json(terminal.outcome_json(outcome))
+    elif not quiet:
+        terminal.print_summary(outcome.record.summary)
+
+
 def _assign_overrides(method: str | None, given: dict[str, str | None]) -> list[str]:
     """What --method and the budget options set; a budget that is given replaces the recipe's, whatever it was."""
     from moeq.recipe import BUDGETS
@@ -336,7 +463,11 @@ def _assign_overrides(method: str | None, given: dict[str, str | None]) -> list[
     ]
 
 
-OWN_COMMANDS: dict[str, Callable[..., None]] = {"assign": assign, "report": report}  # stages with options of their own
+OWN_COMMANDS: dict[str, Callable[..., None]] = {  # stages with options of their own
+    "assign": assign,
+    "estimate": estimate,
+    "report": report,
+}
 
 for _name, _summary in STAGE_HELP.items():
     app.command(_name, help=_summary)(OWN_COMMANDS.get(_name) or _stage_command(_name, _summary))
@@ -396,14 +527,23 @@ def convert(
     ],
     out: Annotated[Path, typer.Option("--out", help="Directory to write, which must not be there yet.")],
     widen: WidenOption = False,
+    verify: VerifyOption = True,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write a packed checkpoint in another format, without calibration; codes are taken over exactly."""
     from moeq import conversion, terminal
+    from moeq.progress import Reporter
 
-    found = conversion.convert(checkpoint, to, out, widen=widen, trust_remote_code=trust_remote_code)
+    found = conversion.convert(
+        checkpoint,
+        to,
+        out,
+        widen=widen,
+        trust_remote_code=trust_remote_code,
+        verify=Reporter(quiet=quiet or json) if verify else None,
+    )
     if json:
         _print_json(found)
     elif not quiet:

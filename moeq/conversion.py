@@ -9,16 +9,26 @@ from moeq.errors import ArtifactError, RecipeError
 from moeq.exporters import CONVERTED, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.readers import PLAIN, format_of, open_packed
+from moeq.progress import Reporter
 from moeq.tables import human_bytes
+from moeq.verification.written import check_written
 
 
 def convert(
-    checkpoint: Path, name: str, out: Path, *, widen: bool = False, trust_remote_code: bool = False
+    checkpoint: Path,
+    name: str,
+    out: Path,
+    *,
+    widen: bool = False,
+    trust_remote_code: bool = False,
+    verify: Reporter | None = None,
 ) -> dict[str, Any]:
     """Write `checkpoint` to `out` in the format `name`; returns what was written.
 
-    Raises RecipeError for an unknown format or an `out` that is there, ArtifactError for a directory that is no packed
-    checkpoint of moeq's or of another tool's, PlanError for what the format's runtime would not load as it is meant.
+    verify: where to tell what the format's own loader makes of it; None: it is not loaded. Raises EvaluationError where
+    it loads wrongly or holds other values, RecipeError for an unknown format or an `out` that is there, ArtifactError
+    for a directory that is no packed checkpoint of moeq's or of another tool's, PlanError for what the format's runtime
+    would not load as it is meant.
     """
     if name not in CONVERTED:
         raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(CONVERTED)}")
@@ -30,5 +40,9 @@ def convert(
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
     write(name, source, out, options)
+    verdict = None
+    if verify is not None:
+        verdict = check_written(out, verify, against=checkpoint, trust_remote_code=trust_remote_code)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
+    found = {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
+    return found if verdict is None else found | {"verified_with": verdict.target, "logits_error": verdict.logits_error}

@@ -19,9 +19,12 @@ COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
     "run": STAGE | {"--quantizer", "--refine", "--verify"},
-    **dict.fromkeys(("profile", "eval", "estimate"), STAGE),
+    **dict.fromkeys(("profile", "eval"), STAGE),
+    "estimate": STAGE
+    | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
+    | {"--grid", "--context", "--kv-growth", "--zipf", "--capacity", "--sheet", "--fit"},
     "export": STAGE | {"--format", "--widen", "--verify"},
-    "convert": {"checkpoint", "--to", "--out", "--widen", "--trust-remote-code", "--json", "--quiet"},
+    "convert": {"checkpoint", "--to", "--out", "--widen", "--verify", "--trust-remote-code", "--json", "--quiet"},
     "report": STAGE | {"--maps"},
     "losses": STAGE | {"--quantizer"},
     "quantize": STAGE | {"--refine"},

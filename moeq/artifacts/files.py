@@ -24,6 +24,9 @@ from moeq.errors import ArtifactError, StorageError
 
 PARTIAL = ".partial"  # suffix of everything that is not finished
 CHUNK_BYTES = 1 << 22
+ALIGNMENT = 8  # of tensors in a file
+ENTRY_BYTES = 160  # of a tensor in a header beside its name: type, up to four sizes, two offsets
+Headers = Mapping[str, tuple[str, tuple[int, ...], int]]  # {name: dtype as safetensors writes it, shape, bytes}
 
 _DTYPE_NAMES = {  # torch's dtypes as safetensors names them
     "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
@@ -147,8 +150,8 @@ def safetensors_layout(
 
 def write_in_chunks(
     path: Path,
-    tensors: Mapping[str, tuple[str, tuple[int, ...], int]],
-    chunks: Callable[[str], Iterable[bytes]],
+    tensors: Headers,
+    chunks: Callable[[str], Iterable[bytes | memoryview]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write tensors {name: dtype, shape, bytes} atomically, one after the other, each as its chunks come.
@@ -164,6 +167,65 @@ def write_in_chunks(
                 stream.writelines(chunks(name))
 
     write_atomically(path, write)
+
+
+class TensorFile:
+    """A safetensors file of an unfinished folder whose tensors are written as they come, their sizes unknown before.
+
+    The header lies in room that was kept for it, filled up with spaces as the format allows. A tensor whose bytes would
+    leave the next one unaligned is kept and written last. Neither atomic nor synced: `building` is both.
+    """
+
+    def __init__(self, path: Path, names: Iterable[str], metadata: Mapping[str, str]) -> None:
+        """names: of all tensors that may come."""
+        self._path, self._metadata = path, dict(metadata)
+        self._room = 2 * ALIGNMENT + sum(len(json.dumps(name)) + ENTRY_BYTES for name in names)
+        self._room += len(json.dumps(self._metadata)) + -self._room % ALIGNMENT
+        self._room += -self._room % ALIGNMENT
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._end = 0
+        self._kept: dict[str, Any] = {}
+        with storage_errors(path):
+            self._stream = path.open("wb", buffering=0)
+            self._stream.seek(8 + self._room)
+
+    def add(self, name: str, tensor: Any) -> None:
+        """Write a tensor, or keep a copy for the end."""
+        if tensor.numel() * tensor.element_size() % ALIGNMENT:
+            self._kept[name] = tensor.clone()
+        else:
+            self._write(name, tensor)
+
+    def finish(self) -> None:
+        """Write what was kept and the header; ValueError for more names than were given."""
+        for name in sorted(self._kept, key=lambda name: (-self._kept[name].element_size(), name)):
+            self._write(name, self._kept[name])
+        header = {"__metadata__": self._metadata} | self._entries if self._metadata else self._entries
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) > self._room:
+            raise ValueError(f"{self._path.name}: a header of {len(text)} bytes where {self._room} were kept")
+        with storage_errors(self._path):
+            self._stream.seek(0)
+            write_all(self._stream, memoryview(self._room.to_bytes(8, "little") + text.ljust(self._room)))
+            self._stream.close()
+
+    def close(self) -> None:
+        """Close a file that is given up."""
+        self._stream.close()
+
+    def _write(self, name: str, tensor: Any) -> None:
+        data = tensor_bytes(tensor)
+        start, self._end = self._end, self._end + data.nbytes
+        dtype = dtype_name(tensor.dtype)
+        self._entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, self._end]}
+        with storage_errors(self._path):
+            write_all(self._stream, data)
+
+
+def write_all(stream: Any, data: memoryview) -> None:
+    """Write to an unbuffered stream, which may take less than it is given."""
+    while data:
+        data = data[stream.write(data) :]
 
 
 def stored_chunks(tensor: StoredTensor) -> Iterator[bytes]:
@@ -192,8 +254,6 @@ def dtype_name(dtype: Any) -> str:
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str]) -> None:
-    import torch
-
     header = {
         name: (_DTYPE_NAMES[str(tensor.dtype)], tuple(tensor.shape), tensor.numel() * tensor.element_size())
         for name, tensor in tensors.items()
@@ -202,14 +262,18 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: dict[st
     with path.open("wb") as stream:
         stream.write(head)
         for name in order:
-            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-            stream.write(memoryview(flat.view(torch.uint8).numpy()))
+            stream.write(tensor_bytes(tensors[name]))
 
 
-def _layout(
-    tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: dict[str, str]
-) -> tuple[list[str], bytes]:
-    """The order of tensors (dtype, shape, bytes) in a file and what stands before them.
+def tensor_bytes(tensor: Any) -> memoryview:
+    """The bytes of a tensor as a safetensors file has them; without a copy where it is contiguous and in memory."""
+    import torch
+
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _layout(tensors: Headers, metadata: dict[str, str]) -> tuple[list[str], bytes]:
+    """The order of tensors in a file and what stands before them.
 
     8 bytes length, JSON header padded to 8, then the tensors, widest types first so that all are aligned.
     """

@@ -32,6 +32,7 @@ from moeq.artifacts.files import (
     make_directory,
     read_json,
     stored_chunks,
+    tensor_bytes,
     write_in_chunks,
     write_json,
     write_text,
@@ -351,13 +352,6 @@ def _sha256(chunks: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def _data(tensor: Any) -> memoryview:
-    """The bytes of a tensor."""
-    import torch
-
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
 def _write(
     directory: Path,
     layer: int,
@@ -376,7 +370,7 @@ def _write(
             | ({"nested": True} if weight.nested else {})
             for projection, weight in weights.items()
         }
-        entries[name] = described(name, _sha256(_data(mine[key]) for key in sorted(mine)), shapes)
+        entries[name] = described(name, _sha256(tensor_bytes(mine[key]) for key in sorted(mine)), shapes)
         tensors |= mine
     stored = {} if old is None else {key: old.tensors[key] for name in kept for key in old.keys(name)}
     layout = {key: (found.dtype, found.shape, found.bytes) for key, found in stored.items()}
@@ -390,7 +384,7 @@ def _write(
 
 def _chunks(stored: Mapping[str, TensorHeader], tensors: Mapping[str, Any], key: str) -> Iterator[Any]:
     if key in tensors:
-        yield _data(tensors[key])
+        yield tensor_bytes(tensors[key])
     else:
         yield from stored_chunks(stored[key])
 

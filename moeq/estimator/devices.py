@@ -142,7 +142,7 @@ class Hardware(_Frozen):
         Raises pydantic.ValidationError for an unknown field or a value out of bounds.
         """
         old = getattr(self, section)
-        new = SECTIONS[section](**{**old.model_dump(), **fields})
+        new = SECTIONS[section](**{**old.model_dump(exclude_unset=True), **fields})
         keys = {f"{section}.{file_key(name)}": value for name, value in fields.items()}
         constants = tuple(
             Constant(key=one.key, text=str(keys.get(one.key, one.text)), source=f"changed from {one.text}")

@@ -17,9 +17,8 @@ from moeq.estimator.placement import Placement
 from moeq.estimator.points import SUBJECT, decode_terms, earlier_terms, policy_points, speedups
 from moeq.estimator.policies import known_policies, label
 from moeq.estimator.result import Capacity, Estimate, Refusal
-from moeq.estimator.sensitivity import BWRULE, OPT, sensitivity
+from moeq.estimator.sensitivity import BWRULE, MOST_STEPS, OPT, sensitivity
 from moeq.estimator.simulation import Simulation, build_simulation
-from moeq.estimator.step import Step
 from moeq.estimator.trace import RoutingTrace
 from moeq.estimator.workload import Grid
 
@@ -118,7 +117,7 @@ def _assemble(
     steps = {batch: simulation.decode(batch) for batch in grid.batches}
     prefills = {at: simulation.prefill(*at) for at in itertools.product(grid.batches, grid.inputs)}
     points = policy_points(simulation, grid, steps, prefills, kv_growth=told.kv_growth)
-    ndp_speedup = _ndp_speedup(simulation, first, steps[first][SUBJECT])
+    ndp_speedup = _ndp_speedup(simulation.sampled(MOST_STEPS), first)
     rows, sampled = sensitivity(simulation, grid, kv_growth=told.kv_growth)
     told = replace(told, ndp_speedup=ndp_speedup, sampled_steps=sampled)
     return Estimate(
@@ -181,12 +180,13 @@ def _check(
             raise EstimateError(f"{name} is {value}", do=f"give {least} or more")
 
 
-def _ndp_speedup(simulation: Simulation, batch: int, step: Step) -> float:
+def _ndp_speedup(simulation: Simulation, batch: int) -> float:
     """How much longer the NDP would take with the same experts in FP16; 1 where it has none."""
-    if step.ndp_seconds == 0:
-        return 1.0
-    fp16 = simulation.with_fp16_cold_experts().decode(batch, frozenset({SUBJECT}))[SUBJECT]
-    return fp16.ndp_seconds / step.ndp_seconds
+    only = frozenset({SUBJECT})
+    placed, fp16 = (
+        one.decode(batch, only)[SUBJECT].ndp_seconds for one in (simulation, simulation.with_fp16_cold_experts())
+    )
+    return fp16 / placed if placed > 0 else 1.0
 
 
 def _capacity(simulation: Simulation, batch: int, replica_bits: tuple[int, ...]) -> Capacity:

@@ -91,8 +91,10 @@ class ModelGeometry:
 
 
 _MIXTRAL = {"num_experts": 8, "top_k": 2, "num_key_value_heads": 8, "head_dim": 128}
+_QWEN3 = {"num_experts": 128, "top_k": 8, "num_key_value_heads": 4, "head_dim": 128}
 PRESETS: Mapping[str, ModelGeometry] = {
-    # non_expert_parameters: the checkpoint's 46,702,792,704 and 140,620,634,112 parameters less the experts
+    # non_expert_parameters: the checkpoint's 46,702,792,704 and 140,620,634,112 parameters (30,532,122,624 and
+    # 235,093,634,560 of Qwen3) less the experts
     "mixtral-8x7b": ModelGeometry(
         name="mixtral-8x7b",
         num_layers=32,
@@ -110,6 +112,24 @@ PRESETS: Mapping[str, ModelGeometry] = {
         num_attention_heads=48,
         non_expert_parameters=5_329_164_288,
         **_MIXTRAL,
+    ),
+    "qwen3-30b-a3b": ModelGeometry(
+        name="qwen3-30b-a3b",
+        num_layers=48,
+        hidden_size=2048,
+        intermediate_size=768,
+        num_attention_heads=32,
+        non_expert_parameters=1_541_093_376,
+        **_QWEN3,
+    ),
+    "qwen3-235b-a22b": ModelGeometry(
+        name="qwen3-235b-a22b",
+        num_layers=94,
+        hidden_size=4096,
+        intermediate_size=1536,
+        num_attention_heads=64,
+        non_expert_parameters=7_997_238_784,
+        **_QWEN3,
     ),
 }
 

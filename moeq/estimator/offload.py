@@ -61,7 +61,7 @@ def cost_optimal(layers: Layers, work: Work) -> BoolArray:
     """Mask[D, S, A] of the H most loaded experts, none included, whose fetching makes the layer shortest."""
     hardware, parameters = layers.hardware, layers.geometry.expert_parameters
     used = work.tokens > 0
-    fetch = t_fetch(layers.fp16_expert_bytes * used, used, hardware.link)
+    fetch = t_fetch(layers.fp16_expert_bytes * used, used, hardware)
     finish = pipelined_finish(fetch.seconds, t_gpu(parameters, 16, work.tokens, hardware.gpu).seconds)
     written = 2 * np.cumsum(fetch.bytes, axis=-1) / memory_rates(hardware)["gpu_memory"]
     ndp = t_ndp(parameters, 16, work.tokens, hardware.ndp).seconds
@@ -83,7 +83,7 @@ def split_schedule(layers: Layers, work: Work, fetched: BoolArray) -> Schedule:
     hardware, parameters = layers.hardware, layers.geometry.expert_parameters
     active = work.tokens > 0
     moved = fetched & active if hardware.ndp.computes else active
-    fetch = t_fetch(layers.fp16_expert_bytes * moved, moved, hardware.link)
+    fetch = t_fetch(layers.fp16_expert_bytes * moved, moved, hardware)
     gpu = t_gpu(parameters, 16, np.where(moved, work.tokens, 0.0), hardware.gpu)
     ndp = t_ndp(parameters, 16, np.where(moved, 0.0, work.tokens), hardware.ndp)
     act = t_act(layers.geometry.hidden_size, work.tokens_at(~moved), hardware.link)
@@ -136,7 +136,7 @@ def on_demand(
     """
     hardware = layers.hardware
     missed: NDArray[np.bool_] = misses & (work.tokens > 0)
-    fetch = t_fetch(bytes_per_miss * missed, fetches_per_miss * missed, hardware.link)
+    fetch = t_fetch(bytes_per_miss * missed, fetches_per_miss * missed, hardware)
     gpu = t_gpu(layers.geometry.expert_parameters, 16, work.tokens, hardware.gpu)
     if overlap:
         finish = pipelined_finish(fetch.seconds, gpu.seconds)
@@ -166,9 +166,8 @@ def moved_ahead(layers: Layers, moved: FloatArray, transfers: FloatArray) -> Ter
 
     As slow as the slowest of the link and the memories at its ends.
     """
-    rates = memory_rates(layers.hardware)
-    fetch = t_fetch(moved, transfers, layers.hardware.link)
-    seconds = np.maximum(fetch.seconds, moved / min(rates.values()))
+    fetch = t_fetch(moved, transfers, layers.hardware)
+    seconds = np.maximum(fetch.seconds, moved / memory_rates(layers.hardware)["gpu_memory"])
     return total(layers.repeats.astype(np.float64), replace(fetch, seconds=seconds))
 
 

@@ -16,6 +16,7 @@ from moeq.estimator.step import FloatArray, IntArray, Layers, Work
 from moeq.estimator.terms import Cost
 from moeq.estimator.trace import NONE, DecodeSteps, RoutingTrace, decode_steps, sequence_counts, sequence_scores
 
+Active = tuple[IntArray, FloatArray, IntArray]  # experts, tokens and rank in the prompts [D, S, A]
 ALPHA = 0.5  # paper 000, 5.3: counts and routing-score sums alike
 SAMPLED_BLOCK = 32
 
@@ -27,10 +28,11 @@ class Replay:
     trace: RoutingTrace
     most_steps: int | None = None
     found: dict[int, DecodeSteps] = field(default_factory=dict)
+    active: dict[tuple[int, int, int], Active] = field(default_factory=dict)
 
     def sampled(self, most_steps: int) -> Replay:
         """The same trace with at most so many steps."""
-        return replace(self, most_steps=most_steps, found={})
+        return replace(self, most_steps=most_steps, found={}, active={})
 
     def steps(self, batch: int) -> DecodeSteps:
         """Decode steps in which all `batch` places are taken; EstimateError when there is none."""
@@ -54,11 +56,11 @@ class Replay:
 
     def work(self, layers: Layers, start: int, *, batch: int, dense: Cost, kv_cache_bytes: float) -> Work:
         """Work of the layers of the trace from `start` on, as many as `layers` has."""
-        steps, stop = self.steps(batch), start + len(layers.repeats)
-        chosen = self.trace.experts[:, start:stop][steps.rows]  # [S, B, D, k]
-        chosen = chosen.transpose(2, 0, 1, 3).reshape(stop - start, len(steps.rows), -1)
-        experts, tokens = active_experts(chosen, layers.popularity_rank)
-        hot, stored_bits = self._placed(layers, start, steps, experts)
+        key = batch, start, len(layers.repeats)
+        experts, tokens, rank = self.active.get(key) or self._active(layers, start, self.steps(batch))
+        if self.most_steps is not None:  # few enough to keep for the next hardware
+            self.active[key] = experts, tokens, rank
+        hot, stored_bits = _placed(layers, rank)
         return Work(
             step_tokens=batch,
             probability=np.full(tokens.shape[:2], 1.0 / tokens.shape[1]),
@@ -71,23 +73,17 @@ class Replay:
             stored_bits=stored_bits,
         )
 
-    def _placed(
-        self, layers: Layers, start: int, steps: DecodeSteps, experts: IntArray
-    ) -> tuple[NDArray[np.bool_], FloatArray]:
-        """Places and stored bits [D, S, A] of active experts, by their rank in the prefill of the batch.
-
-        A layer keeps the widths of its placement: the most important expert of these sequences takes the place and
-        the width of the placement's best placed one, and so on.
-        """
-        best_first = np.lexsort((-layers.bits, ~layers.hot), axis=1)
-        places = np.take_along_axis(layers.hot, best_first, axis=1)
-        widths = np.take_along_axis(layers.stored_bits, best_first, axis=1)
-        rank = self._prefill_rank(layers, start, steps)  # [G, D, E]
+    def _active(self, layers: Layers, start: int, steps: DecodeSteps) -> Active:
+        stop = start + len(layers.repeats)
+        chosen = self.trace.experts[:, start:stop][steps.rows]  # [S, B, D, k]
+        chosen = chosen.transpose(2, 0, 1, 3).reshape(stop - start, len(steps.rows), -1)
+        experts, tokens = active_experts(chosen, layers.popularity_rank)
         layer = np.arange(len(layers.repeats))[:, None, None]
-        rank_of_active = rank[steps.group[None, :, None], layer, experts]
-        return places[layer, rank_of_active], widths[layer, rank_of_active]
+        rank = self._prefill_rank(layers, start, steps)[steps.group[None, :, None], layer, experts]
+        return experts, tokens, rank
 
     def _prefill_rank(self, layers: Layers, start: int, steps: DecodeSteps) -> IntArray:
+        """Rank [G, D, E] of every expert in the prompts of a batch, 0 the most important."""
         trace, members = self.trace, np.where(steps.sequences == NONE, trace_end(self.trace), steps.sequences)
         ranks = []
         for row in range(len(layers.repeats)):
@@ -98,6 +94,19 @@ class Replay:
             order = np.lexsort((np.broadcast_to(layers.popularity_rank[row], importance.shape), -importance), axis=1)
             ranks.append(np.argsort(order, axis=1))
         return np.stack(ranks, axis=1)
+
+
+def _placed(layers: Layers, rank: IntArray) -> tuple[NDArray[np.bool_], FloatArray]:
+    """Places and stored bits [D, S, A] of active experts, from their rank in the prompts of their batch.
+
+    A layer keeps the widths of its placement: the most important expert of these sequences takes the place and the
+    width of the placement's best placed one, and so on.
+    """
+    best_first = np.lexsort((-layers.bits, ~layers.hot), axis=1)
+    places = np.take_along_axis(layers.hot, best_first, axis=1)
+    widths = np.take_along_axis(layers.stored_bits, best_first, axis=1)
+    layer = np.arange(len(layers.repeats))[:, None, None]
+    return places[layer, rank], widths[layer, rank]
 
 
 def trace_end(trace: RoutingTrace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ BWRULE, OPT, HOBBIT = "monde_bwrule", "monde_opt", "hobbit"
 SENSITIVITY_BATCHES = (4, 16)
 CONTEXT_FACTOR = 8
 ZIPF_EXPONENT = 1.0
-MOST_STEPS = 256  # of a trace
+MOST_STEPS = 128  # of a trace
 PCIE_GEN4, PCIE_GEN5 = (32e9, "32 GB/s (PCIe Gen4 x16)"), (64e9, "64 GB/s (PCIe Gen5 x16)")
 _COMPARED = frozenset({SUBJECT, BWRULE, OPT, HOBBIT})
 _ASSUMED = re.compile(r"(fitted|assum|ideal)", re.IGNORECASE)
@@ -107,7 +108,8 @@ def _changed(constant: Constant, field: str, old: float | str, hardware: Hardwar
     if constant.key == "gpu.layer_overhead":
         return (0.0, "0 s (tau = 0)") if old else None
     if constant.key == "link.bandwidth":
-        return PCIE_GEN5 if old == PCIE_GEN4[0] else PCIE_GEN4
+        is_gen4 = math.isclose(float(old), PCIE_GEN4[0], rel_tol=0.1)
+        return PCIE_GEN5 if is_gen4 else PCIE_GEN4
     if isinstance(old, str):
         other = {"scale": "const", "const": "scale", "ws": "os", "os": "ws"}.get(old)
         return None if other is None or not hardware.ndp.computes else (other, other)

@@ -63,8 +63,8 @@ class Simulation:
         )
 
     def without_trace(self) -> Simulation:
-        """The same placed model with routing drawn by the popularity of its layers."""
-        return replace(self, replay=None, drawn={}, shares=[])
+        """The same placed model with decode routing drawn by the popularity of its layers."""
+        return replace(self, replay=None, drawn={}, shares=[self._tokens_per_token()])
 
     def sampled(self, most_steps: int) -> Simulation:
         """With at most so many steps of the trace, if it has one."""

@@ -300,12 +300,14 @@ def dense_total(dense: Cost, num_layers: int) -> TermTotal:
 
 def total(weight: FloatArray, cost: Cost) -> TermTotal:
     """Sums of a cost [D], [D, S] or [D, S, A] with weight [D] or [D, S]."""
-    shape = np.broadcast_shapes(weight.shape, cost.seconds.shape[:2])
-    weights = weight.reshape(shape + (1,) * (cost.seconds.ndim - 2)) if cost.seconds.ndim > 2 else weight
-    seconds, bound, weights = np.broadcast_arrays(cost.seconds, cost.bound, weights)
-    by_bound = np.bincount(bound.ravel(), weights=(seconds * weights).ravel(), minlength=len(Bound))
-    return TermTotal(
-        bytes=float((cost.bytes * weights).sum()),
-        macs=float((cost.macs * weights).sum()),
-        seconds_by_bound=tuple(float(one) for one in by_bound),
-    )
+    rest = cost.seconds.ndim - weight.ndim
+    axes = "ds"[: weight.ndim], "dsa"[: weight.ndim + rest]
+
+    def weighted(values: FloatArray) -> float:
+        return float(np.einsum(f"{axes[0]},{axes[1]}->", weight, values))
+
+    kinds = np.flatnonzero(np.bincount(cost.bound.ravel(), minlength=len(Bound)))
+    whole, by_bound = weighted(cost.seconds), [0.0] * len(Bound)
+    for kind in kinds[kinds > 0]:
+        by_bound[kind] = whole if (kinds > 0).sum() == 1 else weighted(np.where(cost.bound == kind, cost.seconds, 0.0))
+    return TermTotal(bytes=weighted(cost.bytes), macs=weighted(cost.macs), seconds_by_bound=tuple(by_bound))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moeq.estimator.devices import Gpu, Link, Ndp
+from moeq.estimator.devices import Gpu, Hardware, Link, Ndp
 from moeq.estimator.geometry import ModelGeometry
 
 FloatArray = NDArray[np.float64]
@@ -43,9 +43,12 @@ def t_ndp(parameters: int, bits: ArrayLike, tokens: ArrayLike, ndp: Ndp) -> Cost
     """One expert at b' = `bits` stored bits on the NDP: the longer of reading its weights and computing.
 
     Compute: P/(r*c)/A * (r+m+c-1)/f/s weight-stationary, P*ceil(m/r)/(A*c)/f/s output-stationary; s = 16/b' where
-    low_bit_compute is 'scale', 1 where it is 'const'.
+    low_bit_compute is 'scale', 1 where it is 'const'. A memory that only holds experts must get no tokens.
     """
     m = np.asarray(tokens, dtype=np.float64)
+    if not ndp.computes:
+        assert not m.any(), "experts do not compute beside this memory"
+        return _longer(memory=np.zeros_like(m), compute=np.zeros_like(m), moved=np.zeros_like(m), macs=np.zeros_like(m))
     stored = np.asarray(bits, dtype=np.float64)
     read = parameters * stored / 8 * (m > 0)
     rows, columns = ndp.array_rows, ndp.array_columns
@@ -74,21 +77,35 @@ def t_gpu(parameters: int, bits: ArrayLike, tokens: ArrayLike, gpu: Gpu) -> Cost
     )
 
 
-def t_fetch(num_bytes: ArrayLike, transfers: ArrayLike, link: Link) -> Cost:
-    """Bytes over the link in a number of transfers: bytes/(eta_p*BW_p) + n*latency."""
-    moved = np.asarray(num_bytes, dtype=np.float64)
-    stream = moved / (link.efficiency * link.bandwidth_bytes_per_second)
-    latency = np.asarray(transfers, dtype=np.float64) * link.latency_seconds
-    stream, latency, moved = np.broadcast_arrays(stream, latency, moved)
-    bound = np.where(latency > stream, Bound.LATENCY, Bound.BYTES)
-    seconds = stream + latency
-    return Cost(seconds=seconds, bytes=moved, macs=np.zeros_like(seconds), bound=_code(seconds, bound))
+def t_fetch(num_bytes: ArrayLike, transfers: ArrayLike, hardware: Hardware) -> Cost:
+    """Bytes from the NDP's memory over the link in a number of transfers: bytes/(eta_p*BW_p) + n*latency.
+
+    A memory that is slower than the link (an SSD) sets the pace.
+    """
+    ndp = hardware.ndp
+    behind = ndp.memory_efficiency * ndp.memory_bandwidth_bytes_per_second
+    return _transfer(num_bytes, transfers, min(link_rate(hardware.link), behind), hardware.link.latency_seconds)
 
 
 def t_act(hidden_size: int, tokens: ArrayLike, link: Link) -> Cost:
     """FP16 activations of m tokens to the NDP and back: 2*(2*m*d/(eta_p*BW_p) + latency); none for m = 0."""
     m = np.asarray(tokens, dtype=np.float64)
-    return t_fetch(2 * 2 * m * hidden_size, 2.0 * (m > 0), link)
+    return _transfer(2 * 2 * m * hidden_size, 2.0 * (m > 0), link_rate(link), link.latency_seconds)
+
+
+def link_rate(link: Link) -> float:
+    """Bytes per second of one direction, derated."""
+    return link.efficiency * link.bandwidth_bytes_per_second
+
+
+def _transfer(num_bytes: ArrayLike, transfers: ArrayLike, rate: float, latency_seconds: float) -> Cost:
+    moved = np.asarray(num_bytes, dtype=np.float64)
+    stream = moved / rate
+    latency = np.asarray(transfers, dtype=np.float64) * latency_seconds
+    stream, latency, moved = np.broadcast_arrays(stream, latency, moved)
+    seconds = stream + latency
+    bound = _code(seconds, latency > stream, Bound.LATENCY)
+    return Cost(seconds=seconds, bytes=moved, macs=np.zeros_like(seconds), bound=bound)
 
 
 def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: ArrayLike, gpu: Gpu) -> Cost:
@@ -107,17 +124,18 @@ def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: 
         macs=macs,
     )
     fixed = gpu.layer_overhead_seconds
-    bound = np.where(fixed > cost.seconds, Bound.LATENCY, cost.bound)
-    seconds = cost.seconds + fixed
-    return Cost(seconds=seconds, bytes=cost.bytes, macs=cost.macs, bound=_code(seconds, bound))
+    bound = np.where(fixed > cost.seconds, Bound.LATENCY, cost.bound).astype(np.int8)
+    return Cost(seconds=cost.seconds + fixed, bytes=cost.bytes, macs=cost.macs, bound=bound)
 
 
 def _longer(*, memory: Any, compute: Any, moved: Any, macs: Any) -> Cost:
     memory, compute, moved, macs = np.broadcast_arrays(memory, compute, moved, macs)
     seconds = np.maximum(memory, compute)
-    bound = np.where(compute > memory, Bound.MACS, Bound.BYTES)
-    return Cost(seconds=seconds, bytes=moved, macs=macs, bound=_code(seconds, bound))
+    return Cost(seconds=seconds, bytes=moved, macs=macs, bound=_code(seconds, compute > memory, Bound.MACS))
 
 
-def _code(seconds: FloatArray, bound: NDArray[Any]) -> NDArray[np.int8]:
-    return np.where(seconds > 0, bound, Bound.NONE).astype(np.int8)
+def _code(seconds: FloatArray, other_is_longer: NDArray[np.bool_], other: Bound) -> NDArray[np.int8]:
+    """BYTES, or the other bound where that is the longer; NONE where there is no time at all."""
+    code = np.where(other_is_longer, np.int8(other), np.int8(Bound.BYTES))
+    code *= seconds > 0
+    return code

@@ -23,6 +23,7 @@ from moeq.numerics.packed import PackedWeight, symmetric_bits
 
 NAME = "compressed-tensors"
 VERSION = "0.19.0"
+PARTS = ("weight_packed", "weight_scale", "weight_shape")
 LOADING = """from transformers import AutoModelForCausalLM  # pip install compressed-tensors
 model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")"""
 
@@ -49,18 +50,20 @@ def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
         bits = common_width(source) if options.widen else None
         first: tuple[str, Grid] | None = None
         for layer in source.layers:
-            keys, tensors = draft.expert_keys(layer), dict[str, Tensor]()
-            for expert in range(layer.num_experts):
-                for projection, matrix in source.expert(layer, expert)[0].items():
-                    name = f"{layer.name}.{expert}.{projection}"
-                    if isinstance(matrix, Tensor):
-                        raise _mixed(name, "full precision", "packed experts")
-                    weight = draft.loadable(name, matrix, bits)
-                    first = first or (name, draft.grids[name])
-                    _check_equal(name, draft.grids[name], *first)
-                    key = keys[expert, projection].removesuffix("weight")
-                    tensors |= {f"{key}{part}": tensor for part, tensor in linear_tensors(weight).items()}
-            draft.write(layer_file(layer.index), tensors)
+            keys = draft.expert_keys(layer)
+            stems = {which: key.removesuffix("weight") for which, key in keys.items()}
+            names = [f"{stem}{part}" for stem in stems.values() for part in PARTS]
+            with draft.file(layer_file(layer.index), names) as add:
+                for expert in range(layer.num_experts):
+                    for projection, matrix in source.expert(layer, expert)[0].items():
+                        name = f"{layer.name}.{expert}.{projection}"
+                        if isinstance(matrix, Tensor):
+                            raise _mixed(name, "full precision", "packed experts")
+                        weight = draft.loadable(name, matrix, bits)
+                        first = first or (name, draft.grids[name])
+                        _check_equal(name, draft.grids[name], *first)
+                        for part, tensor in linear_tensors(weight).items():
+                            add(f"{stems[expert, projection]}{part}", tensor)
         draft.finish(_config(draft), card(draft, f"transformers with compressed-tensors {VERSION}", LOADING))
 
 

@@ -5,17 +5,14 @@ A family that keeps every matrix of an expert on its own is written expert by ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moeq.artifacts.files import dtype_name, write_in_chunks
 from moeq.exporters.foreign import OTHERS_FILE, Draft, WriteOptions, card, drafting, layer_file
 from moeq.exporters.packed_source import PackedSource
-from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
@@ -62,19 +59,8 @@ def value_of(matrix: PackedWeight | Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _write_experts(draft: Draft, layer: ExpertLayer, keys: dict[tuple[int, str], str], dtype: torch.dtype) -> None:
-    """Write one layer's file holding one expert at a time."""
-    which = {key: place for place, key in keys.items()}
-    held: tuple[int, dict[str, Tensor]] = (-1, {})
-
-    def chunks(key: str) -> Iterator[bytes]:
-        nonlocal held
-        expert, projection = which[key]
-        if held[0] != expert:
-            held = (expert, _values(draft.source, layer, expert, dtype)[0])
-        yield held[1][projection].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-    shapes = {key: layer.shape(projection) for key, (_, projection) in which.items()}
-    headers = {key: (dtype_name(dtype), shape, shape[0] * shape[1] * dtype.itemsize) for key, shape in shapes.items()}
-    name = layer_file(layer.index)
-    write_in_chunks(draft.directory / name, headers, chunks, METADATA)
-    draft.where |= dict.fromkeys(headers, name)
+    """Write one layer's file, an expert after the other."""
+    with draft.file(layer_file(layer.index), keys.values()) as add:
+        for expert in range(layer.num_experts):
+            for projection, values in _values(draft.source, layer, expert, dtype)[0].items():
+                add(keys[expert, projection], values)

@@ -1,21 +1,24 @@
 """Writing a packed checkpoint for another runtime: what the formats have in common.
 
-A layer's experts are converted one after the other and written while the next layer's are converted, so that no more
-than two layers are held.
+Tensors are written while the next ones are converted, and a few are held; files are synced and hashed while the next
+are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.files import building, write_json, write_tensors, write_text
+from moeq.artifacts.files import TensorFile, building, sha256_file, sync, write_json, write_text
+from moeq.artifacts.sums import write_sums
 from moeq.artifacts.targets import Grid, Target, loadable_grid, refuse_matrix
 from moeq.errors import PlanError
 from moeq.exporters.packed_source import PackedSource
@@ -26,6 +29,7 @@ from moeq.models.loading import describe
 from moeq.numerics.packed import PackedWeight, widened
 from moeq.version import __version__
 
+AHEAD = 4  # tensors that may wait to be written
 Names = dict[tuple[int, str], str]  # {(expert, projection): name of the module or key on disk}
 
 
@@ -38,6 +42,22 @@ class WriteOptions:
     widen: bool = False
     trust_remote_code: bool = False
     model_name: str = ""
+
+
+class Buffers:
+    """Memory for tensors that wait to be written, used again and again: fresh pages cost as much as a copy."""
+
+    def __init__(self) -> None:
+        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(AHEAD + 1)]
+
+    def contiguous(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a contiguous copy that stays as it is while AHEAD more are made."""
+        if tensor.is_contiguous():
+            return tensor
+        size = tensor.numel() * tensor.element_size()
+        memory = self._memory.pop(0)
+        self._memory.append(memory if memory.numel() >= size else torch.empty(size, dtype=torch.uint8))
+        return self._memory[-1][:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 @dataclass(kw_only=True)
@@ -54,8 +74,10 @@ class Draft:
     where: dict[str, str] = field(default_factory=dict)
     grids: dict[str, Grid] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    pending: Future[None] | None = None
+    buffers: Buffers = field(default_factory=Buffers)
+    writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    syncing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    settled: list[Future[tuple[str, str]]] = field(default_factory=list)
 
     def expert_modules(self, layer: ExpertLayer) -> Names:
         """Names in memory of the linears that a runtime makes of a layer's experts."""
@@ -104,23 +126,42 @@ class Draft:
         self.grids[name] = grid_of(weight)
         return weight
 
-    def write(self, file: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a file of tensors beside what follows; the one before is waited for."""
-        self.wait()
-        self.where |= dict.fromkeys(tensors, file)
-        self.pending = self.pool.submit(write_tensors, self.directory / file, tensors, METADATA)
+    @contextmanager
+    def file(self, name: str, tensors: Iterable[str]) -> Iterator[Callable[[str, Tensor], None]]:
+        """A file of a checkpoint, as what adds a tensor to it; tensors: names of all that may come.
 
-    def wait(self) -> None:
-        """Wait for the file that is being written; raises what its writing raised."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            pending.result()
+        A tensor is written beside what follows, and must not change; one that is not contiguous is copied.
+        """
+        path = self.directory / name
+        stream = TensorFile(path, tensors, METADATA)
+        pending: deque[Future[None]] = deque()
+
+        def add(key: str, tensor: Tensor) -> None:
+            if len(pending) == AHEAD:
+                pending.popleft().result()
+            self.where[key] = name
+            pending.append(self.writing.submit(stream.add, key, self.buffers.contiguous(tensor)))
+
+        try:
+            yield add
+            for one in pending:
+                one.result()
+            stream.finish()
+        finally:
+            wait(pending)
+            stream.close()
+        self.settled.append(self.syncing.submit(_settle, path))
+
+    def write(self, file: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a file of tensors that are all there."""
+        with self.file(file, tensors) as add:
+            for key, tensor in tensors.items():
+                add(key, tensor)
 
     def finish(
         self, quantization: Mapping[str, Any] | None, card: str, renamed: Mapping[str, str] | None = None
     ) -> None:
-        """Write what is not packed, config.json, the index, the side files and the model card."""
-        self.wait()
+        """Write what is not packed, config.json, the index, the side files, the model card and the digests of all."""
         rest = write_plain(
             self.source.source, self.source.rest(), self.directory, self.options.max_shard_bytes, renamed
         )
@@ -130,9 +171,16 @@ class Draft:
         write_json(self.directory / "config.json", self.source.config | block)
         copy_side_files(self.source.source, self.directory)
         write_text(self.directory / "README.md", card)
+        write_sums(self.directory, dict(file.result() for file in self.settled))
 
     def _format(self) -> str:
         return "format" if self.target is None else f"format {self.target.format}"
+
+
+def _settle(path: Path) -> tuple[str, str]:
+    """A file's name and digest, once it is on the disk."""
+    sync(path)
+    return path.name, sha256_file(path)
 
 
 @contextmanager
@@ -148,7 +196,7 @@ def drafting(source: PackedSource, target: Target | None, directory: Path, optio
             model=model,
             names=DiskNames(model),
         )
-        with draft.pool:
+        with draft.syncing, draft.writing:
             yield draft
 
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from moeq.numerics.grids import SCALE_DTYPE
 from moeq.numerics.layouts import column_words, zero_words
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.packing import unpack
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 class ZeroPoints(Exception):
@@ -39,28 +42,38 @@ def linear_tensors(weight: PackedWeight, *, less_one: bool, ordered: bool) -> di
     """qweight int32 [K*b/32, N], qzeros int32 [G, N*b/32], scales float16 [G, N] and, if ordered, g_idx int32 [K].
 
     less_one: zero points are stored less one, as AutoGPTQ's first format has them; ZeroPoints when they are not all
-    in the middle. ValueError when a scale is no float16.
+    in the middle. ValueError when a scale is no float16. qweight and scales are transposed views.
     """
     if less_one and weight.zeros is not None:
         raise ZeroPoints
     rows, groups = weight.scales.shape
     scales = weight.scales.to(SCALE_DTYPE)
-    if not torch.equal(scales.to(weight.scales.dtype), weight.scales):
+    if scales is not weight.scales and not torch.equal(scales.to(weight.scales.dtype), weight.scales):
         raise ValueError("a scale that float16 does not hold")
     if weight.zeros is None:
-        middle = torch.full((rows, 1), 2 ** (weight.bits - 1), dtype=torch.uint8)
-        zeros = zero_words(middle, weight.bits, less_one=less_one).repeat(groups, 1)
+        zeros = _middle_words(rows, groups, weight.bits, less_one)
     else:
         zeros = zero_words(unpack(weight.zeros, weight.bits, groups), weight.bits, less_one=less_one)
     found = {
         "qweight": column_words(weight.codes, weight.bits, weight.inputs),
         "qzeros": zeros,
-        "scales": scales.mT.contiguous(),
+        "scales": scales.mT,
     }
     if ordered:
-        size = weight.inputs if weight.group_size == -1 else weight.group_size
-        found["g_idx"] = (torch.arange(weight.inputs) // size).to(torch.int32)
+        found["g_idx"] = _group_of(weight.inputs, weight.inputs if weight.group_size == -1 else weight.group_size)
     return found
+
+
+@cache
+def _middle_words(rows: int, groups: int, bits: int, less_one: bool) -> Tensor:
+    """qzeros of a symmetric grid."""
+    middle = torch.full((rows, 1), 2 ** (bits - 1), dtype=torch.uint8)
+    return zero_words(middle, bits, less_one=less_one).repeat(groups, 1)
+
+
+@cache
+def _group_of(inputs: int, group_size: int) -> Tensor:
+    return (torch.arange(inputs) // group_size).to(torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +93,26 @@ def write_linears(draft: Draft, layout: Layout) -> None:
     """
     for layer in draft.source.layers:
         draft.expert_keys(layer)
-        modules, tensors = draft.expert_modules(layer), dict[str, Tensor]()
-        for expert, projection, matrix in draft.matrices(layer):
-            tensors |= _tensors(modules[expert, projection], matrix, layout)
-        draft.write(layer_file(layer.index), tensors)
-    packed: dict[str, Tensor] = {}
-    for name, weight in draft.source.others():
-        refuse_tables(draft, name)
-        packed |= _tensors(name, draft.loadable(name, weight), layout)
-    if packed:
-        draft.write(OTHERS_FILE, packed)
+        modules = draft.expert_modules(layer)
+        with draft.file(layer_file(layer.index), _names(modules.values(), layout)) as add:
+            for expert, projection, matrix in draft.matrices(layer):
+                for key, tensor in _tensors(modules[expert, projection], matrix, layout).items():
+                    add(key, tensor)
+    others = [name for name, _ in draft.source.others()]
+    if others:
+        with draft.file(OTHERS_FILE, _names(others, layout)) as add:
+            for name, weight in draft.source.others():
+                refuse_tables(draft, name)
+                for key, tensor in _tensors(name, draft.loadable(name, weight), layout).items():
+                    add(key, tensor)
+
+
+def _names(modules: Iterable[str], layout: Layout) -> Iterator[str]:
+    """Of all tensors that modules may have."""
+    for module in modules:
+        key = layout.key_of(f"{module}.weight")
+        yield key
+        yield from (f"{key.removesuffix('weight')}{part}" for part in PARTS)
 
 
 def _tensors(module: str, matrix: PackedWeight | Tensor, layout: Layout) -> dict[str, Tensor]:

@@ -151,9 +151,15 @@ def _refuse_quantized(source: ModelSource) -> None:
         raise ModelError(f"already quantized ({method})", where=str(source.path), do="give the original checkpoint")
 
 
-def skeleton(source: ModelSource, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
-    """The model on the meta device, structure without weights; buffers that are computed are real."""
-    _refuse_quantized(source)
+def skeleton(
+    source: ModelSource, dtype: torch.dtype | None = None, trust_remote_code: bool = False, *, packed: bool = False
+) -> nn.Module:
+    """The model on the meta device, structure without weights; buffers that are computed are real.
+
+    packed: also of a quantized model, as it was before; ModelError for one otherwise.
+    """
+    if not packed:
+        _refuse_quantized(source)
     config = load_config(source, trust_remote_code)
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None) is not None:
@@ -308,9 +314,11 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def describe(source: ModelSource, trust_remote_code: bool = False) -> tuple[nn.Module, list[ExpertLayer]]:
-    """Skeleton and expert layers, from the configuration alone."""
-    model = skeleton(source, trust_remote_code=trust_remote_code)
+def describe(
+    source: ModelSource, trust_remote_code: bool = False, *, packed: bool = False
+) -> tuple[nn.Module, list[ExpertLayer]]:
+    """Skeleton and expert layers, from the configuration alone; packed: also of a quantized model."""
+    model = skeleton(source, trust_remote_code=trust_remote_code, packed=packed)
     return model, find_expert_layers(model)
 
 

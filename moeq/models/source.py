@@ -20,6 +20,7 @@ from moeq.models import hub
 
 BUNDLED = "bundled:"
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # of a hub repository
@@ -78,14 +79,33 @@ def open_source(name: str, revision: str | None = None, *, trust_remote_code: bo
     configuration or shards missing, truncated or mismatched; a hub model that is gated, unknown or out of reach.
     """
     path, commit = _resolve(name, revision, trust_remote_code)
-    config, tensors = _read_config(path), _read_headers(path)
-    check_counts(config, tensors, path / "config.json")
+    config, tensors = _read_config(path / CONFIG), _read_headers(path)
+    check_counts(config, tensors, path / CONFIG)
     if Path(name).expanduser().is_dir():
         name = path.resolve().name  # where it lies on this machine is nobody's business
     return ModelSource(name=name, path=path, revision=commit, config=config, tensors=tensors)
 
 
-def _resolve(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str | None]:
+def open_config(name: str, *, trust_remote_code: bool = False) -> ModelSource:
+    """A model by its configuration alone: a directory, a config.json, a hub id or `bundled:NAME`; no tensors are read.
+
+    Of a hub model only the configuration is downloaded. Raises ModelError as `open_source` does.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        file, name = path, (path.resolve().parent.name if path.name == CONFIG else path.stem)
+    else:
+        path, _ = _resolve(name, None, trust_remote_code, weights=False)
+        file, name = path / CONFIG, (path.resolve().name if Path(name).expanduser().is_dir() else name)
+    config = _read_config(file)
+    check_counts(config, {}, file)
+    return ModelSource(name=name, path=path, revision=None, config=config, tensors={})
+
+
+def _resolve(
+    name: str, revision: str | None, trust_remote_code: bool, *, weights: bool = True
+) -> tuple[Path, str | None]:
+    """The directory of a model and, from the hub, its commit; without weights only what the configuration needs."""
     if name.startswith(BUNDLED):
         try:
             return bundled_path(name.removeprefix(BUNDLED)), None
@@ -98,6 +118,9 @@ def _resolve(name: str, revision: str | None, trust_remote_code: bool) -> tuple[
         raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
         raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
+    if not weights:
+        code = CODE_FILES if trust_remote_code else ()
+        return hub.snapshot(name, revision, [CONFIG, *code], error=ModelError), None
     return _from_hub(name, revision, trust_remote_code)
 
 
@@ -131,10 +154,10 @@ def _weight_map(path: Path) -> dict[str, str]:
     return {key: plain_name(shard) for key, shard in weight_map.items()}
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
+def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ModelError("not a model directory: no config.json", where=str(path), do="give the folder that holds it")
+        where = str(file.parent)
+        raise ModelError("not a model directory: no config.json", where=where, do="give the folder that holds it")
     try:
         config = read_json_file(file, most=CONFIG_BYTES, tag_constants=True)
     except (OSError, ValueError) as error:

@@ -36,13 +36,13 @@ def row_stream(words: Tensor, bits: int, length: int) -> Tensor:
 
 
 def column_words(codes: Tensor, bits: int, length: int) -> Tensor:
-    """Bit streams uint8 [..., N, B] of `length` codes as `qweight` int32 [..., K*b/32, N].
+    """Bit streams uint8 [..., N, B] of `length` codes as `qweight` int32 [..., K*b/32, N], a transposed view.
 
     Raises ValueError where a stream does not end on a word, which the layout cannot hold.
     """
     if length * bits % WORD:
         raise ValueError(f"{length} codes of {bits} bits are no whole number of {WORD}-bit words")
-    return row_words(codes).mT.contiguous()
+    return row_words(codes).mT
 
 
 def column_stream(words: Tensor, bits: int, length: int) -> Tensor:

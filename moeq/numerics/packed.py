@@ -19,6 +19,7 @@ from moeq.numerics.packing import NESTED_BITS, SUPPORTED_BITS, pack, packed_row_
 
 PARTS = ("codes", "scales", "zeros")
 SCALE_BYTES = 2
+BLOCK_VALUES = 1 << 18  # dequantized at a time on a CPU, so that what comes between stays in its cache
 
 
 def has_zeros(bits: int, symmetric: bool) -> bool:
@@ -126,8 +127,16 @@ class PackedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., N, K]: (code - zero) * scale in float32, then rounded to `dtype`; ValueError as `check`."""
         self.check()
+        rows, values = self.map(lambda part: part.flatten(0, -2)), self.codes.numel() // self.codes.shape[-1]
+        found = torch.empty((values, self.inputs), dtype=dtype, device=self.codes.device)
+        step = max(1, BLOCK_VALUES // self.inputs) if found.device.type == "cpu" else max(1, values)
+        for start in range(0, values, step):
+            found[start : start + step] = rows.map(lambda part: part[start : start + step])._decoded()  # noqa: B023
+        return found.view(*self.codes.shape[:-1], self.inputs)
+
+    def _decoded(self) -> Tensor:
         scale, zero = self._grid()
-        return grids.decode(unpack(self.codes, self.bits, self.inputs), scale, zero, self.group_size).to(dtype)
+        return grids.decode(unpack(self.codes, self.bits, self.inputs), scale, zero, self.group_size)
 
     def leading(self, bits: int) -> PackedWeight:
         """The nested weight of fewer bits that this one holds."""

@@ -69,10 +69,13 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
         parts = torch.stack([(packed >> (bits * i)) & (2**bits - 1) for i in range(per)], -1)
         return parts.flatten(-2)[..., :length].contiguous()
     groups = (length + 7) // 8
-    stream = torch.zeros((*packed.shape[:-1], groups * bits), dtype=torch.int64, device=packed.device)
-    stream[..., : packed.shape[-1]] = packed
-    byte_shifts = torch.arange(bits, device=packed.device) * 8
-    words = (stream.view(*packed.shape[:-1], groups, bits) << byte_shifts).sum(-1)
-    shifts = torch.arange(8, device=packed.device) * bits
-    codes: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return codes.flatten(-2)[..., :length].to(torch.uint8).contiguous()
+    missing = groups * bits - packed.shape[-1]
+    whole = torch.nn.functional.pad(packed, (0, missing)) if missing else packed
+    planes = [plane.contiguous() for plane in whole.unflatten(-1, (groups, bits)).unbind(-1)]
+    codes = []
+    for place in range(8):
+        byte, shift = divmod(place * bits, 8)
+        code = planes[byte] >> shift
+        codes.append(code | planes[byte + 1] << (8 - shift) if shift + bits > 8 else code)
+    found: Tensor = (torch.stack(codes, -1) & (2**bits - 1)).flatten(-2)[..., :length].contiguous()
+    return found

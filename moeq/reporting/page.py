@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from moeq.reporting import experts, formats, others, speed, summary
-from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, section, table
+from moeq.reporting.document import document
+from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, table
 from moeq.reporting.inputs import ReportInputs
-from moeq.reporting.style import CSS
 
 
 def render(inputs: ReportInputs) -> str:
@@ -22,20 +22,8 @@ def render(inputs: ReportInputs) -> str:
         speed.estimate(inputs),
         provenance(inputs),
     ]
-    title = f"{inputs.manifest.model.name}: {inputs.assignment.name}"
-    head = join(
-        [
-            Raw('<meta charset="utf-8">'),
-            Raw('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-            Raw('<meta name="color-scheme" content="light dark">'),
-            element("title", f"{title} · moeq report"),
-            element("style", Raw(CSS)),
-        ]
-    )
-    links = element("nav", *(element("a", one.title, href=f"#{one.anchor}") for one in sections))
-    top = element("header", element("h1", inputs.manifest.model.name), _subtitle(inputs), links)
-    main = element("main", top, *(section(one) for one in sections))
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{main}</body></html>\n'
+    name = inputs.manifest.model.name
+    return document(f"{name}: {inputs.assignment.name} · moeq report", name, [_subtitle(inputs)], sections)
 
 
 def _subtitle(inputs: ReportInputs) -> Raw:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moeq.estimator.result import Estimate, TermRow
+from moeq.estimator.result import Estimate, SensitivityRow, TermRow
 from moeq.reporting import formats
 from moeq.reporting.html import Raw, Row, Section, details, element, items, paragraph, table
 from moeq.reporting.inputs import ReportInputs, SpeedInputs
@@ -19,6 +19,8 @@ POLICIES = {
     "monde_bwrule": "MoNDE, bandwidth rule",
     "monde_hotset": "MoNDE, hot set fetched",
     "monde_opt": "MoNDE, cost-optimal",
+    "dynaexq": "DynaExq: all on the GPU, two precisions",
+    "static_mixed": "static mixed precision: all on the GPU",
 }
 TERMS_OF = (OWN, "monde_bwrule", "monde_opt", "hobbit")
 BOUNDS = {"bytes": "bandwidth", "macs": "arithmetic", "latency": "latency", "none": ""}
@@ -34,16 +36,18 @@ def estimate(inputs: ReportInputs) -> Section:
         parts.append(paragraph("The estimate holds no figures for the exported assignment."))
     else:
         parts += [
-            _speedups(one),
+            speedups(one),
+            *refused(one),
+            requests(one),
             element("h3", "Where a decode step's time goes"),
-            _terms(one),
+            terms(one),
             element("h3", "Does it fit?"),
             _capacity(one),
             element("h3", "What these figures assume"),
             items(one.assumptions),
-            _sensitivity(one, inputs.speed.decode_speedups.get(one.placement, {})),
-            *_weakest(one),
-            _constants(one),
+            *sensitivity(one),
+            *weakest(one),
+            constants(one),
         ]
     return Section(anchor="estimate", title="Estimated speed on GPU + near-data memory", parts=parts)
 
@@ -68,7 +72,8 @@ def _sizes(geometry: Mapping[str, Any]) -> str:
     return f"{layers} layers, {experts} experts, top {top_k}, hidden size {geometry['hidden_size']:,}"
 
 
-def _speedups(one: Estimate) -> Raw:
+def speedups(one: Estimate) -> Raw:
+    """How much faster the context-aware placement is than every baseline, at every batch."""
     keys = dict.fromkeys((row.batch, row.baseline) for row in one.speedups)
     rows = []
     for batch, baseline in keys:
@@ -95,10 +100,12 @@ def _listed(numbers: list[int]) -> str:
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def _terms(one: Estimate) -> Raw:
+def terms(one: Estimate) -> Raw:
+    """The terms of a decode step at the first batch, with what bounds each."""
     batch = one.points[0].batch
     rows: list[Row | tuple[str, ...]] = []
-    for policy in (name for name in TERMS_OF if name in one.policies):
+    ran = {point.policy for point in one.points if point.batch == batch}
+    for policy in (name for name in TERMS_OF if name in ran):
         step = next(p.decode_seconds_per_token for p in one.points if (p.policy, p.batch) == (policy, batch))
         whole = (POLICIES[policy], formats.milliseconds(step), "", "", "")
         rows.append(Row(cells=whole, kind="group"))
@@ -143,28 +150,96 @@ def _fits(fits: bool) -> str:
     return "fits" if fits else "does not fit"
 
 
-def _sensitivity(one: Estimate, assumed: Mapping[str, float]) -> Raw:
-    pair = ("monde_bwrule", "monde_opt")
-    first = Row(cells=("as assumed above", "", *(formats.ratio(assumed.get(key)) for key in pair)), kind="group")
+SAME = 0.02  # a share by which a speed-up may move and still count as the same
+COMPARED = ("monde_bwrule", "monde_opt", "hobbit")
+
+
+def effect(row: SensitivityRow, now: Mapping[str, float]) -> float:
+    """How far a changed assumption moves any of these decode speed-ups, as a share of what it is."""
+    changed = {key: row.decode_speedups[key] for key in now if key in row.decode_speedups}
+    return max((abs(value / now[key] - 1) for key, value in changed.items()), default=0.0)
+
+
+def assumed(one: Estimate) -> dict[str, float]:
+    """The decode speed-up over each compared baseline at the grid's first point."""
+    batch = one.points[0].batch
+    there = {row.baseline for row in one.speedups if row.batch == batch}
+    return {key: one.speedups_over(key, batch=batch)[0].decode for key in COMPARED if key in there}
+
+
+def sensitivity(one: Estimate) -> list[Raw]:
+    """The speed-ups with one assumption changed at a time, those that hardly move folded away."""
+    now = assumed(one)
+    telling = [row for row in one.sensitivity if effect(row, now) >= SAME]
+    others = [_changed(row, now) for row in one.sensitivity if effect(row, now) < SAME]
+    head = ("assumption", "change", "step, ms", *(f"over {SHORT[key]}" for key in now))
+    step = next(point.decode_seconds_per_token for point in one.points if point.policy == OWN)
+    whole = ("as assumed above", "", formats.milliseconds(step), *map(formats.ratio, now.values()))
+    parts = [
+        table(
+            "The decode speed-up with one assumption changed at a time: a figure that falls to about 1 says that the "
+            "gain rests on that assumption. Step: a decode step of this assignment.",
+            head,
+            [Row(cells=whole, kind="group"), *(_changed(row, now) for row in telling)],
+            texts=2,
+        )
+    ]
+    if others:
+        summary = f"{formats.count(len(others), 'more change')} that move these figures by less than {100 * SAME:g} %"
+        reading = "Changed one at a time. What leaves these figures alone may move whole requests, or other policies."
+        parts.append(details(summary, table(reading, head, others, texts=2)))
+    return parts
+
+
+SHORT = {"monde_bwrule": "bandwidth rule", "monde_opt": "cost-optimal", "hobbit": "HOBBIT"}
+
+
+def _changed(row: SensitivityRow, names: Iterable[str]) -> tuple[str, ...]:
+    speedups = (formats.ratio(row.decode_speedups.get(name)) for name in names)
+    return row.assumption, row.change.replace("->", "→"), formats.milliseconds(row.decode_seconds_per_token), *speedups
+
+
+def refused(one: Estimate) -> list[Raw]:
+    """Policies that cannot run the model, each with the sum that does not fit."""
+    reasons = {(row.policy, row.reason): row.batch for row in reversed(one.refused)}  # at the smallest batch
+    texts = [
+        f"{POLICIES.get(policy, policy)}: not from batch {batch} on; {reason}"
+        if batch > 1
+        else f"{POLICIES.get(policy, policy)}: {reason}"
+        for (policy, reason), batch in sorted(reasons.items())
+    ]
+    return [paragraph("Left out, since they cannot run:", kind="reading"), items(texts)] if texts else []
+
+
+def requests(one: Estimate) -> Raw:
+    """What one request of the grid's last point moves and takes at the first batch, by policy."""
+    batch = one.points[0].batch
+    last = [point for point in one.points if point.batch == batch][-1]
+    at = (batch, last.input_tokens, last.output_tokens)
+    points = [point for point in one.points if (point.batch, point.input_tokens, point.output_tokens) == at]
+    joules = any(point.energy_joules is not None for point in points)
+    head = ("policy", "seconds", "GPU memory", "link", "near-data memory", "near-data side busy", "tokens on the GPU")
     rows = [
         (
-            row.assumption,
-            row.change.replace("->", "→"),
-            formats.ratio(row.decode_speedup_over_monde_bwrule),
-            formats.ratio(row.decode_speedup_over_monde_opt),
+            POLICIES.get(point.policy, point.policy),
+            formats.number(point.end_to_end_seconds),
+            *(human_bytes(point.bytes_moved[channel]) for channel in ("gpu_memory", "link", "ndp_memory")),
+            formats.percent(point.ndp_busy_share),
+            formats.percent(point.gpu_expert_share),
+            *((formats.number(point.energy_joules),) if point.energy_joules is not None else ()),
         )
-        for row in one.sensitivity
+        for point in points
     ]
-    return table(
-        "The decode speed-up over MoNDE with one assumption changed at a time: a figure that falls to about 1 says "
-        "that the gain rests on that assumption.",
-        ("assumption", "change", "over bandwidth rule", "over cost-optimal"),
-        [first, *rows],
-        texts=2,
+    caption = (
+        f"A request of {last.input_tokens:,} input and {last.output_tokens:,} output tokens at batch {batch}: what "
+        "crosses each memory and the link, how long the near-data side computes, and how many expert tokens the GPU "
+        f"serves in decode{', and the energy of bytes and products' if joules else ''}."
     )
+    return table(caption, (*head, *(("joules",) if joules else ())), rows)
 
 
-def _weakest(one: Estimate) -> list[Raw]:
+def weakest(one: Estimate) -> list[Raw]:
+    """The changed assumption that leaves the least of the speed-up."""
     if not one.sensitivity:
         return []
     weakest = min(one.sensitivity, key=lambda row: row.decode_speedup_over_monde_opt)
@@ -178,7 +253,8 @@ def _weakest(one: Estimate) -> list[Raw]:
     ]
 
 
-def _constants(one: Estimate) -> Raw:
+def constants(one: Estimate) -> Raw:
+    """Every constant of the hardware with its source, folded away."""
     rows = [(c.key, c.text, "fitted" if c.is_fitted else "", c.source) for c in one.hardware_constants]
     fitted = sum(c.is_fitted for c in one.hardware_constants)
     caption = (

@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from moeq.artifacts.assignment import Assignment, matrix_widths
+from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import make_directory, write_json
 from moeq.artifacts.stage import read_model
-from moeq.errors import EstimateError
+from moeq.errors import EstimateError, RecipeError
 from moeq.estimator import (
     CONFIG_KEYS,
     Estimate,
     Grid,
     ModelGeometry,
-    Placement,
-    equal_bits,
     estimate,
     geometry_from_config,
     load_geometry,
     load_hardware,
 )
+from moeq.estimator.assigned import assignment_placement, weights_of_a_scale
+from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
@@ -71,14 +71,14 @@ def of_assignment(
 ) -> Estimate:
     """The estimate of one assignment; popularity: each expert's share of its layer's activations, None: all alike."""
     section = context.recipe.estimate
-    group_size = geometry.hidden_size if assignment.group_size == -1 else assignment.group_size
+    group_size = weights_of_a_scale(assignment.group_size, geometry)
     grid = Grid(
         inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
     )
     return estimate(
         geometry,
         load_hardware(section.hardware),
-        _placement(assignment, group_size),
+        assignment_placement(assignment, group_size),
         group_size=group_size,
         zero_points=not assignment.symmetric,
         popularity=popularity,
@@ -101,7 +101,14 @@ def report_on(context: Context, geometry: ModelGeometry, is_own: bool, estimates
 
 
 def check(context: Context) -> None:
-    """EstimateError for unknown or damaged hardware, an unknown geometry, or one with other numbers of experts."""
+    """EstimateError for unknown or damaged hardware, an unknown geometry, or one with other numbers of experts.
+
+    RecipeError for a recipe of figures, of which a run's stage would use nothing.
+    """
+    if context.recipe.estimate.figures is not None:
+        raise RecipeError(
+            "estimate.figures has cases without a checkpoint", do="run `moeq estimate RECIPE`, or leave them out"
+        )
     load_hardware(context.recipe.estimate.hardware)
     chosen_geometry(context)
 
@@ -132,24 +139,29 @@ def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:
 
 def _own_geometry(context: Context) -> ModelGeometry:
     skeleton, layers = context.described
+    experts = expert_keys(context.source, skeleton, layers)
+    elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
+    return model_geometry(context.source.name, skeleton, layers, non_expert_parameters=sum(elements))
+
+
+def model_geometry(name: str, skeleton: Any, layers: list[ExpertLayer], *, non_expert_parameters: int) -> ModelGeometry:
+    """The geometry of a model's expert layers; EstimateError where these differ in size."""
     shapes = {(layer.num_experts, layer.hidden_size, layer.intermediate_size) for layer in layers}
     if len(shapes) > 1:
         raise EstimateError(
             "MoE layers of different sizes cannot be estimated yet",
-            where=context.model_name,
-            do="name a geometry in estimate.geometry",
+            where=name,
+            do="give a geometry by name, such as mixtral-8x7b",
         )
-    experts = expert_keys(context.source, skeleton, layers)
-    elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
     own = geometry_from_config(
         config_values(skeleton, layers[0].kind.top_k),
         num_moe_layers=len(layers),
         num_experts=layers[0].num_experts,
         expert_intermediate_size=layers[0].intermediate_size,
-        non_expert_parameters=sum(elements),
+        non_expert_parameters=non_expert_parameters,
         matrices_per_expert=len(layers[0].projections),
     )
-    return replace(own, name=context.source.name)
+    return replace(own, name=name)
 
 
 def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
@@ -161,15 +173,6 @@ def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
         values |= {key: part[key] for key in CONFIG_KEYS if part.get(key) is not None}
     values |= {name: whole[own] for name, own in config.attribute_map.items() if name in CONFIG_KEYS and own in whole}
     return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})
-
-
-def _placement(assignment: Assignment, group_size: int) -> Placement:
-    """Where experts live; those whose matrices differ count with the width of as many bytes."""
-    bits = [
-        [equal_bits(matrix_widths(one), group_size, not assignment.symmetric) for one in widths]
-        for widths in assignment.expert_widths()
-    ]
-    return Placement(name=assignment.name, bits=np.array(bits), hot=np.stack(assignment.hot()))
 
 
 def _popularity(context: Context) -> np.ndarray | None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.markup import escape
-
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import digest_of, sha256_file, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
@@ -19,17 +16,14 @@ from moeq.exporters import CONVERTED, export, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
-from moeq.exporters.readers import open_packed
-from moeq.models.loading import expert_keys, memory_bytes
+from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
 from moeq.stages import assign, model_card, others, profile, quantize
 from moeq.stages.context import Context
-from moeq.tables import human_bytes
-from moeq.verification.launch import NotInstalledError
-from moeq.verification.verify import Options, require, resident_bytes, verify
+from moeq.verification.written import check_written
 
-FORMAT_REVISION = 1  # raised when the same checkpoint gives other bytes in some format
+FORMAT_REVISION = 2  # raised when the same checkpoint gives other bytes in some format
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -59,7 +53,7 @@ def run(context: Context) -> dict[str, Any]:
         advance()
     write_card(context, manifest)
     if context.recipe.export.verify:
-        check_loads(context, target)
+        _check_written(context, target)
     for name in context.recipe.export.formats:
         write_format(context, name)
     return manifest.totals.model_dump() | {"original_expert_bytes": original_bytes(context, inputs.expert_keys)}
@@ -105,36 +99,14 @@ def write_format(context: Context, name: str) -> None:
     )
     write(name, NativeReader(context.directory("export"), recipe.trust_remote_code), directory, options)
     if recipe.export.verify:
-        check_loads(context, directory)
+        _check_written(context, directory, context.directory("export"))
     write_record(
         directory, stage=stage, model=context.stamp, seed=recipe.seed, key=key, inputs={}, summary={}, volatile={}
     )
 
 
-def check_loads(context: Context, directory: Path) -> None:
-    """Load a checkpoint with its target's own loader in a fresh process; EvaluationError when it loads wrongly.
-
-    Where the target's package is not installed here, or memory is too small, that is said instead.
-    """
-    packed = open_packed(directory, trust_remote_code=context.recipe.trust_remote_code)
-    size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
-    if size > memory:
-        context.reporter.say(
-            f"  [yellow]not verified: loading it takes {human_bytes(size)} of memory, there are {human_bytes(memory)}; "
-            f"`moeq verify {escape(str(directory))}` on a larger machine[/yellow]"
-        )
-        return
-    options = Options(trust_remote_code=context.recipe.trust_remote_code)
-    try:
-        verdict = verify(directory, options, context.reporter)
-    except NotInstalledError as error:
-        context.reporter.say(f"  [yellow]not verified: {escape(str(error))}[/yellow]")
-        return
-    require(verdict)
-    worst = max((check.worst for check in verdict.layers), default=0.0)
-    context.reporter.say(
-        f"  verified with {verdict.target}: layers within {worst:.1g}, logits within {verdict.logits_error:.1g}"
-    )
+def _check_written(context: Context, directory: Path, against: Path | None = None) -> None:
+    check_written(directory, context.reporter, against=against, trust_remote_code=context.recipe.trust_remote_code)
 
 
 def _format_key(context: Context, name: str) -> str:

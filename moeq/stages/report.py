@@ -21,7 +21,7 @@ from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 
 NAME = "report.html"
-REVISION = 2  # raised when the same run gives another page
+REVISION = 3  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 

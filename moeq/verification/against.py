@@ -47,7 +47,8 @@ def compare_with(
 ) -> Distance:
     """Compare a checkpoint, and the logits of its runtime, with a model, or with a packed checkpoint of it.
 
-    Of a packed checkpoint every expert's values must be equal; of a model they must be roundings of its matrices.
+    Of a packed checkpoint every expert's values must be equal (rounded to the type of those that are not packed), of a
+    model they must be roundings of its matrices.
     """
     source = open_source(name)
     exact = format_of(source) != PLAIN and not is_dequantized(source)
@@ -101,6 +102,8 @@ def _experts(
                     exact = {name: values(one) for name, one in other.expert(other.layers[place], expert)[0].items()}
                 for projection, matrix in mine.items():
                     wanted = exact[projection].float()
+                    if other is not None and isinstance(matrix, Tensor):
+                        wanted = wanted.to(matrix.dtype).float()
                     errors.append(float((values(matrix) - wanted).norm() / wanted.norm().clamp(min=1e-30)))
                     where = _where(packed, f"{layer.name}, expert {expert}, {projection}", place, expert)
                     if other is not None and errors[-1] > 0:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.files import torch_dtype
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, RecipeError
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import format_of, open_packed
@@ -211,7 +213,9 @@ def stored_type(source: ModelSource, keys: list[str]) -> str:
 def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> str:
     if isinstance(packed, Foreign):
         packed.check()
-        return "every tensor has the shape and type that config.json says (there are no digests)"
+        shapes = "every tensor has the shape and type that config.json says"
+        count = check_sums(path)
+        return f"{shapes}; {f'SHA-256 of {count} files as in {SUMS}' if count else 'there are no digests'}"
     check_native(path, reporter)
     return "every size, sum and SHA-256 equals the manifest"
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from moeq.artifacts.files import CHUNK_BYTES, stored_chunks, write_in_chunks, write_tensors
+from moeq.artifacts.files import CHUNK_BYTES, TensorFile, stored_chunks, write_in_chunks, write_tensors
 from moeq.errors import ArtifactError
 from moeq.models.source import TensorHeader, read_header
 
@@ -60,3 +63,39 @@ def test_a_source_that_was_cut_off_is_named_and_nothing_is_left(tmp_path: Path) 
     with pytest.raises(ArtifactError, match="source: cut off"):
         copy_tensors(tmp_path / "found", headers)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+TYPES = (torch.int64, torch.int32, torch.float16, torch.bfloat16, torch.uint8)
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(TYPES), SHAPES), max_size=12))
+def test_tensors_of_any_size_are_written_as_they_come_and_lie_aligned(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, tuple[int, ...]]]
+) -> None:
+    path = tmp_path_factory.mktemp("stream") / "model.safetensors"
+    tensors = {f"layer.{place}.α": torch.randint(0, 100, shape).to(kind) for place, (kind, shape) in enumerate(kinds)}
+    file = TensorFile(path, [*tensors, "one.that.did.not.come"], {"format": "pt"})
+    for name, tensor in tensors.items():
+        file.add(name, tensor)
+        tensor_was = tensor.clone()
+        tensor.zero_()
+        tensors[name] = tensor_was
+    file.finish()
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    headers = read_header(path)
+    assert all(headers[name].offset % tensor.element_size() == 0 for name, tensor in tensors.items())
+
+
+def test_a_header_that_outgrows_its_room_is_an_error(tmp_path: Path) -> None:
+    file = TensorFile(tmp_path / "model.safetensors", ["a"], {})
+    for place in range(10):
+        file.add(f"a longer name than was given {place}", torch.zeros(4))
+    with pytest.raises(ValueError, match="header of"):
+        file.finish()
+    file.close()

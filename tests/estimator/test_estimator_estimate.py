@@ -132,7 +132,15 @@ def test_asking_for_what_was_not_estimated(preset: Hardware) -> None:
         result.point("hobbit", batch=2, input_tokens=128, output_tokens=512)
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("mixtral-8x7b", 46_702_792_704), ("mixtral-8x22b", 140_620_634_112)])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("mixtral-8x7b", 46_702_792_704),
+        ("mixtral-8x22b", 140_620_634_112),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+    ],
+)
 def test_preset_geometries_add_up_to_the_checkpoint(name: str, parameters: int) -> None:
     one = load_geometry(name)
     assert name in known_geometries()

@@ -8,21 +8,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from moeq.errors import EstimateError
 from moeq.estimator import hardware as hardware_module
 from moeq.estimator import known_hardware, load_hardware
+from moeq.estimator.latency import expert_seconds
+from moeq.estimator.terms import t_ndp
 from moeq.estimator.units import parse_quantity
 
 BUNDLED = Path(hardware_module.__file__).with_name("hardware")
 DELETE = object()
 
 
-def edited(tmp_path: Path, key: str, value: Any) -> Path:
-    """A copy of the preset with the entry of a dotted key replaced or deleted."""
-    tree = yaml.safe_load((BUNDLED / "paper-ctxmoe.yaml").read_text())
+def edited(tmp_path: Path, key: str, value: Any, of: str = "paper-ctxmoe") -> Path:
+    """A copy of a bundled file with the entry of a dotted key replaced or deleted."""
+    tree = yaml.safe_load((BUNDLED / f"{of}.yaml").read_text())
     *parents, last = key.split(".")
     branch = tree
     for parent in parents:
@@ -70,6 +73,10 @@ def test_the_preset_in_si_units() -> None:
         ("989.4 TFLOP/s", "flop/second", 989.4e12),
         ("1 TMAC/s", "flop/second", 2e12),
         ("1.2 GHz", "hertz", 1.2e9),
+        ("5 pJ/bit", "joule/byte", 40e-12),
+        ("1.4 pJ/MAC", "joule/mac", 1.4e-12),
+        ("0.7 pJ/FLOP", "joule/mac", 1.4e-12),
+        ("1 J/GB", "joule/byte", 1e-9),
     ],
 )
 def test_quantities(text: str, unit: str, expected: float) -> None:
@@ -111,6 +118,58 @@ def test_a_bad_constant_names_file_and_key(tmp_path: Path, key: str, entry: Any,
     assert key in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("of", "key", "entry", "message"),
+    [
+        (
+            "h100-ndp-cxl",
+            "energy.link",
+            {"value": "6 pJ", "source": "s"},
+            "'6 pJ' has the wrong dimension",
+        ),
+        ("h100-ndp-cxl", "energy.link", {"value": "6 pJ/MAC", "source": "s"}, "wrong dimension"),
+        ("h100-ndp-cxl", "energy.gpu_compute", {"value": "-1 pJ/MAC", "source": "s"}, "greater than or equal to 0"),
+        ("h100-ndp-cxl", "energy.ndp_memory", DELETE, "missing key 'energy.ndp_memory'"),
+        ("h100-ndp-cxl", "energy.gpu", {"value": "6 pJ/MAC", "source": "s"}, "unknown key 'energy.gpu'"),
+        ("h100-ndp-cxl", "ndp.arrays", DELETE, "missing key 'ndp.arrays'"),
+        ("h100-ndp-cxl", "ndp.low_bit_compute", DELETE, "missing key 'ndp.low_bit_compute'"),
+        ("a100-host-pcie4", "ndp.dataflow", DELETE, "missing key 'ndp.arrays'"),
+        ("a100-host-pcie4", "ndp.dataflow", {"value": "ws", "source": "s"}, "missing key 'ndp.arrays'"),
+        ("a100-host-pcie4", "ndp.arrays", {"value": 4, "source": "s"}, "unknown key 'ndp.arrays'"),
+        ("a100-host-pcie4", "ndp.memory_bandwidth", {"value": "-1 GB/s", "source": "s"}, "greater than 0"),
+    ],
+)
+def test_energies_and_memories_that_only_hold(tmp_path: Path, of: str, key: str, entry: Any, message: str) -> None:
+    with pytest.raises(EstimateError, match=re.escape(message)) as caught:
+        load_hardware(edited(tmp_path, key, entry, of))
+    assert "mine.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_energies_are_optional(tmp_path: Path) -> None:
+    assert load_hardware("paper-ctxmoe").energy is None
+    energy = load_hardware("h100-ndp-cxl").energy
+    assert energy is not None
+    assert energy.gpu_memory_joules_per_byte == pytest.approx(40e-12)
+    assert energy.ndp_compute_joules_per_mac == pytest.approx(1.5e-12)
+    assert load_hardware(edited(tmp_path, "energy", DELETE, "h100-ndp-cxl")).energy is None
+
+
+def test_some_memories_only_hold_experts() -> None:
+    only_hold = {name for name in known_hardware() if not load_hardware(name).ndp.computes}
+    assert {"a100-host-pcie4", "h200-host-pcie5", "rtx5090-host-pcie5", "rtx5090-ssd", "a6000-host-pcie4"} <= only_hold
+    assert load_hardware("rtx5090-ssd").ndp.peak_macs_per_second == 0
+    with pytest.raises(EstimateError, match="experts do not compute beside this memory"):
+        expert_seconds(1000, 4, load_hardware("rtx5090-ssd"), group_size=64, zero_points=False)
+
+
+def test_a_host_of_cores_multiplies_at_its_peak() -> None:
+    cpu = load_hardware("h100-cpu-pcie5").ndp
+    assert cpu.peak_macs_per_second == pytest.approx(56 * 512 * 2e9)
+    cost = t_ndp(10**9, 16, np.array([1600, 16000]), cpu)
+    assert cost.seconds == pytest.approx(10**9 * np.array([1600, 16000]) / cpu.peak_macs_per_second)
 
 
 @pytest.mark.parametrize(

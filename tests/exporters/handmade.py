@@ -62,7 +62,7 @@ def gptq_parts(packed: PackedWeight, *, second: bool = False, g_idx: bool = True
     """qweight, qzeros, scales and g_idx of a packed matrix; second: zero points as they are."""
     zeros = _zeros(packed)
     parts = {
-        "qweight": column_words(packed.codes, packed.bits, packed.inputs),
+        "qweight": column_words(packed.codes, packed.bits, packed.inputs).contiguous(),
         "qzeros": zero_words(zeros + 1 if second else zeros, packed.bits),
         "scales": packed.scales.mT.contiguous(),
     }

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moeq.artifacts.files import PARTIAL
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.artifacts.sums import check_sums
 from moeq.artifacts.targets import LOADED_BY, TARGETS, Grid, refuse_matrix
 from moeq.errors import ArtifactError, PlanError, RecipeError
 from moeq.exporters import CONVERTED, known_formats, write
@@ -239,6 +241,19 @@ def test_a_write_that_fails_leaves_the_older_checkpoint(
         write("auto-round", source, tmp_path / "out", WriteOptions())
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert not list(tmp_path.glob(f"*{PARTIAL}"))
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_every_file_has_a_digest(name: str, mixtral: Path, tmp_path: Path) -> None:
+    write(name, MadeSource(mixtral, lambda layer, expert, projection: 4), tmp_path / "out", WriteOptions())
+    files = {path.name for path in (tmp_path / "out").iterdir()} - {SUMS, "README.md"}
+    assert {line[66:] for line in (tmp_path / "out" / SUMS).read_text("utf-8").splitlines()} == files
+    shard = tmp_path / "out" / "model-experts-001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 8
+    shard.write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"model-experts-001\.safetensors.*changed since"):
+        check_sums(tmp_path / "out")
 
 
 def test_unknown_formats_are_refused(mixtral: Path, tmp_path: Path) -> None:

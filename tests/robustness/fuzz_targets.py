@@ -6,6 +6,8 @@ input soundly, and raises otherwise. Hypothesis (test_fuzz.py) and atheris (fuzz
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import random
 import time
@@ -24,6 +26,8 @@ from moeq.artifacts.reading import ELEMENT_BITS
 from moeq.artifacts.replicas import INDEX as REPLICAS
 from moeq.artifacts.replicas import LayerReplicas, add_replicas, layer_file, read_index
 from moeq.artifacts.stage import RECORD, read_record
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.artifacts.sums import check_sums
 from moeq.artifacts.trace import HEADER, RoutingTrace, read_trace, write_trace
 from moeq.errors import MoeqError
 from moeq.models.source import INDEX, open_source, read_header
@@ -122,6 +126,8 @@ class Fuzzed:
 
     def valid(self, target: str) -> bytes:
         """The input of a target before it is mutated."""
+        if target == "sums":
+            return f"{hashlib.sha256(b'').hexdigest()}  a\n".encode() * 2
         if target in self.tensors:
             return self.tensors[target]
         if target in self.others:
@@ -134,6 +140,8 @@ class Fuzzed:
         if target in NUMBERS:
             return chance.randbytes(chance.randrange(1, 64))
         data, rounds = self.valid(target), chance.randrange(1, 4)
+        if target == "sums":
+            return functools.reduce(lambda text, _: mutate_bytes(text, chance), range(rounds), data)
         if target in self.tensors:
             length = int.from_bytes(data[:8], "little")
             head, rest = json.loads(data[8 : 8 + length]), data[8 + length :]
@@ -225,6 +233,11 @@ class Fuzzed:
         for name in read_record(self.folder, "export").files:
             assert (self.folder / name).resolve().is_relative_to(self.folder.resolve())
 
+    def _sums(self, data: bytes) -> None:
+        (self.folder / "a").write_bytes(b"")
+        self._write(self.folder / SUMS, data)
+        check_sums(self.folder)
+
     def _replicas(self, data: bytes) -> None:
         self._write(self.folder / REPLICAS, data)
         index = read_index(self.folder)
@@ -281,7 +294,7 @@ class Fuzzed:
                 assert found.shape[-1] == packed_row_bytes(length, bits)
 
 
-FILES = ("header", "store", "trace", "index", "config", "manifest", "record", "replicas")
+FILES = ("header", "store", "trace", "index", "config", "manifest", "record", "replicas", "sums")
 NUMBERS = ("unpack", "packed", "layouts")
 TARGETS = (*FILES, *NUMBERS)
 

@@ -13,7 +13,8 @@ import torch
 from made_sources import quantization_of, save_model
 
 from moeq import conversion, pipeline
-from moeq.errors import ArtifactError, PlanError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, PlanError, RecipeError
+from moeq.exporters import dequantized
 from moeq.exporters.native_reader import NativeReader
 from moeq.models.experts import stacked_weights
 from moeq.models.loading import load_model
@@ -175,7 +176,9 @@ def test_the_command_converts_and_refuses(finished: Path, tmp_path: Path) -> Non
         [*command, "dequantized", "--out", str(tmp_path / "out"), "--json"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["format"] == "dequantized"
+    said = json.loads(done.stdout)
+    assert (said["format"], said["verified_with"]) == ("dequantized", "transformers")
+    assert said["logits_error"] < 1e-3
     refused = subprocess.run([*command, "gptq", "--out", str(tmp_path / "no")], capture_output=True, text=True)
     assert refused.returncode == PlanError.exit_code
     assert len(refused.stderr.strip().splitlines()) == 1
@@ -184,3 +187,11 @@ def test_the_command_converts_and_refuses(finished: Path, tmp_path: Path) -> Non
         conversion.convert(finished / "checkpoint", "gptq", tmp_path / "out")
     with pytest.raises(ArtifactError, match="nothing in it is packed"):
         conversion.convert(tmp_path / "out", "gptq", tmp_path / "other")
+
+
+def test_what_loads_wrongly_is_an_error(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer drops the sign of some values, which only loading can show."""
+    whole = dequantized.value_of
+    monkeypatch.setattr(dequantized, "value_of", lambda matrix, dtype: whole(matrix, dtype).abs())
+    with pytest.raises(EvaluationError, match="its values differ"):
+        conversion.convert(finished / "checkpoint", "dequantized", tmp_path / "out", verify=Reporter(quiet=True))

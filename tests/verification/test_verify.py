@@ -275,7 +275,7 @@ def test_against_finds_changed_tensors(run: Path, tiny_mixtral: Path, checkpoint
 def test_against_finds_flipped_bits_of_a_conversion(
     gptq: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Formats without digests: both sides read the flipped bit, the checkpoint that it was made of has another."""
+    """Checkpoints without digests: both sides read the flipped bit, the checkpoint that it was made of has another."""
     shutil.copytree(gptq / "packed", tmp_path / "packed")
     name = "model.layers.1.mlp.experts.2.up_proj.qweight"
     edit(tmp_path / "packed" / "model.safetensors", lambda tensors: tensors[name][3, 5].bitwise_xor_(1))

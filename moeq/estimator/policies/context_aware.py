@@ -68,7 +68,7 @@ def _overlapped(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) ->
 def _streamed(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
     hardware, weights = layers.hardware, layers.geometry.expert_parameters
     missed = (work.tokens > 0) & ~hot
-    fetch = t_fetch(weights * bits / 8 * missed, missed, hardware.link)
+    fetch = t_fetch(weights * bits / 8 * missed, missed, hardware)
     gpu = t_gpu(weights, bits, work.tokens, hardware.gpu)
     first, later = np.where(hot, gpu.seconds, 0.0), np.where(hot, 0.0, gpu.seconds)
     held = first.sum(axis=-1, keepdims=True)

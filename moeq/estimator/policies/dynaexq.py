@@ -142,18 +142,17 @@ def _copies(layers: Layers, decided: BoolArray, high: float, low: float) -> Cost
     promoted = (decided & ~before).sum(axis=2).T.astype(np.float64)
     demoted = (before & ~decided).sum(axis=2).T.astype(np.float64)
     moved = layers.geometry.expert_parameters / 8 * (promoted * high + demoted * low)
-    return t_fetch(moved, promoted + demoted, layers.hardware.link)
+    return t_fetch(moved, promoted + demoted, layers.hardware)
 
 
 def _windows(layers: Layers, experts: Schedule, copies: Cost, window: IntArray) -> Windows:
     rates = memory_rates(layers.hardware)
     weight = layers.repeats[:, None].astype(np.float64)
-    carried = np.maximum(copies.seconds, copies.bytes / rates["ndp_memory"])
     read = experts.terms["gpu_experts"].bytes.sum(axis=-1)
     return Windows(
         steps=np.bincount(window).astype(np.float64),
         seconds=_per_window((weight * experts.seconds).sum(axis=0), window),
-        copy_seconds=(weight * carried).sum(axis=0),
+        copy_seconds=(weight * copies.seconds).sum(axis=0),
         gpu_bytes=_per_window((weight * read).sum(axis=0), window) + (weight * copies.bytes).sum(axis=0),
         gpu_bytes_per_second=rates["gpu_memory"],
     )

@@ -1,0 +1,49 @@
+"""What `moeq estimate` without a run writes: estimate.json and its schema, the page, and a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moeq.artifacts.files import make_directory, write_json, write_text
+from moeq.errors import RecipeError
+from moeq.estimation.make import Question
+from moeq.estimator.document import EstimateDocument
+from moeq.reporting.chrome_trace import chrome_trace
+from moeq.reporting.estimate_page import render
+
+NAME = "estimate.json"
+SCHEMA = "estimate.schema.json"
+PAGE = "estimate.html"
+TIMELINE = "timeline.json"
+
+
+def check_out(out: Path) -> None:
+    """RecipeError for a directory that a run lies in, whose files it would be mixed up with."""
+    if (out / "recipe.yaml").is_file():
+        raise RecipeError("a run lies in it", where=f"--out {out}", do="choose another --out")
+
+
+def write_document(out: Path, found: EstimateDocument, questions: Sequence[Question]) -> dict[str, Path]:
+    """Write estimate.json, its JSON Schema, the page and the timeline, each at once; returns what is where."""
+    check_out(out)
+    make_directory(out)
+    paths = {"page": out / PAGE, "estimate": out / NAME, "timeline": out / TIMELINE}
+    write_json(out / SCHEMA, EstimateDocument.model_json_schema())
+    write_json(paths["estimate"], found.model_dump(mode="json"))
+    write_json(paths["timeline"], _timeline(found, questions))
+    write_text(paths["page"], render(found))
+    return paths
+
+
+def _timeline(found: EstimateDocument, questions: Sequence[Question]) -> dict[str, Any]:
+    """A decode step of every drawn policy at the smallest batch; of several cases, each is named."""
+    several = len(questions) > 1
+    drawn = {
+        f"{question.name}: {policy}" if several else policy: intervals
+        for question in questions
+        for policy, intervals in question.timelines().items()
+    }
+    about = {"what": "one decode step, at the smallest batch of the grid", "name": found.name, "routing": found.routing}
+    return chrome_trace(drawn, about | {"hardware": found.hardware, "moeq": found.moeq_version})

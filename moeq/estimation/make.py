@@ -1,0 +1,269 @@
+"""Estimates without a run: of one model as options place it, or of the cases that a recipe lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeq.artifacts.trace import RoutingTrace, read_trace
+from moeq.errors import RecipeError
+from moeq.estimation.subject import Model, Subject, of_assignment, of_manifest, read_model, read_placed
+from moeq.estimator import (
+    Estimate,
+    Grid,
+    Hardware,
+    Interval,
+    ModelGeometry,
+    Placement,
+    chosen_labels,
+    estimate,
+    known_policies,
+    load_geometry,
+    load_hardware,
+    placed_popularity,
+    timeline,
+    uniform_placement,
+)
+from moeq.estimator.capacity import CapacityPlan, largest_gpu_experts, plan_capacity
+from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.hit_rates import HitRates, hit_rates
+from moeq.estimator.placement import layer_of_assignment
+from moeq.estimator.policies import label
+from moeq.estimator.stated import compare
+from moeq.estimator.trace import check_trace
+from moeq.recipe import CaseSection, Recipe, StatedSection
+
+DEFAULT_BITS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says of one model.
+
+    bits, gpu_experts: None where not given; then `DEFAULT_BITS`, and as many FP16 experts a layer as fit. manifest and
+    assignment say instead how every expert is kept. policies: names or labels, none for all.
+    """
+
+    model: str
+    hardware: str
+    assignment: Path | None = None
+    manifest: Path | None = None
+    trace: Path | None = None
+    bits: float | None = None
+    gpu_experts: int | None = None
+    group_size: int = 128
+    policies: tuple[str, ...] = ()
+    grid: Grid
+    context: int = 1024
+    kv_growth: bool = False
+    zipf: float | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request of the grid."""
+        return max(self.grid.inputs) + max(self.grid.outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A placed model on hardware over a grid.
+
+    policies: names or labels to estimate (None: all that can run); trace, or zipf: routing, uniform without either.
+    """
+
+    name: str
+    subject: Subject
+    hardware: Hardware
+    grid: Grid
+    context: int
+    kv_growth: bool = False
+    seed: int
+    policies: tuple[str, ...] | None = None
+    trace: RoutingTrace | None = None
+    zipf: float | None = None
+    stated: Sequence[StatedSection] = ()
+
+    @property
+    def capacity(self) -> CapacityPlan:
+        """What lies where at the largest batch and the longest request of the grid."""
+        return plan_capacity(
+            self.subject.geometry,
+            self.hardware,
+            self.subject.placement,
+            batch=max(self.grid.batches),
+            context=max(self.grid.inputs) + max(self.grid.outputs),
+            group_size=self.subject.group_size,
+            zero_points=self.subject.zero_points,
+        )
+
+    @property
+    def routing(self) -> str:
+        """What decides which experts are chosen, in words."""
+        if self.trace is not None:
+            return f"as recorded, {self.trace.num_sequences} sequences"
+        best = "the placement's best experts the most popular"
+        return "uniform" if self.zipf is None else f"Zipf {self.zipf:g}, {best}"
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        placement = self.subject.placement
+        popular = None if self.zipf is None else placed_popularity(placement.hot, placement.bits, self.zipf)
+        return {
+            "group_size": self.subject.group_size,
+            "zero_points": self.subject.zero_points,
+            "popularity": popular,
+            "trace": self.trace,
+            "context": self.context,
+            "seed": self.seed,
+        }
+
+    @property
+    def _parts(self) -> tuple[ModelGeometry, Hardware, Placement]:
+        return self.subject.geometry, self.hardware, self.subject.placement
+
+    def answer(self) -> Estimate:
+        """The estimate of the chosen policies."""
+        return estimate(
+            *self._parts, policies=self.policies, grid=self.grid, kv_growth=self.kv_growth, **self._settings
+        )
+
+    def timelines(self) -> dict[str, tuple[Interval, ...]]:
+        """One decode step at the smallest batch by policy label, of those asked for and those that always are shown."""
+        chosen = chosen_labels(self.policies or ())
+        labels = [label(name, one) for name, policy in known_policies().items() for one in policy.variants]
+        batch = min(self.grid.batches)
+        return {
+            one: timeline(*self._parts, policy=one, batch=batch, **self._settings) for one in labels if one in chosen
+        }
+
+    def hits(self) -> HitRates | None:
+        """Hit rates by domain with as many experts of every layer on the GPU as the placement has; None without a
+        trace, or with none on the GPU."""
+        placed = self.subject.placement.hot.sum(axis=1)
+        if self.trace is None or not placed.any():
+            return None
+        rows = layer_of_assignment(self.subject.geometry.num_layers, len(placed))
+        return hit_rates(self.trace, [int(count) for count in placed[rows]])
+
+
+def question_of(options: Options) -> Question:
+    """What the command line asks; raises MoeqError for input that cannot be read or is of another model."""
+    chosen_labels(options.policies)
+    if options.trace is not None and options.zipf is not None:
+        raise RecipeError("--trace and --zipf each say which experts are chosen", do="give one of them")
+    hardware = load_hardware(options.hardware)
+    subject = _subject(options, hardware)
+    geometry = subject.geometry
+    trace = None if options.trace is None else read_trace(options.trace)
+    if trace is not None:
+        check_trace(trace, geometry, where=str(options.trace))
+    return Question(
+        name=f"{geometry.name}, {subject.placement.name}",
+        subject=subject,
+        hardware=hardware,
+        grid=options.grid,
+        context=options.context,
+        kv_growth=options.kv_growth,
+        seed=options.seed,
+        policies=options.policies or None,
+        trace=trace,
+        zipf=options.zipf,
+    )
+
+
+def questions_of(recipe: Recipe) -> list[Question]:
+    """The cases of `estimate.figures`; nothing of the recipe's model is read."""
+    section = recipe.estimate
+    assert section.figures is not None
+    hardware = load_hardware(section.hardware)
+    grid = Grid(
+        inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
+    )
+    return [
+        Question(
+            name=case.name,
+            subject=_of_case(case, section.figures.group_size),
+            hardware=hardware,
+            grid=grid,
+            context=section.context,
+            seed=recipe.seed,
+            stated=case.stated,
+        )
+        for case in section.figures.cases
+    ]
+
+
+def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float = 0.0) -> EstimateDocument:
+    """The answers; EstimateError with the sum where a placement does not fit.
+
+    miss_beyond: share of a stated figure beyond which its estimate counts as missed.
+    """
+    for question in questions:
+        question.capacity.require()
+    return EstimateDocument(
+        name=title,
+        hardware=questions[0].hardware.name,
+        routing=questions[0].routing,
+        cases=tuple(_answered(one, miss_beyond) for one in questions),
+    )
+
+
+def _answered(question: Question, miss_beyond: float) -> Case:
+    found = question.answer()
+    return Case(
+        name=question.name,
+        geometry=asdict(question.subject.geometry),
+        estimate=found,
+        capacity=question.capacity,
+        stated=tuple(compare(question.name, question.stated, found, miss_beyond=miss_beyond)),
+        hit_rates=question.hits(),
+    )
+
+
+def _of_case(case: CaseSection, group_size: int) -> Subject:
+    geometry = load_geometry(case.geometry)
+    placement = uniform_placement(geometry, bits=case.bits, hot_experts=case.gpu_experts, name=case.name)
+    return Subject(geometry=geometry, placement=placement, group_size=group_size, zero_points=False)
+
+
+def _subject(options: Options, hardware: Hardware) -> Subject:
+    """The model's sizes and its placement: an assignment's, a manifest's, or uniform widths."""
+    own = {"--assignment": options.assignment, "--manifest": options.manifest}
+    given = [name for name, value in own.items() if value is not None]
+    uniform = options.bits is not None or options.gpu_experts is not None
+    if len(given) > 1 or (given and uniform):
+        both = " and ".join([*given, *(["--bits or --gpu-experts"] if uniform else [])])
+        raise RecipeError(f"{both} each say how experts are kept", where="moeq estimate", do="give one of them")
+    model = read_model(options.model, trust_remote_code=options.trust_remote_code)
+    if options.assignment is not None:
+        return of_assignment(options.assignment, model.geometry)
+    if options.manifest is not None:
+        manifest, where = read_placed(options.manifest)
+        return of_manifest(manifest, model.geometry, where)
+    if model.manifest is not None and not uniform:
+        return of_manifest(model.manifest, model.geometry, options.model)
+    return _uniform(model, options, hardware)
+
+
+def _uniform(model: Model, options: Options, hardware: Hardware) -> Subject:
+    """Uniform widths; where --gpu-experts is not given, as many FP16 experts as fit at the grid's largest request."""
+    geometry, bits = model.geometry, DEFAULT_BITS if options.bits is None else options.bits
+    if not 1 <= bits <= 16:
+        raise RecipeError(f"{bits:g} bits", where="--bits", do="give 1 to 16")
+    hot = options.gpu_experts
+    if hot is None:
+        hot = largest_gpu_experts(geometry, hardware, batch=max(options.grid.batches), context=options.longest) or 0
+    name = f"{bits:g} bits, {hot} of {geometry.num_experts} experts on the GPU"
+    placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=name)
+    if options.trace is not None:  # which has its own routing in every layer
+        bits_of_all, hot_of_all = (
+            np.repeat(one, geometry.num_layers, axis=0) for one in (placement.bits, placement.hot)
+        )
+        placement = Placement(name=placement.name, bits=bits_of_all, hot=hot_of_all)
+    return Subject(geometry=geometry, placement=placement, group_size=options.group_size, zero_points=False)

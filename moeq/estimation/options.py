@@ -1,0 +1,48 @@
+"""The grid that `moeq estimate --grid` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeq.errors import RecipeError, nearest
+from moeq.estimator import Grid
+
+AXES = {"in": "inputs", "out": "outputs", "batch": "batches"}
+LARGEST = {"in": 4_194_304, "out": 4_194_304, "batch": 4096}  # keeps memory and time of a sweep within reason
+MOST_POINTS = 1000
+
+
+def parse_grid(texts: Sequence[str]) -> Grid:
+    """`in=128,512 out=512 batch=1,4` (one text or several) as a grid; axes that are left out keep their defaults.
+
+    Raises RecipeError for an unknown or repeated axis, for what is no whole number, and for sizes out of reach.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for word in " ".join(texts).split():
+        axis, equals, values = word.partition("=")
+        if not equals:
+            raise RecipeError(f"{word!r} is no axis", where="--grid", do="write in=128,512 out=512,2048 batch=1,4")
+        if axis not in AXES:
+            close = nearest(axis, AXES)
+            hint = f"did you mean {close!r}?" if close else f"axes are {', '.join(AXES)}"
+            raise RecipeError(f"unknown axis {axis!r}", where="--grid", do=hint)
+        if AXES[axis] in found:
+            raise RecipeError(f"{axis} is there twice", where="--grid", do="write its sizes with commas")
+        found[AXES[axis]] = _sizes(axis, values)
+    grid = Grid(**found)
+    points = len(grid.inputs) * len(grid.outputs) * len(grid.batches)
+    if points > MOST_POINTS:
+        raise RecipeError(f"{points} points", where="--grid", do=f"give at most {MOST_POINTS}")
+    return grid
+
+
+def _sizes(axis: str, text: str) -> tuple[int, ...]:
+    """Rising sizes without repetition."""
+    sizes = set()
+    for one in text.split(","):
+        if not (one.isascii() and one.isdigit()):
+            raise RecipeError(f"{one!r} is no whole number", where=f"--grid {axis}", do=f"write {axis}=128,512")
+        if not 1 <= int(one[:20]) <= LARGEST[axis]:
+            raise RecipeError(f"{one[:20]} is out of reach", where=f"--grid {axis}", do=f"give 1 to {LARGEST[axis]}")
+        sizes.add(int(one))
+    return tuple(sorted(sizes))

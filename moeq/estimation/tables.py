@@ -1,0 +1,313 @@
+"""Estimates on the terminal: a table for each question, in windows of any width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moeq.estimator.capacity import CapacityPlan
+from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.fit import Fit, describe
+from moeq.estimator.hit_rates import HitRates
+from moeq.estimator.points import SUBJECT
+from moeq.estimator.result import Estimate, TermRow
+from moeq.estimator.sensitivity import BWRULE, OPT
+from moeq.estimator.sheets import Cell
+from moeq.estimator.sheets import Table as Sheet
+from moeq.reporting import formats, speed
+from moeq.reporting.estimate_page import fits, miss_text, policy_words, stated_text
+from moeq.tables import human_bytes
+
+SMALL = 64  # columns below which a table leaves out what its other columns imply
+MOST_CHANGES = 5  # assumptions that are printed of each of several cases
+ROWS = 9  # of the table of what fits beside K experts
+
+
+def print_document(found: EstimateDocument, paths: Mapping[str, Path]) -> None:
+    """Every case, or what is stated beside the estimates; then where the files are."""
+    console = Console(highlight=False)
+    if found.stated:
+        _print_stated(console, found)
+    else:
+        for case in found.cases:
+            _print_case(console, found, case)
+    for name, path in paths.items():
+        console.print(f"{name:9} {path}", soft_wrap=True, markup=False)
+
+
+def _table(titles: Sequence[str], texts: int = 1) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="left" if index < texts else "right", overflow="fold")
+    return table
+
+
+def _print_stated(console: Console, found: EstimateDocument) -> None:
+    small = console.width < SMALL
+    titles = ["case", "figure", "stated", "estimate", "off", *([] if small else [""])]
+    table = _table(titles, texts=2)
+    for row in found.stated:
+        cells = [row.case, policy_words(row), stated_text(row), _span([row.low, row.high], formats.ratio)]
+        cells += [formats.change(1 + row.deviation, 1), *([] if small else ["inside" if row.inside else "outside"])]
+        table.add_row(*cells, style="yellow" if row.missed else None)
+    console.print(table)
+    console.print(
+        "off: how far the farther end of the range is. inside: within what is stated, to its printed digits. Computed "
+        f"by a model of the hardware ({found.hardware}), not measured.",
+        style="dim",
+    )
+    for row in found.stated:
+        if row.missed:
+            console.print(f"missed  {miss_text(row)}", markup=False)
+    for case in found.cases:
+        console.print(f"\n{case.name}", style="bold", markup=False)
+        _print_sensitivity(console, case.estimate, most=MOST_CHANGES)
+
+
+def _print_case(console: Console, found: EstimateDocument, case: Case) -> None:
+    one = case.estimate
+    hot = f"routing {found.routing}; computed by a model of the hardware, not measured"
+    console.print(f"{case.name}; hardware {one.hardware}", style="bold", markup=False)
+    console.print(hot, style="dim", markup=False)
+    for batch in case.batches:
+        _print_batch(console, one, batch)
+    for line in dict.fromkeys(f"{row.policy}: cannot run, {row.reason}" for row in one.refused):
+        console.print(line, style="yellow", markup=False)
+    console.print(f"of ours: time of a request over that of {SUBJECT}, the placement that is asked about", style="dim")
+    if case.hit_rates is not None:
+        _print_hit_rates(console, case.hit_rates)
+    _print_requests(console, one)
+    _print_memories(console, case.capacity)
+    console.print("\nwhat it hangs on", style="bold")
+    for line in one.assumptions:
+        console.print(f"- {line}", markup=False)
+    console.print()
+    _print_sensitivity(console, one)
+
+
+def _print_batch(console: Console, one: Estimate, batch: int) -> None:
+    """Every policy at one batch, over all input and output lengths, and what bounds its decode step."""
+    small = console.width < SMALL
+    console.print(f"\nbatch {batch}", style="bold")
+    titles = ["policy", "first token", "step", *([] if small else ["tokens/s"]), "request", "of ours"]
+    table = _table(titles)
+    table.columns[0].no_wrap = True
+    at_batch = [point for point in one.points if point.batch == batch]
+    steps = {p.policy: [q for q in at_batch if q.policy == p.policy] for p in at_batch}
+    own = steps[SUBJECT]
+    for policy, points in sorted(steps.items(), key=lambda item: item[1][0].decode_seconds_per_token):
+        cells = [policy, _span([p.time_to_first_token_seconds for p in points], _seconds)]
+        cells += [_span([p.decode_seconds_per_token for p in points], _seconds)]
+        cells += [] if small else [_span([p.decode_tokens_per_second for p in points], "{:.4g}".format)]
+        cells += [_span([p.end_to_end_seconds for p in points], _seconds)]
+        times = [p.end_to_end_seconds / q.end_to_end_seconds for p, q in zip(points, own, strict=True)]
+        table.add_row(*cells, _span(times, formats.ratio), style="bold" if policy == SUBJECT else None)
+    console.print(table)
+    for policy in steps:
+        console.print(f"{policy}: {_bounds(one, policy, batch)}", style="dim", markup=False)
+
+
+def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The range of values, with the unit once where both ends have the same."""
+    low, high = form(min(values)), form(max(values))
+    if low == high:
+        return low
+    unit = low.lstrip("0123456789.,")
+    return f"{low.removesuffix(unit)}-{high}" if unit == high.lstrip("0123456789.,") else f"{low}-{high}"
+
+
+def _bounds(one: Estimate, policy: str, batch: int) -> str:
+    return _most(one.step_terms(policy, batch=batch).values())
+
+
+def _most(rows: Iterable[TermRow]) -> str:
+    """The terms that take a tenth of the time or more, the longest first, each with what bounds it."""
+    return ", ".join(_bound(row) for row in sorted(rows, key=lambda row: -row.seconds) if row.share >= 0.1)
+
+
+def _earlier(one: Estimate, batch: int) -> dict[str, list[TermRow]]:
+    """The subject's terms before its first decode step: of the shortest and the longest prompt, and the migration."""
+    mine = [row for row in one.earlier_terms if (row.policy, row.batch) == (SUBJECT, batch)]
+    lengths = sorted({row.input_tokens for row in mine if row.input_tokens is not None})
+    ends = sorted({*lengths[:1], *lengths[-1:]})
+    found = {f"prefill of {n:,}": [row for row in mine if row.input_tokens == n] for n in ends}
+    moved = [row for row in mine if row.phase == "migration"]
+    return found | ({"migration": moved} if moved else {})
+
+
+def _bound(row: TermRow) -> str:
+    return f"{row.term.replace('_', ' ')} {row.share:.0%} ({row.bound_by})"
+
+
+def _print_requests(console: Console, one: Estimate) -> None:
+    """The subject's request at every grid point, and how much faster it is than both MoNDE baselines."""
+    console.print(f"\na whole request, {SUBJECT}", style="bold")
+    small = console.width < SMALL
+    titles = ["batch", "in", "out", "first token", "request", *([] if small else ["over bwrule"]), "over opt"]
+    table = _table(titles, texts=0)
+    over = {(r.baseline, r.batch, r.input_tokens, r.output_tokens): r.end_to_end for r in one.speedups}
+    for point in (point for point in one.points if point.policy == SUBJECT):
+        place = (point.batch, point.input_tokens, point.output_tokens)
+        cells = [*map(str, place), _seconds(point.time_to_first_token_seconds), _seconds(point.end_to_end_seconds)]
+        cells += [formats.ratio(over[key, *place]) for key in ((OPT,) if small else (BWRULE, OPT))]
+        table.add_row(*cells)
+    console.print(table)
+    for batch in dict.fromkeys(point.batch for point in one.points):
+        for phase, rows in _earlier(one, batch).items():
+            console.print(f"{phase} at batch {batch}: {_most(rows)}", style="dim", markup=False)
+    console.print(
+        "over: how many times as fast as MoNDE by its bandwidth rule (monde_bwrule) and as a cost-optimal one "
+        "(monde_opt), whole requests compared. Other policies' requests are in the files of --out and in --json.",
+        style="dim",
+    )
+
+
+def _seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
+    return f"{1e3 * value:.3g} ms"
+
+
+def _print_hit_rates(console: Console, found: HitRates) -> None:
+    """Share of the decode's expert tokens that the GPU serves, by domain."""
+    console.print("\nexpert tokens that the GPU serves, by domain", style="bold")
+    shown = ("context_aware", "static", "oracle")
+    table = _table(("domain", "sequences", *(name.replace("_", "-") for name in shown), "gain"))
+    for row in found.rows:
+        rates = [formats.percent(row.rates[name]) for name in shown]
+        table.add_row(row.domain, str(row.sequences), *rates, formats.points(row.rates[shown[0]], row.rates[shown[1]]))
+    console.print(table)
+    most = sorted(set(found.gpu_experts))
+    console.print(
+        f"{'/'.join(map(str, most))} experts a layer on the GPU; static learns from {found.training_sequences} other "
+        "sequences, oracle knows what each sequence will use",
+        style="dim",
+    )
+
+
+def _print_memories(console: Console, plan: CapacityPlan) -> None:
+    console.print(f"\nmemory at batch {plan.batch} x {plan.context:,} tokens", style="bold")
+    for memory in (plan.gpu, plan.ndp):
+        console.print(f"{memory.sum_text()}: {fits(memory)}", markup=False)
+
+
+def _print_sensitivity(console: Console, one: Estimate, most: int | None = None) -> None:
+    """The decode speed-up over the baselines with one assumption changed at a time; the `most` that move it most."""
+    small, now = console.width < SMALL, speed.assumed(one)
+    names = [key for key in ((BWRULE, OPT) if small else speed.COMPARED) if key in now]
+    table = _table(("assumption", "change", "step", *(f"over {key.removeprefix('monde_')}" for key in names)), texts=2)
+    own = next(point.decode_seconds_per_token for point in one.points if point.policy == SUBJECT)
+    table.add_row("as assumed", "", _seconds(own), *(formats.ratio(now[key]) for key in names), style="bold")
+    rows = sorted(one.sensitivity, key=lambda row: -speed.effect(row, now))
+    telling = [row for row in rows if speed.effect(row, now) >= speed.SAME][:most]
+    for row in telling:
+        cells = (formats.ratio(row.decode_speedups.get(key)) for key in names)
+        name = row.assumption.removeprefix("policies.").replace("_", " ")
+        table.add_row(name, row.change, _seconds(row.decode_seconds_per_token), *cells)
+    console.print(table)
+    left = len(rows) - len(telling)
+    console.print(
+        f"decode at batch {one.points[0].batch}, {SUBJECT} over the baselines, one assumption changed at a time, the "
+        "weightiest first: a figure that falls to about 1 hangs on it"
+        f"{f'; {left} changes that move them less are in the files of --out' if left else ''}",
+        style="dim",
+    )
+
+
+def print_capacity(plan: CapacityPlan) -> None:
+    """What lies where, and what room every number of FP16 experts a layer leaves for keys and values."""
+    console = Console(highlight=False)
+    console.print(f"{plan.geometry}, {plan.placement}; hardware {plan.hardware}", style="bold", markup=False)
+    table = _table(("memory", "bytes", ""))
+    for memory in (plan.gpu, plan.ndp):
+        table.add_row(memory.name, human_bytes(memory.capacity_bytes), fits(memory), style="bold")
+        for part in memory.parts:
+            table.add_row(f"  {part.name}", human_bytes(part.bytes), "")
+    console.print(table)
+    most = plan.largest_gpu_experts
+    at = f"{plan.batch} x {plan.context:,} tokens"
+    console.print(
+        f"most FP16 experts a layer on the GPU at {at}: {'none fits, not even 0' if most is None else most}\n",
+        markup=False,
+    )
+    rooms = _table(("experts a layer", "room for KV", f"batch at {plan.context}", f"tokens at batch {plan.batch}"))
+    every = plan.by_gpu_experts
+    shown = min(ROWS, len(every))
+    kept = {round(index * (len(every) - 1) / max(1, shown - 1)) for index in range(shown)}
+    for index in sorted(kept):
+        row = every[index]
+        cells = (human_bytes(row.room_bytes), f"{row.largest_batch:,}", f"{row.largest_context:,}")
+        rooms.add_row(str(row.gpu_experts), *cells)
+    if every:
+        console.print(rooms)
+
+
+def print_sheet(found: Sequence[Sheet]) -> None:
+    """The tables of a paper's sheet, each with its notes."""
+    console = Console(highlight=False)
+    for number, one in enumerate(found):
+        console.print(f"{chr(10) if number else ''}{one.title}", style="bold", markup=False)
+        table = _table(one.columns, texts=_texts(one))
+        for row in one.rows:
+            table.add_row(*map(_cell, row))
+        console.print(table)
+        for note in one.notes:
+            console.print(f"- {note}", style="dim", markup=False)
+
+
+def _texts(one: Sheet) -> int:
+    """How many columns from the left hold text."""
+    numbers = [any(isinstance(row[index], (int, float)) for row in one.rows) for index in range(len(one.columns))]
+    return numbers.index(True) if True in numbers else len(numbers)
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return "-"
+    return formats.number(value) if isinstance(value, float) else str(value)
+
+
+def print_fit(found: Fit, target: Path | None) -> None:
+    """Fitted constants and how well the points determine them, the error of points that a fit did not see."""
+    console = Console(highlight=False)
+    table = _table(("constant", "before", "fitted", ""))
+    table.columns[-1].justify = "left"
+    for one in found.constants:
+        before = replace(one, value=one.before).text
+        table.add_row(one.key, before, one.text, describe(one), style="dim" if one.verdict == "no effect" else None)
+    console.print(table)
+    errors = {"before": found.before, "fitted": found.fitted, f"held out, {found.folds} folds": found.held_out}
+    if found.held_out is None:
+        errors = {"before": found.before, "fitted": found.fitted}
+        console.print("too few rows to leave any out: no held-out error", style="yellow")
+    for name, error in errors.items():
+        if error is not None:
+            console.print(f"error {name}: mean {error.mean:.2%}, largest {error.largest:.2%}", markup=False)
+    worst = max(found.points, key=lambda point: abs(point.fitted_seconds / point.point.seconds - 1))
+    console.print(
+        f"farthest: row {worst.point.row}, {worst.point.policy}, {worst.point.measure}: measured "
+        f"{_seconds(worst.point.seconds)}, fitted {_seconds(worst.fitted_seconds)}",
+        style="dim",
+        markup=False,
+    )
+    if target is not None:
+        console.print(f"hardware  {target}", soft_wrap=True, markup=False)
+
+
+def fit_json(found: Fit) -> dict[str, Any]:
+    """A fit as --json prints it."""
+    return {
+        "file": found.file,
+        "hardware": found.hardware.name,
+        "constants": [asdict(one) for one in found.constants],
+        "points": [asdict(one) for one in found.points],
+        "before": asdict(found.before),
+        "fitted": asdict(found.fitted),
+        "held_out": None if found.held_out is None else asdict(found.held_out),
+        "folds": found.folds,
+    }

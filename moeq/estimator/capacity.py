@@ -1,0 +1,220 @@
+"""What fits where: bytes on the GPU and on the near-data side, and what the room that is left would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from moeq.errors import EstimateError
+from moeq.estimator.devices import Hardware
+from moeq.estimator.geometry import ModelGeometry, effective_bits
+from moeq.estimator.placement import Placement, layer_of_assignment
+from moeq.tables import human_bytes
+
+REPLICA_BITS = (1, 2, 3, 4)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Part(_Frozen):
+    """Something that has to lie in a memory."""
+
+    name: str
+    bytes: float
+
+
+class Memory(_Frozen):
+    """A memory and what a placement puts into it."""
+
+    name: str
+    capacity_bytes: float
+    parts: tuple[Part, ...]
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of all parts."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def room_bytes(self) -> float:
+        """What is left; negative where the parts do not fit."""
+        return self.capacity_bytes - self.bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.room_bytes >= 0
+
+    def sum_text(self) -> str:
+        """The sum in words: every part with its bytes, the total, and what the memory has."""
+        parts = " + ".join(f"{part.name} {human_bytes(part.bytes)}" for part in self.parts)
+        return f"{self.name}: {parts} = {human_bytes(self.bytes)} of {human_bytes(self.capacity_bytes)}"
+
+
+class KvRoom(_Frozen):
+    """What K FP16 experts a layer leave for keys and values: sequences of the context, or one sequence's tokens."""
+
+    gpu_experts: int
+    room_bytes: float
+    largest_batch: int
+    largest_context: int
+
+
+class CapacityPlan(_Frozen):
+    """Memories and their parts, and what would fit beside `placement`'s own choice of hot experts.
+
+    `by_gpu_experts`: every K (FP16 experts a layer on the GPU) that fits with at least one token of one sequence;
+    `largest_gpu_experts`: the largest K that fits at `batch` sequences of `context` tokens, None where not even 0 does.
+    """
+
+    geometry: str
+    hardware: str
+    placement: str
+    batch: int
+    context: int
+    group_size: int | None
+    zero_points: bool
+    replica_bits: tuple[int, ...]
+    gpu: Memory
+    ndp: Memory
+    largest_gpu_experts: int | None
+    by_gpu_experts: tuple[KvRoom, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.gpu.fits and self.ndp.fits
+
+    def refusal(self) -> EstimateError | None:
+        """The sum of the first memory whose parts do not fit; None where all do."""
+        for memory in (self.gpu, self.ndp):
+            if not memory.fits:
+                where = f"{self.geometry} on {self.hardware}"
+                return EstimateError(f"does not fit: {memory.sum_text()}", where=where, do=self._remedy(memory))
+        return None
+
+    def require(self) -> None:
+        """Raise the refusal, if there is one."""
+        refused = self.refusal()
+        if refused is not None:
+            raise refused
+
+    def _remedy(self, memory: Memory) -> str:
+        if memory is self.ndp:
+            return "use larger near-data memory, or a smaller model"
+        if self.largest_gpu_experts is None:
+            return "use a smaller batch or context, or a GPU with more memory"
+        return f"at this batch and context, at most {self.largest_gpu_experts} FP16 experts a layer fit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Bytes that no placement changes: one FP16 expert of every layer, the rest in FP16, a token's keys and values."""
+
+    experts_of_all_layers: float
+    rest: float
+    token: float
+
+    @classmethod
+    def of(cls, geometry: ModelGeometry) -> _Sizes:
+        return cls(
+            experts_of_all_layers=geometry.num_layers * geometry.expert_bytes(16, None),
+            rest=2.0 * geometry.non_expert_parameters,
+            token=geometry.num_layers * geometry.kv_bytes_per_layer(1),
+        )
+
+
+def plan_capacity(
+    geometry: ModelGeometry,
+    hardware: Hardware,
+    placement: Placement,
+    *,
+    batch: int,
+    context: int,
+    group_size: int | None,
+    zero_points: bool,
+    replica_bits: Sequence[int] = REPLICA_BITS,
+) -> CapacityPlan:
+    """What the placement needs on the GPU and on the near-data side at `batch` sequences of `context` tokens.
+
+    GPU: everything but the experts in FP16, the hot experts at their widths, keys and values in FP16. Near-data side:
+    FP16 and a replica at each of `replica_bits` of every expert, so that any sequence can be placed anew.
+    """
+    sizes = _Sizes.of(geometry)
+    keys_values = batch * context * sizes.token
+    hot = Part(name="hot experts", bytes=_hot_bytes(geometry, placement, group_size, zero_points))
+    gpu = Memory(
+        name="GPU",
+        capacity_bytes=hardware.gpu.memory_capacity_bytes,
+        parts=(
+            Part(name="non-expert weights", bytes=sizes.rest),
+            hot,
+            Part(name=f"keys and values of {batch} x {context} tokens", bytes=keys_values),
+        ),
+    )
+    return CapacityPlan(
+        geometry=geometry.name,
+        hardware=hardware.name,
+        placement=placement.name,
+        batch=batch,
+        context=context,
+        group_size=group_size,
+        zero_points=zero_points,
+        replica_bits=tuple(replica_bits),
+        gpu=gpu,
+        ndp=_near_data(geometry, hardware, replica_bits, group_size, zero_points),
+        largest_gpu_experts=largest_gpu_experts(geometry, hardware, batch=batch, context=context),
+        by_gpu_experts=_kv_rooms(geometry, hardware, batch, context),
+    )
+
+
+def largest_gpu_experts(geometry: ModelGeometry, hardware: Hardware, *, batch: int, context: int) -> int | None:
+    """The largest number of FP16 experts a layer that fits on the GPU; None where it cannot hold even none."""
+    sizes = _Sizes.of(geometry)
+    room = hardware.gpu.memory_capacity_bytes - sizes.rest - batch * context * sizes.token
+    return None if room < 0 else min(geometry.num_experts, int(room // sizes.experts_of_all_layers))
+
+
+def _hot_bytes(geometry: ModelGeometry, placement: Placement, group_size: int | None, zero_points: bool) -> float:
+    rows = layer_of_assignment(geometry.num_layers, len(placement.bits))
+    stored = effective_bits(placement.bits, group_size, zero_points) * placement.hot
+    return float(geometry.expert_parameters / 8 * np.sum(stored[rows]))
+
+
+def _near_data(
+    geometry: ModelGeometry, hardware: Hardware, replica_bits: Sequence[int], group_size: int | None, zero_points: bool
+) -> Memory:
+    experts = geometry.num_layers * geometry.num_experts
+    replicas = [geometry.expert_bytes(bits, group_size, zero_points) for bits in replica_bits]
+    return Memory(
+        name="near-data memory",
+        capacity_bytes=hardware.ndp.memory_capacity_bytes,
+        parts=(
+            Part(name="FP16 experts", bytes=experts * geometry.expert_bytes(16, None)),
+            *(
+                Part(name=f"{bits}-bit replicas", bytes=experts * one)
+                for bits, one in zip(replica_bits, replicas, strict=True)
+            ),
+        ),
+    )
+
+
+def _kv_rooms(geometry: ModelGeometry, hardware: Hardware, batch: int, context: int) -> tuple[KvRoom, ...]:
+    sizes = _Sizes.of(geometry)
+    rooms = []
+    for experts in range(geometry.num_experts + 1):
+        room = hardware.gpu.memory_capacity_bytes - sizes.rest - experts * sizes.experts_of_all_layers
+        if room < sizes.token:
+            break
+        rooms.append(
+            KvRoom(
+                gpu_experts=experts,
+                room_bytes=room,
+                largest_batch=int(room // (context * sizes.token)),
+                largest_context=int(room // (batch * sizes.token)),
+            )
+        )
+    return tuple(rooms)

@@ -1,0 +1,52 @@
+"""estimate.json of `moeq estimate` without a run: cases with their estimates, memories, and what is stated of them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from moeq.estimator.capacity import CapacityPlan
+from moeq.estimator.hit_rates import HitRates
+from moeq.estimator.result import Estimate
+from moeq.estimator.stated import Comparison
+from moeq.version import __version__
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Case(_Frozen):
+    """One placed model; geometry: the sizes that were assumed, stated: what a publication gives beside it.
+
+    hit_rates: of placements of as many experts on the recorded trace, None without one.
+    """
+
+    name: str
+    geometry: dict[str, Any]
+    estimate: Estimate
+    capacity: CapacityPlan
+    stated: tuple[Comparison, ...] = ()
+    hit_rates: HitRates | None = None
+
+    @property
+    def batches(self) -> list[int]:
+        """Batches of the grid, rising."""
+        return sorted({point.batch for point in self.estimate.points})
+
+
+class EstimateDocument(_Frozen):
+    """All cases of one command; routing says what decides which experts are chosen."""
+
+    schema_version: Literal[1] = 1
+    moeq_version: str = __version__
+    name: str
+    hardware: str
+    routing: str
+    cases: tuple[Case, ...]
+
+    @property
+    def stated(self) -> list[Comparison]:
+        """What publications state of all cases, beside the estimates."""
+        return [one for case in self.cases for one in case.stated]

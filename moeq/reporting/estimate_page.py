@@ -1,0 +1,288 @@
+"""The page of `moeq estimate`: latency and throughput as bars, stated figures beside, terms, memory, assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeq.estimator.capacity import CapacityPlan, Memory
+from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.hit_rates import HitRates
+from moeq.estimator.points import SUBJECT
+from moeq.estimator.result import Estimate, PolicyPoint
+from moeq.estimator.sensitivity import BWRULE, OPT
+from moeq.estimator.stated import Comparison
+from moeq.reporting import formats, speed
+from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
+from moeq.reporting.document import document
+from moeq.reporting.html import Raw, Row, Section, details, element, figure, items, paragraph, table
+from moeq.tables import human_bytes
+
+
+def render(found: EstimateDocument) -> str:
+    """The page; its bytes depend only on the document."""
+    sections = [*([_stated(found.stated)] if found.stated else []), *_figures(found)]
+    for number, case in enumerate(found.cases):
+        sections.append(_case(case, f"case-{number + 1}"))
+    lead = (
+        f"Computed by a model of the hardware ({found.hardware}), not measured. Routing: {found.routing}. What the "
+        "answer hangs on stands below every case."
+    )
+    return document(f"{found.name} · moeq estimate", found.name, [paragraph(lead, kind="lead")], sections)
+
+
+def _stated(rows: Sequence[Comparison]) -> Section:
+    beside = [
+        Beside(
+            name=f"{row.case}: {policy_words(row)}",
+            stated=(row.stated_low, row.stated_high),
+            estimate=(row.low, row.high),
+            missed=row.missed,
+            note=f"{formats.change(1 + row.deviation, 1)}{'' if row.inside else ', outside'}",
+        )
+        for row in rows
+    ]
+    missed = [row for row in rows if row.missed]
+    cells = [
+        Row(cells=_stated_cells(row), kind="exported") if row.missed else _stated_cells(row) for row in rows
+    ]  # marked: missed
+    parts = [
+        figure(
+            beside_chart("stated", "Estimates beside the figures that are stated", beside, "times as fast"),
+            "Wide: what is stated, to its printed digits. Narrow: the estimate over the same grid. The note is how far "
+            "the end that is farther off differs.",
+        ),
+        table(
+            "Every stated figure. A range runs over the grid; missed ones are marked.",
+            ("case", "figure", "source", "stated", "estimate", "farther end", ""),
+            cells,
+            texts=3,
+        ),
+    ]
+    if missed:
+        parts += [paragraph("Missed:", kind="reading"), items(miss_text(row) for row in missed)]
+    return Section(anchor="stated", title="Beside what is stated", parts=parts)
+
+
+def _stated_cells(row: Comparison) -> tuple[str, ...]:
+    return (
+        row.case,
+        policy_words(row),
+        row.source,
+        stated_text(row),
+        formats.span([row.low, row.high], formats.ratio),
+        formats.change(1 + row.deviation, 1),
+        "inside" if row.inside else "outside",
+    )
+
+
+def stated_text(row: Comparison) -> str:
+    """A stated range, or number, as it is printed."""
+    low, high = f"{row.stated_low:g}", f"{row.stated_high:g}"
+    text = low if low == high else f"{low} to {high}"
+    return f"{'up to ' if row.only_largest else ''}{text}{formats.TIMES}"
+
+
+def policy_words(row: Comparison) -> str:
+    """A compared figure in words."""
+    if row.over is None:
+        return row.name
+    return f"{row.figure.replace('_', ' ')} over {short_name(row.over)}"
+
+
+def miss_text(row: Comparison) -> str:
+    """A miss in one sentence."""
+    estimate = formats.span([row.low, row.high], formats.ratio)
+    end = " at its farther end" if row.stated_low != row.stated_high else ""
+    off = formats.change(1 + row.deviation, 1)
+    return f"{row.case}, {policy_words(row)}: {estimate} where {stated_text(row)} is stated ({off}{end})"
+
+
+NAMES = {
+    SUBJECT: "context-aware",
+    "gpu_only": "GPU only",
+    "hobbit": "HOBBIT",
+    BWRULE: "MoNDE (bandwidth rule)",
+    "monde_hotset": "MoNDE (hot set)",
+    OPT: "MoNDE (cost-optimal)",
+    "dynaexq": "DynaExq",
+    "static_mixed": "static mixed precision",
+}
+
+
+def short_name(policy: str) -> str:
+    """A policy's name in charts and tables."""
+    return NAMES.get(policy, policy.replace("_", " "))
+
+
+def _figures(found: EstimateDocument) -> list[Section]:
+    """One section a model: end-to-end latency as in Figure 5 of paper 000, decode throughput as in its Figure 6."""
+    groups: dict[str, list[Case]] = {}
+    for case in found.cases:
+        groups.setdefault(case.estimate.geometry, []).append(case)
+    return [
+        Section(anchor=f"figures-{number + 1}", title=f"{model}: latency and throughput", parts=_charts(model, cases))
+        for number, (model, cases) in enumerate(groups.items())
+    ]
+
+
+def _charts(model: str, cases: Sequence[Case]) -> list[Raw]:
+    parts = []
+    for batch in cases[0].batches:
+        grid = [(p.input_tokens, p.output_tokens) for p in _points(cases[0], SUBJECT, batch)]
+        groups = [f"{inputs} / {outputs}" for inputs, outputs in grid]
+        latency = [
+            Series(
+                name=name,
+                values=[p.end_to_end_seconds for p in points],
+                inner=[p.ndp_seconds_per_layer * layers * p.output_tokens for p in points],
+                own=own,
+            )
+            for name, points, layers, own in _lines(cases, batch)
+        ]
+        throughput = [
+            Series(name=name, values=[p.decode_tokens_per_second for p in points], own=own)
+            for name, points, _, own in _lines(cases, batch)
+        ]
+        key, what = f"{model}-{batch}", f"{model}, batch {batch}"
+        inner = "near-data side, busy in decode"
+        drawings = [
+            figure(
+                grouped_bars(f"latency-{key}", f"End-to-end latency of {what}", groups, latency, "seconds", inner),
+                f"End-to-end latency at batch {batch}: prefill, migration and every output token.",
+            ),
+            figure(
+                grouped_bars(f"rate-{key}", f"Decode throughput of {what}", groups, throughput, "tokens a second"),
+                f"Decode throughput at batch {batch}, all sequences counted.",
+            ),
+        ]
+        parts.append(element("div", *drawings, class_="figures"))
+    return parts
+
+
+def _lines(cases: Sequence[Case], batch: int) -> list[tuple[str, list[PolicyPoint], int, bool]]:
+    """Name, points, layers and whether it is the subject: the baselines of the first case, then the subject of each."""
+    first, layers = cases[0], cases[0].estimate.num_layers
+    there = {point.policy: None for point in first.estimate.points if point.batch == batch}
+    baselines = [policy for policy in there if policy != SUBJECT]
+    lines = [(short_name(policy), _points(first, policy, batch), layers, False) for policy in baselines]
+    own = [(case.name if len(cases) > 1 else short_name(SUBJECT), case) for case in cases]
+    return lines + [(name, _points(case, SUBJECT, batch), layers, True) for name, case in own]
+
+
+def _points(case: Case, policy: str, batch: int) -> list[PolicyPoint]:
+    return [point for point in case.estimate.points if (point.policy, point.batch) == (policy, batch)]
+
+
+def _case(case: Case, anchor: str) -> Section:
+    one = case.estimate
+    return Section(
+        anchor=anchor,
+        title=f"{case.name}: what bounds it, and what it hangs on",
+        parts=[
+            _policies(one.points),
+            *([] if case.hit_rates is None else [hit_table(case.hit_rates)]),
+            speed.speedups(one),
+            *speed.refused(one),
+            speed.requests(one),
+            speed.terms(one),
+            details("Terms of prefill and migration", earlier(one)),
+            capacity(case.capacity),
+            paragraph("What these figures assume:", kind="reading"),
+            items(one.assumptions),
+            *speed.sensitivity(one),
+            *speed.weakest(one),
+            speed.constants(one),
+        ],
+    )
+
+
+def _policies(points: Sequence[PolicyPoint]) -> Raw:
+    keys = dict.fromkeys((point.batch, point.policy) for point in points)
+    rows = []
+    for batch, policy in keys:
+        mine = [point for point in points if (point.batch, point.policy) == (batch, policy)]
+        spans = [
+            formats.span([getattr(point, field) for point in mine], form)
+            for field, form in (
+                ("time_to_first_token_seconds", _milliseconds),
+                ("decode_seconds_per_token", _milliseconds),
+                ("decode_tokens_per_second", formats.number),
+                ("end_to_end_seconds", formats.number),
+            )
+        ]
+        rows.append((short_name(policy), str(batch), *spans))
+    return table(
+        "Every policy over all input and output lengths. A decode step gives a token to every sequence of the batch.",
+        ("policy", "batch", "first token, ms", "decode step, ms", "tokens a second", "whole request, s"),
+        rows,
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return formats.number(1e3 * seconds)
+
+
+def earlier(one: Estimate) -> Raw:
+    """Terms of prefill and migration at the first batch, of the subject and both MoNDE baselines."""
+    batch = one.points[0].batch
+    rows = [
+        (
+            short_name(row.policy),
+            row.phase if row.input_tokens is None else f"{row.phase}, {row.input_tokens:,} tokens",
+            row.term.replace("_", " "),
+            formats.milliseconds(row.seconds),
+            formats.percent(row.share),
+            human_bytes(row.bytes),
+            speed.BOUNDS[row.bound_by],
+        )
+        for row in one.earlier_terms
+        if row.batch == batch and row.policy in (SUBJECT, BWRULE, OPT) and row.seconds > 0
+    ]
+    return table(
+        f"Milliseconds before the first decode step at batch {batch}; terms that overlap add up to more than 100 %.",
+        ("policy", "phase", "term", "ms", "share", "bytes moved", "bound by"),
+        rows,
+        texts=3,
+    )
+
+
+def hit_table(found: HitRates) -> Raw:
+    """Hit rates by domain."""
+    names = {
+        "context_aware": "context-aware",
+        "static": "static",
+        "static_of_domain": "static of the domain",
+        "static_in_hindsight": "static in hindsight",
+        "oracle": "oracle",
+    }
+    rows = [
+        (row.domain, f"{row.sequences:,}", *(formats.percent(row.rates[name]) for name in names)) for row in found.rows
+    ]
+    return table(
+        "Share of the decode's expert tokens that find their expert on the GPU, with "
+        f"{'/'.join(map(str, sorted(set(found.gpu_experts))))} experts a layer there. Context-aware: chosen for every "
+        f"sequence from its own prefill. Static ones learn from {found.training_sequences} other sequences; hindsight "
+        "and oracle know the decode.",
+        ("domain", "sequences", *names.values()),
+        rows,
+    )
+
+
+def capacity(plan: CapacityPlan) -> Raw:
+    """What has to lie where at the largest batch and context."""
+    rows: list[Row | tuple[str, ...]] = []
+    for memory in (plan.gpu, plan.ndp):
+        rows.append(Row(cells=(memory.name, human_bytes(memory.capacity_bytes), fits(memory)), kind="group"))
+        rows += [(part.name, human_bytes(part.bytes), "") for part in memory.parts]
+    return table(
+        f"What has to lie where at batch {plan.batch} and {plan.context:,} tokens a sequence. The near-data side keeps "
+        "every replica, so that the next sequence can be placed differently.",
+        ("memory", "bytes", ""),
+        rows,
+    )
+
+
+def fits(memory: Memory) -> str:
+    """Whether it fits, and what is left or lacking."""
+    room = memory.room_bytes
+    return f"fits, {human_bytes(room)} left" if memory.fits else f"does not fit, {human_bytes(-room)} too much"

@@ -1,0 +1,330 @@
+"""moeq estimate without a run: every way to name a model, what is printed and written, and every refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment, write_assignment
+from moeq.artifacts.trace import RoutingTrace, write_trace
+from moeq.cli import app
+from moeq.errors import MoeqError
+from moeq.estimation.subject import read_model
+from moeq.estimator import (
+    ModelGeometry,
+    estimate,
+    geometry_from_config,
+    load_geometry,
+    load_hardware,
+    uniform_placement,
+)
+from moeq.estimator.document import EstimateDocument
+from moeq.models import loading
+from moeq.models.source import open_source
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "paper-000-figures.yaml"
+SMALL = ("--model", "mixtral-8x7b", "--bits", "3", "--gpu-experts", "4")
+ONE = ("--grid", "in=128", "out=512", "batch=1")
+
+
+def moeq(*arguments: str | Path, columns: int = 80) -> tuple[int, str]:
+    """Exit code and what is printed, or the one line of the error."""
+    done = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["estimate", *map(str, arguments)])
+    if isinstance(done.exception, MoeqError):
+        assert "\n" not in str(done.exception)
+        return done.exception.exit_code, str(done.exception)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def as_json(*arguments: str | Path) -> Any:
+    code, text = moeq(*arguments, "--json")
+    assert code == 0, text
+    return json.loads(text)
+
+
+def assigned(path: Path, layers: int, experts: int) -> Path:
+    """An assignment of 2 and 4 bits in turns, whose first expert is on the GPU in FP16."""
+    choices = tuple(
+        ExpertChoice(tier="gpu" if e == 0 else "ndp", bits=16 if e == 0 else (2, 4)[e % 2], importance=1.0)
+        for e in range(experts)
+    )
+    every = tuple(LayerAssignment(name=f"layer {index}", experts=choices) for index in range(layers))
+    write_assignment(path, Assignment(name="turns", method="optimal", group_size=64, layers=every))
+    return path
+
+
+def test_the_figures_are_those_of_the_estimator() -> None:
+    found = as_json(*SMALL, "--grid", "in=128,512", "out=512", "batch=1,4")
+    geometry = load_geometry("mixtral-8x7b")
+    made = estimate(geometry, load_hardware("paper-ctxmoe"), uniform_placement(geometry, bits=3, hot_experts=4))
+    (case,) = found["cases"]
+    rows = [row for row in case["estimate"]["speedups"] if row["baseline"] == "monde_bwrule" and row["batch"] == 1]
+    assert [row["decode"] for row in rows] == pytest.approx(
+        [made.speedups_over("monde_bwrule", batch=1)[0].decode] * 2, rel=1e-12
+    )
+    assert {point["batch"] for point in case["estimate"]["points"]} == {1, 4}
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 160])
+def test_tables_fit_every_window(columns: int) -> None:
+    code, text = moeq(*SMALL, *ONE, columns=columns)
+    assert code == 0
+    assert max(len(line) for line in text.splitlines()) <= columns
+    flat = " ".join(text.split())
+    for word in ("context_aware", "monde_bwrule", "monde_opt", "what it hangs on", "link.bandwidth", "8.56×"):
+        assert word in flat
+
+
+def test_only_chosen_policies_are_shown() -> None:
+    found = as_json(*SMALL, *ONE, "--policy", "gpu_only")["cases"][0]["estimate"]
+    assert {point["policy"] for point in found["points"]} == {"context_aware", "gpu_only", "monde_bwrule", "monde_opt"}
+    assert {row["baseline"] for row in found["speedups"]} == {"gpu_only", "monde_bwrule", "monde_opt"}
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "an estimate"
+    printed = as_json(*SMALL, *ONE, "--out", out)
+    assert EstimateDocument.model_validate_json((out / "estimate.json").read_text()).cases[0].capacity.fits
+    assert json.loads((out / "estimate.json").read_text()) == {k: v for k, v in printed.items() if k != "paths"}
+    assert set(printed["paths"].values()) <= {str(path) for path in out.iterdir()}
+    page = (out / "estimate.html").read_text()
+    assert page.count("<svg") == 2
+    assert "MoNDE (bandwidth rule)" in page
+    drawn = json.loads((out / "timeline.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in drawn if event["name"] == "process_name"]
+    assert names == ["context_aware", "monde_bwrule", "monde_opt"]
+    for number, name in enumerate(names, start=1):
+        mine = [event for event in drawn if event["ph"] == "X" and event["pid"] == number]
+        assert {event["args"]["layer"] for event in mine} == set(range(32))
+        point = next(p for p in printed["cases"][0]["estimate"]["points"] if p["policy"] == name)
+        end = max(event["ts"] + event["dur"] for event in mine)
+        assert 0.3 < end / (1e6 * point["decode_seconds_per_token"]) < 3  # one outcome of the routing, not its mean
+    first = {path.name: path.read_bytes() for path in out.iterdir()}
+    as_json(*SMALL, *ONE, "--out", out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == first
+    (out / "recipe.yaml").touch()
+    assert moeq(*SMALL, *ONE, "--out", out) == (2, f"--out {out}: a run lies in it; choose another --out")
+
+
+def test_the_recipe_of_figures(tmp_path: Path) -> None:
+    found = as_json(RECIPE, "--out", tmp_path / "out")
+    assert len(found["cases"]) == 4
+    assert sum(len(case["stated"]) for case in found["cases"]) == 14
+    page = (tmp_path / "out" / "estimate.html").read_text()
+    assert page.count("<svg") == 5  # what is stated, and latency and throughput of both models
+    code, text = moeq(RECIPE, "--out", tmp_path / "out")
+    assert code == 0
+    assert text.count("missed  ") == 6
+    assert "8x7B, 2 bits, decode over MoNDE (bandwidth rule): 9.75×" in " ".join(text.split())
+    slower = as_json(RECIPE, "--hardware", "h100-ndp-pcie4", "--grid", "in=128", "out=512", "--out", tmp_path / "other")
+    assert slower["hardware"] == "h100-ndp-pcie4"
+    assert all(row["missed"] for case in slower["cases"] for row in case["stated"] if row["figure"] == "decode")
+
+
+def test_a_recipe_of_figures_is_no_run(tiny_mixtral: Path, tmp_path: Path) -> None:
+    arguments = ["run", str(RECIPE), "--model", str(tiny_mixtral), "--out", str(tmp_path / "out")]
+    short = [f"{key}.sequence_length=32" for key in ("corpus", "eval.perplexity")]
+    refused = CliRunner().invoke(app, [*arguments, *(word for one in short for word in ("--set", one))]).exception
+    assert isinstance(refused, MoeqError)
+    assert refused.exit_code == 2
+    assert "moeq estimate RECIPE" in str(refused)
+
+
+def test_sizes_from_a_configuration_are_those_of_the_weights(tiny_mixtral: Path, tmp_path: Path) -> None:
+    source = open_source(str(tiny_mixtral))
+    skeleton, layers = loading.describe(source)
+    experts = loading.expert_keys(source, skeleton, layers)
+    rest = sum(int(np.prod(header.shape)) for key, header in source.tensors.items() if key not in experts)
+    config = tmp_path / "config.json"
+    config.write_bytes((tiny_mixtral / "config.json").read_bytes())
+    for name in (str(tiny_mixtral), str(config)):
+        found = read_model(name).geometry
+        assert found.non_expert_parameters == rest
+        assert (found.num_layers, found.num_experts) == (len(layers), layers[0].num_experts)
+    known = geometry_from_config(
+        source.config,
+        num_moe_layers=len(layers),
+        num_experts=layers[0].num_experts,
+        expert_intermediate_size=layers[0].intermediate_size,
+        non_expert_parameters=rest,
+    )
+    assert read_model(str(tiny_mixtral)).geometry.expert_parameters == known.expert_parameters
+
+
+def test_a_quantized_configuration_counts_as_before(tiny_mixtral: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_mixtral / "config.json").read_text())
+    packed = tmp_path / "packed.json"
+    packed.write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    plain, other = (read_model(str(path)).geometry for path in (tiny_mixtral, packed))
+    assert other.non_expert_parameters == plain.non_expert_parameters
+    assert other.name == "packed"
+
+
+def test_an_assignment(tiny_mixtral: Path, tmp_path: Path) -> None:
+    geometry = read_model(str(tiny_mixtral)).geometry
+    path = assigned(tmp_path / "assignment.json", geometry.num_layers, geometry.num_experts)
+    case = as_json("--model", tiny_mixtral, "--assignment", path, *ONE)["cases"][0]
+    assert case["estimate"]["placement"] == "turns"
+    assert (case["estimate"]["group_size"], case["estimate"]["zero_points"]) == (64, True)
+    hot = next(part for part in case["capacity"]["gpu"]["parts"] if part["name"] == "hot experts")
+    assert hot["bytes"] == geometry.num_layers * geometry.expert_bytes(16, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--hardware", "paper-ctxmo", *SMALL), 10, ["unknown hardware", "did you mean 'paper-ctxmoe'"]),
+        (("--hardware", "none.yaml", *SMALL), 10, ["none.yaml: no such hardware file"]),
+        (("--model", "mixtral-8x7"), 10, ["unknown geometry 'mixtral-8x7'", "did you mean 'mixtral-8x7b'"]),
+        (("--model", "./nowhere", "--bits", "3"), 3, ["./nowhere: no such directory"]),
+        (("--model", "nowhere/config.json", "--bits", "3"), 3, ["nowhere/config.json"]),
+        (("--hardware", "paper-ctxmoe"), 2, ["no model; give --model"]),
+        ((*SMALL, "--policy", "hobit"), 10, ["unknown policy 'hobit'; did you mean 'hobbit'"]),
+        ((*SMALL, "--grid", "in=a"), 2, ["--grid in: 'a' is no whole number"]),
+        ((*SMALL, "--grid", "in=1", "ou=2"), 2, ["cannot go with a recipe"]),
+        (("--model", "mixtral-8x7b", "--bits", "0.5"), 2, ["--bits: 0.5 bits"]),
+        (("--model", "mixtral-8x7b", "--gpu-experts", "9"), 10, ["9 hot experts of 8"]),
+        (("--model", "mixtral-8x7b", "--gpu-experts", "8"), 10, ["does not fit: GPU: non-expert weights 2.99 GiB + hot",
+                                                                 "= 87.5 GiB of 74.5 GiB", "at most 6"]),
+        ((*SMALL, "--manifest", "x"), 2, ["--manifest and --bits or --gpu-experts each say"]),
+        (("--model", "mixtral-8x7b", "--assignment", "none.json"), 7, ["none.json: no such file"]),
+        (("--model", "mixtral-8x7b", "--manifest", "none"), 7, ["placement.json: no such file"]),
+        ((*SMALL, "--set", "seed=1"), 2, ["--set changes a recipe, and there is none"]),
+        ((RECIPE, "--bits", "3"), 2, ["--bits cannot go with a recipe"]),
+        ((RECIPE, "another"), 2, ["unexpected argument 'another'"]),
+        ((RECIPE, "--hardware", "paper-ctxmo"), 10, ["did you mean 'paper-ctxmoe'"]),
+        ((*SMALL, "--zipf", "1", "--trace", "x"), 2, ["--trace and --zipf each say"]),
+        ((*SMALL, "--zipf", "-1"), 10, ["Zipf exponent"]),
+        (("--sheet", "paper-005"), 10, ["unknown sheet 'paper-005'", "paper-004"]),
+        (("--sheet", "paper-004", "--bits", "3"), 2, ["--sheet uses nothing of --bits"]),
+    ],
+)  # fmt: skip
+def test_refusals(arguments: tuple[str | Path, ...], code: int, words: list[str]) -> None:
+    found, text = moeq(*arguments)
+    assert found == code, text
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(("layers", "experts", "word"), [(1, 0, "1 MoE layers"), (0, -1, "experts a layer")])
+def test_an_assignment_of_another_model(
+    tiny_mixtral: Path, tmp_path: Path, layers: int, experts: int, word: str
+) -> None:
+    geometry = read_model(str(tiny_mixtral)).geometry
+    path = assigned(tmp_path / "a.json", geometry.num_layers - layers, geometry.num_experts + experts)
+    code, text = moeq("--model", tiny_mixtral, "--assignment", path, *ONE)
+    assert code == 10
+    assert text.startswith(f"{path}: ")
+    assert word in text
+
+
+def traced(path: Path, geometry: ModelGeometry, *, layers: int = 0, experts: int = 0) -> Path:
+    """A random trace of two domains whose sequences each keep to their own two experts."""
+    count, length, generator = 8, 12, np.random.default_rng(0)
+    every = geometry.num_experts + experts
+    own = np.stack([generator.permutation(every)[:2] for _ in range(count)])
+    chosen = np.repeat(own, length, axis=0)[:, None, :].repeat(geometry.num_layers + layers, axis=1)
+    write_trace(
+        path,
+        RoutingTrace(
+            layers=tuple(f"layer {index}" for index in range(geometry.num_layers + layers)),
+            num_experts=(every,) * (geometry.num_layers + layers),
+            top_k=2,
+            experts=chosen.astype(np.int16),
+            lengths=np.full(count, length, np.int32),
+            prefill=np.full(count, 4, np.int32),
+            domains=("prose", "python") * (count // 2),
+        ),
+    )
+    return path
+
+
+def test_a_recorded_trace(tiny_mixtral: Path, tmp_path: Path) -> None:
+    geometry = read_model(str(tiny_mixtral)).geometry
+    path = traced(tmp_path / "trace.safetensors", geometry)
+    arguments = ("--model", tiny_mixtral, "--bits", "2", "--gpu-experts", "2", "--trace", path, *ONE)
+    case = as_json(*arguments)["cases"][0]
+    assert case["estimate"]["routing"] == {"1": "trace"}
+    overall = case["hit_rates"]["rows"][-1]
+    assert [row["domain"] for row in case["hit_rates"]["rows"]] == ["prose", "python", "all"]
+    assert overall["rates"]["context_aware"] == 1.0
+    assert overall["rates"]["static"] < 1.0
+    own = next(point for point in case["estimate"]["points"] if point["policy"] == "context_aware")
+    assert own["gpu_expert_share"] == 1.0
+    code, text = moeq(*arguments)
+    assert code == 0
+    assert "as recorded, 8 sequences" in " ".join(text.split())
+    assert "expert tokens that the GPU serves" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "word"), [({"layers": 1}, "3 MoE layers"), ({"experts": 1}, "experts a layer"), (None, "no such file")]
+)
+def test_a_trace_that_is_not_of_this_model(
+    tiny_mixtral: Path, tmp_path: Path, change: dict[str, int] | None, word: str
+) -> None:
+    path = tmp_path / "trace.safetensors"
+    if change is not None:
+        traced(path, read_model(str(tiny_mixtral)).geometry, **change)
+    code, text = moeq("--model", tiny_mixtral, "--trace", path, *ONE)
+    assert code == (7 if change is None else 10)
+    assert text.startswith(f"{path}: ")
+    assert word in text
+
+
+def test_skewed_routing_and_growing_keys_and_values() -> None:
+    plain, skewed, growing = (as_json(*SMALL, *ONE, *more)["cases"][0]["estimate"]["points"] for more in
+                              ((), ("--zipf", "1.5"), ("--kv-growth",)))  # fmt: skip
+
+    def of(points: list[dict[str, Any]], field: str) -> float:
+        return next(float(point[field]) for point in points if point["policy"] == "context_aware")
+
+    assert of(skewed, "gpu_expert_share") > of(plain, "gpu_expert_share") + 0.1
+    assert of(growing, "decode_seconds_per_token") < of(plain, "decode_seconds_per_token")  # 384 tokens on average
+
+
+def test_policies_that_cannot_run_are_left_out_or_refused() -> None:
+    """All experts of Mixtral-8x22B at 5 bits do not fit the GPU."""
+    large = ("--model", "mixtral-8x22b", "--bits", "5", "--gpu-experts", "1", *ONE)
+    found = as_json(*large)["cases"][0]["estimate"]
+    assert "static_mixed" in {row["policy"] for row in found["refused"]}
+    assert "static_mixed" not in {point["policy"] for point in found["points"]}
+    code, text = moeq(*large)
+    assert code == 0
+    assert "static_mixed: cannot run" in text
+    code, text = moeq(*large, "--policy", "static_mixed")
+    assert code == 10
+    assert "static_mixed" in text
+
+
+def test_capacity() -> None:
+    code, text = moeq("--capacity", "--model", "mixtral-8x22b", "--gpu-experts", "2", "--grid", "in=128", "out=512")
+    assert code == 0
+    assert "most FP16 experts a layer on the GPU at 1 x 640 tokens: 2" in text
+    found = as_json("--capacity", "--model", "mixtral-8x22b", "--gpu-experts", "2")
+    assert found["fits"]
+    assert [row["gpu_experts"] for row in found["by_gpu_experts"]] == [0, 1, 2]
+
+
+def test_capacity_is_refused_with_the_sum_after_what_fits_is_shown() -> None:
+    arguments = ["--capacity", "--model", "mixtral-8x22b", "--gpu-experts", "3"]
+    code, text = moeq(*arguments)
+    assert code == 10
+    assert "does not fit: GPU: non-expert weights 9.93 GiB + hot experts 94.5 GiB" in text
+    done = CliRunner().invoke(app, ["estimate", *arguments, "--json"])
+    assert done.exit_code == 10
+    assert not json.loads(done.stdout)["fits"]
+    assert done.stderr.count("\n") == 1
+
+
+def test_sheets() -> None:
+    code, text = moeq("--sheet", "paper-004")
+    assert code == 0
+    assert "GOPS per watt, recomputed" in text
+    assert {"title", "columns", "rows", "notes"} <= set(as_json("--sheet", "paper-002")[0])
