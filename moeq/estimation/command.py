@@ -95,7 +95,7 @@ def needs_a_run(asked: Asked) -> bool:
             raise RecipeError(what, where=str(path), do="leave the recipe out and give --model, or use --set")
         return _recipe(asked).estimate.figures is None
     mine = [*asked.beyond_a_run, *(["--hardware"] if asked.hardware else []), *(["--grid"] if asked.grid else [])]
-    return not mine and (asked.model is None or (asked.out is not None and (asked.out / "recipe.yaml").is_file()))
+    return not mine and (asked.model is None or (asked.out is not None and files.is_run(asked.out)))
 
 
 def recipe_overrides(asked: Asked) -> list[str]:
