@@ -484,6 +484,9 @@ class FiguresSection(Section):
     """
 
     group_size: int = Field(128, ge=1, description="weights that share a scale")
+    policies: list[str] | None = Field(
+        None, description="policies beside the context-aware placement and both MoNDE baselines; none: all that can run"
+    )
     miss_beyond: float = Field(0.05, gt=0, lt=1)
     cases: list[CaseSection] = Field(min_length=1)
 

@@ -193,6 +193,7 @@ def questions_of(recipe: Recipe) -> list[Question]:
             grid=grid,
             context=section.context,
             seed=recipe.seed,
+            policies=None if section.figures.policies is None else tuple(section.figures.policies),
             stated=case.stated,
         )
         for case in section.figures.cases
