@@ -185,6 +185,7 @@ def test_an_assignment(tiny_mixtral: Path, tmp_path: Path) -> None:
         (("--model", "mixtral-8x7"), 10, ["unknown geometry 'mixtral-8x7'", "did you mean 'mixtral-8x7b'"]),
         (("--model", "./nowhere", "--bits", "3"), 3, ["./nowhere: no such directory"]),
         (("--model", "nowhere/config.json", "--bits", "3"), 3, ["nowhere/config.json"]),
+        (("--model", "org/none", "--bits", "3"), 3, ["org/none: neither here nor to be had from the hub"]),
         (("--hardware", "paper-ctxmoe"), 2, ["no model; give --model"]),
         ((*SMALL, "--policy", "hobit"), 10, ["unknown policy 'hobit'; did you mean 'hobbit'"]),
         ((*SMALL, "--grid", "in=a"), 2, ["--grid in: 'a' is no whole number"]),
