@@ -20,7 +20,7 @@ from moeq.estimator.trace import RoutingTrace, check_trace
 from moeq.estimator.work import decode_work, expected_work
 from moeq.estimator.workload import Outcomes, normalize_popularity, routing_outcomes, uniform_popularity
 
-CHUNK_ELEMENTS = 500_000
+CHUNK_ELEMENTS = 250_000
 PREFILL_SAMPLES = 2048
 POPULARITY_FLOOR = 1e-6  # of a layer's share: an expert that the prompts never chose can still be chosen
 Routing = Literal["exact", "monte-carlo", "trace"]
@@ -229,8 +229,11 @@ def build_simulation(
     """
     replay = None
     if trace is not None:
-        check_trace(trace, geometry, layers=len(placement.bits), where="trace")
+        check_trace(trace, geometry, where="trace")
         replay = Replay(trace=trace)
+        if popularity is not None and np.ndim(popularity) == 2:
+            popularity = np.asarray(popularity)[layer_of_assignment(geometry.num_layers, len(placement.bits))]
+        placement = placement.repeated(geometry.num_layers)
     rows = _popularity(geometry, placement, popularity, replay)
     model_layers = layer_of_assignment(geometry.num_layers, len(rows))
     first, row_of = _distinct(placement, rows, apart=trace is not None)

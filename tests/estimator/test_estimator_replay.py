@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -291,6 +293,20 @@ def test_a_trace_drives_every_figure(preset: Hardware) -> None:
     assert {one.layer for one in drawn} == {0, 1, 2}
 
 
+def test_a_short_placement_is_repeated_over_the_layers_of_a_trace(preset: Hardware) -> None:
+    generator = np.random.default_rng(0)
+    short = Placement(name="short", bits=BITS[:2], hot=HOT[:2])
+    whole = Placement(name="short", bits=BITS[[0, 0, 1]], hot=HOT[[0, 0, 1]])
+    popularity = generator.dirichlet(np.ones(E), 2)
+    grid = Grid(inputs=(64,), outputs=(16,))
+    one, other = (
+        estimate(GEOMETRY, preset, placement, trace=made_trace(), popularity=rows, grid=grid)
+        for placement, rows in ((short, popularity), (whole, popularity[[0, 0, 1]]))
+    )
+    assert one.points == other.points
+    assert one.assigned_layers == 2
+
+
 def test_long_traces_are_sampled_for_the_sensitivity(preset: Hardware) -> None:
     result = run(preset, made_trace(lengths=(300, 300)))
     first = result.sensitivity[0]
@@ -301,9 +317,9 @@ def test_long_traces_are_sampled_for_the_sensitivity(preset: Hardware) -> None:
 
 
 def test_a_trace_that_does_not_fit_is_one_line(preset: Hardware) -> None:
-    other = Placement(name="short", bits=BITS[:2], hot=HOT[:2])
+    other = replace(GEOMETRY, num_layers=4)
     for call, told in [
-        (lambda: estimate(GEOMETRY, preset, other, trace=made_trace()), "a trace of 3 MoE layers"),
+        (lambda: estimate(other, preset, PLACEMENT, trace=made_trace()), "a trace of 3 MoE layers, small has 4"),
         (lambda: run(preset, made_trace(), batch=5), "no 5 sequences of the trace decode at the same time"),
     ]:
         with pytest.raises(EstimateError, match=told) as caught:

@@ -24,9 +24,11 @@ _PARAMETERS = {
         maximum=16,
     ),
     "low_precision_bits": Parameter(default=4, source="paper 001, 4.2", minimum=1, maximum=16),
-    "ema": Parameter(default=0.9, source="assumption: paper 001 prints no alpha", maximum=1.0, alternative=0.99),
+    "ema": Parameter(
+        default=0.99, source="assumption: a step; paper 001 prints no alpha", maximum=1.0, alternative=0.9
+    ),
     "update_period": Parameter(
-        default=16, source="assumption: steps; paper 001 prints no T", minimum=1, alternative=64
+        default=32, source="assumption: steps; paper 001 prints no T", minimum=1, alternative=128
     ),
     "threshold": Parameter(default=0.0, source="paper 001, 3.5: tau is the score of the last expert that fits"),
     "transient_experts": Parameter(default=4, source="assumption: paper 001, 3.4 names no size of the buffer"),
