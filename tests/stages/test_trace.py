@@ -21,6 +21,7 @@ from moeq.models.corpus import Sequences
 from moeq.models.experts import ExpertLayer
 from moeq.models.walk import LayerInputs
 from moeq.planning.disk import Disk
+from moeq.planning.memory import Memory
 from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -149,6 +150,18 @@ def test_the_plan_foretells_its_bytes(tiny_mixtral: Path, tmp_path: Path) -> Non
     fresh = context(tiny_mixtral, tmp_path / "elsewhere", TRACED)
     foretold = Disk(fresh, model_sizes(fresh), work_sizes(fresh)).lasting("profile")[NAME]
     assert foretold == pytest.approx((one.directory("profile") / NAME).stat().st_size, abs=200)
+
+
+def test_the_plan_counts_its_memory(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Experts and weights of every layer, two bytes each, and the experts once more as they become one array."""
+    tables = []
+    for overrides in ((), (TRACED,)):
+        one = context(tiny_mixtral, tmp_path, *overrides)
+        memory = Memory(model_sizes(one), work_sizes(one), one.recipe, streams=False, gpu=False, placed=0)
+        tables.append(
+            max(term.bytes for moment in memory.moments("profile") for term in moment if "routing" in term.what)
+        )
+    assert tables[1] - tables[0] == 8 * 16 * 2 * 2 * (2 + 2 + 2)
 
 
 def test_inspect_says_what_it_is(tiny_mixtral: Path, tmp_path: Path) -> None:
