@@ -66,9 +66,11 @@ def test_only_what_is_needed_is_downloaded_and_the_commit_is_pinned(hub: Hub, ti
 def test_a_configuration_alone_takes_no_weights_along(hub: Hub) -> None:
     source = open_config(NAME)
     assert hub.fetched() == {"config.json"}
-    assert source.config == open_source(NAME).config
     assert source.tensors == {}
-    assert not (open_config(NAME).path / "modeling_tiny.py").exists()
+    assert (open_config(NAME, beside=("tokenizer.json", "none.json")).path / "tokenizer.json").is_file()
+    assert "tokenizer.json" in hub.fetched()
+    assert not [name for name in hub.fetched() if name.endswith((".safetensors", ".py"))]
+    assert source.config == open_source(NAME).config
 
 
 def test_code_comes_only_when_it_is_allowed(hub: Hub) -> None:
