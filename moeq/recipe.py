@@ -505,7 +505,11 @@ class EstimateSection(Section):
         description="model: this checkpoint's own; or mixtral-8x7b, mixtral-8x22b; of several, the first that has as "
         "many experts a layer as the model",
     )
-    popularity: Literal["uniform", "profile"] = "uniform"
+    popularity: Literal["uniform", "profile", "trace"] = Field(
+        "uniform",
+        description="which experts are chosen: all alike; as often as calibration counted them; or step by step as "
+        "profile.trace recorded it (needs geometry: model)",
+    )
     context: int = Field(1024, ge=1)
     grid: GridSection = GridSection()
     figures: FiguresSection | None = Field(
@@ -560,6 +564,8 @@ class Recipe(Section):
             missing = sorted({1, 2, 3, 4} - set(self.losses.bits))
             if section.method == "prefix-split" and section.selector and missing:
                 raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")
+        if self.estimate.popularity == "trace" and not (self.profile.trace and self.estimate.geometry == "model"):
+            raise ValueError("estimate.popularity trace needs profile.trace: true and estimate.geometry: model")
         if self.assign.size is not None and self.quantize.replicas == "all":
             raise ValueError(
                 "assign: size counts the placed replicas alone; use expert_bytes with quantize.replicas all"

@@ -103,3 +103,15 @@ def test_the_stage_of_a_run_stays_the_stage(finished: Path, tiny_mixtral: Path, 
     assert json.loads(done.stdout)["stage"] == "estimate"
     refused = CliRunner().invoke(app, ["estimate", "--out", str(copy), "--model", str(tiny_mixtral), "--bits", "3"])
     assert "a run lies in it" in str(refused.exception)
+
+
+def test_the_stage_follows_the_recorded_trace(finished: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy)
+    wanted = ["--set", "estimate.popularity=trace", "--set", "estimate.grid={inputs: [16], outputs: [16]}"]
+    done = CliRunner().invoke(app, ["estimate", "--out", str(copy), "--json", "--quiet", *wanted])
+    assert done.exit_code == 0, done.exception
+    (one,) = json.loads((copy / "estimate" / "estimate.json").read_text())["estimates"]
+    assert one["routing"] == {"1": "trace"}
+    refused = CliRunner().invoke(app, ["estimate", "--out", str(copy), *wanted, "--set", "profile.trace=false"])
+    assert "estimate.popularity trace needs profile.trace" in str(refused.exception)
