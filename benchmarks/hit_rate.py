@@ -54,9 +54,9 @@ def show(found: HitRates, trace: RoutingTrace) -> bool:
     """Print a table; whether the context-aware placement serves more than the static one in every domain."""
     experts = trace.num_experts[0]
     print(f"  {found.gpu_experts[0]} of {experts} experts of a layer on the GPU, alpha {found.alpha:g}")
-    print(f"    {'domain':14}{'sequences':>10}{'tokens':>10}", *(f"{name:>20}" for name in PLACEMENTS))
+    print(f"    {'domain':14}{'sequences':>10}{'tokens':>10}", *(f"{name:>{len(name) + 1}}" for name in PLACEMENTS))
     for row in found.rows:
-        rates = (f"{row.rates[name]:>20.1%}" for name in PLACEMENTS)
+        rates = (f"{row.rates[name]:>{len(name) + 1}.1%}" for name in PLACEMENTS)
         print(f"    {row.domain:14}{row.sequences:>10}{row.expert_tokens:>10}", *rates)
     return all(row.gain > 0 for row in found.rows)
 

@@ -14,6 +14,7 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import RECORD, current_digest, read_record
+from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError
 from moeq.models import loading
@@ -179,7 +180,7 @@ def _trace(path: Path) -> dict[str, Any]:
 
 def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
     if path.suffix == ".safetensors":
-        if is_trace(path):
+        if path.name == TRACE or is_trace(path):
             return _trace(path)
         headers = read_header(path)
         return {"kind": "safetensors", "tensors": len(headers), "tensor_bytes": sum(h.bytes for h in headers.values())}

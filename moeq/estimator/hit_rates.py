@@ -3,6 +3,8 @@
 All placements keep the same K experts of a layer on the GPU; they differ in how these are chosen:
 
 - `context_aware`: for every sequence anew, from the importance of the experts in its own prefill (paper 000, 4.1);
+- `context_aware_with_prior`: the same with PRIOR_TOKENS average tokens of the training sequences before the prefill, so
+  that a short prompt does not decide alone;
 - `static`: once, the most important over the training sequences, whatever their domain;
 - `static_of_domain`: once for every domain, over its training sequences (of a domain without any: over all of them):
   what knowing the domain beforehand gives;
@@ -23,11 +25,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeq.errors import EstimateError
-from moeq.estimator.trace import RoutingTrace, sequence_counts, sequence_scores
+from moeq.estimator.trace import RoutingTrace, importance, sequence_counts, sequence_scores
 
 ALL = "all"
-PLACEMENTS = ("context_aware", "static", "static_of_domain", "static_in_hindsight", "oracle")
+PLACEMENTS = (
+    "context_aware",
+    "context_aware_with_prior",
+    "static",
+    "static_of_domain",
+    "static_in_hindsight",
+    "oracle",
+)
 IMPORTANCE_WEIGHT = 0.5  # alpha of paper 000, 5.3
+PRIOR_TOKENS = 16
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 
@@ -126,11 +136,6 @@ def alternate_sequences(trace: RoutingTrace) -> BoolArray:
     return np.array(chosen, dtype=np.bool_)
 
 
-def prefill_hot(trace: RoutingTrace, layer: int, gpu_experts: int, alpha: float) -> BoolArray:
-    """The experts [S, E] of a layer that the context-aware placement keeps on the GPU for every sequence."""
-    return top_experts(_importance(trace, layer, alpha, trace.is_prefill), gpu_experts)
-
-
 def top_experts(values: FloatArray, count: int) -> BoolArray:
     """The `count` largest of every row [S, E], ties to the lower index."""
     order = np.argsort(-values, axis=1, kind="stable")[:, :count]
@@ -149,21 +154,21 @@ def _placed(
     decoded: NDArray[np.int64],
 ) -> dict[str, BoolArray]:
     """The experts [S, E] of a layer that each placement keeps on the GPU."""
-    everything = np.ones(trace.num_tokens, dtype=np.bool_)
-    sums = _sums(trace, layer, alpha, everything)
+    whole = _sums(trace, layer, alpha, np.ones(trace.num_tokens, dtype=np.bool_))
+    prefill = _sums(trace, layer, alpha, trace.is_prefill)
+    prior = [PRIOR_TOKENS * one[learnt].sum(0) / trace.lengths[learnt].sum() for one in whole]
     domains = np.array(trace.domains)
     of_domain = np.zeros(decoded.shape, dtype=np.bool_)
     for name in np.unique(domains):
         mine = domains == name
-        source = mine & learnt if (mine & learnt).any() else learnt
-        of_domain[mine] = _once(sums, source, alpha, count)
+        of_domain[mine] = _once(whole, mine & learnt if (mine & learnt).any() else learnt, alpha, count)
+    in_hindsight = top_experts(decoded[measured].sum(0, keepdims=True).astype(np.float64), count)
     return {
-        "context_aware": prefill_hot(trace, layer, count, alpha),
-        "static": np.broadcast_to(_once(sums, learnt, alpha, count), decoded.shape),
+        "context_aware": top_experts(importance(*prefill, alpha), count),
+        "context_aware_with_prior": top_experts(importance(prefill[0] + prior[0], prefill[1] + prior[1], alpha), count),
+        "static": np.broadcast_to(_once(whole, learnt, alpha, count), decoded.shape),
         "static_of_domain": of_domain,
-        "static_in_hindsight": np.broadcast_to(
-            top_experts(decoded[measured].sum(0, keepdims=True).astype(np.float64), count), decoded.shape
-        ),
+        "static_in_hindsight": np.broadcast_to(in_hindsight, decoded.shape),
         "oracle": top_experts(decoded.astype(np.float64), count),
     }
 
@@ -171,30 +176,13 @@ def _placed(
 def _once(sums: tuple[FloatArray, FloatArray], rows: BoolArray, alpha: float, count: int) -> BoolArray:
     """The experts [1, E] that matter most over some sequences taken together."""
     counts, scores = (one[rows].sum(0, keepdims=True) for one in sums)
-    return top_experts(_mixed(counts, scores, alpha), count)
-
-
-def _importance(trace: RoutingTrace, layer: int, alpha: float, tokens: BoolArray) -> FloatArray:
-    """S [S, E] of paper 000, Algorithm 1, for every sequence over marked tokens."""
-    return _mixed(*_sums(trace, layer, alpha, tokens), alpha)
+    return top_experts(importance(counts, scores, alpha), count)
 
 
 def _sums(trace: RoutingTrace, layer: int, alpha: float, tokens: BoolArray) -> tuple[FloatArray, FloatArray]:
-    """Counts P and scores W [S, E]; W is 0 where alpha leaves it out."""
+    """Counts P and scores W [S, E] over marked tokens; W is 0 where alpha leaves it out."""
     counts = sequence_counts(trace, layer, tokens).astype(np.float64)
     return counts, np.zeros_like(counts) if alpha == 1 else sequence_scores(trace, layer, tokens)
-
-
-def _mixed(counts: FloatArray, scores: FloatArray, alpha: float) -> FloatArray:
-    """alpha*P~ + (1-alpha)*W~, each divided by the sum of its row (an empty row stays 0)."""
-    found: FloatArray = alpha * _shares(counts) + (1 - alpha) * _shares(scores)
-    return found
-
-
-def _shares(values: FloatArray) -> FloatArray:
-    sums = values.sum(axis=1, keepdims=True)
-    found: FloatArray = np.divide(values, sums, out=np.zeros_like(values), where=sums > 0)
-    return found
 
 
 def _gpu_experts(trace: RoutingTrace, given: int | Sequence[int]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ __all__ = [
     "RoutingTrace",
     "check_trace",
     "decode_steps",
+    "importance",
     "sequence_counts",
     "sequence_scores",
     "step_counts",
@@ -108,6 +109,21 @@ def sequence_scores(trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_]) 
         raise EstimateError("the trace has no routing weights", do="record it again")
     sums = _by_sequence(trace, layer, tokens, trace.weights[tokens, layer].astype(np.float64))
     return sums.astype(np.float64)
+
+
+def importance(counts: FloatArray, scores: FloatArray, alpha: float) -> FloatArray:
+    """S = alpha*P~ + (1-alpha)*W~ of every row of counts P and scores W [..., E]; ~ divides a row by its sum.
+
+    A row without any stays 0. Source: paper 000, Algorithm 1.
+    """
+    found: FloatArray = alpha * _shares(counts) + (1 - alpha) * _shares(scores)
+    return found
+
+
+def _shares(values: FloatArray) -> FloatArray:
+    sums = values.sum(axis=-1, keepdims=True)
+    found: FloatArray = np.divide(values, sums, out=np.zeros_like(values), where=sums > 0)
+    return found
 
 
 def _by_sequence(

@@ -96,8 +96,8 @@ def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:
     return torch.tensor([math.ceil(fraction * int(length)) for length in sequences.mask.sum(1)])
 
 
-def _count(context: Context, sequences: Sequences, recorder: Recorder | None) -> ExpertProfile:
-    """One pass over some sequences, which also goes to the recorder."""
+def _count(context: Context, sequences: Sequences, recorder: Recorder | None = None) -> ExpertProfile:
+    """One pass over some sequences; the recorder is given every layer too."""
     lengths, prefill = sequences.mask.sum(1), _prefill(context, sequences)
     counts, scores, top_k = [], [], []
     batches = sequences.batches(context.recipe.corpus.batch_size)

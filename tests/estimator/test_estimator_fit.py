@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from moeq.errors import EstimateError
 from moeq.estimator import Grid, estimate, load_geometry, load_hardware, uniform_placement
@@ -204,6 +206,26 @@ def test_a_bad_file_is_refused_in_one_line_with_its_row(tmp_path: Path, text: st
     assert told in str(error.value)
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    text=st.one_of(
+        st.text(max_size=200),
+        st.lists(st.sampled_from([*HEADER.split(","), *GOOD.split(","), "", "-1", "1e999", '"', "x"]), max_size=30).map(
+            lambda cells: HEADER + "\n" + ",".join(cells)
+        ),
+    )
+)
+def test_any_text_is_read_or_refused_in_one_line(tmp_path: Path, text: str):
+    path = tmp_path / "any.csv"
+    path.write_text(text, errors="surrogatepass")
+    refused: EstimateError | None = None
+    try:
+        assert all(point.seconds > 0 for point in read_points(path))
+    except EstimateError as error:
+        refused = error
+    assert refused is None or ("\n" not in str(refused) and refused.where and refused.do)
 
 
 def test_a_missing_file_and_bytes_that_are_no_text_are_told(tmp_path: Path):

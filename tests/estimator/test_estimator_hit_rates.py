@@ -50,13 +50,27 @@ def test_rates_worked_out_by_hand():
     assert [(one.domain, one.sequences, one.expert_tokens) for one in found.rows] == [
         ("a", 1, 4), ("b", 1, 4), ("all", 2, 8)
     ]  # fmt: skip
-    a, b = row(found, "a").rates, row(found, "b").rates
-    assert a == {"context_aware": 0.75, "static": 0.25, "static_of_domain": 0.25, "static_in_hindsight": 0.75,
-                 "oracle": 0.75}  # fmt: skip
-    assert b == {"context_aware": 0.25, "static": 0.0, "static_of_domain": 0.25, "static_in_hindsight": 0.0,
-                 "oracle": 0.75}  # fmt: skip
+    wanted = {
+        "context_aware": (0.75, 0.25),
+        "context_aware_with_prior": (0.25, 0.0),  # 9.6 tokens of expert 0 and 6.4 of expert 2 come first
+        "static": (0.25, 0.0),
+        "static_of_domain": (0.25, 0.25),
+        "static_in_hindsight": (0.75, 0.0),
+        "oracle": (0.75, 0.75),
+    }
+    for name, rates in wanted.items():
+        assert (row(found, "a").rates[name], row(found, "b").rates[name]) == rates, name
     assert found.overall.rates["context_aware"] == 0.5
     assert found.overall.gain == 0.5 - 0.125
+
+
+def test_a_prior_decides_less_the_longer_the_prompt_is():
+    """Training says expert 0; the prompt says 1, and 16 tokens of training weigh more than 3 of it, not than 30."""
+    for length, rate in ((3, 0.0), (30, 1.0)):
+        trace = one_expert_a_token([("a", [0, 0], [0, 0]), ("a", [1] * length, [1, 1])])
+        rates = hit_rates(trace, 1).overall.rates
+        assert rates["context_aware"] == 1.0
+        assert rates["context_aware_with_prior"] == rate
 
 
 def test_the_training_sequences_can_be_chosen_and_are_not_measured():

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import save_tiny
 
 from moeq import pipeline
 from moeq.artifacts.trace import NAME, RoutingTrace, read_trace
+from moeq.errors import ArtifactError
 from moeq.estimator.trace import sequence_counts, sequence_scores
 from moeq.inspection import inspect
+from moeq.models.corpus import Sequences
+from moeq.models.experts import ExpertLayer
+from moeq.models.walk import LayerInputs
 from moeq.planning.disk import Disk
+from moeq.planning.memory import Memory
 from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import profile
 from moeq.stages.context import Context
+from moeq.stages.recorder import Recorder
 
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=16", "corpus.batch_size=3", "losses.group_size=16",
@@ -60,6 +69,35 @@ def test_the_trace_says_what_the_profile_says(family: str, stream: str, tmp_path
     assert trace.domains == one.calibration.domains
     assert len(set(trace.domains)) > 1
     assert trace.model == one.stamp
+
+
+def test_tokens_that_were_left_out_or_chose_fewer_keep_their_row() -> None:
+    sequences = Sequences(
+        ids=torch.zeros((2, 3), dtype=torch.long),
+        mask=torch.tensor([[True, True, True], [True, True, False]]),
+        domains=("a", "b"),
+    )
+    recorder = Recorder(sequences, torch.tensor([1, 2]))
+    for name, top_k in (("wide", 2), ("narrow", 1)):
+        layer = SimpleNamespace(name=name, num_experts=4)
+        there = torch.tensor([0, 2, 3, 4])  # of five tokens the second is left out
+        recorder.add(
+            LayerInputs(
+                layer=cast(ExpertLayer, layer),
+                hidden=torch.zeros((4, 8)),
+                experts=torch.tensor([[0, 4], [1, 2], [3, 0], [2, 1]])[:, :top_k],  # 4 stands for none
+                weights=torch.full((4, top_k), 0.5),
+                sequence=torch.tensor([0, 0, 0, 1, 1])[there],
+                position=torch.tensor([0, 1, 2, 0, 1])[there],
+                left_out=1,
+            )
+        )
+    trace = recorder.trace()
+    assert trace.experts[:, 0].tolist() == [[0, -1], [-1, -1], [1, 2], [3, 0], [2, 1]]
+    assert trace.experts[:, 1].tolist() == [[0, -1], [-1, -1], [1, -1], [3, -1], [2, -1]]
+    assert trace.weights is not None
+    assert trace.weights[:, 0].tolist() == [[0.5, 0.0], [0.0, 0.0], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]
+    assert trace.prefill.tolist() == [1, 2]
 
 
 def test_documents_of_unequal_length_and_growing_text(tiny_mixtral: Path, tmp_path: Path) -> None:
@@ -114,6 +152,18 @@ def test_the_plan_foretells_its_bytes(tiny_mixtral: Path, tmp_path: Path) -> Non
     assert foretold == pytest.approx((one.directory("profile") / NAME).stat().st_size, abs=200)
 
 
+def test_the_plan_counts_its_memory(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Experts and weights of every layer, two bytes each, and the experts once more as they become one array."""
+    tables = []
+    for overrides in ((), (TRACED,)):
+        one = context(tiny_mixtral, tmp_path, *overrides)
+        memory = Memory(model_sizes(one), work_sizes(one), one.recipe, streams=False, gpu=False, placed=0)
+        tables.append(
+            max(term.bytes for moment in memory.moments("profile") for term in moment if "routing" in term.what)
+        )
+    assert tables[1] - tables[0] == 8 * 16 * 2 * 2 * (2 + 2 + 2)
+
+
 def test_inspect_says_what_it_is(tiny_mixtral: Path, tmp_path: Path) -> None:
     one = context(tiny_mixtral, tmp_path, TRACED)
     trace = recorded(one)
@@ -123,3 +173,7 @@ def test_inspect_says_what_it_is(tiny_mixtral: Path, tmp_path: Path) -> None:
     assert sum(found["sequences_by_domain"].values()) == 8
     assert found["tokens"] == trace.num_tokens == 8 * 16
     assert found["prefill_tokens"] == 8 * 5
+    path = one.directory("profile") / NAME
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="truncated"):
+        inspect(path)
