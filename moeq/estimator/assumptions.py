@@ -86,9 +86,10 @@ def _trace_lines(simulation: Simulation, batches: tuple[int, ...], told: Told) -
     assert simulation.replay is not None
     trace = simulation.replay.trace
     steps = ", ".join(f"{len(simulation.replay.steps(batch).rows)} at batch {batch}" for batch in batches)
+    model = "a model" if trace.model is None else trace.model.name
     popularity = "as given" if told.popularity_given else "that of all prompts of the trace"
     lines = [
-        f"routing: as recorded from {trace.model or 'a model'} ({trace.num_sequences} sequences, {trace.num_tokens} "
+        f"routing: as recorded from {model} ({trace.num_sequences} sequences, {trace.num_tokens} "
         f"tokens), decode steps in order: {steps}",
         f"hot experts and widths follow from the prompts of the sequences that decode; popularity for what is static: "
         f"{popularity}",

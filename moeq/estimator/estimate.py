@@ -66,6 +66,7 @@ def estimate(
         zero_points=zero_points,
         popularity=popularity,
         context=context,
+        kv_tokens=max(grid.inputs) + max(grid.outputs) if kv_growth else context,
         samples=monte_carlo_samples,
         seed=seed,
         trace=trace,

@@ -42,6 +42,11 @@ class Placement:
         object.__setattr__(self, "bits", width)
         object.__setattr__(self, "hot", place)
 
+    def repeated(self, num_layers: int) -> Placement:
+        """The same placement for each of a model's layers, repeated evenly as `layer_of_assignment` does."""
+        rows = layer_of_assignment(num_layers, len(self.bits))
+        return Placement(name=self.name, bits=self.bits[rows], hot=self.hot[rows])
+
 
 def uniform_placement(
     geometry: ModelGeometry, *, bits: float, hot_experts: int, name: str | None = None, hot_bits: float = 16

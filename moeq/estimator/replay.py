@@ -71,7 +71,19 @@ class Replay:
             in_time=True,
             hot=hot,
             stored_bits=stored_bits,
+            routed=None if self.trace.weights is None else lambda: self._routed(layers, start, self.steps(batch)),
         )
+
+    def _routed(self, layers: Layers, start: int, steps: DecodeSteps) -> tuple[IntArray, FloatArray]:
+        """Experts and their routing weights [D, S, B*k]; expert 0 of no weight stands for none."""
+        assert self.trace.weights is not None
+        stop, shape = start + len(layers.repeats), (len(layers.repeats), len(steps.rows), -1)
+        experts, weights = (
+            one[:, start:stop][steps.rows].transpose(2, 0, 1, 3).reshape(shape)
+            for one in (self.trace.experts, self.trace.weights)
+        )
+        there = experts != NONE
+        return np.where(there, experts, 0).astype(np.int64), np.where(there, weights, 0).astype(np.float64)
 
     def _active(self, layers: Layers, start: int, steps: DecodeSteps) -> Active:
         stop = start + len(layers.repeats)

@@ -159,7 +159,12 @@ def work_changes(simulation: Simulation, batch: int, *, kv_growth: bool) -> Iter
         yield "routing", "by popularity -> uniform", simulation.with_popularity(even), batch
     if not kv_growth and simulation.context > 0:
         longer = CONTEXT_FACTOR * simulation.context
-        yield "context", f"{simulation.context} -> {longer} tokens", replace(simulation, context=longer), batch
+        yield (
+            "context",
+            f"{simulation.context} -> {longer} tokens",
+            replace(simulation, context=longer, kv_tokens=longer),
+            batch,
+        )
     for other in SENSITIVITY_BATCHES:
         if other != batch and _has(simulation, other):
             yield "batch", f"{batch} -> {other}", simulation, other

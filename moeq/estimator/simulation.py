@@ -20,7 +20,7 @@ from moeq.estimator.trace import RoutingTrace, check_trace
 from moeq.estimator.work import decode_work, expected_work
 from moeq.estimator.workload import Outcomes, normalize_popularity, routing_outcomes, uniform_popularity
 
-CHUNK_ELEMENTS = 500_000
+CHUNK_ELEMENTS = 250_000
 PREFILL_SAMPLES = 2048
 POPULARITY_FLOOR = 1e-6  # of a layer's share: an expert that the prompts never chose can still be chosen
 Routing = Literal["exact", "monte-carlo", "trace"]
@@ -31,7 +31,8 @@ class Simulation:
     """Decode steps, prefills and migrations of every policy for the distinct `layers` of a placed model.
 
     `distinct_popularity`[R, E] are the popularity rows that occur, `popularity_row`[D] which one a layer has,
-    `layer_row`[L] the distinct layer that each of the model's is. `labels`: policies that are wanted (None: all).
+    `layer_row`[L] the distinct layer that each of the model's is. A decode step attends to `context` tokens; memory
+    holds keys and values of `kv_tokens`. `labels`: policies that are wanted (None: all).
     """
 
     layers: Layers
@@ -39,6 +40,7 @@ class Simulation:
     popularity_row: NDArray[np.int64]
     layer_row: NDArray[np.int64]
     context: int
+    kv_tokens: int
     samples: int
     seed: int
     labels: frozenset[str] | None = None
@@ -72,7 +74,8 @@ class Simulation:
 
     def outcomes(self, batch: int, *, in_time: bool = False) -> list[Outcomes]:
         """Routing outcomes of a decode step for every distinct popularity row; `in_time`: drawn, not enumerated."""
-        in_time = in_time and batch == 1  # above, they are drawn anyway
+        if in_time and (batch > 1 or self.outcomes(batch)[0].method == "monte-carlo"):
+            in_time = False  # they are drawn anyway
         if (batch, in_time) not in self.drawn:
             exact = {"max_exact_outcomes": 0} if in_time else {}
             self.drawn[batch, in_time] = [
@@ -93,8 +96,8 @@ class Simulation:
         return "trace" if self.replay is not None else self.outcomes(batch)[0].method
 
     def kv_cache_bytes(self, batch: int) -> float:
-        """Bytes of the keys and values of a batch at the context, all layers."""
-        return batch * self.layers.geometry.num_layers * self.layers.geometry.kv_bytes_per_layer(self.context)
+        """Bytes of the keys and values that a batch needs at most, all layers."""
+        return batch * self.layers.geometry.num_layers * self.layers.geometry.kv_bytes_per_layer(self.kv_tokens)
 
     def wanted(self, only: frozenset[str] | None = None) -> Iterator[tuple[str, Policy, str]]:
         """Label, policy and variant of those that are wanted."""
@@ -216,6 +219,7 @@ def build_simulation(
     context: int,
     samples: int,
     seed: int,
+    kv_tokens: int | None = None,
     trace: RoutingTrace | None = None,
     labels: frozenset[str] | None = None,
 ) -> Simulation:
@@ -226,8 +230,11 @@ def build_simulation(
     """
     replay = None
     if trace is not None:
-        check_trace(trace, geometry, layers=len(placement.bits), where="trace")
+        check_trace(trace, geometry, where="trace")
         replay = Replay(trace=trace)
+        if popularity is not None and np.ndim(popularity) == 2:
+            popularity = np.asarray(popularity)[layer_of_assignment(geometry.num_layers, len(placement.bits))]
+        placement = placement.repeated(geometry.num_layers)
     rows = _popularity(geometry, placement, popularity, replay)
     model_layers = layer_of_assignment(geometry.num_layers, len(rows))
     first, row_of = _distinct(placement, rows, apart=trace is not None)
@@ -248,6 +255,7 @@ def build_simulation(
         popularity_row=row.ravel(),
         layer_row=row_of[model_layers],
         context=context,
+        kv_tokens=context if kv_tokens is None else kv_tokens,
         samples=samples,
         seed=seed,
         labels=labels,

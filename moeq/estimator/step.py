@@ -90,7 +90,8 @@ class Work:
     `step_tokens` pass through every layer; `dense` is the cost of a layer without its experts. `in_time`: the S
     outcomes are consecutive steps, of equal probability. `hot`, `stored_bits` [D, S, A] are the placement of the
     sequences that decode, where it follows from their prefill (None: that of the layers). `kv_cache_bytes` are there
-    beside the experts.
+    beside the experts. `routed` gives the experts [D, S, n] that the step's tokens chose, one by one, and the weights
+    that the router gave them, where these were recorded.
     """
 
     step_tokens: int
@@ -102,6 +103,7 @@ class Work:
     in_time: bool = False
     hot: BoolArray | None = None
     stored_bits: FloatArray | None = None
+    routed: Callable[[], tuple[IntArray, FloatArray]] | None = None
 
     def pick(self, per_expert: NDArray[np.generic]) -> NDArray[np.generic]:
         """Values[D, S, A] of the active experts from a table [D, E]."""

@@ -17,7 +17,9 @@ from moeq.estimator import (
     estimate,
     geometry_from_config,
     known_geometries,
+    known_hardware,
     load_geometry,
+    load_hardware,
     uniform_placement,
 )
 
@@ -122,6 +124,84 @@ def test_placements_that_do_not_fit(preset: Hardware) -> None:
         Placement(name="odd", bits=[[16, 0]], hot=[[True, False]])
     with pytest.raises(EstimateError, match="9 hot experts of 8"):
         uniform_placement(MIXTRAL, bits=3, hot_experts=9)
+
+
+def test_keys_and_values_grow_over_the_output(preset: Hardware) -> None:
+    """A step of a growing context is the mean of those of every length; the experts' part stays.
+
+    Not so DynaExq's, whose pools leave room for the longest context from the start.
+    """
+    grid = Grid(inputs=(100,), outputs=(3, 4000), batches=(1, 4))
+    placement = placed(2)
+    grown = estimate(MIXTRAL, preset, placement, grid=grid, kv_growth=True)
+    assert grown.kv_growth
+    assert grown.capacity.gpu_kv_cache_bytes == 4 * 4100 * 32 * MIXTRAL.kv_bytes_per_layer(1)
+    assert any("what was decoded so far" in one for one in grown.assumptions)
+    short = Grid(inputs=(100,), outputs=(3,), batches=(1, 4))
+    at = {length: estimate(MIXTRAL, preset, placement, grid=short, context=length) for length in (101, 102, 103)}
+    for point in (one for one in grown.points if one.output_tokens == 3 and one.policy != "dynaexq"):
+        where = {"batch": point.batch, "input_tokens": 100, "output_tokens": 3}
+        fixed = [one.point(point.policy, **where).decode_seconds_per_token for one in at.values()]
+        assert point.decode_seconds_per_token == pytest.approx(sum(fixed) / 3, rel=1e-9)
+        first = point.prefill_seconds + point.migration_seconds + fixed[0]
+        assert point.time_to_first_token_seconds == pytest.approx(first, rel=1e-9)
+        longer = grown.point(point.policy, batch=point.batch, input_tokens=100, output_tokens=4000)
+        assert longer.decode_seconds_per_token > point.decode_seconds_per_token
+
+
+def test_policies_can_be_chosen(preset: Hardware) -> None:
+    always = {"context_aware", "monde_bwrule", "monde_opt"}
+    for chosen, more in [((), set()), (("hobbit",), {"hobbit"}), (("monde", "dynaexq"), {"monde_hotset", "dynaexq"})]:
+        result = estimate(MIXTRAL, preset, placed(1), grid=GRID, policies=chosen)
+        assert set(result.policies) == always | more
+    with pytest.raises(EstimateError, match="unknown policy 'dynaex'; did you mean 'dynaexq'"):
+        estimate(MIXTRAL, preset, placed(1), grid=GRID, policies=("dynaex",))
+
+
+def test_terms_of_prefill_and_migration_add_up(preset: Hardware) -> None:
+    result = estimate(MIXTRAL, preset, placed(4), grid=Grid(inputs=(64, 256), outputs=(8,), batches=(1,)))
+    for point in result.points:
+        rows = [one for one in result.earlier_terms if one.policy == point.policy]
+        prefill = [one for one in rows if (one.phase, one.input_tokens) == ("prefill", point.input_tokens)]
+        assert {"dense", "gpu_experts"} <= {one.term for one in prefill}
+        assert max(one.seconds for one in prefill) <= point.prefill_seconds * (1 + 1e-12)
+        assert sum(one.seconds for one in prefill) >= point.prefill_seconds * (1 - 1e-12)
+        assert all(one.share == pytest.approx(one.seconds / point.prefill_seconds) for one in prefill)
+        moved = [one for one in rows if one.phase == "migration"]
+        assert sum(one.seconds for one in moved) == pytest.approx(point.migration_seconds)
+        assert point.prefill_tokens_per_second == pytest.approx(point.input_tokens / point.prefill_seconds)
+
+
+def test_sensitivity_rows_are_estimates_of_their_own(preset: Hardware) -> None:
+    """Each row is what an estimate with the changed hardware, context or batch gives at the first point."""
+    grid, placement = Grid(inputs=(128,), outputs=(512,), batches=(1, 4)), placed(1)
+    rows = {one.assumption: one for one in estimate(MIXTRAL, preset, placement, grid=grid).sensitivity[::-1]}
+    changed = {
+        "gpu.layer_overhead": preset.changed("gpu", layer_overhead_seconds=0.0),
+        "link.efficiency": preset.changed("link", efficiency=0.8),
+        "ndp.low_bit_compute": preset.changed("ndp", low_bit_compute="const"),
+    }
+    for key, hardware in changed.items():
+        other = estimate(MIXTRAL, hardware, placement, grid=grid)
+        expected = {one.baseline: one for one in other.speedups if one.batch == 1}
+        for policy in ("monde_bwrule", "monde_opt", "hobbit"):
+            assert rows[key].decode_speedups[policy] == pytest.approx(expected[policy].decode, rel=1e-12)
+            assert rows[key].end_to_end_speedups[policy] == pytest.approx(expected[policy].end_to_end, rel=1e-12)
+    longer = estimate(MIXTRAL, preset, placement, grid=grid, context=8 * 1024).points[0]
+    assert rows["context"].decode_seconds_per_token == pytest.approx(longer.decode_seconds_per_token, rel=1e-12)
+    where = {"batch": 4, "input_tokens": 128, "output_tokens": 512}
+    batch = estimate(MIXTRAL, preset, placement, grid=grid).point("context_aware", **where)
+    assert rows["batch"].decode_seconds_per_token == pytest.approx(batch.decode_seconds_per_token, rel=1e-12)
+    assert set(rows["policies.hobbit.low_precision_bits"].decode_speedups) == {"hobbit"}
+
+
+def test_every_hardware_answers(preset: Hardware) -> None:
+    for name in known_hardware():
+        result = estimate(MIXTRAL, load_hardware(name), uniform_placement(MIXTRAL, bits=3, hot_experts=1), grid=GRID)
+        assert {"monde_bwrule", "monde_opt", "static_mixed", "dynaexq"} <= set(result.policies)
+        assert all(one.seconds >= 0 for one in result.terms)
+        energies = {one.energy_joules is None for one in result.points}
+        assert energies == {load_hardware(name).energy is None}
 
 
 def test_asking_for_what_was_not_estimated(preset: Hardware) -> None:

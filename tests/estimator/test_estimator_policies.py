@@ -305,6 +305,15 @@ def test_a_hobbit_that_caches_everything_fetches_nothing(preset: Hardware) -> No
     assert estimate(GEOMETRY, hardware, placement, grid=GRID).step_terms("hobbit", batch=1)["fetch"].seconds == 0
 
 
+def test_a_hobbit_whose_cache_does_not_fit_is_refused(preset: Hardware) -> None:
+    cached = {**preset.policies["hobbit"], "cached_experts": 4.0}
+    hardware = preset.model_copy(update={"policies": {**preset.policies, "hobbit": cached}})
+    small = hardware.changed("gpu", memory_capacity_bytes=0.5e9)
+    refused = estimate(GEOMETRY, small, random_placement(2)[0], grid=GRID).refused
+    reasons = {one.policy: one.reason for one in refused}
+    assert reasons["hobbit"].startswith("needs 0.7 GB of GPU memory (experts 0.5, the rest 0.1,")
+
+
 NEW_POLICY = """
 from moeq.estimator.policies.gpu_only import GpuOnly
 POLICY = GpuOnly(name="brand_new")

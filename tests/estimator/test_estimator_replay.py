@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeq.artifacts.stage import ModelStamp
 from moeq.artifacts.trace import RoutingTrace
 from moeq.errors import EstimateError
 from moeq.estimator import Estimate, Grid, Hardware, ModelGeometry, Placement, caching, estimate
@@ -49,7 +52,7 @@ def made_trace(seed: int = 0, lengths: tuple[int, ...] = (30, 25, 41, 33), weigh
         lengths=np.array(lengths, dtype=np.int32),
         prefill=np.array([4 * length // 10 for length in lengths], dtype=np.int32),
         domains=("a", "b", "a", "b")[: len(lengths)],
-        model="small",
+        model=ModelStamp(name="small", digest="0"),
     )
 
 
@@ -220,15 +223,17 @@ def naive_dynaexq(hw: Hardware, trace: RoutingTrace, places: int, period: int, a
             window["compute"] += taken
             window["bytes"] += sum(WEIGHTS * b / 8 for b in bits) + read
             total += taken
-            gain = np.bincount(trace.experts[row, layer], minlength=E) / K
+            given = None if trace.weights is None else trace.weights[row, layer].astype(float) * K
+            gain = np.bincount(trace.experts[row, layer], weights=given, minlength=E) / K
             hotness[layer] = alpha * hotness[layer] + (1 - alpha) * gain
     return (total + close()) / len(rows)
 
 
+@pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize(("period", "overhead"), [(4, 0.33e-3), (4, 0.0), (9, 0.0), (1, 0.0), (1000, 0.0)])
-def test_dynaexq_equals_algorithm_1_step_by_step(preset: Hardware, period: int, overhead: float) -> None:
+def test_dynaexq_equals_algorithm_1_step_by_step(preset: Hardware, period: int, overhead: float, weights: bool) -> None:
     """Two experts a layer fit in FP16; without tau copies are hidden in part only."""
-    trace = made_trace(seed=3)
+    trace = made_trace(seed=3, weights=weights)
     room = 2 * 30_000_000 + 1024 * L * 4 * 4 * 64 + WEIGHTS / 8 * (L * E * stored(4) + 4 * 16)
     room += 2.5 * L * WEIGHTS / 8 * (16 - stored(4))
     small = preset.changed("gpu", memory_capacity_bytes=room, layer_overhead_seconds=overhead)
@@ -288,6 +293,20 @@ def test_a_trace_drives_every_figure(preset: Hardware) -> None:
     assert {one.layer for one in drawn} == {0, 1, 2}
 
 
+def test_a_short_placement_is_repeated_over_the_layers_of_a_trace(preset: Hardware) -> None:
+    generator = np.random.default_rng(0)
+    short = Placement(name="short", bits=BITS[:2], hot=HOT[:2])
+    whole = Placement(name="short", bits=BITS[[0, 0, 1]], hot=HOT[[0, 0, 1]])
+    popularity = generator.dirichlet(np.ones(E), 2)
+    grid = Grid(inputs=(64,), outputs=(16,))
+    one, other = (
+        estimate(GEOMETRY, preset, placement, trace=made_trace(), popularity=rows, grid=grid)
+        for placement, rows in ((short, popularity), (whole, popularity[[0, 0, 1]]))
+    )
+    assert one.points == other.points
+    assert one.assigned_layers == 2
+
+
 def test_long_traces_are_sampled_for_the_sensitivity(preset: Hardware) -> None:
     result = run(preset, made_trace(lengths=(300, 300)))
     first = result.sensitivity[0]
@@ -298,9 +317,9 @@ def test_long_traces_are_sampled_for_the_sensitivity(preset: Hardware) -> None:
 
 
 def test_a_trace_that_does_not_fit_is_one_line(preset: Hardware) -> None:
-    other = Placement(name="short", bits=BITS[:2], hot=HOT[:2])
+    other = replace(GEOMETRY, num_layers=4)
     for call, told in [
-        (lambda: estimate(GEOMETRY, preset, other, trace=made_trace()), "a trace of 3 MoE layers"),
+        (lambda: estimate(other, preset, PLACEMENT, trace=made_trace()), "a trace of 3 MoE layers, small has 4"),
         (lambda: run(preset, made_trace(), batch=5), "no 5 sequences of the trace decode at the same time"),
     ]:
         with pytest.raises(EstimateError, match=told) as caught:

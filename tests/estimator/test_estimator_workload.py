@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeq.errors import EstimateError
-from moeq.estimator.workload import Grid, normalize_popularity, routing_outcomes, top_k_sets
+from moeq.estimator.workload import (
+    Grid,
+    normalize_popularity,
+    placed_popularity,
+    routing_outcomes,
+    top_k_sets,
+    zipf_popularity,
+)
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=2, max_size=7)
 
@@ -116,6 +123,27 @@ def test_experts_that_are_never_drawn() -> None:
 def test_impossible_popularity_is_an_error(weights: list[float]) -> None:
     with pytest.raises(EstimateError, match="popularity"):
         normalize_popularity(weights, num_experts=3, top_k=2)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 2.5])
+def test_zipf_popularity(exponent: float) -> None:
+    popularity = zipf_popularity(16, exponent)
+    assert popularity.sum() == pytest.approx(1)
+    assert popularity[0] / popularity[7] == pytest.approx(8**exponent)
+    assert (np.diff(popularity) <= 0).all()
+
+
+@pytest.mark.parametrize("exponent", [-0.1, float("inf"), float("nan")])
+def test_an_impossible_zipf_exponent_is_an_error(exponent: float) -> None:
+    with pytest.raises(EstimateError, match="a Zipf exponent of"):
+        zipf_popularity(4, exponent)
+
+
+def test_placed_popularity_goes_by_place_and_width() -> None:
+    hot = np.array([[False, True, False, True], [False, False, False, False]])
+    bits = np.array([[2.0, 16, 4, 16], [1, 3, 2, 3]])
+    popularity = placed_popularity(hot, bits, 1.0) * (1 + 1 / 2 + 1 / 3 + 1 / 4)
+    assert popularity == pytest.approx(np.array([[1 / 4, 1, 1 / 3, 1 / 2], [1 / 4, 1, 1 / 3, 1 / 2]]))
 
 
 def test_an_empty_grid_is_an_error() -> None:

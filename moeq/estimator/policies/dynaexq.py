@@ -24,9 +24,11 @@ _PARAMETERS = {
         maximum=16,
     ),
     "low_precision_bits": Parameter(default=4, source="paper 001, 4.2", minimum=1, maximum=16),
-    "ema": Parameter(default=0.9, source="assumption: paper 001 prints no alpha", maximum=1.0, alternative=0.99),
+    "ema": Parameter(
+        default=0.99, source="assumption: a step; paper 001 prints no alpha", maximum=1.0, alternative=0.9
+    ),
     "update_period": Parameter(
-        default=16, source="assumption: steps; paper 001 prints no T", minimum=1, alternative=64
+        default=32, source="assumption: steps; paper 001 prints no T", minimum=1, alternative=128
     ),
     "threshold": Parameter(default=0.0, source="paper 001, 3.5: tau is the score of the last expert that fits"),
     "transient_experts": Parameter(default=4, source="assumption: paper 001, 3.4 names no size of the buffer"),
@@ -44,9 +46,11 @@ class DynaExq(Plain):
     the next T steps, promotions in high and demotions in low precision, and take effect after them: until then the
     last version is used. Only what the link, or GPU memory beside compute, cannot carry within these T steps stalls.
 
-    Deviations: g is the share of a step's tokens that reach the expert, over top_k, rather than the router's
-    probability; warm-up is the popularity; all versions lie in the memory behind the link, none on an SSD; experts are
-    not prefetched by correlations of layers.
+    g is the mean router weight of a step's tokens, or where none was recorded the share of them that reach the expert,
+    over top_k.
+
+    Deviations: experts that were not chosen have g = 0; prompts do not count; warm-up is the popularity; all versions
+    lie in the memory behind the link, none on an SSD; experts are not prefetched by correlations of layers.
     """
 
     name: str = "dynaexq"
@@ -122,8 +126,9 @@ def _hotness(layers: Layers, work: Work, window: IntArray, alpha: float) -> Floa
     shape = (int(window[-1]) + 1, len(layers.repeats), layers.geometry.num_experts)
     ends = np.cumsum(np.bincount(window)) - 1
     weight = (1 - alpha) * alpha ** (ends[window] - np.arange(len(window))).astype(np.float64)
-    share = work.tokens * (weight / (work.step_tokens * layers.geometry.top_k))[None, :, None]
-    cells = (window[None, :, None] * shape[1] + np.arange(shape[1])[:, None, None]) * shape[2] + work.experts
+    experts, given = work.routed() if work.routed is not None else (work.experts, work.tokens / layers.geometry.top_k)
+    share = given * (weight / work.step_tokens)[None, :, None]
+    cells = (window[None, :, None] * shape[1] + np.arange(shape[1])[:, None, None]) * shape[2] + experts
     sums = np.bincount(cells.ravel(), weights=share.ravel(), minlength=int(np.prod(shape)))
     return sums.reshape(shape).astype(np.float64)
 

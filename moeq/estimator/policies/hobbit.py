@@ -11,7 +11,7 @@ from moeq.errors import EstimateError
 from moeq.estimator.caching import lru_hits
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import on_demand
-from moeq.estimator.policies import Plain, number
+from moeq.estimator.policies import Plain, number, over_gpu_memory
 from moeq.estimator.step import BoolArray, Layers, Schedule, Work
 
 _ON_DEMAND = "paper 000, 5.1: all experts are loaded to the GPU on demand"
@@ -61,6 +61,12 @@ class Hobbit(Plain):
     def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Every expert is fetched in FP16, compute follows the fetches."""
         return on_demand(layers, work, misses=work.tokens > 0, bytes_per_miss=layers.fp16_expert_bytes, overlap=True)
+
+    def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
+        """The cached experts, the rest of the model in FP16, and keys and values."""
+        places = min(int(number(self, layers.hardware, "cached_experts")), layers.geometry.num_experts)
+        cached = places * layers.geometry.num_layers * layers.fp16_expert_bytes
+        return over_gpu_memory(layers, cached, kv_cache_bytes) if places else None
 
 
 def _cached(layers: Layers, work: Work, places: int) -> BoolArray:
