@@ -18,7 +18,7 @@ from math import lcm
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.targets import TARGETS, Granularity
+from moeq.artifacts.targets import TARGETS, Granularity, Target, loads_width
 from moeq.assigners.inputs import AssignInputs, hot_masks
 from moeq.errors import AssignmentError
 from moeq.tables import human_bytes
@@ -74,16 +74,22 @@ class Limit:
         return whole
 
 
+def loads(inputs: AssignInputs, target: Target, bits: int) -> bool:
+    """Whether a target loads a width of the inputs' grid."""
+    return loads_width(target, bits, group_size=inputs.group_size, symmetric=inputs.symmetric)
+
+
 def choices(inputs: AssignInputs) -> tuple[int, ...]:
     """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads."""
     known: Sequence[int] = inputs.config.widths or (inputs.losses.bits() if inputs.losses is not None else ())
     target = inputs.config.target
-    allowed = sorted(width for width in set(known) if target is None or width in TARGETS[target].widths)
+    allowed = sorted(width for width in set(known) if target is None or loads(inputs, TARGETS[target], width))
     if not allowed:
+        every = [width for width in TARGETS[target].widths if loads(inputs, TARGETS[target], width)] if target else []
         raise AssignmentError(
             f"none of the widths {sorted(set(known))} can be loaded",
             where=f"target {target}",
-            do=f"choose among {list(TARGETS[target].widths) if target else 'losses.bits'}",
+            do=f"choose among {every or 'losses.bits'}",
         )
     return tuple(allowed)
 

@@ -12,7 +12,7 @@ from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import is_current, read_record, write_record
 from moeq.artifacts.targets import refuse_layers
 from moeq.errors import PlanError
-from moeq.exporters import CONVERTED, export, write
+from moeq.exporters import CONVERTED, export, gguf, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
@@ -65,6 +65,12 @@ def format_directory(out: Path, name: str) -> Path:
 
 
 FORMAT_DIRECTORIES = tuple(format_directory(Path(), name).name for name in CONVERTED)
+
+
+def check(context: Context) -> None:
+    """What formats can be asked before anything runs: RecipeError, PlanError."""
+    if gguf.NAME in context.recipe.export.formats:
+        gguf.check(context.source, context.described[0])
 
 
 def check_formats(context: Context, assignment: Assignment) -> None:

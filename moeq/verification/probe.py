@@ -30,8 +30,10 @@ PACKAGES = {
     "auto-round": ("transformers", "auto_round"),
     "gptqmodel": ("gptqmodel",),
     "transformers": ("transformers",),
+    "llama.cpp": ("llama_cpp",),
 }
-NEEDED = {"compressed-tensors": ("compressed_tensors",)}  # by a format beside the target's own packages
+NEEDED = {"compressed-tensors": ("compressed_tensors",), "gguf": ("gguf",)}  # by a format beside the target's own
+GGUF_FILE = "model.gguf"
 PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
 
 
@@ -128,6 +130,23 @@ def record(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def llama_logits(request: dict[str, Any]) -> dict[str, Any]:
+    """The logits that llama.cpp computes, sequence by sequence; it shows nothing of its layers."""
+    import torch
+    from llama_cpp import Llama
+
+    rows = request["inputs"]["input_ids"]
+    path = os.path.join(request["checkpoint"], GGUF_FILE)
+    model = Llama(path, n_ctx=max(map(len, rows)), logits_all=True, verbose=False)
+    found = []
+    for row in rows:
+        model.reset()
+        model.eval(row)
+        found.append(torch.tensor(model.scores[: len(row)].tolist()))
+    model.close()
+    return {"logits": torch.stack(found)}
+
+
 def load(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]] | None]:
     """The model in the wanted type, and what its loader complained about (None: it does not say)."""
     import torch
@@ -161,6 +180,8 @@ def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
         "output_loading_info": True,
         **trust,
     }
+    if request["method"] == "gguf":  # whose own header lacks some of the configuration
+        options |= {"gguf_file": GGUF_FILE, "config": config}
     if request["target"] == "auto-round" and request["method"] == "gptq":
         options["quantization_config"] = transformers.AutoRoundConfig()
     return kind.from_pretrained(request["checkpoint"], **options)  # type: ignore[no-any-return]
@@ -171,13 +192,17 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text("utf-8"))
     answer: dict[str, Any] = {"error": None, "absent": None, "loading": None, "versions": {}}
     try:
-        for package in (*PACKAGES[request["target"]], *NEEDED.get(request["method"], ())):
+        own = request["target"] == "llama.cpp"
+        for package in (*PACKAGES[request["target"]], *(() if own else NEEDED.get(request["method"], ()))):
             answer["absent"] = package
             module = importlib.import_module(package)
             answer["versions"][package] = str(getattr(module, "__version__", "unknown"))
         answer["absent"] = None
-        model, answer["loading"] = load(request)
-        found = record(model.eval(), request)
+        if own:
+            found = llama_logits(request)
+        else:
+            model, answer["loading"] = load(request)
+            found = record(model.eval(), request)
         from safetensors.torch import save_file
 
         save_file({name: value.cpu() for name, value in found.items()}, folder / TENSORS)
