@@ -327,27 +327,41 @@ def granularity_within(target: Target, wanted: Granularity | None) -> Granularit
     return wanted
 
 
-def refusal(target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool) -> str | None:
-    """Why a target cannot load widths of every layer's experts, naming the first layer and expert in the way."""
+def refusal(
+    target: Target,
+    widths: Sequence[Sequence[Width]],
+    names: Sequence[str],
+    *,
+    symmetric: bool,
+    group_size: int | None = None,
+) -> str | None:
+    """Why a target cannot load widths of every layer's experts, naming the first layer and expert in the way.
+
+    group_size: where what a target loads depends on it; None: it is looked at later.
+    """
     grid = refuse_grid(target, symmetric=symmetric)
     if grid is not None:
         return grid
+    loaded = [
+        bits
+        for bits in target.widths
+        if group_size is None or loads_width(target, bits, group_size=group_size, symmetric=symmetric)
+    ]
     for name, mine in zip(names, widths, strict=True):
         for expert, width in enumerate(mine):
-            reason = _refuse_expert(target, width, mine[0] if target.granularity == "layer" else widths[0][0])
+            first = mine[0] if target.granularity == "layer" else widths[0][0]
+            reason = _refuse_expert(target, width, first, loaded)
             if reason is not None:
                 return f"{name}, expert {expert}: {reason}"
     return None
 
 
-def _refuse_expert(target: Target, width: Width, first: Width) -> str | None:
-    """Why a target cannot load one expert beside the first of its layer or model."""
-    if isinstance(width, int):
-        foreign = [] if width in target.widths else [width]
-    else:
-        foreign = sorted(set(width.values()) - set(target.widths))
+def _refuse_expert(target: Target, width: Width, first: Width, loaded: Sequence[int]) -> str | None:
+    """Why a target cannot load one expert beside the first of its layer or model; loaded: the widths that it can."""
+    foreign = sorted(set(matrix_widths(width)) - set(loaded))
     if foreign:
-        return f"{foreign[0]} bits; {target.name} loads {', '.join(map(str, target.widths))}"
+        grid = "" if len(loaded) == len(target.widths) else " of this grid"
+        return f"{foreign[0]} bits; {target.name} loads {', '.join(map(str, loaded))}{grid}"
     if target.granularity == "projection" or (target.stacks and width == first):
         return None
     if not isinstance(width, int) and not target.stacks:
@@ -362,9 +376,11 @@ def _listed(width: Width) -> str:
     return str(width) if isinstance(width, int) else ", ".join(f"{name} {bits}" for name, bits in width.items())
 
 
-def check(target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool) -> None:
+def check(
+    target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool, group_size: int
+) -> None:
     """AssignmentError when a target cannot load what was assigned."""
-    reason = refusal(target, widths, names, symmetric=symmetric)
+    reason = refusal(target, widths, names, symmetric=symmetric, group_size=group_size)
     if reason is not None:
         raise AssignmentError(
             reason,

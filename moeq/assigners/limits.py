@@ -110,7 +110,7 @@ def limit_of(
         if limit.total < limit.least:
             raise AssignmentError(
                 f"an average of {float(average):g} bits cannot be met with {list(widths)} bits",
-                do=f"ask for {widths[0]} bits or more",
+                do=f"ask for {widths[0]} bits or more{_longer_groups(inputs, widths)}",
             )
         return limit
     whole = config.expert_bytes if config.expert_bytes is not None else config.size
@@ -119,6 +119,16 @@ def limit_of(
     fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot) if mask.any())
     fixed += inputs.other_bytes if config.size is not None else 0
     return byte_limit(inputs, widths, counts, whole, fixed, granularity)
+
+
+def _longer_groups(inputs: AssignInputs, widths: Sequence[int]) -> str:
+    """Which groups would let the target load fewer bits, for a message; nothing where none would."""
+    target = TARGETS[inputs.config.target or "moeq"]
+    if target.blocks is None:
+        return ""
+    lengths = {target.blocks.get((bits, inputs.symmetric)) for bits in range(1, widths[0])} - {None}
+    longest = max((length for length in lengths if length is not None), default=0)
+    return f", or set losses.group_size: {longest} for fewer" if longest else ""
 
 
 def _bits_limit(

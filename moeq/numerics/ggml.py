@@ -202,13 +202,14 @@ def _from_q5_0(blocks: Tensor) -> Tensor:
 
 def _from_q8_0(blocks: Tensor) -> Tensor:
     scale, codes = blocks.split((2, 32), -1)
-    signed = codes.contiguous().view(torch.int8)
-    return _scale(scale) * signed.float()
+    values: Tensor = codes.contiguous().view(torch.int8).float()
+    return _scale(scale) * values
 
 
 def _from_q1_0(blocks: Tensor) -> Tensor:
     scale, codes = blocks.split((2, 16), -1)
-    return _scale(scale) * (2 * _bits_in_a_row(codes).float() - 1)
+    signs: Tensor = 2 * _bits_in_a_row(codes).float() - 1
+    return _scale(scale) * signs
 
 
 def _from_q2_k(blocks: Tensor) -> Tensor:

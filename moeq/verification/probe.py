@@ -137,7 +137,8 @@ def llama_logits(request: dict[str, Any]) -> dict[str, Any]:
 
     rows = request["inputs"]["input_ids"]
     path = os.path.join(request["checkpoint"], GGUF_FILE)
-    model = Llama(path, n_ctx=max(map(len, rows)), logits_all=True, verbose=False)
+    float32 = 0  # ggml's number of the type, of the cache
+    model = Llama(path, n_ctx=max(map(len, rows)), logits_all=True, type_k=float32, type_v=float32, verbose=False)
     found = []
     for row in rows:
         model.reset()

@@ -204,6 +204,20 @@ def test_targets_that_take_widths_of_matrices(target: str) -> None:
     assert re.search(r"gate_proj \d, up_proj \d, down_proj \d bits; it takes one width for all matrices", reason)
 
 
+def test_widths_of_matrices_that_a_layers_experts_share() -> None:
+    """One type a stack: matrices may differ where all experts of the layer are alike."""
+    alike, other = {"gate_proj": 4, "up_proj": 4, "down_proj": 8}, {"gate_proj": 8, "up_proj": 4, "down_proj": 8}
+    names = ["layers.0", "layers.1"]
+    target = TARGETS["llama.cpp"]
+    assert refusal(target, [[alike, alike], [4, 4]], names, symmetric=True) is None
+    assert refusal(TARGETS["vllm"], [[alike, alike], [4, 4]], names, symmetric=True) is not None
+    for mixed in ([alike, other], [alike, 4]):
+        reason = refusal(target, [[4, 4], mixed], names, symmetric=True)
+        assert reason is not None
+        assert reason.startswith("layers.1, expert 1: ")
+        assert "one width for all experts of a layer" in reason
+
+
 @pytest.mark.parametrize("target", ["vllm", "transformers"])
 def test_targets_refuse_widths_of_matrices(target: str) -> None:
     inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits="5/2", granularity="projection")
