@@ -7,6 +7,7 @@ name, shape (innermost first), type and offset; the tensors, aligned.
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_AXES = 4
 MOST_ALIGNMENT = 1 << 20
-LEAST_TENSOR, LEAST_KEY = 8 + 1 + 4 + 8 + 4 + 8, 8 + 1 + 4 + 1  # bytes of their entries in a header
+MOST_TENSORS, MOST_KEYS = 1 << 16, 1 << 12
+MOST_NAME, MOST_TEXT = 1 << 10, 1 << 12  # bytes
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -44,40 +46,53 @@ class GgufFile:
 
 
 class _Header:
-    """The bytes of a header, read from the start; ValueError where they end too early."""
+    """A header in a file that is mapped, read from the start; ValueError where it ends too early.
 
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+    size: how much of the file may be header.
+    """
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at, self.size = data, 0, min(len(data), HEADER_BYTES)
+
+    def skip(self, count: int) -> None:
+        if count > self.size - self.at:
+            raise ValueError(f"truncated: its header needs more than {self.size} bytes")
+        self.at += count
 
     def take(self, count: int) -> bytes:
-        if count > len(self.data) - self.at:
-            raise ValueError(f"truncated: its header needs more than its {len(self.data)} bytes")
-        self.at += count
+        self.skip(count)
         return self.data[self.at - count : self.at]
 
     def number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def text(self) -> str:
-        found = self.take(self.number("Q")).decode("utf-8")
+        """A name."""
+        length = self.number("Q")
+        if length > MOST_NAME:
+            raise ValueError(f"a name of {length} bytes")
+        found = self.take(length).decode("utf-8")
         if "\0" in found:
             raise ValueError("a name with a zero byte")
         return found
 
     def value(self, kind: int) -> Any:
-        """A value; of an array the range of its places, its elements are passed over."""
+        """A value, of a text its first bytes; of an array the range of its places, its elements are passed over."""
         if kind == _STRING:
-            return self.take(self.number("Q")).decode("utf-8", "replace")
+            length = self.number("Q")
+            found = self.take(min(length, MOST_TEXT)).decode("utf-8", "replace")
+            self.skip(length - min(length, MOST_TEXT))
+            return found
         if kind != _ARRAY:
             return self.number(_code(kind))
         inner, count = self.number("I"), self.number("Q")
         if inner == _STRING:
-            if count > (len(self.data) - self.at) // 8:
-                raise ValueError(f"an array of {count} strings in {len(self.data) - self.at} bytes")
+            if count > (self.size - self.at) // 8:
+                raise ValueError(f"an array of {count} strings in {self.size - self.at} bytes")
             for _ in range(count):
-                self.take(self.number("Q"))
+                self.skip(self.number("Q"))
         else:
-            self.take(count * struct.calcsize(f"<{_code(inner)}"))
+            self.skip(count * struct.calcsize(f"<{_code(inner)}"))
         return range(count)
 
 
@@ -92,17 +107,20 @@ def read_gguf(path: Path) -> GgufFile:
 
     What passes lies inside of the file, aligned and without overlap, in types of `numerics.ggml_types`.
     """
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        header = _Header(stream.read(min(size, HEADER_BYTES)))
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _parsed(path, _Header(data), len(data))
+
+
+def _parsed(path: Path, header: _Header, size: int) -> GgufFile:
+    """`read_gguf` of a header in a file of `size` bytes."""
     if header.take(4) != MAGIC:
         raise ValueError("not a GGUF file")
     version = header.number("I")
     if version not in VERSIONS:
         raise ValueError(f"GGUF version {version}, not {' or '.join(map(str, VERSIONS))}")
     tensors, keys = header.number("Q"), header.number("Q")
-    if tensors * LEAST_TENSOR + keys * LEAST_KEY > len(header.data):
-        raise ValueError(f"{tensors} tensors and {keys} keys in a header of at most {len(header.data)} bytes")
+    if tensors > MOST_TENSORS or keys > MOST_KEYS:
+        raise ValueError(f"{tensors} tensors and {keys} keys, at most {MOST_TENSORS} and {MOST_KEYS} are read")
     fields: dict[str, Any] = {}
     for _ in range(keys):
         name, kind = header.text(), header.number("I")
