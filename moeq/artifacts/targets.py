@@ -232,24 +232,21 @@ def refuse_layers(
             return mixed, f"{near}, or {WIDEN}" if narrow or target.granularity == "model" or target.stacks else near
     for layer, mine in zip(layers, widths, strict=True):
         for projection in layer.projections:
-            rows, inputs = layer.shape(projection)
             used = sorted({width_of(one, projection) for one in mine})
-            grids = [
-                Grid(
-                    rows=rows,
-                    inputs=inputs,
-                    bits=bits,
-                    group_size=group_size,
-                    symmetric=symmetric,
-                    nested=nested and bits in NESTED,
-                )
-                for bits in used
-                if bits != FULL
-            ]
+            grids = grids_of(layer, projection, used, group_size=group_size, symmetric=symmetric, nested=nested)
             found = refuse_stack(target, grids, full=FULL in used, widen=widen)
             if found is not None:
                 return f"{layer.name}, {projection}: {found[0]}", found[1]
     return None
+
+
+def grids_of(
+    layer: Sized, projection: str, widths: Sequence[int], *, group_size: int, symmetric: bool, nested: bool = False
+) -> list[Grid]:
+    """How a matrix of a layer's experts is stored at several widths, but for full precision."""
+    rows, inputs = layer.shape(projection)
+    grid = Grid(rows=rows, inputs=inputs, bits=0, group_size=group_size, symmetric=symmetric)
+    return [replace(grid, bits=bits, nested=nested and bits in NESTED) for bits in widths if bits != FULL]
 
 
 def refuse_stack(target: Target, grids: Sequence[Grid], *, full: bool, widen: bool) -> tuple[str, str] | None:
