@@ -168,7 +168,11 @@ class Draft:
         self.where |= rest
         write_index(self.directory, self.where)
         block = {} if quantization is None else {"quantization_config": dict(quantization)}
-        write_json(self.directory / "config.json", self.source.config | block)
+        self.complete(self.source.config | block, card)
+
+    def complete(self, config: Mapping[str, Any], card: str) -> None:
+        """Write config.json, the side files, the model card and the digests of all files."""
+        write_json(self.directory / "config.json", config)
         copy_side_files(self.source.source, self.directory)
         write_text(self.directory / "README.md", card)
         write_sums(self.directory, dict(file.result() for file in self.settled))

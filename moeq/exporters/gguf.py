@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from moeq.artifacts.files import dtype_name, torch_dtype, write_json, write_text
+from moeq.artifacts.files import dtype_name, torch_dtype
 from moeq.artifacts.targets import LOADED_BY, ONE_WIDTH, WIDEN, Grid, Target, refuse_stack, widest_of
 from moeq.errors import PlanError, RecipeError
 from moeq.exporters.foreign import Draft, WriteOptions, card, drafting, grid_of
@@ -39,7 +39,6 @@ from moeq.exporters.gguf_families import (
 )
 from moeq.exporters.gguf_tokenizer import tokenizer
 from moeq.exporters.packed_source import PackedSource
-from moeq.exporters.plain import copy_side_files
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
 from moeq.models.weights import plain_chunks, plain_header
@@ -190,9 +189,7 @@ def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
                 for piece in mine:
                     writer.add(piece.name, *_contents(draft, config, key, piece, packed))
             writer.finish()
-        write_json(draft.directory / "config.json", source.config)
-        copy_side_files(source.source, draft.directory)
-        write_text(draft.directory / "README.md", card(draft, f"llama.cpp, with gguf {VERSION}", LOADING))
+        draft.complete(source.config, card(draft, f"llama.cpp, with gguf {VERSION}", LOADING))
 
 
 def _fields(draft: Draft, family: Family) -> dict[str, Value]:

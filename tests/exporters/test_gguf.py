@@ -477,6 +477,7 @@ def test_verify_notices_a_wrong_header(models: dict[str, Path], tmp_path: Path) 
     out = exported(MadeSource(models["mixtral"], four), tmp_path / "out")
     config = json.loads((out / "config.json").read_text("utf-8"))
     config["rope_parameters"]["rope_theta"] = 10.0
+    (out / "SHA256SUMS").unlink()
     (out / "config.json").write_text(json.dumps(config), "utf-8")
     verdict = verify(out, Options(python=peers.interpreter("llama-cpp-python")), Reporter(quiet=True))
     assert any("logits are off" in problem for problem in verdict.problems)
@@ -529,7 +530,7 @@ def test_the_package_is_asked_for(models: dict[str, Path], tmp_path: Path, monke
 def test_files_beside_it(models: dict[str, Path], tmp_path: Path) -> None:
     out = exported(MadeSource(models["mixtral"], four), tmp_path / "out", model_name="org/name")
     names = {path.name for path in out.iterdir()}
-    beside = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    beside = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "SHA256SUMS"}
     assert names == {FILE, "README.md", "config.json"} | beside
     card = (out / "README.md").read_text("utf-8")
     assert "at 4 bits" in card
