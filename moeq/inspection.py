@@ -186,11 +186,12 @@ def _gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     found = open_gguf(path, trust_remote_code)
     stacks = {stack_name(layer, part) for layer in found.layers for part in layer.projections}
     sizes = {name: tensor.bytes for name, tensor in found.file.tensors.items()}
+    types = Counter(found.file.tensors[name].type.name for name in sorted(stacks))
     return {
         "kind": f"GGUF ({found.family.arch})",
         "model": str(found.file.fields.get("general.name", ""))[:200],
         "moe_layers": len(found.layers),
-        "expert_types": dict(Counter(found.file.tensors[name].type.name for name in sorted(stacks))),
+        "experts": ", ".join(f"{count} stacks of {kind}" for kind, count in types.items()),
         "expert_bytes": sum(size for name, size in sizes.items() if name in stacks),
         "non_expert_bytes": sum(size for name, size in sizes.items() if name not in stacks),
         "check": "every tensor of the model is there, in its shape, and no other",

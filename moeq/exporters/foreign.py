@@ -224,7 +224,7 @@ def layer_file(index: int) -> str:
 OTHERS_FILE = "model-others.safetensors"
 
 
-def card(draft: Draft, runtime: str, loading: str) -> str:
+def card(draft: Draft, runtime: str, loading: str, library: str = "transformers") -> str:
     """A model card that names the runtime, the versions that were measured, and how to load it."""
     name = draft.options.model_name or draft.source.source.name
     widths: dict[int, int] = {}
@@ -234,7 +234,7 @@ def card(draft: Draft, runtime: str, loading: str) -> str:
     return "\n".join(
         [
             "---",
-            "library_name: transformers",
+            f"library_name: {library}",
             f"base_model: {name}",
             "tags: [moeq, mixture-of-experts, quantized]",
             "---",

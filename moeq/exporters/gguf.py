@@ -189,7 +189,7 @@ def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
                 for piece in mine:
                     writer.add(piece.name, *_contents(draft, config, key, piece, packed))
             writer.finish()
-        draft.complete(source.config, card(draft, f"llama.cpp, with gguf {VERSION}", LOADING))
+        draft.complete(source.config, card(draft, f"llama.cpp, with gguf {VERSION}", LOADING, "gguf"))
 
 
 def _fields(draft: Draft, family: Family) -> dict[str, Value]:

@@ -18,6 +18,7 @@ B sequences, S positions, T = B*S tokens, V vocabulary, H hidden size, k experts
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -188,6 +189,14 @@ def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
     return kind.from_pretrained(request["checkpoint"], **options)  # type: ignore[no-any-return]
 
 
+def installed(package: str) -> str:
+    """The version that was installed of a package that does not say its own."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def main(folder: Path) -> None:
     """Read request.json, write the tensors, then the answer: what went wrong, or what the loader said."""
     request = json.loads((folder / "request.json").read_text("utf-8"))
@@ -197,7 +206,7 @@ def main(folder: Path) -> None:
         for package in (*PACKAGES[request["target"]], *(() if own else NEEDED.get(request["method"], ()))):
             answer["absent"] = package
             module = importlib.import_module(package)
-            answer["versions"][package] = str(getattr(module, "__version__", "unknown"))
+            answer["versions"][package] = str(getattr(module, "__version__", None) or installed(package))
         answer["absent"] = None
         if own:
             found = llama_logits(request)

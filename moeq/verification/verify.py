@@ -85,6 +85,11 @@ class Verdict:
     distance: Distance | None = None
     problems: tuple[str, ...] = ()
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the target rounds activations, and the error of the logits is that of the median position."""
+        return self.target in ROUNDING
+
     def as_json(self) -> dict[str, Any]:
         """For --json: figures that are not finite are null."""
         found = vars(self) | {
@@ -273,7 +278,7 @@ def _problems(packed: PackedSource, verdict: Verdict) -> list[str]:
     worst_first = sorted(verdict.layers, key=lambda check: -check.worst)
     wrong = [check for check in worst_first if check.error is not None and check.worst > verdict.tolerance]
     found += [_wrong_layer(packed, check, verdict.tolerance) for check in wrong]
-    factor = 1 if verdict.target in ROUNDING else LOGITS_FACTOR[verdict.dtype]
+    factor = 1 if verdict.rounds else LOGITS_FACTOR[verdict.dtype]
     if verdict.logits_error > verdict.tolerance * factor:
         found.append(f"logits are off the dequantized weights' by {verdict.logits_error:.2g} relative")
     return [*found, *(verdict.distance.problems if verdict.distance is not None else ())]

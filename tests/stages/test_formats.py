@@ -187,7 +187,7 @@ def test_gguf_is_written_verified_and_planned(tmp_path: Path) -> None:
     described = inspect(out.rename(tmp_path / "moved"))
     assert described["kind"] == "artifact of moeq export-gguf"
     (tmp_path / "moved" / "stage.json").unlink()
-    assert inspect(tmp_path / "moved")["expert_types"] == {"Q4_0": 6}
+    assert inspect(tmp_path / "moved")["experts"] == "6 stacks of Q4_0"
 
 
 def test_what_gguf_cannot_carry_is_said_before_anything_runs(
