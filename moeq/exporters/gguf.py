@@ -43,13 +43,12 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
 from moeq.models.weights import plain_chunks, plain_header
 from moeq.numerics import ggml
-from moeq.numerics.ggml_types import HOLDS, TYPES
+from moeq.numerics.ggml_types import FLOATS, HOLDS, TYPES
 from moeq.numerics.packed import PackedWeight
 from moeq.version import __version__
 
 NAME = "gguf"
 VERSION = "0.19.0"
-FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 ALIGNMENT = 32
 QUANTIZATION_VERSION = 2  # of ggml's blocks
 LOADING = """from llama_cpp import Llama  # pip install llama-cpp-python, or llama-cli -m model.gguf
@@ -164,14 +163,14 @@ def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
     with drafting(source, LOADED_BY[NAME], directory, options) as draft:
         config: Any = draft.model.config
         family = family_of(config)
-        plain = _plain(draft, family)
-        packed = dict(source.others())
+        plain, packed = _plain(draft, family), _packed(draft, family)
         stacks = [(layer, projection) for layer in source.layers for projection in layer.projections]
         entries = {
             stack_name(layer, projection): Entry(shape=(layer.num_experts, *layer.shape(projection)))
             for layer, projection in stacks
         }
-        entries |= {piece.name: Entry(shape=piece.shape) for mine in plain.values() for piece in mine}
+        for mine in (*plain.values(), *packed.values()):
+            entries |= {piece.name: Entry(shape=piece.shape) for piece in mine}
         fields = _fields(draft, family)
         with (draft.directory / FILE).open("wb") as stream:
             writer = Writer(
@@ -187,7 +186,10 @@ def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
                 _write_layer(draft, writer, layer)
             for key, mine in plain.items():
                 for piece in mine:
-                    writer.add(piece.name, *_contents(draft, config, key, piece, packed))
+                    writer.add(piece.name, *_contents(draft, config, key, piece))
+            for name, weight in source.others():
+                for piece in packed[name]:
+                    writer.add(piece.name, *_packed_module(draft, name, piece, weight))
             writer.finish()
         draft.complete(source.config, card(draft, f"llama.cpp, with gguf {VERSION}", LOADING, "gguf"))
 
@@ -206,7 +208,7 @@ def _fields(draft: Draft, family: Family) -> dict[str, Value]:
 
 
 def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
-    """{key: what the file holds of it} of all tensors that are not of routed experts, packed or not."""
+    """{key: what the file holds of it} of all tensors that are neither of routed experts nor packed."""
     config: Any = draft.model.config
     for layer in draft.source.layers:
         draft.expert_keys(layer)
@@ -214,9 +216,23 @@ def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
     for key in draft.source.rest():
         if not is_beyond(config, key):
             found[key] = pieces(config, family, key, plain_header(draft.source.source, key)[1])
+    return found
+
+
+def _packed(draft: Draft, family: Family) -> dict[str, list[Piece]]:
+    """{module: what the file holds of it} of the packed modules outside of the experts.
+
+    Raises PlanError for those that GGUF keeps otherwise than as matrices of blocks.
+    """
+    found = {}
     for name, weight in draft.source.others():
         key = draft.names.renamed(f"{name}.weight")
-        found[key] = pieces(config, family, key, (weight.codes.shape[-2], weight.inputs))
+        found[name] = pieces(draft.model.config, family, key, (weight.codes.shape[-2], weight.inputs))
+        for piece in found[name]:
+            if piece.split or piece.in_float32:
+                why = "it is kept transposed" if piece.split else "it is kept in float32"
+                do = f"leave {name} out of `others`, or use the formats moeq or dequantized"
+                raise PlanError(f"packed, and {why} in GGUF", where=f"format {NAME}: {name}", do=do)
     return found
 
 
@@ -238,7 +254,7 @@ def _stack(
     full = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
     if not packed:
         draft.plain += names
-        kind = FLOATS[dtype_name(full[0].dtype)]
+        kind = _float_type(dtype_name(full[0].dtype), names[0])
         return kind, (_raw(matrix) for matrix in full)
     bits = _common_width(draft, f"{layer.name}, {projection}", [grid_of(weight) for weight in packed], bool(full))
     wide = [draft.loadable(name, weight, bits) for name, weight in zip(names, packed, strict=True)]
@@ -286,28 +302,29 @@ def _raw(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _contents(
-    draft: Draft, config: Any, key: str, piece: Piece, packed: dict[str, PackedWeight]
-) -> tuple[str, Iterable[bytes]]:
-    """The type and the bytes of a tensor that is not of a routed expert."""
-    module = draft.names.in_memory(key).removesuffix(".weight")
-    if module in packed:
-        return _packed_module(draft, module, piece, packed[module])
+def _contents(draft: Draft, config: Any, key: str, piece: Piece) -> tuple[str, Iterable[bytes]]:
+    """The type and the bytes of a tensor that is neither of a routed expert nor packed."""
     source = draft.source.source
     dtype = plain_header(source, key)[0]
     if piece.as_it_is and (dtype == "F32" or not piece.in_float32):
-        return FLOATS[dtype], plain_chunks(source, key)
+        return _float_type(dtype, key), plain_chunks(source, key)
     whole = torch.frombuffer(bytearray(b"".join(plain_chunks(source, key))), dtype=torch_dtype(dtype))
     tensor = made(config, piece, whole.view(plain_header(source, key)[1]))
     tensor = tensor.float() if piece.in_float32 else tensor
-    return FLOATS[dtype_name(tensor.dtype)], [_raw(tensor)]
+    return _float_type(dtype_name(tensor.dtype), key), [_raw(tensor)]
+
+
+def _float_type(dtype: str, key: str) -> str:
+    """The type of a floating-point tensor, which ggml calls as safetensors does; PlanError for others."""
+    if dtype not in FLOATS:
+        raise PlanError(
+            f"a tensor of type {dtype}", where=f"format {NAME}: {key}", do="use the formats moeq or dequantized"
+        )
+    return dtype
 
 
 def _packed_module(draft: Draft, name: str, piece: Piece, weight: PackedWeight) -> tuple[str, Iterable[bytes]]:
-    if piece.split or piece.in_float32:
-        why = "it is kept transposed" if piece.split else "it is kept in float32"
-        do = f"leave {name} out of `others`, or use the formats moeq or dequantized"
-        raise PlanError(f"packed, and {why} in GGUF", where=f"format {NAME}: {name}", do=do)
+    """The type and the bytes of a packed module outside of the experts."""
     wide = draft.loadable(name, weight)
     if piece.rows is not None:
         wide = wide.map(lambda part: part[piece.rows])

@@ -99,9 +99,9 @@ def _kind(number: int, tokens: dict[int, str], added: dict[int, Any], model: dic
 
 def _bytes(source: ModelSource, data: dict[str, Any], merges: list[list[str]]) -> dict[str, Value]:
     """Byte-level BPE."""
-    normalizer = data.get("normalizer")
-    if normalizer is not None and normalizer.get("type") != "NFC":  # which llama.cpp leaves out
-        raise _refused(source, f"text normalized by {normalizer.get('type')}")
+    for step in _steps(data.get("normalizer"), "normalizers"):
+        if step.get("type") != "NFC":  # which llama.cpp leaves out: few texts are written otherwise
+            raise _refused(source, f"text normalized by {step.get('type')}")
     steps = _steps(data.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         raise _refused(source, f"a pre-tokenizer {[step.get('type') for step in steps]} that does not end in bytes")
