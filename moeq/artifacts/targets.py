@@ -14,8 +14,11 @@ from moeq.artifacts.assignment import FULL, WIDTHS, Width, matrix_widths, width_
 from moeq.errors import AssignmentError
 from moeq.numerics.ggml_types import LENGTHS
 
-Granularity = Literal["projection", "expert", "layer", "model"]
-FINENESS: tuple[Granularity, ...] = ("projection", "expert", "layer", "model")
+Granularity = Literal[
+    "projection", "expert", "stack", "layer", "model"
+]  # stack: one matrix of all of a layer's experts
+FINENESS: tuple[Granularity, ...] = ("projection", "expert", "stack", "layer", "model")
+OF_MATRICES: tuple[Granularity, ...] = ("projection", "stack")  # where matrices of an expert may differ
 MIXED = {
     "expert": "it takes one width for all matrices of an expert",
     "layer": "it takes one width for all experts of a layer",
@@ -310,10 +313,14 @@ def refuse_grid(target: Target, *, symmetric: bool) -> str | None:
 def granularity_within(target: Target, wanted: Granularity | None) -> Granularity:
     """What has one width: what was asked for, or the finest that a target takes (none asked: experts or coarser).
 
+    Projections that were asked for are those of all of a layer's experts where a target has one type for them.
+
     Raises AssignmentError where a target cannot take what was asked for.
     """
     if wanted is None:
         return max("expert", target.granularity, key=FINENESS.index)
+    if wanted == "projection" and target.stacks:
+        return "stack"
     if FINENESS.index(wanted) < FINENESS.index(target.granularity):
         raise AssignmentError(
             f"granularity {wanted} cannot be loaded: {MIXED[target.granularity]}",

@@ -18,7 +18,7 @@ from math import lcm
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.targets import TARGETS, Granularity, Target, loads_width
+from moeq.artifacts.targets import OF_MATRICES, TARGETS, Granularity, Target, loads_width
 from moeq.assigners.inputs import AssignInputs, hot_masks
 from moeq.errors import AssignmentError
 from moeq.tables import human_bytes
@@ -136,7 +136,8 @@ def _bits_limit(
 ) -> Limit:
     """A limit on bits of a weight; where matrices are decided, on those times what makes each one's share whole."""
     plain = np.array(widths, np.int64)
-    shares = [len(inputs.matrix_bytes_of(layer)) if granularity == "projection" else 1 for layer in range(len(counts))]
+    apart = granularity in OF_MATRICES
+    shares = [len(inputs.matrix_bytes_of(layer)) if apart else 1 for layer in range(len(counts))]
     whole = lcm(*shares)
     matrices = tuple(np.tile(plain * (whole // share), (share, 1)) for share in shares)
     return Limit(
@@ -145,7 +146,7 @@ def _bits_limit(
         costs=np.tile(plain * whole, (len(counts), 1)),
         counts=counts,
         total=int(average * whole * int(counts.sum())),
-        matrices=matrices if granularity == "projection" else (),
+        matrices=matrices if apart else (),
     )
 
 
@@ -161,7 +162,7 @@ def byte_limit(
     layers = range(len(counts))
     costs = np.array([[inputs.bytes_of(layer)[width] for width in widths] for layer in layers], np.int64)
     matrices: tuple[np.ndarray, ...] = ()
-    if granularity == "projection":
+    if granularity in OF_MATRICES:
         sizes = [inputs.matrix_bytes_of(layer).values() for layer in layers]
         matrices = tuple(np.array([[one[w] for w in widths] for one in every], np.int64) for every in sizes)
     limit = Limit(

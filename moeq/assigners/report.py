@@ -124,6 +124,8 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
     hot = assignment.hot()
     reason = refuse_grid(target, symmetric=inputs.symmetric)
     granularity = max(finest(inputs), target.granularity, key=FINENESS.index)
+    if target.stacks and finest(inputs) == "projection":
+        granularity = "stack"
     if FINENESS.index(granularity) > FINENESS.index("expert") and any(mask.any() and not mask.all() for mask in hot):
         reason = f"gpu_experts mixes 16 bits with others; {MIXED[target.granularity]}"
     widths = [width for width in all_widths(inputs) if loads(inputs, target, width)]

@@ -218,6 +218,28 @@ def test_widths_of_matrices_that_a_layers_experts_share() -> None:
         assert "one width for all experts of a layer" in reason
 
 
+def test_one_width_for_a_matrix_of_all_of_a_layers_experts() -> None:
+    """The least of all assignments that have one, by trying them all."""
+    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits=3, granularity="projection",
+                           target="llama.cpp")  # fmt: skip
+    inputs = replace(inputs, group_size=256)
+    found = assign(inputs)
+    assert found.is_mixed
+    assert all(len({str(one) for one in mine}) == 1 for mine in found.expert_widths())
+    assert refusal(TARGETS["llama.cpp"], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
+    prices = {price.target: price for price in report.prices(inputs, found)}
+    assert objective(inputs, found) == pytest.approx(prices["llama.cpp"].objective)
+    assert prices["llama.cpp"].objective <= prices["vllm"].objective
+    tables = [list(one.values()) for one in matrix_tables(inputs)]
+    widths = sorted(set(tables[0][0]) & set(TARGETS["llama.cpp"].widths) - {16})
+    best = min(
+        sum(tables[place // 3][place % 3][bits].sum() for place, bits in enumerate(chosen))
+        for chosen in itertools.product(widths, repeat=6)
+        if sum(chosen) <= 18
+    )
+    assert objective(inputs, found) == pytest.approx(best)
+
+
 @pytest.mark.parametrize("target", ["vllm", "transformers"])
 def test_targets_refuse_widths_of_matrices(target: str) -> None:
     inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits="5/2", granularity="projection")

@@ -203,6 +203,11 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
                       all_replicas=False)  # fmt: skip
         lines = [line for line in refusals(narrow, asked) if "gguf" in line]
         assert [why in line for line in lines] == [True] * bool(why)
+    mixed = Asked(layers=tuple(narrow.layers), widths=((4, 8, 4, 4, 4, 4),) * 2, group_size=32, symmetric=True,
+                  all_replicas=False)  # fmt: skip
+    assert any("8 bits beside 4" in line for line in refusals(narrow, mixed))
+    within = context_of(good, tmp_path / "run", *GGUF, "assign.target=llama.cpp")
+    assert not [line for line in refusals(within, mixed) if "gguf" in line]
     with pytest.raises(PlanError, match=r"others\.head: 8 bits with zero points in groups of 32; llama.cpp"):
         run(good, tmp_path / "run", *GGUF, "others.head=8")
     monkeypatch.setitem(sys.modules, "gguf", None)
