@@ -14,14 +14,20 @@ test: $(INSTALLED) lint
 test-full: $(INSTALLED) lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MOEQ_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-peers: $(INSTALLED) .peers/gptqmodel/.installed
-	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k gptq tests/exporters/test_peers.py tests/verification/test_peers.py
+peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed
+	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py
 
 .peers/gptqmodel/.installed: constraints.txt
 	$(PYTHON) -m venv .peers/gptqmodel
 	grep '^torch==' constraints.txt > .peers/torch.txt
 	.peers/gptqmodel/bin/python -m pip install --quiet -c .peers/torch.txt torch setuptools wheel numpy packaging ninja
 	.peers/gptqmodel/bin/python -m pip install --quiet -c .peers/torch.txt --no-build-isolation gptqmodel==7.6.0
+	touch $@
+
+.peers/llama-cpp-python/.installed: constraints.txt
+	$(PYTHON) -m venv .peers/llama-cpp-python
+	.peers/llama-cpp-python/bin/python -m pip install --quiet -c constraints.txt torch safetensors
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF .peers/llama-cpp-python/bin/python -m pip install --quiet llama-cpp-python==0.3.36
 	touch $@
 
 lint: $(INSTALLED)

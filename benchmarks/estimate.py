@@ -4,7 +4,8 @@
 
 Sweep: two models, two widths, six grid points, three batches, all policies. Trace: made-up routing of 60 layers of 256
 experts, top 8, with a drifting set of popular experts a sequence, replayed step by step under all policies that fit
-(a HOBBIT with a cache of 64 experts a layer among them). Goals: under 1 s (DESIGN.md) and under 10 s.
+(a HOBBIT with a cache of 64 experts a layer among them). Goals: under 1 s (DESIGN.md) and under 10 s, in processor
+time, since machines are shared.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -93,13 +96,25 @@ def replay(trace: RoutingTrace) -> Estimate:
     return estimate(LARGE, caching(load_hardware("paper-ctxmoe")), every, trace=trace, grid=Grid(outputs=(DECODED,)))
 
 
-def timed(rounds: int, work: object, *arguments: object) -> float:
+@dataclass(frozen=True)
+class Timing:
+    """Medians of some rounds, in seconds: by the processor's clock, and by the wall's."""
+
+    processor: float
+    wall: float
+
+    def __str__(self) -> str:
+        return f"{self.processor:.3f} s of processor time, {self.wall:.3f} s by the wall"
+
+
+def timed(rounds: int, work: Callable[[], object]) -> Timing:
     taken = []
     for _ in range(rounds):
-        started = time.perf_counter()
-        work(*arguments)  # type: ignore[operator]
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+        started = time.process_time(), time.perf_counter()
+        work()
+        taken.append((time.process_time() - started[0], time.perf_counter() - started[1]))
+    processor, wall = (statistics.median(one) for one in zip(*taken, strict=True))
+    return Timing(processor=processor, wall=wall)
 
 
 def main() -> int:
@@ -108,22 +123,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10_000)
     options = parser.parse_args()
     swept = timed(options.rounds, sweep)
-    print(f"2 models x 2 widths x 6 grid points x 3 batches, all policies: {swept:.3f} s")
+    print(f"2 models x 2 widths x 6 grid points x 3 batches, all policies: {swept}")
     trace = made_trace(options.steps)
     result = replay(trace)
-    replayed = timed(max(1, options.rounds // 3), replay, trace)
-    print(
-        f"{options.steps} steps x {LAYERS} layers x {EXPERTS} experts, {len(result.policies)} policies: "
-        f"{replayed:.3f} s"
-    )
+    replayed = timed(max(1, options.rounds // 2), lambda: replay(trace))
+    print(f"{options.steps} steps x {LAYERS} layers x {EXPERTS} experts, {len(result.policies)} policies: {replayed}")
     for one in result.points[: len(result.policies)]:
-        print(
-            f"  {one.policy:14} {1e3 * one.decode_seconds_per_token:8.3f} ms a token, {one.gpu_expert_share:.3f} on GPU"
-        )
-    ratios = swept / SWEEP_GOAL_SECONDS, replayed / TRACE_GOAL_SECONDS
+        milliseconds, share = 1e3 * one.decode_seconds_per_token, one.gpu_expert_share
+        print(f"  {one.policy:14} {milliseconds:8.3f} ms a token, {share:.3f} of the expert tokens on the GPU")
+    ratios = swept.processor / SWEEP_GOAL_SECONDS, replayed.processor / TRACE_GOAL_SECONDS
     print(
-        f"sweep {swept:.3f} s, {ratios[0]:.2f} of the goal of {SWEEP_GOAL_SECONDS:.0f} s; "
-        f"trace {replayed:.3f} s, {ratios[1]:.2f} of the goal of {TRACE_GOAL_SECONDS:.0f} s"
+        f"sweep {swept.processor:.3f} s, {ratios[0]:.2f} of the goal of {SWEEP_GOAL_SECONDS:.0f} s; "
+        f"trace {replayed.processor:.3f} s, {ratios[1]:.2f} of the goal of {TRACE_GOAL_SECONDS:.0f} s"
     )
     return 0 if max(ratios) <= 1 else 1
 

@@ -10,6 +10,7 @@ than foretold.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -30,7 +31,7 @@ SMALL = [
 
 
 def measure(model: str, recipe: str | None, overrides: list[str], out: str) -> dict[str, dict[str, float]]:
-    """In this process: every stage's seconds and highest RssAnon."""
+    """In this process: every stage's seconds and highest RssAnon, that of its own processes included."""
     from moeq import pipeline
     from moeq.progress import Reporter
     from moeq.recipe import load_recipe
@@ -43,7 +44,7 @@ def measure(model: str, recipe: str | None, overrides: list[str], out: str) -> d
 
     def watch() -> None:
         while not stop.wait(0.01):
-            peaks[stage] = max(peaks.get(stage, 0), resident()["RssAnon"])
+            peaks[stage] = max(peaks.get(stage, 0), resident()["RssAnon"] + sum(map(anonymous, children())))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -58,6 +59,23 @@ def measure(model: str, recipe: str | None, overrides: list[str], out: str) -> d
         stop.set()
         thread.join()
     return {name: {"seconds": seconds[name], "ram_bytes": peaks[name]} for name in seconds}
+
+
+def children() -> list[str]:
+    """Ids of the processes that this one started."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += (task / "children").read_text().split()
+    return found
+
+
+def anonymous(process: str) -> int:
+    """Anonymous memory of a process, 0 when it has ended."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    return 0
 
 
 def compare(title: str, model: str, recipe: list[str], overrides: list[str]) -> tuple[float, float]:

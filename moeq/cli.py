@@ -56,8 +56,8 @@ FormatOption = Annotated[
     list[str] | None,
     typer.Option(
         "--format",
-        help="Also write auto-round, gptq, compressed-tensors or dequantized (export.formats); may be given several "
-        "times.",
+        help="Also write auto-round, gptq, compressed-tensors, gguf or dequantized (export.formats); may be given "
+        "several times.",
     ),
 ]
 WidenOption = Annotated[
@@ -254,7 +254,9 @@ def assign(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option("--target", help="Runtime that must load it: moeq, auto-round, gptqmodel, vllm or transformers."),
+        typer.Option(
+            "--target", help="Runtime that must load it: moeq, auto-round, gptqmodel, llama.cpp, vllm or transformers."
+        ),
     ] = None,
     price: Annotated[bool, typer.Option("--price", help="Show what each target's restriction costs.")] = False,
     frontier: Annotated[
@@ -529,7 +531,7 @@ def inspect(
 def convert(
     checkpoint: Annotated[Path, typer.Argument(help="A packed checkpoint.")],
     to: Annotated[
-        Literal["auto-round", "gptq", "compressed-tensors", "dequantized"],
+        Literal["auto-round", "gptq", "compressed-tensors", "gguf", "dequantized"],
         typer.Option("--to", help="The format to write."),
     ],
     out: Annotated[Path, typer.Option("--out", help="Directory to write, which must not be there yet.")],
@@ -567,7 +569,7 @@ def verify(
         typer.Option("--against", help="Model (or packed checkpoint) that it was made of: how far it is from that."),
     ] = None,
     target: Annotated[
-        Literal["moeq", "auto-round", "gptqmodel", "transformers"] | None,
+        Literal["moeq", "auto-round", "gptqmodel", "transformers", "llama.cpp"] | None,
         typer.Option("--target", help="Whose loader is used [default: the one that the format is for]."),
     ] = None,
     python: Annotated[

@@ -17,6 +17,9 @@ from moeq.artifacts.stage import RECORD, current_digest, read_record
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError
+from moeq.exporters.gguf_families import stack_name
+from moeq.exporters.readers import holds_gguf
+from moeq.exporters.readers.gguf import open_gguf
 from moeq.models import loading
 from moeq.models.source import open_source, read_header
 from moeq.progress import Reporter
@@ -45,6 +48,8 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
             return _store(path, reporter)
         if (path / RECORD).is_file():
             return _stage(path)
+        if holds_gguf(path):
+            return _gguf(path, trust_remote_code)
         if (path / "config.json").is_file():
             return _model(path, trust_remote_code)
         raise ArtifactError("neither a checkpoint, a run, a stage nor a model", where=str(path), do="give another path")
@@ -175,6 +180,22 @@ def _trace(path: Path) -> dict[str, Any]:
         "prefill_tokens": int(found.prefill.sum()),
         "routing_weights": found.weights is not None,
         "check": "every SHA-256 equals the header",
+    }
+
+
+def _gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    found = open_gguf(path, trust_remote_code)
+    stacks = {stack_name(layer, part) for layer in found.layers for part in layer.projections}
+    sizes = {name: tensor.bytes for name, tensor in found.file.tensors.items()}
+    types = Counter(found.file.tensors[name].type.name for name in sorted(stacks))
+    return {
+        "kind": f"GGUF ({found.family.arch})",
+        "model": str(found.file.fields.get("general.name", ""))[:200],
+        "moe_layers": len(found.layers),
+        "experts": ", ".join(f"{count} stacks of {kind}" for kind, count in types.items()),
+        "expert_bytes": sum(size for name, size in sizes.items() if name in stacks),
+        "non_expert_bytes": sum(size for name, size in sizes.items() if name not in stacks),
+        "check": "every tensor of the model is there, in its shape, and no other",
     }
 
 

@@ -94,6 +94,7 @@ STAGES = (
         revision=2,
         sections=("export",),
         after=("profile", "assign", "quantize"),
+        check=export.check,
         intact=export.formats_intact,
         apart=frozenset({CARD}),
     ),

@@ -281,7 +281,7 @@ class AssignSection(Section):
     transient_bytes: Bytes | None = Field(None, description="budget: kept free for experts that change their width")
     ema: float | None = Field(None, ge=0, lt=1, description="budget: what warm-up hotness keeps a sequence; none: 0.9")
     warmup_sequences: int | None = Field(None, ge=1, description="budget: sequences of the warm-up; none: all")
-    target: Literal["moeq", "transformers", "vllm", "gptqmodel", "auto-round"] | None = Field(
+    target: Literal["moeq", "transformers", "vllm", "gptqmodel", "auto-round", "llama.cpp"] | None = Field(
         None, description="runtime that must be able to load the assignment"
     )
     gpu_experts: int = Field(0, ge=0, description="K: experts a layer kept on the GPU in full precision")
@@ -410,7 +410,7 @@ class QuantizeSection(Section):
 
 class ExportSection(Section):
     format: Literal["moeq"] = "moeq"
-    formats: list[Literal["auto-round", "gptq", "compressed-tensors", "dequantized"]] = Field(
+    formats: list[Literal["auto-round", "gptq", "compressed-tensors", "gguf", "dequantized"]] = Field(
         [], description="written beside it, each as checkpoint-FORMAT"
     )
     widen: bool = Field(False, description="codes that a format's runtime cannot read go into wider ones, same values")

@@ -69,7 +69,8 @@ def print_verdict(verdict: Verdict) -> None:
     )
     console.print(f"files    {verdict.files}")
     console.print(f"loader   {versions}: {said}")
-    console.print(f"logits   {verdict.logits_error:.2g} relative, tolerance {verdict.tolerance:g} ({verdict.dtype})")
+    how = "median position, activations of 8 bits" if verdict.rounds else verdict.dtype
+    console.print(f"logits   {verdict.logits_error:.2g} relative, tolerance {verdict.tolerance:g} ({how})")
     if verdict.distance is not None:
         _print_distance(console, verdict.distance)
     for problem in verdict.problems:

@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def save_model(folder: Path, family: str, **settings: Any) -> Path:
     """A tiny model of a family whose matrices are multiples of 32 and of no two equal sides."""
-    build(family, **SIZES | FAMILIES[family] | settings).to(torch.bfloat16).save_pretrained(folder)
+    build(family, **SIZES | FAMILIES.get(family, {}) | settings).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(bundled_path("tiny-mixtral") / name, folder / name)
     return folder

@@ -15,8 +15,16 @@ from typing import Any
 
 import pytest
 
-MODULES = {"auto-round": "auto_round", "gptqmodel": "gptqmodel", "compressed-tensors": "compressed_tensors"}
+MODULES = {
+    "auto-round": "auto_round", "gptqmodel": "gptqmodel", "compressed-tensors": "compressed_tensors", "gguf": "gguf",
+    "llama-cpp-python": "llama_cpp",
+}  # fmt: skip
 PROBE = Path(__file__).parent / "exporters" / "peer_probe.py"
+
+
+def module(name: str) -> Any:
+    """A package that moeq itself uses where it is installed."""
+    return pytest.importorskip(name, reason=f"{name} is not installed: pip install 'moeq[gguf]'")
 
 
 def interpreter(package: str) -> str:

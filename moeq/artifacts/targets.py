@@ -6,15 +6,19 @@ MIXED for what goes wrong). `moeq` is the native format, which carries everythin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from moeq.artifacts.assignment import FULL, WIDTHS, Width, matrix_widths, width_of
 from moeq.errors import AssignmentError
+from moeq.numerics.ggml_types import LENGTHS
 
-Granularity = Literal["projection", "expert", "layer", "model"]
-FINENESS: tuple[Granularity, ...] = ("projection", "expert", "layer", "model")
+Granularity = Literal[
+    "projection", "expert", "stack", "layer", "model"
+]  # stack: one matrix of all of a layer's experts
+FINENESS: tuple[Granularity, ...] = ("projection", "expert", "stack", "layer", "model")
+OF_MATRICES: tuple[Granularity, ...] = ("projection", "stack")  # where matrices of an expert may differ
 MIXED = {
     "expert": "it takes one width for all matrices of an expert",
     "layer": "it takes one width for all experts of a layer",
@@ -25,13 +29,16 @@ MIXED = {
 PACKED = (2, 3, 4, 5, 6, 7, 8, FULL)
 NESTED = (2, 3)  # widths whose codes can lead wider ones and then stand between the points of a grid
 WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
+ONE_WIDTH = "give every layer's experts one width (assign.granularity: layer), or use the formats moeq or auto-round"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """granularity: what shares one width; reads: where that comes from; format: the export format that it loads;
     multiple: of what a matrix's rows and inputs must be; short_groups: whether a row's last group may be shorter;
-    nested: whether codes may be the leading bits of wider ones; proof: the test or source behind the row."""
+    nested: whether codes may be the leading bits of wider ones; stacks: whether, where the experts of a layer share a
+    width, their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be multiples}, where
+    only these grids have a type at all; proof: the test or source behind the row."""
 
     name: str
     widths: tuple[int, ...]
@@ -42,6 +49,8 @@ class Target:
     multiple: int = 1
     short_groups: bool = False
     nested: bool = False
+    stacks: bool = False
+    blocks: Mapping[tuple[int, bool], int] | None = None
     proof: str
 
 
@@ -100,6 +109,19 @@ TARGETS = {
             multiple=1,
             proof="tests/exporters/test_peers.py, compressed-tensors 0.19",
         ),
+        Target(
+            name="llama.cpp",
+            widths=(1, 2, 3, 4, 5, 6, 8, FULL),
+            granularity="layer",
+            symmetric_only=False,
+            reads="one type a stack of a layer's experts: 4, 5, 8 bits symmetric in groups of 32 and more, 1 bit of "
+            "128, 2, 3, 6 bits and zero points of 4, 5 bits of 256 (numerics.ggml_types)",
+            format="gguf",
+            short_groups=True,
+            stacks=True,
+            blocks=LENGTHS,
+            proof="tests/exporters/test_gguf.py, gguf 0.19.0, transformers 5.23, llama-cpp-python 0.3.36",
+        ),
     )
 }
 
@@ -109,6 +131,7 @@ LOADED_BY = {  # what an export format is checked against
     "auto-round": TARGETS["auto-round"],
     "gptq": TARGETS["gptqmodel"],
     "compressed-tensors": TARGETS["transformers"],
+    "gguf": TARGETS["llama.cpp"],
 }
 
 
@@ -142,7 +165,39 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
         if size % target.multiple:
             found = f"{size} {what}; {target.name} packs multiples of {target.multiple}"
             return found, "use the formats moeq or dequantized"
-    return None
+    return None if target.blocks is None else _refuse_blocks(target, target.blocks, grid)
+
+
+def _in_blocks(blocks: Mapping[tuple[int, bool], int], grid: Grid) -> bool:
+    """Whether a grid has a type whose blocks its rows and groups are multiples of."""
+    length = blocks.get((grid.bits, grid.symmetric))
+    return length is not None and grid.inputs % length == 0 and _group(grid) % length == 0
+
+
+def _group(grid: Grid) -> int:
+    return grid.inputs if grid.group_size == -1 else min(grid.group_size, grid.inputs)
+
+
+def _refuse_blocks(target: Target, blocks: Mapping[tuple[int, bool], int], grid: Grid) -> tuple[str, str] | None:
+    """Why no type of blocks holds a grid, and the nearest thing that works."""
+    if _in_blocks(blocks, grid):
+        return None
+    widens = any(_in_blocks(blocks, wide) for wide in _wider(target, grid))
+    length, least = blocks.get((grid.bits, grid.symmetric)), min(blocks.values())
+    zeros = "" if grid.symmetric else " with zero points"
+    if length is None:
+        found = f"{grid.bits} bits{zeros}; {target.name} has no type that holds them"
+        return found, WIDEN if widens else "set losses.symmetric: true, or use the formats moeq or dequantized"
+    found = f"{grid.bits} bits{zeros} of {grid.inputs} inputs in groups of {_group(grid)}; {target.name} has blocks of"
+    found = f"{found} {length}"
+    if grid.inputs % length == 0:
+        size = f"set losses.group_size: {length} or a multiple"
+        return found, f"{size}, or {WIDEN}" if widens else size
+    if widens:
+        return found, WIDEN
+    if grid.inputs % least == 0:
+        return found, f"set losses.group_size: {least}, and {WIDEN}"
+    return found, "use the formats moeq or dequantized"
 
 
 class Sized(Protocol):
@@ -177,16 +232,39 @@ def refuse_layers(
         if mixed is not None:
             narrow = any(bits not in target.widths for mine in widths for one in mine for bits in matrix_widths(one))
             near = f"assign.target: {target.name} assigns what it loads"
-            return mixed, f"{near}, or {WIDEN}" if narrow or target.granularity == "model" else near
+            return mixed, f"{near}, or {WIDEN}" if narrow or target.granularity == "model" or target.stacks else near
     for layer, mine in zip(layers, widths, strict=True):
         for projection in layer.projections:
-            for bits in sorted({width_of(one, projection) for one in mine} - {FULL}):
-                rows, inputs = layer.shape(projection)
-                own = nested and bits in NESTED
-                grid = Grid(rows=rows, inputs=inputs, bits=bits, group_size=group_size, symmetric=symmetric, nested=own)
-                found = refuse_matrix(target, loadable_grid(target, grid) if widen else grid)
-                if found is not None:
-                    return f"{layer.name}, {projection}: {found[0]}", found[1]
+            used = sorted({width_of(one, projection) for one in mine})
+            grids = grids_of(layer, projection, used, group_size=group_size, symmetric=symmetric, nested=nested)
+            found = refuse_stack(target, grids, full=FULL in used, widen=widen)
+            if found is not None:
+                return f"{layer.name}, {projection}: {found[0]}", found[1]
+    return None
+
+
+def grids_of(
+    layer: Sized, projection: str, widths: Sequence[int], *, group_size: int, symmetric: bool, nested: bool = False
+) -> list[Grid]:
+    """How a matrix of a layer's experts is stored at several widths, but for full precision."""
+    rows, inputs = layer.shape(projection)
+    grid = Grid(rows=rows, inputs=inputs, bits=0, group_size=group_size, symmetric=symmetric)
+    return [replace(grid, bits=bits, nested=nested and bits in NESTED) for bits in widths if bits != FULL]
+
+
+def refuse_stack(target: Target, grids: Sequence[Grid], *, full: bool, widen: bool) -> tuple[str, str] | None:
+    """Why a target cannot load one matrix of all experts of a layer, in these grids, and the nearest thing that works.
+
+    full: whether some are in full precision. Widths that may not stand side by side are refused before, or widened.
+    """
+    if full and grids and target.stacks:
+        return f"full precision beside {grids[0].bits} bits; {target.name} has one type for all", ONE_WIDTH
+    for grid in grids:
+        found = refuse_matrix(target, loadable_grid(target, grid) if widen else grid)
+        if found is not None:
+            return found
+    if target.stacks and widen and len(grids) > 1 and widest_of(target, grids) is None:
+        return f"no width that {target.name} loads holds {', '.join(str(grid.bits) for grid in grids)} bits", ONE_WIDTH
     return None
 
 
@@ -194,9 +272,35 @@ def loadable_grid(target: Target, grid: Grid) -> Grid:
     """The grid itself or, where a target cannot read it, the least symmetric one of the same values that it can."""
     if grid.nested or refuse_matrix(target, grid) is None:
         return grid
-    least = 2 if grid.bits == 1 else grid.bits + (not grid.symmetric)
-    wide = min((width for width in target.widths if least <= width < FULL), default=None)
-    return grid if wide is None else replace(grid, bits=wide, symmetric=True)
+    return next((one for one in _wider(target, grid) if refuse_matrix(target, one) is None), grid)
+
+
+def _wider(target: Target, grid: Grid) -> list[Grid]:
+    """Symmetric grids of a target's widths that hold the values of one, the least first."""
+    return [replace(grid, bits=width, symmetric=True) for width in target.widths if _least(grid) <= width < FULL]
+
+
+def _least(grid: Grid) -> int:
+    """The least width of symmetric codes of the same values."""
+    return 2 if grid.bits == 1 else grid.bits + (not grid.symmetric)
+
+
+def widest_of(target: Target, grids: Sequence[Grid]) -> int | None:
+    """The least width of symmetric codes that holds all grids, none nested, and that a target can read; or None."""
+    least = max(map(_least, grids))
+    for width in target.widths:
+        wide = [replace(grid, bits=width, symmetric=True) for grid in grids]
+        if least <= width < FULL and all(refuse_matrix(target, one) is None for one in wide):
+            return width
+    return None
+
+
+def loads_width(target: Target, bits: int, *, group_size: int, symmetric: bool) -> bool:
+    """Whether a target loads a width of matrices whose rows are whole groups."""
+    if bits not in target.widths or bits == FULL or target.blocks is None:
+        return bits in target.widths
+    length = target.blocks.get((bits, symmetric))
+    return length is not None and (group_size == -1 or group_size % length == 0)
 
 
 def refuse_grid(target: Target, *, symmetric: bool) -> str | None:
@@ -209,10 +313,14 @@ def refuse_grid(target: Target, *, symmetric: bool) -> str | None:
 def granularity_within(target: Target, wanted: Granularity | None) -> Granularity:
     """What has one width: what was asked for, or the finest that a target takes (none asked: experts or coarser).
 
+    Projections that were asked for are those of all of a layer's experts where a target has one type for them.
+
     Raises AssignmentError where a target cannot take what was asked for.
     """
     if wanted is None:
         return max("expert", target.granularity, key=FINENESS.index)
+    if wanted == "projection" and target.stacks:
+        return "stack"
     if FINENESS.index(wanted) < FINENESS.index(target.granularity):
         raise AssignmentError(
             f"granularity {wanted} cannot be loaded: {MIXED[target.granularity]}",
@@ -223,40 +331,60 @@ def granularity_within(target: Target, wanted: Granularity | None) -> Granularit
     return wanted
 
 
-def refusal(target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool) -> str | None:
-    """Why a target cannot load widths of every layer's experts, naming the first layer and expert in the way."""
+def refusal(
+    target: Target,
+    widths: Sequence[Sequence[Width]],
+    names: Sequence[str],
+    *,
+    symmetric: bool,
+    group_size: int | None = None,
+) -> str | None:
+    """Why a target cannot load widths of every layer's experts, naming the first layer and expert in the way.
+
+    group_size: where what a target loads depends on it; None: it is looked at later.
+    """
     grid = refuse_grid(target, symmetric=symmetric)
     if grid is not None:
         return grid
+    loaded = [
+        bits
+        for bits in target.widths
+        if group_size is None or loads_width(target, bits, group_size=group_size, symmetric=symmetric)
+    ]
     for name, mine in zip(names, widths, strict=True):
         for expert, width in enumerate(mine):
-            reason = _refuse_expert(target, width, mine[0] if target.granularity == "layer" else widths[0][0])
+            first = mine[0] if target.granularity == "layer" else widths[0][0]
+            reason = _refuse_expert(target, width, first, loaded)
             if reason is not None:
                 return f"{name}, expert {expert}: {reason}"
     return None
 
 
-def _refuse_expert(target: Target, width: Width, first: Width) -> str | None:
-    """Why a target cannot load one expert beside the first of its layer or model."""
-    if isinstance(width, int):
-        foreign = [] if width in target.widths else [width]
-    else:
-        foreign = sorted(set(width.values()) - set(target.widths))
+def _refuse_expert(target: Target, width: Width, first: Width, loaded: Sequence[int]) -> str | None:
+    """Why a target cannot load one expert beside the first of its layer or model; loaded: the widths that it can."""
+    foreign = sorted(set(matrix_widths(width)) - set(loaded))
     if foreign:
-        return f"{foreign[0]} bits; {target.name} loads {', '.join(map(str, target.widths))}"
-    if target.granularity == "projection":
+        grid = "" if len(loaded) == len(target.widths) else " of this grid"
+        return f"{foreign[0]} bits; {target.name} loads {', '.join(map(str, loaded))}{grid}"
+    if target.granularity == "projection" or (target.stacks and width == first):
         return None
-    if not isinstance(width, int):
-        listed = ", ".join(f"{name} {bits}" for name, bits in width.items())
-        return f"{listed} bits; {MIXED[target.granularity]}"
+    if not isinstance(width, int) and not target.stacks:
+        return f"{_listed(width)} bits; {MIXED[target.granularity]}"
     if target.granularity != "expert" and width != first:
-        return f"{width} bits beside {first}; {MIXED[target.granularity]}"
+        return f"{_listed(width)} bits beside {_listed(first)}; {MIXED[target.granularity]}"
     return None
 
 
-def check(target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool) -> None:
+def _listed(width: Width) -> str:
+    """A width as a message has it."""
+    return str(width) if isinstance(width, int) else ", ".join(f"{name} {bits}" for name, bits in width.items())
+
+
+def check(
+    target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool, group_size: int
+) -> None:
     """AssignmentError when a target cannot load what was assigned."""
-    reason = refusal(target, widths, names, symmetric=symmetric)
+    reason = refusal(target, widths, names, symmetric=symmetric, group_size=group_size)
     if reason is not None:
         raise AssignmentError(
             reason,

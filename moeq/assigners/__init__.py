@@ -29,5 +29,11 @@ def assign(inputs: AssignInputs) -> Assignment:
     module = importlib.import_module(f"{__name__}.{method.replace('-', '_')}")
     result: Assignment = module.assign(inputs)
     if inputs.config.target is not None:
-        check(TARGETS[inputs.config.target], result.expert_widths(), inputs.profile.layers, symmetric=inputs.symmetric)
+        check(
+            TARGETS[inputs.config.target],
+            result.expert_widths(),
+            inputs.profile.layers,
+            symmetric=inputs.symmetric,
+            group_size=inputs.group_size,
+        )
     return result

@@ -18,7 +18,7 @@ from math import lcm
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.targets import TARGETS, Granularity
+from moeq.artifacts.targets import OF_MATRICES, TARGETS, Granularity, Target, loads_width
 from moeq.assigners.inputs import AssignInputs, hot_masks
 from moeq.errors import AssignmentError
 from moeq.tables import human_bytes
@@ -74,16 +74,22 @@ class Limit:
         return whole
 
 
+def loads(inputs: AssignInputs, target: Target, bits: int) -> bool:
+    """Whether a target loads a width of the inputs' grid."""
+    return loads_width(target, bits, group_size=inputs.group_size, symmetric=inputs.symmetric)
+
+
 def choices(inputs: AssignInputs) -> tuple[int, ...]:
     """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads."""
     known: Sequence[int] = inputs.config.widths or (inputs.losses.bits() if inputs.losses is not None else ())
     target = inputs.config.target
-    allowed = sorted(width for width in set(known) if target is None or width in TARGETS[target].widths)
+    allowed = sorted(width for width in set(known) if target is None or loads(inputs, TARGETS[target], width))
     if not allowed:
+        every = [width for width in TARGETS[target].widths if loads(inputs, TARGETS[target], width)] if target else []
         raise AssignmentError(
             f"none of the widths {sorted(set(known))} can be loaded",
             where=f"target {target}",
-            do=f"choose among {list(TARGETS[target].widths) if target else 'losses.bits'}",
+            do=f"choose among {every or 'losses.bits'}",
         )
     return tuple(allowed)
 
@@ -104,7 +110,7 @@ def limit_of(
         if limit.total < limit.least:
             raise AssignmentError(
                 f"an average of {float(average):g} bits cannot be met with {list(widths)} bits",
-                do=f"ask for {widths[0]} bits or more",
+                do=f"ask for {widths[0]} bits or more{_longer_groups(inputs, widths)}",
             )
         return limit
     whole = config.expert_bytes if config.expert_bytes is not None else config.size
@@ -115,12 +121,23 @@ def limit_of(
     return byte_limit(inputs, widths, counts, whole, fixed, granularity)
 
 
+def _longer_groups(inputs: AssignInputs, widths: Sequence[int]) -> str:
+    """Which groups would let the target load fewer bits, for a message; nothing where none would."""
+    target = TARGETS[inputs.config.target or "moeq"]
+    if target.blocks is None:
+        return ""
+    lengths = {target.blocks.get((bits, inputs.symmetric)) for bits in range(1, widths[0])} - {None}
+    longest = max((length for length in lengths if length is not None), default=0)
+    return f", or set losses.group_size: {longest} for fewer" if longest else ""
+
+
 def _bits_limit(
     inputs: AssignInputs, widths: Sequence[int], counts: np.ndarray, average: Fraction, granularity: Granularity
 ) -> Limit:
     """A limit on bits of a weight; where matrices are decided, on those times what makes each one's share whole."""
     plain = np.array(widths, np.int64)
-    shares = [len(inputs.matrix_bytes_of(layer)) if granularity == "projection" else 1 for layer in range(len(counts))]
+    apart = granularity in OF_MATRICES
+    shares = [len(inputs.matrix_bytes_of(layer)) if apart else 1 for layer in range(len(counts))]
     whole = lcm(*shares)
     matrices = tuple(np.tile(plain * (whole // share), (share, 1)) for share in shares)
     return Limit(
@@ -129,7 +146,7 @@ def _bits_limit(
         costs=np.tile(plain * whole, (len(counts), 1)),
         counts=counts,
         total=int(average * whole * int(counts.sum())),
-        matrices=matrices if granularity == "projection" else (),
+        matrices=matrices if apart else (),
     )
 
 
@@ -145,7 +162,7 @@ def byte_limit(
     layers = range(len(counts))
     costs = np.array([[inputs.bytes_of(layer)[width] for width in widths] for layer in layers], np.int64)
     matrices: tuple[np.ndarray, ...] = ()
-    if granularity == "projection":
+    if granularity in OF_MATRICES:
         sizes = [inputs.matrix_bytes_of(layer).values() for layer in layers]
         matrices = tuple(np.array([[one[w] for w in widths] for one in every], np.int64) for every in sizes)
     limit = Limit(

@@ -2,7 +2,8 @@
 
 Every expert that is not on the GPU takes one of the widths, or (granularity projection) each of its matrices does;
 scope model (the default) spends one budget over all layers, scope layer the same share in each. With granularity layer,
-or within a target that takes one width for a layer or for the model, the experts that share a width are one item.
+or within a target that takes one width for a layer or for the model, the experts that share a width are one item; with
+granularity projection within one that has one type for a matrix of all of a layer's experts, those are.
 
 With a limit of NDP latency beside the budget the bound is printed where the search ends without a proof
 (numerics.two_limits).
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.targets import TARGETS, Granularity, granularity_within, refuse_grid
+from moeq.artifacts.targets import OF_MATRICES, TARGETS, Granularity, granularity_within, refuse_grid
 from moeq.assigners import latency
 from moeq.assigners.inputs import AssignInputs, build, hot_masks
 from moeq.assigners.limits import Limit, choices, limit_of
@@ -73,7 +74,7 @@ def _optimum(
     inputs: AssignInputs, limit: Limit, hot: Sequence[np.ndarray], granularity: Granularity, scope: str
 ) -> Optimum:
     layers = range(len(hot))
-    of = _matrix_losses if granularity == "projection" else _losses
+    of = _matrix_losses if granularity in OF_MATRICES else _losses
     values = [of(inputs, layer, limit.widths)[~hot[layer]] for layer in layers]
     if scope == "model":
         solved = [_solve(values, limit, list(layers), limit.total, granularity)]
@@ -122,8 +123,8 @@ def _solve(
     values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int, granularity: Granularity
 ) -> tuple[knapsack.Solution, list[np.ndarray]]:
     """The knapsack of some layers; the choice [e] of every decided expert, or [e, P] of its matrices, a layer."""
-    if granularity == "projection":
-        return _solve_matrices(values, limit, layers, total)
+    if granularity in OF_MATRICES:
+        return _solve_matrices(values, limit, layers, total, together=granularity == "stack")
     groups = _groups(values, layers, granularity)
     costs = [limit.costs[layer] * (1 if granularity == "expert" else limit.counts[layer]) for layer in layers]
     if granularity == "model":
@@ -142,9 +143,14 @@ def _solve(
 
 
 def _solve_matrices(
-    values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int
+    values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int, *, together: bool
 ) -> tuple[knapsack.Solution, list[np.ndarray]]:
-    """The knapsack of some layers' matrices, values [e, P, W]; the choice [e, P] of every matrix, a layer."""
+    """The knapsack of some layers' matrices, values [e, P, W]; the choice [e, P] of every matrix, a layer.
+
+    together: one matrix of all of a layer's experts is one item.
+    """
+    if together:
+        return _solve_stacks(values, limit, layers, total)
     groups = [values[layer].reshape(-1, len(limit.widths)) for layer in layers]
     stacked = np.concatenate([np.tile(limit.matrices[layer], (len(values[layer]), 1)) for layer in layers])
     where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
@@ -157,6 +163,25 @@ def _solve_matrices(
     solution = _within(np.concatenate(groups), stacked, total, limit, where, times)
     parts = np.split(solution.choices, np.cumsum([len(group) for group in groups])[:-1])
     return solution, [part.reshape(values[layer].shape[:2]) for part, layer in zip(parts, layers, strict=True)]
+
+
+def _solve_stacks(
+    values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int
+) -> tuple[knapsack.Solution, list[np.ndarray]]:
+    """As `_solve_matrices`, with one width for a matrix of all of a layer's experts."""
+    groups = [values[layer].sum(0) for layer in layers]
+    costs = np.concatenate([limit.matrices[layer] * len(values[layer]) for layer in layers])
+    where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
+    times = None
+    if limit.latency is not None:
+        counts = [len(limit.matrices[layer]) for layer in layers]
+        times = [
+            np.tile(limit.latency.times[layer].sum(0) / count, (count, 1))
+            for layer, count in zip(layers, counts, strict=True)
+        ]
+    solution = _within(np.concatenate(groups), costs, total, limit, where, times)
+    parts = np.split(solution.choices, np.cumsum([len(group) for group in groups])[:-1])
+    return solution, [np.tile(part, (len(values[layer]), 1)) for part, layer in zip(parts, layers, strict=True)]
 
 
 def _within(

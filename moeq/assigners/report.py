@@ -12,7 +12,7 @@ from moeq.artifacts.assignment import FULL, Assignment, Width, matrix_widths, me
 from moeq.artifacts.targets import FINENESS, MIXED, TARGETS, Granularity, Target, refuse_grid
 from moeq.assigners import latency
 from moeq.assigners.inputs import AssignInputs, expert_widths, hot_masks
-from moeq.assigners.limits import Limit, byte_limit, limit_of, spent
+from moeq.assigners.limits import Limit, byte_limit, limit_of, loads, spent
 from moeq.assigners.optimal import Optimum, optimum
 from moeq.assigners.sensitivity import objective
 from moeq.errors import AssignmentError
@@ -124,9 +124,11 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
     hot = assignment.hot()
     reason = refuse_grid(target, symmetric=inputs.symmetric)
     granularity = max(finest(inputs), target.granularity, key=FINENESS.index)
+    if target.stacks and finest(inputs) == "projection":
+        granularity = "stack"
     if FINENESS.index(granularity) > FINENESS.index("expert") and any(mask.any() and not mask.all() for mask in hot):
         reason = f"gpu_experts mixes 16 bits with others; {MIXED[target.granularity]}"
-    widths = [width for width in all_widths(inputs) if width in target.widths]
+    widths = [width for width in all_widths(inputs) if loads(inputs, target, width)]
     try:
         if not widths:
             raise AssignmentError(f"none of losses.bits is among {list(target.widths)}")

@@ -74,7 +74,8 @@ class Simulation:
 
     def outcomes(self, batch: int, *, in_time: bool = False) -> list[Outcomes]:
         """Routing outcomes of a decode step for every distinct popularity row; `in_time`: drawn, not enumerated."""
-        in_time = in_time and batch == 1  # above, they are drawn anyway
+        if in_time and (batch > 1 or self.outcomes(batch)[0].method == "monte-carlo"):
+            in_time = False  # they are drawn anyway
         if (batch, in_time) not in self.drawn:
             exact = {"max_exact_outcomes": 0} if in_time else {}
             self.drawn[batch, in_time] = [

@@ -48,7 +48,7 @@ def timeline(
     """One decode step of a policy's label ("monde_opt"), by start; other settings are those of `estimate`.
 
     `step`: which routing outcome (of a trace: which step of the batch); None: in every layer the one whose time is
-    closest to the expected, of consecutive steps the first.
+    closest to the expected, of consecutive steps the first. Copies that a step does not hide run on past its end.
 
     Raises EstimateError for an unknown policy, one that cannot run the model, or a step that is not there.
     """

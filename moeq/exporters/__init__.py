@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 NATIVE = "moeq"
-CONVERTED = ("auto-round", "compressed-tensors", "dequantized", "gptq")  # as a recipe writes them
+CONVERTED = ("auto-round", "compressed-tensors", "dequantized", "gguf", "gptq")  # as a recipe writes them
 
 
 def known_formats() -> list[str]:

@@ -168,7 +168,11 @@ class Draft:
         self.where |= rest
         write_index(self.directory, self.where)
         block = {} if quantization is None else {"quantization_config": dict(quantization)}
-        write_json(self.directory / "config.json", self.source.config | block)
+        self.complete(self.source.config | block, card)
+
+    def complete(self, config: Mapping[str, Any], card: str) -> None:
+        """Write config.json, the side files, the model card and the digests of all files."""
+        write_json(self.directory / "config.json", config)
         copy_side_files(self.source.source, self.directory)
         write_text(self.directory / "README.md", card)
         write_sums(self.directory, dict(file.result() for file in self.settled))
@@ -220,7 +224,7 @@ def layer_file(index: int) -> str:
 OTHERS_FILE = "model-others.safetensors"
 
 
-def card(draft: Draft, runtime: str, loading: str) -> str:
+def card(draft: Draft, runtime: str, loading: str, library: str = "transformers") -> str:
     """A model card that names the runtime, the versions that were measured, and how to load it."""
     name = draft.options.model_name or draft.source.source.name
     widths: dict[int, int] = {}
@@ -230,7 +234,7 @@ def card(draft: Draft, runtime: str, loading: str) -> str:
     return "\n".join(
         [
             "---",
-            "library_name: transformers",
+            f"library_name: {library}",
             f"base_model: {name}",
             "tags: [moeq, mixture-of-experts, quantized]",
             "---",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.files import digest_of, sha256_file
 from moeq.artifacts.reading import TensorHeader as TensorHeader
@@ -17,6 +17,9 @@ from moeq.artifacts.stage import ModelStamp
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
 from moeq.models import hub
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BUNDLED = "bundled:"
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
@@ -43,13 +46,17 @@ MODULES_FREE, SIZES_FREE = 4096, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A local model directory whose configuration and safetensors headers have been checked."""
+    """A local model directory whose configuration and headers have been checked.
+
+    read: how a tensor is read where it lies in no safetensors file as it is.
+    """
 
     name: str
     path: Path
     revision: str | None
     config: dict[str, Any]
     tensors: dict[str, TensorHeader]
+    read: Callable[[str], Tensor] | None = None
 
     @property
     def files(self) -> list[Path]:
@@ -79,7 +86,7 @@ def open_source(name: str, revision: str | None = None, *, trust_remote_code: bo
     configuration or shards missing, truncated or mismatched; a hub model that is gated, unknown or out of reach.
     """
     path, commit = _resolve(name, revision, trust_remote_code)
-    config, tensors = _read_config(path / CONFIG), _read_headers(path)
+    config, tensors = read_config(path / CONFIG), _read_headers(path)
     check_counts(config, tensors, path / CONFIG)
     if Path(name).expanduser().is_dir():
         name = path.resolve().name  # where it lies on this machine is nobody's business
@@ -98,7 +105,7 @@ def open_config(name: str, *, beside: Sequence[str] = (), trust_remote_code: boo
     else:
         path, _ = _resolve(name, None, trust_remote_code, only=(CONFIG, *beside))
         file, name = path / CONFIG, (path.resolve().name if Path(name).expanduser().is_dir() else name)
-    config = _read_config(file)
+    config = read_config(file)
     check_counts(config, {}, file)
     return ModelSource(name=name, path=path, revision=None, config=config, tensors={})
 
@@ -155,7 +162,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     return {key: plain_name(shard) for key, shard in weight_map.items()}
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
+    """The configuration that a file holds; ModelError where there is none or it is damaged."""
     if not file.is_file():
         where = str(file.parent)
         raise ModelError("not a model directory: no config.json", where=where, do="give the folder that holds it")

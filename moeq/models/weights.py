@@ -129,6 +129,9 @@ def plain_header(source: ModelSource, key: str) -> tuple[str, tuple[int, ...], i
 
 def plain_chunks(source: ModelSource, key: str) -> Iterator[bytes]:
     """The bytes of a tensor as an unpacked checkpoint has it."""
+    if source.read is not None:
+        yield source.read(key).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return
     scales = _scales_key(source, key)
     if scales is None:
         yield from stored_chunks(source.tensors[key])
@@ -243,7 +246,9 @@ class WeightReader:
         return sum(self.source.tensors[key].bytes for key in self.keys(parameters))
 
     def handle(self, key: str) -> Any:
-        """A lazy view of one tensor on disk; indexing it reads."""
+        """A lazy view of one tensor on disk; indexing it reads. Of a source with a reader of its own, the tensor."""
+        if self.source.read is not None:
+            return self.source.read(key)
         path = self.source.tensors[key].file
         if path not in self._files:
             self._files[path] = safe_open(path, "pt")

@@ -7,15 +7,16 @@ formats that it is converted to can carry stands in `artifacts.targets`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeq.artifacts.assignment import FULL, Width, matrix_widths
-from moeq.artifacts.targets import refuse_layers
+from moeq.artifacts.targets import LOADED_BY, loads_width, refuse_layers
 from moeq.exporters import NATIVE
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.packing import SUPPORTED_BITS
 from moeq.pipeline import STAGES
 from moeq.quantizers.layer import heldout_stride
+from moeq.recipe import Recipe
 from moeq.stages.context import Context
 
 
@@ -56,6 +57,17 @@ def _converted(name: str, asked: Asked, widen: bool) -> str | None:
     return None if found is None else "; ".join(found)
 
 
+def _variants(name: str, asked: Asked, recipe: Recipe) -> list[Asked]:
+    """What a format is asked to carry: where assign decides within its target, each width alone that the target loads,
+    since there widths stand side by side only as it takes them."""
+    target, size = LOADED_BY.get(name), asked.group_size
+    if target is None or recipe.assign.target != target.name:
+        return [asked]
+    used = asked.used() - {FULL}
+    loaded = [bits for bits in used if loads_width(target, bits, group_size=size, symmetric=asked.symmetric)]
+    return [replace(asked, widths=tuple((bits,) * len(mine) for mine in asked.widths)) for bits in loaded or used]
+
+
 Rule = Callable[[Asked], str | None]
 RULES: dict[str, Rule] = {NATIVE: native}
 
@@ -79,7 +91,8 @@ def refusals(context: Context, asked: Asked) -> list[str]:
     if reason is not None:
         found.append(f"export.format {recipe.export.format} cannot carry it: {reason}; choose another format")
     for name in recipe.export.formats:
-        reason = _converted(name, asked, recipe.export.widen)
+        reasons = [_converted(name, one, recipe.export.widen) for one in _variants(name, asked, recipe)]
+        reason = next((found for found in reasons if found is not None), None)
         if reason is not None:
             found.append(f"export.formats: {name} cannot carry it: {reason}")
     missing = sorted(asked.used() - {FULL, *recipe.losses.bits})

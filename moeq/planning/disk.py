@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout,
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
+from moeq.artifacts.targets import LOADED_BY, grids_of, loadable_grid, widest_of
 from moeq.estimator import load_hardware
 from moeq.exporters.moeq import extra_name, layer_name, other_widths
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import INDEX, TensorHeader
+from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.numerics.packed import packed_shapes
 from moeq.numerics.packing import NESTED_BITS
 from moeq.pipeline import BY_NAME, Stage
@@ -62,6 +65,18 @@ REPORT_LAYER = 1_000  # of the charts and tables, a layer
 REPORT_ASSIGNMENT = 1_000
 
 
+def stack_bits(layer: ExpertLayer, projection: str, widths: Sequence[int], recipe: Recipe) -> float:
+    """Bits a weight of one matrix of a layer's experts in GGUF, scales included."""
+    target, losses = LOADED_BY["gguf"], recipe.losses
+    grids = grids_of(layer, projection, widths, group_size=losses.group_size, symmetric=losses.symmetric)
+    if not grids or FULL in widths:
+        return FULL
+    grid = grids[0] if len(grids) == 1 else replace(grids[0], bits=widest_of(target, grids) or FULL, symmetric=True)
+    grid = loadable_grid(target, grid) if recipe.export.widen else grid
+    held = HOLDS.get((grid.bits, grid.symmetric))
+    return FULL if held is None else 8 * TYPES[held].bytes / TYPES[held].length
+
+
 class Disk:
     """Files of every stage of one run."""
 
@@ -89,7 +104,21 @@ class Disk:
         rest = self.sizes.disk - self.sizes.experts_disk - self.sizes.others.disk
         packed = rest + self.sizes.others.packed + placed_bytes(self.sizes, self.recipe.assign, self.recipe)
         names = self.recipe.export.formats
-        return {f"../checkpoint-{name}": self.sizes.disk if name == "dequantized" else packed for name in names}
+        sizes = {"dequantized": self.sizes.disk}
+        if "gguf" in names:
+            sizes["gguf"] = rest + self.sizes.others.packed + self._stacks()
+        return {f"../checkpoint-{name}": sizes.get(name, packed) for name in names}
+
+    def _stacks(self) -> int:
+        """Bytes of all experts in the types of GGUF; of what no type holds, which is refused, in full precision."""
+        total = 0
+        for layer, mine in zip(self.sizes.layers, self.own.expert_widths(), strict=True):
+            for projection in layer.projections:
+                used = sorted({width_of(one, projection) for one in mine})
+                rows, inputs = layer.shape(projection)
+                bits = stack_bits(layer, projection, used, self.recipe)
+                total += int(layer.num_experts * rows * inputs * bits / 8)
+        return total
 
     def linked(self, stage: str) -> int:
         """Bytes of files that are hard links to an earlier stage's: packed experts in the checkpoint."""

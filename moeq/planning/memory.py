@@ -12,6 +12,7 @@ What is held, and where the code holds it:
 - losses (quantizers/layer.py): the layer's tokens in float32 and three quarters of them again, the packed replicas and
   their parts, and one batch of experts under losses.working_memory;
 - what a stage freed stays with the allocator in part and is there beside what later stages hold;
+- export (verification/): a second process with the checkpoint, and one block of the reference at a time;
 - eval (stages/evaluate.py): a loaded model is dropped only when the next one has been loaded; logits in float32, the
   exported checkpoint whole.
 """
@@ -20,9 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from moeq.artifacts.assignment import FULL
 from moeq.artifacts.trace import BYTES_PER_CHOICE
 from moeq.models.experts import ExpertLayer
+from moeq.models.loading import memory_bytes
 from moeq.numerics.grids import resolved_group_size
 from moeq.numerics.packed import packed_bytes
 from moeq.planning.effects import heldout, kept
@@ -52,6 +56,7 @@ HELD_PER_TOKEN = (
 )
 CAPTURED = 2  # copies of a layer's inputs while they are joined: pieces and whole
 
+APART = "checkpoint in its target's process"
 COMPARED = 5  # effects: two outputs as logarithmic probabilities and what is between them, in float32
 REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted, and one temporary
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
@@ -89,7 +94,7 @@ class Memory:
     def _transient(self, stage: str) -> int:
         """Bytes of the machine's memory that a stage frees again, at most."""
         moments: list[Moment] = getattr(self, f"_{stage}")()
-        fullest = max(sum(term.bytes for term in moment if not term.gpu) for moment in moments)
+        fullest = max(sum(term.bytes for term in moment if not term.gpu and term.what != APART) for moment in moments)
         return fullest - sum(term.bytes for term in self._model() if not term.gpu)
 
     def _term(self, what: str, size: float, lever: str | None = None) -> Term:
@@ -268,7 +273,20 @@ class Memory:
     def _export(self) -> list[Moment]:
         experts = sum(layer.num_experts for layer in self.sizes.layers)
         widths = len(self.recipe.losses.bits) + 1 if self.recipe.quantize.replicas == "all" else 1
-        return [[*self._model(), *self._tables(), Term(what="manifest", bytes=experts * widths * REPLICA)]]
+        writing = [*self._model(), *self._tables(), Term(what="manifest", bytes=experts * widths * REPLICA)]
+        return [writing, *([[*writing, *self._verifying()]] if self.recipe.export.verify else [])]
+
+    def _verifying(self) -> Moment:
+        """The target's process and, beside it, what its layers are compared with; nothing where it is left out."""
+        sizes, lever = self.sizes, "export.verify: false"
+        rest = sizes.whole // self.d - sizes.expert_parameters - sizes.others.parameters
+        loaded = 4 * rest + sizes.others.packed + self.placed
+        if loaded > memory_bytes(torch.device("cpu")):
+            return []
+        return [
+            Term(what=APART, bytes=int(PROGRAM + CACHES + loaded), lever=lever),
+            Term(what="reference in float32", bytes=4 * (sizes.resident + sizes.largest_block) // self.d, lever=lever),
+        ]
 
     def _eval(self) -> list[Moment]:
         text, tasks, sizes = self.work.evaluation, self.work.tasks, self.sizes

@@ -10,9 +10,9 @@ from moeq.artifacts.files import digest_of, sha256_file, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import is_current, read_record, write_record
-from moeq.artifacts.targets import refuse_layers
+from moeq.artifacts.targets import LOADED_BY, WIDEN, Target, loads_width, refuse_layers
 from moeq.errors import PlanError
-from moeq.exporters import CONVERTED, export, write
+from moeq.exporters import CONVERTED, export, gguf, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
@@ -65,6 +65,29 @@ def format_directory(out: Path, name: str) -> Path:
 
 
 FORMAT_DIRECTORIES = tuple(format_directory(Path(), name).name for name in CONVERTED)
+
+
+def check(context: Context) -> None:
+    """What formats can be asked before anything runs: RecipeError, PlanError."""
+    if gguf.NAME in context.recipe.export.formats:
+        gguf.check(context.source, context.described[0])
+        _check_others(context, LOADED_BY[gguf.NAME])
+
+
+def _check_others(context: Context, target: Target) -> None:
+    """PlanError where a target has no type for the grid of what is packed outside of the experts."""
+    others = context.recipe.others
+    size = context.recipe.losses.group_size if others.group_size is None else others.group_size
+    if context.recipe.export.widen:
+        return
+    for kind, bits in others.widths().items():
+        if not loads_width(target, bits, group_size=size, symmetric=others.symmetric):
+            zeros = "" if others.symmetric else " with zero points"
+            raise PlanError(
+                f"others.{kind}: {bits} bits{zeros} in groups of {size}; {target.name} has no type for them",
+                where=f"export.formats: {target.format}",
+                do=f"set others.symmetric: true and 4 or 8 bits, or {WIDEN}",
+            )
 
 
 def check_formats(context: Context, assignment: Assignment) -> None:

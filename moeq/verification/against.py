@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from moeq.artifacts.files import stored_chunks
+from moeq.artifacts.files import CHUNK_BYTES, stored_chunks
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.exporters.readers.foreign import Foreign
@@ -114,6 +115,15 @@ def _experts(
     return problems, errors
 
 
+def _chunks(source: ModelSource, key: str) -> Iterator[bytes]:
+    """The bytes of a tensor as it is stored, or as its source reads it, a few megabytes at a time."""
+    if source.read is None:
+        yield from stored_chunks(source.tensors[key])
+        return
+    data = source.read(key).contiguous().reshape(-1).view(torch.uint8)
+    yield from (part.numpy().tobytes() for part in data.split(CHUNK_BYTES))
+
+
 def _where(packed: PackedSource, what: str, layer: int, expert: int) -> str:
     return f"{what}, {packed.file_of(packed.layers[layer], expert)}" if isinstance(packed, Foreign) else what
 
@@ -129,7 +139,7 @@ def _tensors(source: ModelSource, packed: PackedSource) -> tuple[int, list[str]]
         if theirs is None or mine.dtype != theirs.dtype:
             continue
         same = mine.shape == theirs.shape and all(
-            first == second for first, second in zip_longest(stored_chunks(mine), stored_chunks(theirs))
+            first == second for first, second in zip_longest(_chunks(packed.source, key), _chunks(source, key))
         )
         equal += same
         if not same:

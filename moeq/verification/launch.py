@@ -32,6 +32,7 @@ OF_FORMAT = {
     "gptq": "gptqmodel",
     "compressed-tensors": "transformers",
     "dequantized": "transformers",
+    "gguf": "llama.cpp",
 }
 INSTALL = {
     "moeq": "pip install moeq",
@@ -39,6 +40,8 @@ INSTALL = {
     "gptqmodel": "pip install gptqmodel==7.6.0",
     "transformers": "pip install transformers",
     "compressed_tensors": "pip install compressed-tensors",
+    "gguf": "pip install gguf==0.19.0",
+    "llama_cpp": "pip install llama-cpp-python",
 }
 
 

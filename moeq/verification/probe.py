@@ -18,6 +18,7 @@ B sequences, S positions, T = B*S tokens, V vocabulary, H hidden size, k experts
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -30,8 +31,10 @@ PACKAGES = {
     "auto-round": ("transformers", "auto_round"),
     "gptqmodel": ("gptqmodel",),
     "transformers": ("transformers",),
+    "llama.cpp": ("llama_cpp",),
 }
-NEEDED = {"compressed-tensors": ("compressed_tensors",)}  # by a format beside the target's own packages
+NEEDED = {"compressed-tensors": ("compressed_tensors",), "gguf": ("gguf",)}  # by a format beside the target's own
+GGUF_FILE = "model.gguf"
 PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
 
 
@@ -128,6 +131,24 @@ def record(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def llama_logits(request: dict[str, Any]) -> dict[str, Any]:
+    """The logits that llama.cpp computes, sequence by sequence; it shows nothing of its layers."""
+    import torch
+    from llama_cpp import Llama
+
+    rows = request["inputs"]["input_ids"]
+    path = os.path.join(request["checkpoint"], GGUF_FILE)
+    float32 = 0  # ggml's number of the type, of the cache
+    model = Llama(path, n_ctx=max(map(len, rows)), logits_all=True, type_k=float32, type_v=float32, verbose=False)
+    found = []
+    for row in rows:
+        model.reset()
+        model.eval(row)
+        found.append(torch.tensor(model.scores[: len(row)].tolist()))
+    model.close()
+    return {"logits": torch.stack(found)}
+
+
 def load(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]] | None]:
     """The model in the wanted type, and what its loader complained about (None: it does not say)."""
     import torch
@@ -161,9 +182,19 @@ def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
         "output_loading_info": True,
         **trust,
     }
+    if request["method"] == "gguf":  # whose own header lacks some of the configuration
+        options |= {"gguf_file": GGUF_FILE, "config": config}
     if request["target"] == "auto-round" and request["method"] == "gptq":
         options["quantization_config"] = transformers.AutoRoundConfig()
     return kind.from_pretrained(request["checkpoint"], **options)  # type: ignore[no-any-return]
+
+
+def installed(package: str) -> str:
+    """The version that was installed of a package that does not say its own."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def main(folder: Path) -> None:
@@ -171,13 +202,17 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text("utf-8"))
     answer: dict[str, Any] = {"error": None, "absent": None, "loading": None, "versions": {}}
     try:
-        for package in (*PACKAGES[request["target"]], *NEEDED.get(request["method"], ())):
+        own = request["target"] == "llama.cpp"
+        for package in (*PACKAGES[request["target"]], *(() if own else NEEDED.get(request["method"], ()))):
             answer["absent"] = package
             module = importlib.import_module(package)
-            answer["versions"][package] = str(getattr(module, "__version__", "unknown"))
+            answer["versions"][package] = str(getattr(module, "__version__", None) or installed(package))
         answer["absent"] = None
-        model, answer["loading"] = load(request)
-        found = record(model.eval(), request)
+        if own:
+            found = llama_logits(request)
+        else:
+            model, answer["loading"] = load(request)
+            found = record(model.eval(), request)
         from safetensors.torch import save_file
 
         save_file({name: value.cpu() for name, value in found.items()}, folder / TENSORS)

@@ -23,7 +23,7 @@ def check_written(
     against: the packed checkpoint whose values it must hold. None, and the reason is said, where the target's package
     is not installed here or memory is too small.
     """
-    packed = open_packed(directory, trust_remote_code=trust_remote_code)
+    packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
     size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
     if size > memory:
         reporter.say(

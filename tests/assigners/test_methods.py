@@ -198,6 +198,10 @@ def test_size_counts_the_rest_of_the_checkpoint() -> None:
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_optimal_stays_within_a_target(target: str) -> None:
     inputs = inputs_of(11, 3, 6, symmetric=True, method="optimal", average_bits="5/2", target=target)
+    if target == "llama.cpp":
+        with pytest.raises(AssignmentError, match=r"ask for 4 bits or more, or set losses.group_size: 256 for fewer"):
+            assign(inputs)
+        inputs = replace(inputs, group_size=256)
     found = assign(inputs)
     assert refusal(TARGETS[target], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
     prices = {price.target: price for price in report.prices(inputs, found)}
@@ -211,6 +215,9 @@ def test_a_target_refuses_what_it_cannot_load() -> None:
     inputs = inputs_of(11, 3, 6, method="prefix-split", average_bits="5/2", target="vllm")
     with pytest.raises(AssignmentError, match=r"target vllm: layer\.\d, expert \d: \d bits.*method optimal"):
         assign(inputs)
+    one = inputs_of(11, 3, 6, method="uniform", bits=3, target="llama.cpp", symmetric=True)
+    with pytest.raises(AssignmentError, match=r"3 bits; llama.cpp loads 4, 5, 8, 16 of this grid"):
+        assign(one)
     with pytest.raises(AssignmentError, match="symmetric grids only"):
         assign(with_options(inputs, method="optimal", average_bits=3, target="transformers"))
     one = with_options(inputs, method="uniform", bits=1, target="gptqmodel")

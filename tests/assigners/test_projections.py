@@ -204,6 +204,42 @@ def test_targets_that_take_widths_of_matrices(target: str) -> None:
     assert re.search(r"gate_proj \d, up_proj \d, down_proj \d bits; it takes one width for all matrices", reason)
 
 
+def test_widths_of_matrices_that_a_layers_experts_share() -> None:
+    """One type a stack: matrices may differ where all experts of the layer are alike."""
+    alike, other = {"gate_proj": 4, "up_proj": 4, "down_proj": 8}, {"gate_proj": 8, "up_proj": 4, "down_proj": 8}
+    names = ["layers.0", "layers.1"]
+    target = TARGETS["llama.cpp"]
+    assert refusal(target, [[alike, alike], [4, 4]], names, symmetric=True) is None
+    assert refusal(TARGETS["vllm"], [[alike, alike], [4, 4]], names, symmetric=True) is not None
+    for mixed in ([alike, other], [alike, 4]):
+        reason = refusal(target, [[4, 4], mixed], names, symmetric=True)
+        assert reason is not None
+        assert reason.startswith("layers.1, expert 1: ")
+        assert "one width for all experts of a layer" in reason
+
+
+def test_one_width_for_a_matrix_of_all_of_a_layers_experts() -> None:
+    """The least of all assignments that have one, by trying them all."""
+    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits=3, granularity="projection",
+                           target="llama.cpp")  # fmt: skip
+    inputs = replace(inputs, group_size=256)
+    found = assign(inputs)
+    assert found.is_mixed
+    assert all(len({str(one) for one in mine}) == 1 for mine in found.expert_widths())
+    assert refusal(TARGETS["llama.cpp"], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
+    prices = {price.target: price for price in report.prices(inputs, found)}
+    assert objective(inputs, found) == pytest.approx(prices["llama.cpp"].objective)
+    assert prices["llama.cpp"].objective <= prices["vllm"].objective
+    tables = [list(one.values()) for one in matrix_tables(inputs)]
+    widths = sorted(set(tables[0][0]) & set(TARGETS["llama.cpp"].widths) - {16})
+    best = min(
+        sum(tables[place // 3][place % 3][bits].sum() for place, bits in enumerate(chosen))
+        for chosen in itertools.product(widths, repeat=6)
+        if sum(chosen) <= 18
+    )
+    assert objective(inputs, found) == pytest.approx(best)
+
+
 @pytest.mark.parametrize("target", ["vllm", "transformers"])
 def test_targets_refuse_widths_of_matrices(target: str) -> None:
     inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits="5/2", granularity="projection")

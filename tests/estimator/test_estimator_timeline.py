@@ -45,6 +45,18 @@ def test_a_step_is_as_long_as_it_is_estimated(preset: Hardware, policy: str) -> 
     assert {one.expert for one in found} == {None, 0, 1}
 
 
+def test_copies_run_beside_a_step_one_after_the_other(preset: Hardware) -> None:
+    """The first step after DynaExq's first update, with all layers' switches in a row on the link."""
+    placement = uniform_placement(MIXTRAL, bits=3, hot_experts=1)
+    found = timeline(MIXTRAL, preset, placement, policy="dynaexq", step=32)
+    copies = [one for one in found if one.name == "copies"]
+    assert [one.layer for one in copies] == list(range(32))
+    assert copies[0].start_seconds == 0
+    for before, after in itertools.pairwise(copies):
+        assert after.start_seconds >= before.start_seconds + before.seconds - 1e-12
+    assert not any(one.name == "copies" for one in timeline(MIXTRAL, preset, placement, policy="dynaexq", step=33))
+
+
 def test_the_default_outcome_is_a_typical_one(preset: Hardware) -> None:
     placement = uniform_placement(MIXTRAL, bits=3, hot_experts=4)
     found = timeline(MIXTRAL, preset, placement, policy="context_aware")

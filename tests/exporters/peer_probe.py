@@ -35,6 +35,20 @@ def gptqmodel_model(checkpoint):
     return GPTQModel.load(checkpoint, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16).model
 
 
+def llama_logits(checkpoint, ids):
+    """llama.cpp's own, which has no model of torch's."""
+    from llama_cpp import Llama
+
+    model = Llama(f"{checkpoint}/model.gguf", n_ctx=ids.shape[1], logits_all=True, type_k=0, type_v=0, verbose=False)
+    found = []
+    for row in ids.tolist():
+        model.reset()
+        model.eval(row)
+        found.append(torch.tensor(model.scores[: len(row)].tolist()))
+    model.close()
+    return torch.stack(found)
+
+
 LOADERS = {
     "transformers": transformers_model,
     "auto-round": auto_round_model,
@@ -46,9 +60,13 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         out = Path(job["logits"])
         try:
-            model = torch.nn.Module.float(LOADERS[job["loader"]](job["checkpoint"])).eval()
-            with torch.no_grad():
-                logits = model(input_ids=load_file(job["ids"])["ids"]).logits.float()
+            ids = load_file(job["ids"])["ids"]
+            if job["loader"] == "llama.cpp":
+                logits = llama_logits(job["checkpoint"], ids)
+            else:
+                model = torch.nn.Module.float(LOADERS[job["loader"]](job["checkpoint"])).eval()
+                with torch.no_grad():
+                    logits = model(input_ids=ids).logits.float()
             save_file({"logits": logits.contiguous()}, out)
         except Exception:
             Path(f"{out}.error").write_text(traceback.format_exc())

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf_made import gguf_bytes
 from safetensors import SafetensorError, safe_open
 
 from moeq.artifacts.files import write_tensors
+from moeq.artifacts.gguf_file import read_gguf
 from moeq.artifacts.manifest import NAME, manifest_json, read_manifest
 from moeq.artifacts.reading import ELEMENT_BITS
 from moeq.artifacts.replicas import INDEX as REPLICAS
@@ -29,7 +31,7 @@ from moeq.artifacts.stage import RECORD, read_record
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.trace import HEADER, RoutingTrace, read_trace, write_trace
-from moeq.errors import MoeqError
+from moeq.errors import ArtifactError, MoeqError
 from moeq.models.source import INDEX, open_source, read_header
 from moeq.numerics import layouts
 from moeq.numerics.packed import PackedWeight, packed_shapes
@@ -104,6 +106,10 @@ class Fuzzed:
         self.store = folder / "store"
         add_replicas(self.store, 0, {"gptq.3.x": {"up_proj": _weight(3), "down_proj": _weight(3)}})
         write_trace(folder / "trace.safetensors", _trace())
+        self.gguf = gguf_bytes(
+            {"general.architecture": "llama", "llama.block_count": 2, "tokens": ["a", "b"], "sizes": [1, 2, 3]},
+            {"a": (2, (2, 64), bytes(72)), "b": (0, (3,), bytes(12))},
+        )
         self.tensors = {
             "header": (self.model / "model.safetensors").read_bytes(),
             "store": layer_file(self.store, 0).read_bytes(),
@@ -128,6 +134,8 @@ class Fuzzed:
         """The input of a target before it is mutated."""
         if target == "sums":
             return f"{hashlib.sha256(b'').hexdigest()}  a\n".encode() * 2
+        if target == "gguf":
+            return self.gguf
         if target in self.tensors:
             return self.tensors[target]
         if target in self.others:
@@ -140,7 +148,7 @@ class Fuzzed:
         if target in NUMBERS:
             return chance.randbytes(chance.randrange(1, 64))
         data, rounds = self.valid(target), chance.randrange(1, 4)
-        if target == "sums":
+        if target in ("sums", "gguf"):
             return functools.reduce(lambda text, _: mutate_bytes(text, chance), range(rounds), data)
         if target in self.tensors:
             length = int.from_bytes(data[:8], "little")
@@ -207,6 +215,16 @@ class Fuzzed:
         found = read_trace(self.folder / "fuzzed-trace.safetensors")
         assert found.num_tokens == int(found.lengths.sum()) == len(found.sequence)
         assert (found.experts < np.array(found.num_experts)[:, None]).all()
+
+    def _gguf(self, data: bytes) -> None:
+        path = self.folder / "fuzzed.gguf"
+        self._write(path, data)
+        try:
+            found = read_gguf(path)
+        except ValueError as error:
+            raise ArtifactError(str(error), where=str(path), do="as its readers do") from None
+        for tensor in found.tensors.values():
+            assert 0 < tensor.offset <= tensor.offset + tensor.bytes <= len(data)
 
     def _index(self, data: bytes) -> None:
         (self.model / "config.json").write_text('{"model_type": "mixtral"}')
@@ -294,7 +312,7 @@ class Fuzzed:
                 assert found.shape[-1] == packed_row_bytes(length, bits)
 
 
-FILES = ("header", "store", "trace", "index", "config", "manifest", "record", "replicas", "sums")
+FILES = ("header", "store", "trace", "index", "config", "manifest", "record", "replicas", "sums", "gguf")
 NUMBERS = ("unpack", "packed", "layouts")
 TARGETS = (*FILES, *NUMBERS)
 

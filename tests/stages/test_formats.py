@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peers
 import pytest
 import torch
 from made_sources import quantization_of, save_model
@@ -16,6 +17,8 @@ from moeq import conversion, pipeline
 from moeq.errors import ArtifactError, EvaluationError, PlanError, RecipeError
 from moeq.exporters import dequantized
 from moeq.exporters.native_reader import NativeReader
+from moeq.exporters.readers import open_packed
+from moeq.inspection import inspect
 from moeq.models.experts import stacked_weights
 from moeq.models.loading import load_model
 from moeq.models.source import open_source
@@ -27,6 +30,7 @@ from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages.context import Context
 from moeq.stages.export import format_directory
+from moeq.verification.reference import values
 
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 SMALL = (
@@ -158,6 +162,58 @@ def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, 
     run(model, tmp_path, *one, "others.attention=null", "export.formats=[compressed-tensors]", "export.widen=true")
     declared = quantization_of(format_directory(tmp_path, "compressed-tensors"))
     assert declared["config_groups"]["group_0"]["weights"]["num_bits"] == 2
+
+
+GGUF = (
+    "others.head=null", "others.attention=null", "losses.bits=[2, 3, 4]", "losses.symmetric=true",
+    "assign.method=uniform",
+    "assign.average_bits=null", "assign.bits=4", "export.formats=[gguf]", "eval.perplexity.sequence_length=32",
+)  # fmt: skip
+
+
+def test_gguf_is_written_verified_and_planned(tmp_path: Path) -> None:
+    peers.module("gguf")
+    model = save_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
+    context = run(model, tmp_path / "run", *GGUF)
+    out = format_directory(tmp_path / "run", "gguf")
+    found = open_packed(out, as_values=True)
+    native = NativeReader(tmp_path / "run" / "checkpoint")
+    for layer, mine in zip(native.layers, found.layers, strict=True):
+        for expert in range(layer.num_experts):
+            for name, matrix in native.expert(layer, expert)[0].items():
+                assert torch.equal(values(found.expert(mine, expert)[0][name]), values(matrix))
+    foretold = Disk(context, model_sizes(context), work_sizes(context)).lasting("export")
+    assert foretold["../checkpoint-gguf"] == pytest.approx((out / "model.gguf").stat().st_size, rel=0.15)
+    described = inspect(out.rename(tmp_path / "moved"))
+    assert described["kind"] == "artifact of moeq export-gguf"
+    (tmp_path / "moved" / "stage.json").unlink()
+    assert inspect(tmp_path / "moved")["experts"] == "6 stacks of Q4_0"
+
+
+def test_what_gguf_cannot_carry_is_said_before_anything_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers.module("gguf")
+    with pytest.raises(PlanError, match="attention within a window of 8 tokens"):
+        run(model, tmp_path / "run", *GGUF)
+    good = save_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
+    narrow = context_of(good, tmp_path / "run", *GGUF)
+    for bits, why in ((2, "2 bits of 128 inputs in groups of 32; llama.cpp has blocks of 256"), (4, "")):
+        asked = Asked(layers=tuple(narrow.layers), widths=((bits,) * 6,) * 2, group_size=32, symmetric=True,
+                      all_replicas=False)  # fmt: skip
+        lines = [line for line in refusals(narrow, asked) if "gguf" in line]
+        assert [why in line for line in lines] == [True] * bool(why)
+    mixed = Asked(layers=tuple(narrow.layers), widths=((4, 8, 4, 4, 4, 4),) * 2, group_size=32, symmetric=True,
+                  all_replicas=False)  # fmt: skip
+    assert any("8 bits beside 4" in line for line in refusals(narrow, mixed))
+    within = context_of(good, tmp_path / "run", *GGUF, "assign.target=llama.cpp")
+    assert not [line for line in refusals(within, mixed) if "gguf" in line]
+    with pytest.raises(PlanError, match=r"others\.head: 8 bits with zero points in groups of 32; llama.cpp"):
+        run(good, tmp_path / "run", *GGUF, "others.head=8")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(RecipeError, match="the package gguf is not installed"):
+        run(good, tmp_path / "run", *GGUF)
+    assert not list((tmp_path / "run").glob("profile*"))
 
 
 def test_plan_counts_them(model: Path, tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from moeq.errors import ArtifactError
+from moeq.exporters.gguf_families import FILE as GGUF_FILE
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers.compressed import CompressedTensors
 from moeq.exporters.readers.foreign import Foreign, open_foreign
+from moeq.exporters.readers.gguf import open_gguf
 from moeq.exporters.readers.gptq import AutoRound, Gptq
 from moeq.exporters.readers.layout import Layout
-from moeq.models.source import ModelSource, open_source
+from moeq.models.source import INDEX, SINGLE, ModelSource, open_source
 from moeq.models.weights import DEQUANTIZED, quantization_of
 from moeq.runtime.hf_quantizer import METHOD
 
@@ -40,10 +42,20 @@ def open_packed(path: Path, *, trust_remote_code: bool = False, as_values: bool 
     """
     if path.is_file():
         raise ArtifactError(f"a file ({path.suffix or 'no suffix'})", where=str(path), do=WORKS)
+    if holds_gguf(path):
+        if not as_values:
+            do = "convert the checkpoint that it was made of"
+            raise ArtifactError("GGUF is read by `moeq verify` only", where=str(path / GGUF_FILE), do=do)
+        return open_gguf(path, trust_remote_code)
     source = open_source(str(path))
     if format_of(source) == METHOD:
         return NativeReader(path, trust_remote_code)
     return open_other(source, trust_remote_code=trust_remote_code, as_values=as_values)
+
+
+def holds_gguf(path: Path) -> bool:
+    """Whether a directory's weights are in model.gguf."""
+    return (path / GGUF_FILE).is_file() and not (path / SINGLE).is_file() and not (path / INDEX).is_file()
 
 
 def open_other(source: ModelSource, *, trust_remote_code: bool = False, as_values: bool = False) -> Foreign:

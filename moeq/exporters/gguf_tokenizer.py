@@ -1,0 +1,173 @@
+"""A tokenizer as llama.cpp wants it: the tokens, what each is, the merges or scores, and where the text is cut first.
+
+Read from tokenizer.json. Two kinds are known: byte-level BPE (`gpt2`), whose pre-tokenizer llama.cpp knows by a name,
+and BPE over characters with bytes to fall back on (`llama`, which merges what has the highest score: here that of the
+earliest merge). A checkpoint without a tokenizer is written without one (`none`): llama.cpp then takes numbers only.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from moeq.artifacts.reading import read_json_file
+from moeq.errors import PlanError
+from moeq.exporters.gguf_families import Value
+from moeq.models.source import VOCABULARIES, ModelSource
+
+FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+WITHOUT = "convert a copy of the checkpoint without its tokenizer files, and give llama.cpp numbers"
+LAST_SCORE = -1e9  # of tokens that no merge makes
+
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+NAMES = {  # the patterns that a text is split by before its bytes, and what llama.cpp calls them
+    (): "gpt-2",
+    (_CONTRACTED + r"\p{N}" + _REST,): "qwen2",
+    (_CONTRACTED + r"\p{N}{1,3}" + _REST,): "llama-bpe",
+    _DEEPSEEK: "deepseek-v3",
+}
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACE = "\u2581"
+
+
+def tokenizer(source: ModelSource, vocabulary: int) -> dict[str, Value]:
+    """Keys and values below `tokenizer.`; vocabulary: the rows of the embeddings, which tokens are filled up to.
+
+    Raises PlanError for a tokenizer that llama.cpp does not have, or that moeq does not know how to write.
+    """
+    there = sorted(name for name in VOCABULARIES if (source.path / name).is_file())
+    if not there:
+        return {"ggml.model": "none"}
+    if FILE not in there:
+        do = f"save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or {WITHOUT}"
+        raise _refused(source, f"{there[0]} without {FILE}", do)
+    data = _read(source, FILE)
+    settings = _read(source, SETTINGS) if (source.path / SETTINGS).is_file() else {}
+    model = data.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise _refused(source, f"a tokenizer of type {(model or {}).get('type')}, not BPE")
+    added = {int(one["id"]): one for one in data.get("added_tokens") or ()}
+    tokens = {int(number): text for text, number in model["vocab"].items()} | {
+        number: one["content"] for number, one in added.items()
+    }
+    if max(tokens, default=-1) >= vocabulary:
+        raise _refused(source, f"{max(tokens) + 1} tokens, the embeddings have {vocabulary}")
+    merges = [one.split(" ", 1) if isinstance(one, str) else one for one in model.get("merges") or ()]
+    found: dict[str, Value] = {
+        "ggml.tokens": [tokens.get(number, f"[PAD{number}]") for number in range(vocabulary)],
+        "ggml.token_type": [_kind(number, tokens, added, model) for number in range(vocabulary)],
+    }
+    if model.get("byte_fallback"):
+        found |= _pieces(source, data, found["ggml.tokens"], merges)
+    else:
+        found |= _bytes(source, data, merges)
+    return found | _special(source, settings, data, tokens) | _template(source, settings)
+
+
+def _read(source: ModelSource, name: str) -> dict[str, Any]:
+    try:
+        found = read_json_file(source.path / name)
+    except (OSError, ValueError) as error:
+        raise _refused(source, f"{name} cannot be read ({error})", "download it again") from None
+    if not isinstance(found, dict):
+        raise _refused(source, f"{name} is no object", "download it again")
+    return found
+
+
+def _refused(source: ModelSource, what: str, do: str = WITHOUT) -> PlanError:
+    return PlanError(what, where=f"format gguf: {source.path}", do=do)
+
+
+def _kind(number: int, tokens: dict[int, str], added: dict[int, Any], model: dict[str, Any]) -> int:
+    text = tokens.get(number)
+    if text is None:
+        return UNUSED
+    if model.get("unk_token") == text:
+        return UNKNOWN
+    if number in added:
+        return CONTROL if added[number].get("special") else USER_DEFINED
+    return BYTE if model.get("byte_fallback") and _BYTE.fullmatch(text) else NORMAL
+
+
+def _bytes(source: ModelSource, data: dict[str, Any], merges: list[list[str]]) -> dict[str, Value]:
+    """Byte-level BPE."""
+    for step in _steps(data.get("normalizer"), "normalizers"):
+        if step.get("type") != "NFC":  # which llama.cpp leaves out: few texts are written otherwise
+            raise _refused(source, f"text normalized by {step.get('type')}")
+    steps = _steps(data.get("pre_tokenizer"), "pretokenizers")
+    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        raise _refused(source, f"a pre-tokenizer {[step.get('type') for step in steps]} that does not end in bytes")
+    *splits, last = steps
+    patterns = tuple(_plain((step.get("pattern") or {}).get("Regex", "")) for step in splits)
+    plain = all(step.get("type") == "Split" and step.get("behavior") == "Isolated" for step in splits)
+    known = {tuple(map(_plain, own)): name for own, name in NAMES.items()}
+    name = known.get(patterns) if plain and bool(last.get("use_regex", True)) == (not splits) else None
+    if name is None:
+        raise _refused(source, "a pre-tokenizer that moeq knows no name of llama.cpp's for")
+    return {"ggml.model": "gpt2", "ggml.pre": name, "ggml.merges": [" ".join(pair) for pair in merges]}
+
+
+def _plain(pattern: str) -> str:
+    """A pattern with its line ends as themselves, which are written either way."""
+    return pattern.replace(r"\r", "\r").replace(r"\n", "\n")
+
+
+def _pieces(source: ModelSource, data: dict[str, Any], tokens: Any, merges: list[list[str]]) -> dict[str, Value]:
+    """BPE over characters, bytes where there are none; spaces are U+2581."""
+    steps = [*_steps(data.get("normalizer"), "normalizers"), *_steps(data.get("pre_tokenizer"), "pretokenizers")]
+    known = {"Prepend", "Replace", "Metaspace"}
+    if not steps or any(step.get("type") not in known for step in steps):
+        raise _refused(source, f"text prepared by {[step.get('type') for step in steps]}")
+    prefix = any(
+        step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps
+    )
+    ranks = {"".join(pair): -float(rank) for rank, pair in reversed(list(enumerate(merges)))}
+    return {
+        "ggml.model": "llama",
+        "ggml.pre": "default",
+        "ggml.scores": [ranks.get(token, LAST_SCORE) for token in tokens],
+        "ggml.add_space_prefix": prefix,
+    }
+
+
+def _steps(part: Any, below: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer: itself, or those of a sequence."""
+    if part is None:
+        return []
+    return [*part.get(below, ())] if part.get("type") == "Sequence" else [part]
+
+
+def _special(
+    source: ModelSource, settings: dict[str, Any], data: dict[str, Any], tokens: dict[int, str]
+) -> dict[str, Value]:
+    """Numbers of the special tokens, and whether the tokenizer adds them to a text."""
+    numbers = {text: number for number, text in tokens.items()}
+    found: dict[str, Value] = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token = settings.get(f"{name}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        number = numbers.get(text) if isinstance(text, str) else source.config.get(f"{name}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(number, int) and number in tokens:
+            found[f"ggml.{key}_token_id"] = number
+    steps = _steps(data.get("post_processor"), "processors")
+    around = next((step.get("single") or [] for step in steps if step.get("type") == "TemplateProcessing"), [])
+    found["ggml.add_bos_token"] = bool(around) and "SpecialToken" in around[0]
+    found["ggml.add_eos_token"] = bool(around) and "SpecialToken" in around[-1]
+    return found
+
+
+def _template(source: ModelSource, settings: dict[str, Any]) -> dict[str, Value]:
+    file, stated = source.path / TEMPLATE, settings.get("chat_template")
+    if file.is_file():
+        return {"chat_template": file.read_text("utf-8")}
+    return {"chat_template": stated} if isinstance(stated, str) else {}

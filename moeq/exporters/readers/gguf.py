@@ -1,0 +1,181 @@
+"""GGUF files with config.json beside them, such as moeq writes for llama.cpp: their values, tensor by tensor.
+
+Read by moeq's own code from the header and the blocks, so that `moeq verify` has something to compare loaders with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeq.artifacts.gguf_file import GgufFile, GgufTensor, read_gguf
+from moeq.artifacts.reading import TensorHeader
+from moeq.errors import ArtifactError
+from moeq.exporters.gguf_families import FILE, Family, Piece, family_of, pieces, restored, stack_name
+from moeq.exporters.packed_source import Matrices
+from moeq.models import loading
+from moeq.models.disk_names import DiskNames
+from moeq.models.experts import ExpertLayer
+from moeq.models.source import CONFIG, ModelSource, check_counts, read_config
+from moeq.numerics import ggml
+from moeq.numerics.ggml_types import FLOATS
+from moeq.numerics.packed import PackedWeight
+
+METHOD = "gguf"
+AGAIN = "export or download it again"
+
+
+@dataclass(kw_only=True)
+class Gguf:
+    """A PackedSource over one GGUF file; matrices come as their values in float32."""
+
+    source: ModelSource
+    config: dict[str, Any]
+    file: GgufFile
+    family: Family
+    model: nn.Module
+    layers: list[ExpertLayer]
+
+    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
+        """Matrices of one expert; its biases are none."""
+        found: Matrices = {}
+        for projection in layer.projections:
+            stack = self.file.tensors[stack_name(layer, projection)]
+            rows, inputs = layer.shape(projection)
+            size = stack.bytes // stack.shape[0]
+            found[projection] = self._values(stack, stack.offset + expert * size, size, (rows, inputs))
+        return found, {}
+
+    def others(self) -> Iterator[tuple[str, PackedWeight]]:
+        """None: what is packed outside of the experts comes as values too."""
+        return iter(())
+
+    def rest(self) -> list[str]:
+        """Keys of `source.tensors` that are not of experts."""
+        return sorted(self._pieces)
+
+    def check(self) -> None:
+        """ArtifactError unless the file holds every tensor of the model, in its shape, and no other."""
+        wanted: dict[str, tuple[int, ...]] = {
+            stack_name(layer, projection): (layer.num_experts, *layer.shape(projection))
+            for layer in self.layers
+            for projection in layer.projections
+        }
+        wanted |= {piece.name: piece.shape for mine in self._pieces.values() for piece in mine}
+        check_tensors(self.file, wanted)
+
+    def loaders(self) -> tuple[str, ...]:
+        """Targets that load it right, the best first: transformers where it knows the family and gguf all types."""
+        unread = any(tensor.type.name == "Q1_0" for tensor in self.file.tensors.values())
+        return ("transformers", "llama.cpp") if self.family.alike and not unread else ("llama.cpp",)
+
+    def read(self, key: str) -> Tensor:
+        """A tensor that is not of an expert as the checkpoint has it."""
+        mine = self._pieces[key]
+        found = [self.file.tensors[piece.name] for piece in mine]
+        parts = [self._stored(tensor, piece) for tensor, piece in zip(found, mine, strict=True)]
+        return restored(mine, parts, self.source.tensors[key].shape)
+
+    @cached_property
+    def _pieces(self) -> dict[str, list[Piece]]:
+        return _pieces_of(self.model, self.family, self.layers)
+
+    def _stored(self, tensor: GgufTensor, piece: Piece) -> Tensor:
+        """A piece as it is stored: in its own type where that is a floating-point one, else its values."""
+        if tensor.type.name not in FLOATS:
+            rows = tensor.bytes // tensor.type.row_bytes(tensor.shape[-1])
+            return self._values(tensor, tensor.offset, tensor.bytes, (rows, tensor.shape[-1])).view(piece.shape)
+        dtype = ggml.FLOAT_DTYPES[tensor.type.name]
+        return self._bytes(tensor.offset, tensor.bytes).view(dtype).view(piece.shape)
+
+    def _values(self, tensor: GgufTensor, offset: int, size: int, shape: tuple[int, int]) -> Tensor:
+        data = self._bytes(offset, size).view(shape[0], -1)
+        found = ggml.decode(tensor.type.name, data, shape[1])
+        if not bool(torch.isfinite(found).all()):
+            raise ArtifactError("a value that is not finite", where=f"{self.file.path}, byte {offset}", do=AGAIN)
+        return found
+
+    def _bytes(self, offset: int, size: int) -> Tensor:
+        with self.file.path.open("rb") as stream:
+            stream.seek(offset)
+            data = bytearray(stream.read(size))
+        if len(data) != size:
+            raise ArtifactError("cut off", where=str(self.file.path), do=AGAIN)
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def check_tensors(file: GgufFile, wanted: dict[str, tuple[int, ...]]) -> None:
+    """ArtifactError unless a file holds exactly these tensors {name: shape}."""
+    where = str(file.path)
+    for name, shape in wanted.items():
+        if name not in file.tensors:
+            raise ArtifactError(f"tensor {name} is missing", where=where, do=AGAIN)
+        found = file.tensors[name].shape
+        if found != shape:
+            raise ArtifactError(f"tensor {name} is {list(found)}, not {list(shape)}", where=where, do=AGAIN)
+    for name in file.tensors:
+        if name not in wanted:
+            raise ArtifactError(f"tensor {name} is no part of the model", where=where, do=AGAIN)
+
+
+def _pieces_of(model: Any, family: Family, layers: list[ExpertLayer]) -> dict[str, list[Piece]]:
+    """{key of the checkpoint: what a file holds of it} of all tensors that are not of routed experts."""
+    names = DiskNames(model)
+    experts = {f"{layer.name}.{part}" for layer in layers for part in layer.parameters}
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if name not in experts:
+            key = names.renamed(name)
+            mine = pieces(model.config, family, key, tuple(tensor.shape))
+            if mine:
+                found[key] = mine
+    return found
+
+
+def open_gguf(path: Path, trust_remote_code: bool = False) -> Gguf:
+    """Open a directory with model.gguf and config.json.
+
+    Raises ArtifactError for a damaged file, PlanError for a family that moeq does not know in GGUF, ModelError.
+    """
+    where = path / FILE
+    try:
+        file = read_gguf(where)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot be read as GGUF ({error})", where=str(where), do=AGAIN) from None
+    config = read_config(path / CONFIG)
+    headers = {
+        name: TensorHeader(file=where, dtype="U8", shape=tensor.shape, offset=tensor.offset, bytes=tensor.bytes)
+        for name, tensor in file.tensors.items()
+    }
+    check_counts(config, headers, path / CONFIG)
+    bare = ModelSource(name=path.resolve().name, path=path, revision=None, config=config, tensors=headers)
+    model, layers = loading.describe(bare, trust_remote_code)
+    family = family_of(model.config)
+    if file.fields.get("general.architecture") != family.arch:
+        found = str(file.fields.get("general.architecture"))[:60]
+        raise ArtifactError(f"architecture {found!r}, config.json says {family.arch}", where=str(where), do=AGAIN)
+    return _with_tensors(Gguf(source=bare, config=config, file=file, family=family, model=model, layers=layers))
+
+
+def _with_tensors(opened: Gguf) -> Gguf:
+    """The source with the checkpoint's keys beside the stacks', and with how they are read."""
+    opened.check()
+    stacks = {stack_name(layer, part) for layer in opened.layers for part in layer.projections}
+    tensors = {name: header for name, header in opened.source.tensors.items() if name in stacks}
+    shapes = {DiskNames(opened.model).renamed(name): part.shape for name, part in opened.model.state_dict().items()}
+    for key in opened.rest():
+        mine = [opened.file.tensors[piece.name] for piece in opened._pieces[key]]
+        kind = mine[0].type.name if mine[0].type.name in FLOATS else "F32"
+        size = sum(tensor.bytes for tensor in mine)
+        tensors[key] = TensorHeader(
+            file=opened.file.path, dtype=kind, shape=tuple(shapes[key]), offset=mine[0].offset, bytes=size
+        )
+    config = opened.config | {"quantization_config": {"quant_method": METHOD}}
+    opened.source = replace(opened.source, config=config, tensors=tensors, read=opened.read)
+    return opened

@@ -1,0 +1,541 @@
+"""GGUF: what is written holds the dequantized values bit for bit (gguf's own reader says so), transformers computes the
+dequantized model's logits from it and llama.cpp the same but for its rounding of activations; what no type holds is
+refused, and wrong when it is written all the same.
+
+Skipped where gguf, or llama-cpp-python, is not installed. Models are saved in bfloat16, or float32 for llama.cpp, which
+rounds activations to the type of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peers
+import pytest
+import torch
+from exporters import handmade
+from made_sources import IDS, Choose, MadeSource, reference, reference_logits, save_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moeq.bundled import bundled_path
+from moeq.conversion import convert
+from moeq.errors import ArtifactError, PlanError, RecipeError
+from moeq.exporters import gguf_families, write
+from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.gguf_families import FILE, block_of, stack_name
+from moeq.exporters.readers import open_packed
+from moeq.models.disk_names import DiskNames
+from moeq.numerics.packed import PackedWeight
+from moeq.progress import Reporter
+from moeq.verification.verify import Options, typical, verify
+
+RIGHT = 0.002
+ROUNDED = 0.05  # of the median position, where activations are rounded to 8 bits
+WRONG = 0.1
+WIDE = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 512, "intermediate_size": 512}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {"norm_topk_prob": False, "mlp_only_layers": []},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "olmoe": {"norm_topk_prob": False, "num_key_value_heads": 4},
+    "deepseek_v3": {"n_group": 2, "topk_group": 1},
+}
+IN_TRANSFORMERS = ("qwen2_moe", "qwen3_moe")
+
+
+def four(layer: int, expert: int, projection: str) -> int:
+    return 4
+
+
+def by_stack(layer: int, expert: int, projection: str) -> int:
+    """Every width that groups of 256 have, one a stack."""
+    widths = {"gate_proj": (1, 4), "up_proj": (2, 8), "down_proj": (3, 16)}
+    return widths[projection][layer % 2]
+
+
+def made(folder: Path, family: str, **settings: Any) -> Path:
+    folder.parent.mkdir(exist_ok=True)
+    return save_model(folder, family, **SETTINGS[family] | settings)
+
+
+def in_float32(folder: Path) -> Path:
+    """The same model with weights of float32."""
+    tensors = {key: tensor.float() for key, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: made(folder / family, family) for family in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("wide") / "model", "qwen3_moe", **WIDE)
+
+
+def exported(source: MadeSource, out: Path, **options: Any) -> Path:
+    peers.module("gguf")
+    write("gguf", source, out, WriteOptions(**options))
+    return out
+
+
+def tensors_of(out: Path) -> dict[str, Tensor]:
+    """Every tensor of a file, as gguf's own reader and dequantization have it."""
+    gguf = peers.module("gguf")
+    found = {}
+    for tensor in gguf.GGUFReader(out / FILE).tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        found[tensor.name] = torch.from_numpy(values.copy()).view(*reversed(tensor.shape.tolist()))
+    return found
+
+
+def values(matrix: PackedWeight | Tensor) -> Tensor:
+    return matrix.dequantize() if isinstance(matrix, PackedWeight) else matrix.float()
+
+
+def check_stacks(source: MadeSource, tensors: dict[str, Tensor]) -> None:
+    for layer in source.layers:
+        experts = [source.expert(layer, expert)[0] for expert in range(layer.num_experts)]
+        for projection in layer.projections:
+            wanted = torch.stack([values(expert[projection]) for expert in experts])
+            assert torch.equal(tensors[stack_name(layer, projection)], wanted), (layer.name, projection)
+
+
+@pytest.mark.parametrize("family", list(SETTINGS))
+def test_gguf_itself_reads_the_dequantized_values(family: str, models: dict[str, Path], tmp_path: Path) -> None:
+    choose: Choose = lambda layer, expert, projection: (4, 8, 16)[(layer + len(projection)) % 3]  # noqa: E731
+    source = MadeSource(models[family], choose)
+    out = exported(source, tmp_path / "out")
+    tensors = tensors_of(out)
+    check_stacks(source, tensors)
+    plain = load_file(models[family] / "model.safetensors")
+    for key in source.rest():
+        if "kv_b_proj" in key or (family == "mixtral" and ("q_proj" in key or "k_proj" in key)):
+            continue  # which are turned; the logits say whether they are right
+        (piece,) = gguf_families.pieces(
+            source.model.config, gguf_families.FAMILIES[family], key, tuple(plain[key].shape)
+        )
+        assert torch.equal(tensors[piece.name].flatten(), plain[key].float().flatten()), key
+    assert not list(out.glob("*.header"))
+
+
+def test_one_width_a_stack_in_groups_of_256(wide: Path, tmp_path: Path) -> None:
+    """All types but Q1_0, which gguf 0.19 does not read and moeq's own reader does."""
+    source = MadeSource(wide, by_stack, group_size=256)
+    out = exported(source, tmp_path / "out")
+    found = open_packed(out, as_values=True)
+    for layer, mine in zip(source.layers, found.layers, strict=True):
+        for expert in range(layer.num_experts):
+            wanted, there = source.expert(layer, expert)[0], found.expert(mine, expert)[0]
+            assert all(torch.equal(values(there[name]), values(matrix)) for name, matrix in wanted.items())
+    gguf = peers.module("gguf")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out / FILE).tensors}
+    names = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+    assert [kinds[f"blk.0.{name}.weight"] for name in names] == ["Q1_0", "Q2_K", "Q3_K"]
+    assert [kinds[f"blk.1.{name}.weight"] for name in names] == ["Q4_0", "Q8_0", "BF16"]
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_zero_points_in_groups_of_256(bits: int, wide: Path, tmp_path: Path) -> None:
+    source = MadeSource(wide, lambda layer, expert, projection: bits, group_size=256, symmetric=False)
+    check_stacks(source, tensors_of(exported(source, tmp_path / "out")))
+
+
+def test_widened_stacks_hold_the_same_values(models: dict[str, Path], tmp_path: Path) -> None:
+    """1 to 3 bits with zero points, another width for every expert, in 4 bits; 4 bits with them in 8."""
+    for choose in ((lambda layer, expert, projection: 1 + expert % 3), four):
+        source = MadeSource(models["mixtral"], choose, symmetric=False)
+        check_stacks(source, tensors_of(exported(source, tmp_path / "out", widen=True)))
+
+
+@pytest.mark.parametrize("family", IN_TRANSFORMERS)
+@pytest.mark.parametrize("mix", [four, by_stack])
+def test_transformers_computes_the_dequantized_logits(family: str, mix: Choose, tmp_path: Path) -> None:
+    peers.module("gguf")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    choose: Choose = mix
+    if mix is by_stack:  # transformers reads through gguf, which does not read Q1_0
+        choose = lambda layer, expert, projection: max(2, by_stack(layer, expert, projection))  # noqa: E731
+    model = made(tmp_path / "model", family, **WIDE)
+    source = MadeSource(model, choose, group_size=256, others={"model.layers.0.self_attn.o_proj": 4})
+    out = exported(source, tmp_path / "out")
+    config = AutoConfig.from_pretrained(out)
+    loaded = AutoModelForCausalLM.from_pretrained(out, gguf_file=FILE, config=config, dtype=torch.float32)
+    with torch.no_grad():
+        logits = loaded.eval()(input_ids=IDS).logits
+    wanted = reference_logits(source)
+    assert float((logits - wanted).norm() / wanted.norm()) < RIGHT
+
+
+def llama_logits(path: Path, folder: Path) -> Any:
+    """llama.cpp's logits for IDS, or the error's last line."""
+    save_file({"ids": IDS}, folder / "ids.safetensors")
+    return peers.load("llama-cpp-python", "llama.cpp", [path], folder / "ids.safetensors")[0]
+
+
+@pytest.mark.parametrize("family", list(SETTINGS))
+def test_llama_cpp_computes_the_families(family: str, tmp_path: Path) -> None:
+    """In float32 all logits agree: names, hyperparameters, turned rows, rotary embeddings and routing are right."""
+    peers.interpreter("llama-cpp-python")
+    source = MadeSource(in_float32(made(tmp_path / "model", family)), lambda layer, expert, projection: 16)
+    logits = llama_logits(exported(source, tmp_path / "out"), tmp_path)
+    wanted = reference_logits(source)
+    assert not isinstance(logits, str), logits
+    assert float((logits - wanted).norm() / wanted.norm()) < RIGHT
+    assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("qwen3_moe", YARN),
+        ("deepseek_v3", YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}),
+        ("mixtral", {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
+    ],
+)
+def test_llama_cpp_scales_rotary_embeddings_alike(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    peers.interpreter("llama-cpp-python")
+    model = in_float32(made(tmp_path / "model", family, rope_parameters=rope))
+    source = MadeSource(model, lambda layer, expert, projection: 16)
+    logits = llama_logits(exported(source, tmp_path / "out"), tmp_path)
+    wanted = reference_logits(source)
+    assert float((logits - wanted).norm() / wanted.norm()) < RIGHT
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric"),
+    [(1, True), (2, True), (2, False), (3, True), (4, True), (4, False), (8, True)],
+)
+def test_llama_cpp_computes_every_type(bits: int, symmetric: bool, wide: Path, tmp_path: Path) -> None:
+    """But for the rounding of activations, which now and then sends a token to another expert."""
+    peers.interpreter("llama-cpp-python")
+    source = MadeSource(wide, lambda layer, expert, projection: bits, group_size=256, symmetric=symmetric)
+    logits = llama_logits(exported(source, tmp_path / "out"), tmp_path)
+    assert not isinstance(logits, str), logits
+    assert typical(logits, reference_logits(source)) < ROUNDED
+
+
+def test_llama_cpp_generates_as_transformers_does(tmp_path: Path) -> None:
+    """The bundled model, which was trained: the same words, and tokens of a text."""
+    peers.interpreter("llama-cpp-python")
+    source = MadeSource(bundled_path("tiny-mixtral"), lambda layer, expert, projection: 8)
+    out = exported(source, tmp_path / "out")
+    from transformers import AutoTokenizer
+
+    text = "The fox said: don't jump 3 times, naïve café!\n\n  Then"
+    ids = AutoTokenizer.from_pretrained(out)(text)["input_ids"]
+    model = reference(source)
+    wanted = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+    job = {"model": str(out / FILE), "text": text, "tokens": 12}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    found = json.loads(peers.run("llama-cpp-python", Path(__file__).parent / "peer_llama.py", tmp_path / "job.json"))
+    assert found["ids"] == ids
+    assert found["text"] == text
+    assert found["generated"] == wanted
+
+
+def test_names_and_keys_are_ggufs_own(models: dict[str, Path]) -> None:
+    gguf = peers.module("gguf")
+    known = {
+        value.replace("{arch}", "A")
+        for group in vars(gguf.Keys).values()
+        if isinstance(group, type)
+        for value in vars(group).values()
+        if isinstance(value, str) and value.startswith("{arch}")
+    }
+    for model in models.values():
+        source = MadeSource(model, four)
+        kind = gguf_families.family_of(source.model.config)
+        arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind.arch)
+        theirs = gguf.get_tensor_name_map(arch, source.model.config.num_hidden_layers)
+        assert {f"A.{key}" for key in gguf_families.parameters(source.model.config, kind)} <= known
+        for key in source.rest():
+            own = gguf_families.pieces(source.model.config, kind, key, source.source.tensors[key].shape)
+            if "kv_b_proj" in key or "e_score_correction_bias" in key:
+                assert all(piece.name.split(".")[2] in ("attn_k_b", "attn_v_b", "exp_probs_b") for piece in own)
+                continue
+            assert [piece.name for piece in own] == [theirs.get_name(key, try_suffixes=(".weight", ".bias"))]
+        for layer in source.layers:
+            for projection in layer.projections:
+                name = f"model.layers.{block_of(layer)}.mlp.experts.{projection}.weight"
+                assert theirs.get_name(name, try_suffixes=(".weight",)) == stack_name(layer, projection)
+
+
+def mixed(layer: int, expert: int, projection: str) -> int:
+    return 8 if expert == 3 else 4
+
+
+REFUSED: dict[str, tuple[Choose, dict[str, Any], str, str]] = {
+    "a mix of experts": (mixed, {}, "4, 8 bits among its experts", "--widen"),
+    "full precision beside": (
+        lambda layer, expert, projection: 16 if expert == 3 else 4, {}, "full precision beside 4 bits",
+        "assign.granularity: layer",
+    ),
+    "two bits": (lambda layer, expert, projection: 2, {}, "2 bits of 128 inputs in groups of 32", "--widen"),
+    "one bit": (lambda layer, expert, projection: 1, {}, "blocks of 128", "losses.group_size: 128"),
+    "zero points": (four, {"symmetric": False}, "4 bits with zero points of 128 inputs in groups of 32", "--widen"),
+    "short groups": (four, {"group_size": 48}, "in groups of 48; llama.cpp has blocks of 32", "losses.group_size: 32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_refusals_name_the_place_and_what_works(case: str, models: dict[str, Path], tmp_path: Path) -> None:
+    choose, settings, why, remedy = REFUSED[case]
+    with pytest.raises(PlanError) as error:
+        exported(MadeSource(models["mixtral"], choose, **settings), tmp_path / "out")
+    assert why in str(error.value)
+    assert remedy in str(error.value)
+    assert "model.layers.0.mlp.experts, gate_proj" in str(error.value.where)
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_full_precision_cannot_be_widened_into(models: dict[str, Path], tmp_path: Path) -> None:
+    source = MadeSource(models["mixtral"], lambda layer, expert, projection: 16 if expert == 3 else 2)
+    with pytest.raises(PlanError, match="full precision beside 2 bits"):
+        exported(source, tmp_path / "out", widen=True)
+
+
+FAMILIES_REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "window": ("mixtral", {"sliding_window": 8}, "attention within a window of 8"),
+    "norm": ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob: false"),
+    "norm of olmoe": ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob: true"),
+    "dense layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "dense layers among"),
+    "shared heads": ("olmoe", {"num_key_value_heads": 2}, "share keys and values"),
+    "clipped": ("olmoe", {"clip_qkv": 4.0}, "clip_qkv"),
+    "halves": ("deepseek_v3", {"rope_interleave": False}, "rope_interleave: false"),
+    "activation": ("mixtral", {"hidden_act": "gelu"}, "activation gelu"),
+    "rope": (
+        "qwen3_moe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "of type dynamic",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(FAMILIES_REFUSED))
+def test_what_llama_cpp_computes_otherwise_is_refused(case: str, tmp_path: Path) -> None:
+    family, settings, why = FAMILIES_REFUSED[case]
+    source = MadeSource(made(tmp_path / "model", family, **settings), four)
+    with pytest.raises(PlanError, match=why) as error:
+        exported(source, tmp_path / "out")
+    assert "moeq or dequantized" in str(error.value)
+
+
+def test_other_families_are_refused(tmp_path: Path) -> None:
+    from family_models import build
+
+    build("phimoe").save_pretrained(tmp_path / "model")
+    with pytest.raises(PlanError, match=r"model_type phimoe.*mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v3"):
+        exported(MadeSource(tmp_path / "model", four, group_size=8), tmp_path / "out")
+
+
+def test_packed_modules_that_gguf_keeps_otherwise_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    others = {"model.layers.1.self_attn.kv_b_proj": 4}
+    with pytest.raises(PlanError, match=r"kv_b_proj: packed, and it is kept transposed.*leave"):
+        exported(MadeSource(models["deepseek_v3"], four, others=others), tmp_path / "out")
+
+
+def test_packed_modules_that_are_turned(tmp_path: Path) -> None:
+    """mixtral's q_proj at 4 bits, rows in llama.cpp's order, and packed embeddings."""
+    peers.interpreter("llama-cpp-python")
+    others = {"model.layers.0.self_attn.q_proj": 8, "model.embed_tokens": 8}
+    source = MadeSource(in_float32(made(tmp_path / "model", "mixtral")), lambda *_: 16, others=others)
+    logits = llama_logits(exported(source, tmp_path / "out"), tmp_path)
+    assert typical(logits, reference_logits(source)) < ROUNDED
+
+
+def half_zero_points(weight: PackedWeight) -> Tensor:
+    """Q4_1: the zero point times the scale in float16, which has too few digits for it."""
+    from moeq.numerics import grids
+    from moeq.numerics.packing import unpack
+
+    zeros = unpack(weight.zeros, 4, weight.scales.shape[-1])
+    least = -(zeros.half() * weight.scales)
+    codes = unpack(weight.codes, 4, weight.inputs).unflatten(-1, (-1, 2, 16))
+    packed = (codes[..., 0, :] | codes[..., 1, :] << 4).view(len(codes), -1, 16)
+    assert grids.resolved_group_size(weight.inputs, weight.group_size) == 32
+    heads = [part.unsqueeze(-1).contiguous().view(torch.uint8) for part in (weight.scales, least)]
+    return torch.cat([*heads, packed], -1).flatten(-2)
+
+
+def test_q4_1_does_not_hold_zero_points(models: dict[str, Path]) -> None:
+    gguf = peers.module("gguf")
+    source = MadeSource(models["mixtral"], four, symmetric=False)
+    weight = source.expert(source.layers[0], 0)[0]["up_proj"]
+    assert isinstance(weight, PackedWeight)
+    blocks = half_zero_points(weight)
+    found = torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType.Q4_1))
+    exact = (found == weight.dequantize()).view(len(found), -1, 32).all(-1)
+    assert torch.allclose(found, weight.dequantize(), rtol=0, atol=float(found.abs().max()) * 2**-9)
+    assert 0 < float(exact.float().mean()) < 0.8
+
+
+def forced(source: MadeSource, out: Path, monkeypatch: pytest.MonkeyPatch, family: Any = None) -> Path:
+    """Write what would be refused."""
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_families, "_reasons", lambda *arguments: iter(()))
+        if family is not None:
+            patch.setitem(gguf_families.FAMILIES, source.config["model_type"], family)
+        return exported(source, out)
+
+
+LIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "window": ("mixtral", {"sliding_window": 8}),
+    "norm": ("qwen3_moe", {"norm_topk_prob": False}),
+    "norm of olmoe": ("olmoe", {"norm_topk_prob": True}),
+    "shared heads": ("olmoe", {"num_key_value_heads": 2}),
+    "activation": ("mixtral", {"hidden_act": "gelu"}),
+    "halves": ("deepseek_v3", {"rope_interleave": False}),
+    "clipped": ("olmoe", {"clip_qkv": 0.2}),
+    "dense layers": ("qwen3_moe", {"mlp_only_layers": [0]}),
+}
+
+
+@pytest.mark.parametrize("case", list(LIES))
+def test_what_is_refused_of_a_family_fails_or_lies(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, where what is right is right to the third digit."""
+    peers.interpreter("llama-cpp-python")
+    family, settings = LIES[case]
+    model = in_float32(made(tmp_path / "model", family, **settings))
+    source = MadeSource(model, lambda layer, expert, projection: 16)
+    logits = llama_logits(forced(source, tmp_path / "out", monkeypatch), tmp_path)
+    if not isinstance(logits, str):
+        wanted = reference_logits(source)
+        assert float((logits - wanted).norm() / wanted.norm()) > 10 * RIGHT
+
+
+def test_rows_that_are_not_turned_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers.interpreter("llama-cpp-python")
+    source = MadeSource(in_float32(made(tmp_path / "model", "mixtral")), lambda layer, expert, projection: 16)
+    flat = replace(gguf_families.FAMILIES["mixtral"], turned=False)
+    logits = llama_logits(forced(source, tmp_path / "out", monkeypatch, flat), tmp_path)
+    assert typical(logits, reference_logits(source)) > WRONG
+
+
+def test_transformers_does_not_load_other_families(models: dict[str, Path], tmp_path: Path) -> None:
+    """Which is why `moeq verify` takes llama.cpp for them."""
+    peers.module("gguf")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for family in sorted(set(SETTINGS) - set(IN_TRANSFORMERS)):
+        out = exported(MadeSource(models[family], four), tmp_path / family)
+        config = AutoConfig.from_pretrained(out)
+        with pytest.raises((ValueError, NotImplementedError)):
+            AutoModelForCausalLM.from_pretrained(out, gguf_file=FILE, config=config)
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    """llama.cpp takes them for the head, but for families whose code wants a head of its own."""
+    for family, has_head in (("mixtral", False), ("olmoe", True)):
+        model = made(tmp_path / family, family, tie_word_embeddings=True)
+        source = MadeSource(model, four)
+        tensors = tensors_of(exported(source, tmp_path / f"out-{family}"))
+        assert ("output.weight" in tensors) == has_head
+        if has_head:
+            assert torch.equal(tensors["output.weight"], tensors["token_embd.weight"])
+        check = open_packed(tmp_path / f"out-{family}", as_values=True)
+        assert "lm_head.weight" not in check.rest()
+
+
+def test_verify_with_transformers(models: dict[str, Path], tmp_path: Path) -> None:
+    out = exported(MadeSource(models["qwen3_moe"], four), tmp_path / "out")
+    verdict = verify(out, Options(against=str(models["qwen3_moe"])), Reporter(quiet=True))
+    assert (verdict.format, verdict.target) == ("gguf", "transformers")
+    assert not verdict.problems
+    assert all(layer.error is not None and layer.worst < RIGHT for layer in verdict.layers)
+    assert verdict.logits_error < RIGHT
+    assert verdict.distance is not None
+    assert verdict.distance.equal > 0
+    assert 0.01 < verdict.distance.weights_error < 0.2
+
+
+def test_verify_with_llama_cpp(models: dict[str, Path], tmp_path: Path) -> None:
+    out = exported(MadeSource(models["mixtral"], four), tmp_path / "out")
+    options = Options(python=peers.interpreter("llama-cpp-python"), against=str(models["mixtral"]))
+    verdict = verify(out, options, Reporter(quiet=True))
+    assert verdict.target == "llama.cpp"
+    assert not verdict.problems
+    assert verdict.logits_error < verdict.tolerance == ROUNDED
+    assert verdict.distance is not None
+    assert verdict.distance.equal > 0
+
+
+def test_verify_notices_a_wrong_header(models: dict[str, Path], tmp_path: Path) -> None:
+    """Another base of the rotary embeddings than config.json's."""
+    out = exported(MadeSource(models["mixtral"], four), tmp_path / "out")
+    config = json.loads((out / "config.json").read_text("utf-8"))
+    config["rope_parameters"]["rope_theta"] = 10.0
+    (out / "SHA256SUMS").unlink()
+    (out / "config.json").write_text(json.dumps(config), "utf-8")
+    verdict = verify(out, Options(python=peers.interpreter("llama-cpp-python")), Reporter(quiet=True))
+    assert any("logits are off" in problem for problem in verdict.problems)
+
+
+def test_a_file_of_another_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    out = exported(MadeSource(models["mixtral"], four), tmp_path / "out")
+    config = json.loads((out / "config.json").read_text("utf-8"))
+    (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), "utf-8")
+    with pytest.raises(ArtifactError, match=r"tensor blk\.1\..* is no part of the model"):
+        open_packed(out, as_values=True)
+    (out / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}), "utf-8")
+    with pytest.raises(ArtifactError, match=r"tensor blk\.0\.ffn_gate_exps\.weight is \[6, 96, 128\], not"):
+        open_packed(out, as_values=True)
+    data = (out / FILE).read_bytes()
+    (out / FILE).write_bytes(data[:-100])
+    with pytest.raises(ArtifactError, match=r"cannot be read as GGUF \(truncated"):
+        open_packed(out, as_values=True)
+
+
+def test_gguf_is_not_converted_from(models: dict[str, Path], tmp_path: Path) -> None:
+    out = exported(MadeSource(models["mixtral"], four), tmp_path / "out")
+    with pytest.raises(ArtifactError, match="GGUF is read by `moeq verify` only"):
+        convert(out, "auto-round", tmp_path / "other")
+
+
+def test_converted_from_another_tool(tmp_path: Path) -> None:
+    peers.module("gguf")
+    model = handmade.model(tmp_path / "model", "mixtral")
+    config = json.loads((model / "config.json").read_text("utf-8")) | {"sliding_window": None}
+    (model / "config.json").write_text(json.dumps(config), "utf-8")
+    (model / "tokenizer.json").unlink()  # its tokens are more than the model's
+    wanted = handmade.write(model, tmp_path / "packed", handmade.gptq_config(), handmade.gptq_parts)
+    convert(tmp_path / "packed", "gguf", tmp_path / "out")
+    found = open_packed(tmp_path / "out", as_values=True)
+    names = DiskNames(found.model).experts(found.layers[1])  # type: ignore[attr-defined]
+    assert names is not None
+    for (expert, projection), key in names.items():
+        assert torch.equal(values(found.expert(found.layers[1], expert)[0][projection]), wanted[key])
+
+
+def test_the_package_is_asked_for(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = MadeSource(models["mixtral"], four)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(RecipeError, match=r"gguf is not installed; pip install 'moeq\[gguf\]'"):
+        write("gguf", source, tmp_path / "out", WriteOptions())
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_beside_it(models: dict[str, Path], tmp_path: Path) -> None:
+    out = exported(MadeSource(models["mixtral"], four), tmp_path / "out", model_name="org/name")
+    names = {path.name for path in out.iterdir()}
+    beside = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "SHA256SUMS"}
+    assert names == {FILE, "README.md", "config.json"} | beside
+    card = (out / "README.md").read_text("utf-8")
+    assert "at 4 bits" in card
+    assert "llama_cpp" in card
+    gguf = peers.module("gguf")
+    fields = gguf.GGUFReader(out / FILE).fields
+    assert fields["general.name"].contents() == "org/name"
+    assert fields["general.file_type"].contents() == int(gguf.LlamaFileType.MOSTLY_Q4_0)
