@@ -49,7 +49,7 @@ class Replay:
         return self.found[batch]
 
     def prefill_share(self) -> FloatArray:
-        """Expected tokens [D, E] that reach every expert for one token of a prompt."""
+        """Expected tokens [D, E] that reach every expert for a token of a prompt (of a trace without prompts: any)."""
         trace = self.trace
         marked = trace.is_prefill if trace.is_prefill.any() else np.ones(trace.num_tokens, dtype=np.bool_)
         counts = [sequence_counts(trace, layer, marked).sum(axis=0) for layer in range(trace.num_layers)]
