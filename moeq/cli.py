@@ -331,7 +331,14 @@ def estimate(
             "checkpoint, or a hub id; no weights are read.",
         ),
     ] = None,
-    out: OutOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Run directory [default: moeq-out/NAME of the recipe]; without a run, where estimate.json, the page "
+            "and the timeline go [default: nowhere].",
+        ),
+    ] = None,
     set_: SetOption = None,
     hardware: Annotated[
         str | None, typer.Option("--hardware", help="Preset or YAML file (estimate.hardware) [default: paper-ctxmoe].")

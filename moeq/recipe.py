@@ -484,6 +484,9 @@ class FiguresSection(Section):
     """
 
     group_size: int = Field(128, ge=1, description="weights that share a scale")
+    policies: list[str] | None = Field(
+        None, description="policies beside the context-aware placement and both MoNDE baselines; none: all that can run"
+    )
     miss_beyond: float = Field(0.05, gt=0, lt=1)
     cases: list[CaseSection] = Field(min_length=1)
 
@@ -502,7 +505,11 @@ class EstimateSection(Section):
         description="model: this checkpoint's own; or mixtral-8x7b, mixtral-8x22b; of several, the first that has as "
         "many experts a layer as the model",
     )
-    popularity: Literal["uniform", "profile"] = "uniform"
+    popularity: Literal["uniform", "profile", "trace"] = Field(
+        "uniform",
+        description="which experts are chosen: all alike; as often as calibration counted them; or step by step as "
+        "profile.trace recorded it (needs geometry: model)",
+    )
     context: int = Field(1024, ge=1)
     grid: GridSection = GridSection()
     figures: FiguresSection | None = Field(
@@ -557,6 +564,8 @@ class Recipe(Section):
             missing = sorted({1, 2, 3, 4} - set(self.losses.bits))
             if section.method == "prefix-split" and section.selector and missing:
                 raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")
+        if self.estimate.popularity == "trace" and not (self.profile.trace and self.estimate.geometry == "model"):
+            raise ValueError("estimate.popularity trace needs profile.trace: true and estimate.geometry: model")
         if self.assign.size is not None and self.quantize.replicas == "all":
             raise ValueError(
                 "assign: size counts the placed replicas alone; use expert_bytes with quantize.replicas all"

@@ -12,13 +12,14 @@ from moeq.estimation.options import AXES, parse_grid
 from moeq.estimator import load_hardware
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.document import EstimateDocument
-from moeq.estimator.fit import Setting, fit_file, write_hardware
+from moeq.estimator.fit import Setting, fit_file, fit_tables, write_hardware
 from moeq.estimator.sheets import sheet
 from moeq.recipe import Recipe, load_recipe
 
 DEFAULT_HARDWARE = "paper-ctxmoe"
 DEFAULT_CONTEXT = 1024
 RUNS = "moeq-out"  # where runs without --out lie, by name
+MOST_ROWS = 24  # of a fit's points on the terminal
 STAGE_TOO = {"hardware": "estimate.hardware", "context": "estimate.context"}  # options that a recipe has, too
 
 
@@ -94,7 +95,7 @@ def needs_a_run(asked: Asked) -> bool:
             raise RecipeError(what, where=str(path), do="leave the recipe out and give --model, or use --set")
         return _recipe(asked).estimate.figures is None
     mine = [*asked.beyond_a_run, *(["--hardware"] if asked.hardware else []), *(["--grid"] if asked.grid else [])]
-    return not mine and (asked.model is None or (asked.out is not None and (asked.out / "recipe.yaml").is_file()))
+    return not mine and (asked.model is None or (asked.out is not None and files.is_run(asked.out)))
 
 
 def recipe_overrides(asked: Asked) -> list[str]:
@@ -210,8 +211,11 @@ def _fit(asked: Asked, path: Path) -> Any:
         target = asked.out if is_file else asked.out / f"{hardware.name}-fitted.yaml"
         write_hardware(target, found)
     if not asked.json and not asked.quiet:
-        tables.print_fit(found, target)
-    return tables.fit_json(found) | {"hardware_file": None if target is None else str(target)}
+        tables.print_sheet(fit_tables(found), MOST_ROWS)
+        if target is not None:
+            print(f"hardware  {target}")
+    figures = {key: value for key, value in asdict(found).items() if key != "hardware"}
+    return figures | {"hardware": hardware.name, "hardware_file": None if target is None else str(target)}
 
 
 def _sheet(asked: Asked, name: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.files import make_directory, write_json, write_text
+from moeq.artifacts.stage import RECORD
 from moeq.errors import RecipeError
 from moeq.estimation.make import Question
 from moeq.estimator.document import EstimateDocument
@@ -19,9 +20,14 @@ PAGE = "estimate.html"
 TIMELINE = "timeline.json"
 
 
+def is_run(out: Path) -> bool:
+    """Whether a run lies in a directory: its recipe, or what a stage that was run alone left there."""
+    return (out / "recipe.yaml").is_file() or any((out / stage / RECORD).is_file() for stage in ("profile", "assign"))
+
+
 def check_out(out: Path) -> None:
     """RecipeError for a directory that a run lies in, whose files it would be mixed up with."""
-    if (out / "recipe.yaml").is_file():
+    if is_run(out):
         raise RecipeError("a run lies in it", where=f"--out {out}", do="choose another --out")
 
 

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moeq.artifacts.trace import RoutingTrace, read_trace
 from moeq.errors import RecipeError
 from moeq.estimation.subject import Model, Subject, of_assignment, of_manifest, read_model, read_placed
@@ -193,6 +191,7 @@ def questions_of(recipe: Recipe) -> list[Question]:
             grid=grid,
             context=section.context,
             seed=recipe.seed,
+            policies=None if section.figures.policies is None else tuple(section.figures.policies),
             stated=case.stated,
         )
         for case in section.figures.cases
@@ -261,9 +260,4 @@ def _uniform(model: Model, options: Options, hardware: Hardware) -> Subject:
         hot = largest_gpu_experts(geometry, hardware, batch=max(options.grid.batches), context=options.longest) or 0
     name = f"{bits:g} bits, {hot} of {geometry.num_experts} experts on the GPU"
     placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=name)
-    if options.trace is not None:  # which has its own routing in every layer
-        bits_of_all, hot_of_all = (
-            np.repeat(one, geometry.num_layers, axis=0) for one in (placement.bits, placement.hot)
-        )
-        placement = Placement(name=placement.name, bits=bits_of_all, hot=hot_of_all)
     return Subject(geometry=geometry, placement=placement, group_size=options.group_size, zero_points=False)

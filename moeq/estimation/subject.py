@@ -55,7 +55,7 @@ def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
     from moeq.artifacts.manifest import read_manifest
     from moeq.models.source import open_config
 
-    source = open_config(name, trust_remote_code=trust_remote_code)
+    source = open_config(name, beside=(MANIFEST,), trust_remote_code=trust_remote_code)
     manifest = read_manifest(source.path) if (source.path / MANIFEST).is_file() else None
     return Model(geometry=_geometry(source, trust_remote_code), manifest=manifest)
 

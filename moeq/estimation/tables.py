@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.document import Case, EstimateDocument
-from moeq.estimator.fit import Fit, describe
 from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.points import SUBJECT
 from moeq.estimator.result import Estimate, TermRow
@@ -247,67 +244,25 @@ def print_capacity(plan: CapacityPlan) -> None:
         console.print(rooms)
 
 
-def print_sheet(found: Sequence[Sheet]) -> None:
-    """The tables of a paper's sheet, each with its notes."""
+def print_sheet(found: Sequence[Sheet], most: int | None = None) -> None:
+    """The tables of a paper's sheet or of a fit, each with its notes; at most so many rows of each (None: all)."""
     console = Console(highlight=False)
     for number, one in enumerate(found):
         console.print(f"{chr(10) if number else ''}{one.title}", style="bold", markup=False)
-        table = _table(one.columns, texts=_texts(one))
-        for row in one.rows:
+        table = _table(one.columns, texts=0)
+        for index, column in enumerate(table.columns):
+            if not any(isinstance(row[index], (int, float)) for row in one.rows):
+                column.justify = "left"
+        for row in one.rows[:most]:
             table.add_row(*map(_cell, row))
         console.print(table)
+        if most is not None and len(one.rows) > most:
+            console.print(f"- {len(one.rows) - most} more rows with --json", style="dim")
         for note in one.notes:
             console.print(f"- {note}", style="dim", markup=False)
-
-
-def _texts(one: Sheet) -> int:
-    """How many columns from the left hold text."""
-    numbers = [any(isinstance(row[index], (int, float)) for row in one.rows) for index in range(len(one.columns))]
-    return numbers.index(True) if True in numbers else len(numbers)
 
 
 def _cell(value: Cell) -> str:
     if value is None:
         return "-"
     return formats.number(value) if isinstance(value, float) else str(value)
-
-
-def print_fit(found: Fit, target: Path | None) -> None:
-    """Fitted constants and how well the points determine them, the error of points that a fit did not see."""
-    console = Console(highlight=False)
-    table = _table(("constant", "before", "fitted", ""))
-    table.columns[-1].justify = "left"
-    for one in found.constants:
-        before = replace(one, value=one.before).text
-        table.add_row(one.key, before, one.text, describe(one), style="dim" if one.verdict == "no effect" else None)
-    console.print(table)
-    errors = {"before": found.before, "fitted": found.fitted, f"held out, {found.folds} folds": found.held_out}
-    if found.held_out is None:
-        errors = {"before": found.before, "fitted": found.fitted}
-        console.print("too few rows to leave any out: no held-out error", style="yellow")
-    for name, error in errors.items():
-        if error is not None:
-            console.print(f"error {name}: mean {error.mean:.2%}, largest {error.largest:.2%}", markup=False)
-    worst = max(found.points, key=lambda point: abs(point.fitted_seconds / point.point.seconds - 1))
-    console.print(
-        f"farthest: row {worst.point.row}, {worst.point.policy}, {worst.point.measure}: measured "
-        f"{_seconds(worst.point.seconds)}, fitted {_seconds(worst.fitted_seconds)}",
-        style="dim",
-        markup=False,
-    )
-    if target is not None:
-        console.print(f"hardware  {target}", soft_wrap=True, markup=False)
-
-
-def fit_json(found: Fit) -> dict[str, Any]:
-    """A fit as --json prints it."""
-    return {
-        "file": found.file,
-        "hardware": found.hardware.name,
-        "constants": [asdict(one) for one in found.constants],
-        "points": [asdict(one) for one in found.points],
-        "before": asdict(found.before),
-        "fitted": asdict(found.fitted),
-        "held_out": None if found.held_out is None else asdict(found.held_out),
-        "folds": found.folds,
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,16 +93,17 @@ def open_source(name: str, revision: str | None = None, *, trust_remote_code: bo
     return ModelSource(name=name, path=path, revision=commit, config=config, tensors=tensors)
 
 
-def open_config(name: str, *, trust_remote_code: bool = False) -> ModelSource:
+def open_config(name: str, *, beside: Sequence[str] = (), trust_remote_code: bool = False) -> ModelSource:
     """A model by its configuration alone: a directory, a config.json, a hub id or `bundled:NAME`; no tensors are read.
 
-    Of a hub model only the configuration is downloaded. Raises ModelError as `open_source` does.
+    Of a hub model only the configuration is downloaded, and those of the files `beside` that it has. Raises ModelError
+    as `open_source` does.
     """
     path = Path(name).expanduser()
     if path.is_file():
         file, name = path, (path.resolve().parent.name if path.name == CONFIG else path.stem)
     else:
-        path, _ = _resolve(name, None, trust_remote_code, weights=False)
+        path, _ = _resolve(name, None, trust_remote_code, only=(CONFIG, *beside))
         file, name = path / CONFIG, (path.resolve().name if Path(name).expanduser().is_dir() else name)
     config = read_config(file)
     check_counts(config, {}, file)
@@ -110,9 +111,9 @@ def open_config(name: str, *, trust_remote_code: bool = False) -> ModelSource:
 
 
 def _resolve(
-    name: str, revision: str | None, trust_remote_code: bool, *, weights: bool = True
+    name: str, revision: str | None, trust_remote_code: bool, *, only: Sequence[str] | None = None
 ) -> tuple[Path, str | None]:
-    """The directory of a model and, from the hub, its commit; without weights only what the configuration needs."""
+    """The directory of a model and, from the hub, its commit; only: files that are all that is wanted of it."""
     if name.startswith(BUNDLED):
         try:
             return bundled_path(name.removeprefix(BUNDLED)), None
@@ -125,9 +126,9 @@ def _resolve(
         raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
         raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
-    if not weights:
-        code = CODE_FILES if trust_remote_code else ()
-        return hub.snapshot(name, revision, [CONFIG, *code], error=ModelError), None
+    if only is not None:
+        path = hub.snapshot(name, revision, [*only, *(CODE_FILES if trust_remote_code else ())], error=ModelError)
+        return path, path.name
     return _from_hub(name, revision, trust_remote_code)
 
 

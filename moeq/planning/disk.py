@@ -615,7 +615,7 @@ class Disk:
         geometry, is_own = estimate_stage.chosen_geometry(self.context)
         load_hardware(self.recipe.estimate.hardware)  # the first time, units are read
         started = time.perf_counter()
-        made = estimate_stage.of_assignment(self.context, geometry, self.own, None)
+        made = estimate_stage.of_assignment(self.context, geometry, self.own, {})
         self.estimating = time.perf_counter() - started
         report = estimate_stage.report_on(self.context, geometry, is_own, [made])
         none = estimate_stage.report_on(self.context, geometry, is_own, [])

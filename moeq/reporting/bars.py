@@ -42,6 +42,8 @@ def grouped_bars(
     name: str, label: str, groups: Sequence[str], series: Sequence[Series], axis: str, inner: str = ""
 ) -> Drawing:
     """Bars of every series at every group; `axis` names the values, `inner` what the narrow bars in front are."""
+    from matplotlib.patches import Patch
+
     inside = max(LEAST, len(groups) * (len(series) * BAR + GAP))
     entries = len(series) + bool(inner)
     columns = max(
@@ -59,8 +61,9 @@ def grouped_bars(
             plane.bar(centre, one.values, width=0.86 * step, label=one.name, **look)
             if one.inner is not None:
                 plane.bar(centre, one.inner, width=0.4 * step, color=svg.INK, linewidth=0)
+        handles = plane.get_legend_handles_labels()[0]
         if inner:
-            plane.bar([0], [0], color=svg.INK, linewidth=0, label=inner)
+            handles.append(Patch(facecolor=svg.INK, label=inner))
         plane.set_xlim(0, inside)
         plane.set_xticks((np.arange(len(groups)) + 0.5) * pitch, groups)
         plane.tick_params(axis="x", length=0)
@@ -69,7 +72,8 @@ def grouped_bars(
         plane.grid(axis="y")
         plane.set_ylabel(axis)
         plane.set_xlabel("input / output tokens")
-        figure.legend(loc="upper left", bbox_to_anchor=(0, 1), ncol=columns, handlelength=1.2, columnspacing=1.4)
+        place = {"loc": "upper left", "bbox_to_anchor": (0, 1)}
+        figure.legend(handles=handles, ncol=columns, handlelength=1.2, columnspacing=1.4, **place)
 
     return svg.draw(name, label, width, height, fill)
 
@@ -94,6 +98,8 @@ def beside_chart(name: str, label: str, rows: Sequence[Beside], axis: str) -> Dr
     inside, height = 340, ROW * len(rows)
     above = LEGEND_ROW + 8
     width = left + inside + NOTES
+    from matplotlib.patches import Patch
+
     least = 0.006 * max(max(*row.stated, *row.estimate) for row in rows)  # of a single number
 
     def fill(figure: Any) -> None:
@@ -113,7 +119,7 @@ def beside_chart(name: str, label: str, rows: Sequence[Beside], axis: str) -> Dr
         plane.set_xlabel(axis)
         marks = [("stated", svg.FAINT, svg.MUTED), ("estimate", svg.SERIES[0], svg.SERIES[0])]
         marks += [("estimate, missed", svg.SERIES[1], svg.SERIES[1])] if any(row.missed for row in rows) else []
-        handles = [plane.bar([0], [0], color=face, edgecolor=edge, label=text) for text, face, edge in marks]
+        handles = [Patch(facecolor=face, edgecolor=edge, label=text) for text, face, edge in marks]
         figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 1), ncol=3, handlelength=1.2)
 
     return svg.draw(name, label, width, above + height + BELOW, fill)

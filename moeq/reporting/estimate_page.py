@@ -48,7 +48,7 @@ def _stated(rows: Sequence[Comparison]) -> Section:
     parts = [
         figure(
             beside_chart("stated", "Estimates beside the figures that are stated", beside, "times as fast"),
-            "Wide: what is stated, to its printed digits. Narrow: the estimate over the same grid. The note is how far "
+            "Wide: what is stated. Narrow: the estimate over the same grid. The note is how far "
             "the end that is farther off differs.",
         ),
         table(
@@ -149,11 +149,12 @@ def _charts(model: str, cases: Sequence[Case]) -> list[Raw]:
         drawings = [
             figure(
                 grouped_bars(f"latency-{key}", f"End-to-end latency of {what}", groups, latency, "seconds", inner),
-                f"End-to-end latency at batch {batch}: prefill, migration and every output token.",
+                f"End-to-end latency at batch {batch}, in the form of paper 000's Figure 5: prefill, migration and "
+                "every output token; in front of each bar, how much of it the near-data side computes in decode.",
             ),
             figure(
                 grouped_bars(f"rate-{key}", f"Decode throughput of {what}", groups, throughput, "tokens a second"),
-                f"Decode throughput at batch {batch}, all sequences counted.",
+                f"Decode throughput at batch {batch}, in the form of paper 000's Figure 6; all sequences counted.",
             ),
         ]
         parts.append(element("div", *drawings, class_="figures"))

@@ -53,11 +53,15 @@ def estimate(inputs: ReportInputs) -> Section:
     return Section(anchor="estimate", title="Estimated speed on GPU + near-data memory", parts=parts)
 
 
+ROUTING = {
+    "uniform": "is assumed to be even over all experts",
+    "profile": "is assumed to be as calibration counted it",
+    "trace": "is that of calibration, step by step",
+}
+
+
 def _lead(speed: SpeedInputs) -> str:
-    return (
-        f"Computed by a model of the hardware ({speed.hardware}), not measured. Routing is assumed to be "
-        f"{'even over all experts' if speed.popularity == 'uniform' else 'as calibration counted it'}."
-    )
+    return f"Computed by a model of the hardware ({speed.hardware}), not measured. Routing {ROUTING[speed.popularity]}."
 
 
 def _other_geometry(speed: SpeedInputs, model: str) -> Raw:

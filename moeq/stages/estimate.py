@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import make_directory, write_json
 from moeq.artifacts.stage import read_model
+from moeq.artifacts.trace import NAME as TRACE
+from moeq.artifacts.trace import read_trace
 from moeq.errors import EstimateError, RecipeError
 from moeq.estimator import (
     CONFIG_KEYS,
@@ -54,12 +57,12 @@ def run(context: Context) -> dict[str, Any]:
     """Write estimate.json; returns the summary."""
     own = assign.load(context)
     assignments = [own, *(assign.make(context, c, c.name) for c in context.recipe.eval.compare)]
-    popularity = _popularity(context)
+    routing = _routing(context)
     geometry, is_own = chosen_geometry(context)
     estimates = []
     with context.reporter.bar("estimate", len(assignments)) as advance:
         for assignment in assignments:
-            estimates.append(of_assignment(context, geometry, assignment, popularity))
+            estimates.append(of_assignment(context, geometry, assignment, routing))
             advance()
     report = report_on(context, geometry, is_own, estimates)
     write_json(make_directory(context.directory("estimate")) / NAME, report.model_dump(mode="json"))
@@ -67,9 +70,9 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def of_assignment(
-    context: Context, geometry: ModelGeometry, assignment: Assignment, popularity: np.ndarray | None
+    context: Context, geometry: ModelGeometry, assignment: Assignment, routing: Mapping[str, Any]
 ) -> Estimate:
-    """The estimate of one assignment; popularity: each expert's share of its layer's activations, None: all alike."""
+    """The estimate of one assignment; routing: the popularity of every expert, a trace, or neither: all alike."""
     section = context.recipe.estimate
     group_size = weights_of_a_scale(assignment.group_size, geometry)
     grid = Grid(
@@ -81,10 +84,10 @@ def of_assignment(
         assignment_placement(assignment, group_size),
         group_size=group_size,
         zero_points=not assignment.symmetric,
-        popularity=popularity,
         grid=grid,
         context=section.context,
         seed=context.recipe.seed,
+        **routing,
     )
 
 
@@ -175,13 +178,16 @@ def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
     return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})
 
 
-def _popularity(context: Context) -> np.ndarray | None:
-    if context.recipe.estimate.popularity == "uniform":
-        return None
+def _routing(context: Context) -> dict[str, Any]:
+    """What the estimator is told of the routing: nothing, each expert's share of activations, or the recorded trace."""
+    wanted = context.recipe.estimate.popularity
+    if wanted == "uniform":
+        return {}
+    if wanted == "trace":
+        return {"trace": read_trace(context.directory("profile") / TRACE)}
     measured = np.stack(profile.load(context).activation())
     floor = 1e-6  # an expert that calibration never chose can still be chosen
-    popularity: np.ndarray = (measured + floor) / (measured + floor).sum(1, keepdims=True)
-    return popularity
+    return {"popularity": (measured + floor) / (measured + floor).sum(1, keepdims=True)}
 
 
 def summarize(report: EstimateReport) -> dict[str, Any]:

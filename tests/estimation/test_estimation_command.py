@@ -16,6 +16,7 @@ from moeq.cli import app
 from moeq.errors import MoeqError
 from moeq.estimation.subject import read_model
 from moeq.estimator import (
+    Grid,
     ModelGeometry,
     estimate,
     geometry_from_config,
@@ -184,6 +185,7 @@ def test_an_assignment(tiny_mixtral: Path, tmp_path: Path) -> None:
         (("--model", "mixtral-8x7"), 10, ["unknown geometry 'mixtral-8x7'", "did you mean 'mixtral-8x7b'"]),
         (("--model", "./nowhere", "--bits", "3"), 3, ["./nowhere: no such directory"]),
         (("--model", "nowhere/config.json", "--bits", "3"), 3, ["nowhere/config.json"]),
+        (("--model", "org/none", "--bits", "3"), 3, ["org/none: neither here nor to be had from the hub"]),
         (("--hardware", "paper-ctxmoe"), 2, ["no model; give --model"]),
         ((*SMALL, "--policy", "hobit"), 10, ["unknown policy 'hobit'; did you mean 'hobbit'"]),
         ((*SMALL, "--grid", "in=a"), 2, ["--grid in: 'a' is no whole number"]),
@@ -328,3 +330,41 @@ def test_sheets() -> None:
     assert code == 0
     assert "GOPS per watt, recomputed" in text
     assert {"title", "columns", "rows", "notes"} <= set(as_json("--sheet", "paper-002")[0])
+
+
+def measured(path: Path, policies: tuple[str, ...] = ("context_aware", "monde_opt", "gpu_only")) -> Path:
+    """Runs of Mixtral-8x7B on a machine whose link reaches 70 % of its bandwidth, as the estimator has them."""
+    geometry, machine = load_geometry("mixtral-8x7b"), load_hardware("paper-ctxmoe").changed("link", efficiency=0.7)
+    grid = Grid(inputs=(128, 2048), outputs=(512,), batches=(1, 4))
+    made = estimate(geometry, machine, uniform_placement(geometry, bits=3, hot_experts=4), grid=grid)
+    fields = ("policy", "batch", "input_tokens", "output_tokens", "end_to_end_seconds", "decode_seconds_per_token")
+    rows = [
+        ",".join(str(getattr(point, field)) for field in fields) for point in made.points if point.policy in policies
+    ]
+    path.write_text("\n".join([",".join(fields), *rows]) + "\n")
+    return path
+
+
+def test_a_fit(tmp_path: Path) -> None:
+    path, fitted = measured(tmp_path / "measured.csv"), tmp_path / "mine.yaml"
+    found = as_json("--fit", path, *SMALL, "--out", fitted)
+    constants = {one["key"]: one for one in found["constants"]}
+    assert constants["link.efficiency"]["value"] == pytest.approx(0.7, rel=0.01)
+    assert found["held_out"]["mean"] < 0.01 < found["before"]["mean"]
+    assert found["hardware_file"] == str(fitted)
+    again = as_json("--hardware", fitted, *SMALL, *ONE)
+    assert again["hardware"] == "mine"
+    code, text = moeq("--fit", path, *SMALL, "--out", tmp_path / "folder")
+    assert code == 0
+    assert "held out" in text
+    assert [one.name for one in (tmp_path / "folder").iterdir()] == ["paper-ctxmoe-fitted.yaml"]
+
+
+def test_a_fit_that_cannot_be_made(tmp_path: Path) -> None:
+    path = measured(tmp_path / "measured.csv", ("hobbit",))
+    path.write_text(path.read_text().replace("hobbit,1,2048,512", "hobit,1,2048,512"))
+    code, text = moeq("--fit", path, *SMALL)
+    assert (code, text.startswith(f"{path}, row ")) == (10, True)
+    assert "did you mean 'hobbit'" in text
+    assert moeq("--fit", path, *SMALL, "--policy", "hobbit")[0] == 2
+    assert moeq("--fit", tmp_path / "none.csv", *SMALL)[0] == 10

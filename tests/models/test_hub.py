@@ -15,7 +15,7 @@ from models.hub_server import COMMIT, TOKEN, Hub, serving
 from safetensors.torch import load_file, save_file
 
 from moeq.errors import ModelError
-from moeq.models.source import INDEX, open_source
+from moeq.models.source import INDEX, open_config, open_source
 
 NAME = "org/tiny"
 
@@ -61,6 +61,16 @@ def test_only_what_is_needed_is_downloaded_and_the_commit_is_pinned(hub: Hub, ti
     asked = len(hub.requests)
     assert open_source(NAME, COMMIT).stamp() == source.stamp()
     assert len(hub.requests) == asked, "a pinned revision in the cache needs no network"
+
+
+def test_a_configuration_alone_takes_no_weights_along(hub: Hub) -> None:
+    source = open_config(NAME)
+    assert hub.fetched() == {"config.json"}
+    assert source.tensors == {}
+    assert (open_config(NAME, beside=("tokenizer.json", "none.json")).path / "tokenizer.json").is_file()
+    assert "tokenizer.json" in hub.fetched()
+    assert not [name for name in hub.fetched() if name.endswith((".safetensors", ".py"))]
+    assert source.config == open_source(NAME).config
 
 
 def test_code_comes_only_when_it_is_allowed(hub: Hub) -> None:

@@ -1,0 +1,117 @@
+"""moeq estimate of a packed checkpoint: bits and places from its manifest, sizes from its configuration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from moeq import pipeline
+from moeq.artifacts.assignment import read_assignment
+from moeq.cli import app
+from moeq.errors import MoeqError
+from moeq.estimation.subject import read_model
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages.context import Context
+
+SMALL = (
+    "corpus.sequences=4", "corpus.sequence_length=32", "losses.group_size=16", "losses.bits=[1,2,3,4]",
+    "losses.methods=[rtn]", "assign={method: optimal, average_bits: 3, gpu_experts: 1, quantizer: rtn}",
+    "profile.trace=true", "eval.compare=[]",
+)  # fmt: skip
+ONE = ("--grid", "in=16", "out=16", "--json")
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the tiny model up to its export, with a recorded trace."""
+    out = tmp_path_factory.mktemp("estimated") / "run"
+    context = Context(
+        recipe=load_recipe(None, SMALL), model_name=str(tiny_mixtral), out=out, reporter=Reporter(quiet=True)
+    )
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    return out
+
+
+def case(*arguments: str | Path) -> Any:
+    done = CliRunner().invoke(app, ["estimate", *map(str, arguments), *ONE])
+    assert done.exit_code == 0, done.exception
+    return json.loads(done.stdout)["cases"][0]
+
+
+def test_every_way_to_say_it_gives_the_same_estimate(finished: Path, tiny_mixtral: Path) -> None:
+    checkpoint = finished / "checkpoint"
+    packed = case("--model", checkpoint)
+    by_manifest = case("--model", tiny_mixtral, "--manifest", checkpoint / "placement.json")
+    by_assignment = case("--model", tiny_mixtral, "--assignment", finished / "assign" / "assignment.json")
+    for other in (by_manifest, by_assignment):
+        for one, its in zip(packed["estimate"]["points"], other["estimate"]["points"], strict=True):
+            assert one["end_to_end_seconds"] == pytest.approx(its["end_to_end_seconds"], rel=1e-12)
+        assert other["estimate"]["group_size"] == packed["estimate"]["group_size"] == 16
+        assert other["estimate"]["zero_points"]
+
+
+def test_bytes_are_those_of_the_assignment(finished: Path, tiny_mixtral: Path) -> None:
+    found, geometry = case("--model", finished / "checkpoint"), read_model(str(tiny_mixtral)).geometry
+    assignment = read_assignment(finished / "assign" / "assignment.json")
+    expected = sum(
+        geometry.expert_bytes(choice.bits, 16, zero_points=True)
+        for layer in assignment.layers
+        for choice in layer.experts
+        if choice.tier == "gpu"
+    )
+    hot = next(part for part in found["capacity"]["gpu"]["parts"] if part["name"] == "hot experts")
+    assert hot["bytes"] == pytest.approx(expected)
+    assert found["capacity"]["gpu"]["parts"][0]["bytes"] == 2 * geometry.non_expert_parameters
+
+
+def test_uniform_widths_may_replace_those_of_the_checkpoint(finished: Path) -> None:
+    assert case("--model", finished / "checkpoint", "--bits", "2")["estimate"]["placement"].startswith("2 bits")
+
+
+def test_a_trace_of_the_run(finished: Path) -> None:
+    found = case("--model", finished / "checkpoint", "--trace", finished / "profile" / "trace.safetensors")
+    assert found["estimate"]["routing"] == {"1": "trace"}
+    assert found["hit_rates"]["gpu_experts"] == [1, 1]
+
+
+def test_a_manifest_of_another_model(finished: Path) -> None:
+    refused = CliRunner().invoke(
+        app, ["estimate", "--model", "mixtral-8x7b", "--manifest", str(finished / "checkpoint")]
+    )
+    assert isinstance(refused.exception, MoeqError)
+    assert refused.exception.exit_code == 10
+    assert str(refused.exception).startswith(f"{finished / 'checkpoint' / 'placement.json'}: 2 MoE layers")
+
+
+def test_the_stage_of_a_run_stays_the_stage(finished: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Also of a run whose stages were run one by one, without a recipe in its directory."""
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy)
+    (copy / "recipe.yaml").unlink()
+    wanted = [word for one in SMALL for word in ("--set", one)]
+    done = CliRunner().invoke(
+        app,
+        ["estimate", "--out", str(copy), "--model", str(tiny_mixtral), "--json", "--quiet", *wanted],
+    )
+    assert done.exit_code == 0, done.exception
+    assert json.loads(done.stdout)["stage"] == "estimate"
+    refused = CliRunner().invoke(app, ["estimate", "--out", str(copy), "--model", str(tiny_mixtral), "--bits", "3"])
+    assert "a run lies in it" in str(refused.exception)
+
+
+def test_the_stage_follows_the_recorded_trace(finished: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy)
+    wanted = ["--set", "estimate.popularity=trace", "--set", "estimate.grid={inputs: [16], outputs: [16]}"]
+    done = CliRunner().invoke(app, ["estimate", "--out", str(copy), "--json", "--quiet", *wanted])
+    assert done.exit_code == 0, done.exception
+    (one,) = json.loads((copy / "estimate" / "estimate.json").read_text())["estimates"]
+    assert one["routing"] == {"1": "trace"}
+    refused = CliRunner().invoke(app, ["estimate", "--out", str(copy), *wanted, "--set", "profile.trace=false"])
+    assert "estimate.popularity trace needs profile.trace" in str(refused.exception)
