@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeq.errors import EstimateError
+from moeq.estimator.placed import placed_by_rank
 from moeq.estimator.step import FloatArray, IntArray, Layers, Work
 from moeq.estimator.terms import Cost
 from moeq.estimator.trace import NONE, DecodeSteps, RoutingTrace, decode_steps, sequence_counts, sequence_scores
@@ -48,7 +49,7 @@ class Replay:
         return self.found[batch]
 
     def prefill_share(self) -> FloatArray:
-        """Expected tokens [D, E] that reach every expert for one token of a prompt."""
+        """Expected tokens [D, E] that reach every expert for a token of a prompt (of a trace without prompts: any)."""
         trace = self.trace
         marked = trace.is_prefill if trace.is_prefill.any() else np.ones(trace.num_tokens, dtype=np.bool_)
         counts = [sequence_counts(trace, layer, marked).sum(axis=0) for layer in range(trace.num_layers)]
@@ -60,7 +61,7 @@ class Replay:
         experts, tokens, rank = self.active.get(key) or self._active(layers, start, self.steps(batch))
         if self.most_steps is not None:  # few enough to keep for the next hardware
             self.active[key] = experts, tokens, rank
-        hot, stored_bits = _placed(layers, rank)
+        hot, stored_bits = placed_by_rank(layers, rank)
         return Work(
             step_tokens=batch,
             probability=np.full(tokens.shape[:2], 1.0 / tokens.shape[1]),
@@ -106,19 +107,6 @@ class Replay:
             order = np.lexsort((np.broadcast_to(layers.popularity_rank[row], importance.shape), -importance), axis=1)
             ranks.append(np.argsort(order, axis=1))
         return np.stack(ranks, axis=1)
-
-
-def _placed(layers: Layers, rank: IntArray) -> tuple[NDArray[np.bool_], FloatArray]:
-    """Places and stored bits [D, S, A] of active experts, from their rank in the prompts of their batch.
-
-    A layer keeps the widths of its placement: the most important expert of these sequences takes the place and the
-    width of the placement's best placed one, and so on.
-    """
-    best_first = np.lexsort((-layers.bits, ~layers.hot), axis=1)
-    places = np.take_along_axis(layers.hot, best_first, axis=1)
-    widths = np.take_along_axis(layers.stored_bits, best_first, axis=1)
-    layer = np.arange(len(layers.repeats))[:, None, None]
-    return places[layer, rank], widths[layer, rank]
 
 
 def trace_end(trace: RoutingTrace) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
+from moeq.estimator.placed import placed_by_rank
 from moeq.estimator.placement import Placement, layer_of_assignment
 from moeq.estimator.policies import Policy, known_policies, label
 from moeq.estimator.replay import Replay
@@ -143,6 +144,10 @@ class Simulation:
             dense=dense,
             kv_cache_bytes=self.kv_cache_bytes(batch),
         )
+        if self.replay is not None:  # a mean prompt is as the popularity is
+            rank = np.asarray(work.pick(self.layers.popularity_rank), dtype=np.int64)
+            hot, stored_bits = placed_by_rank(self.layers, rank)
+            work = replace(work, hot=hot, stored_bits=stored_bits)
         return {
             key: expected_step(self.layers, work, policy.prefill(self.layers, work, variant))
             for key, policy, variant in self.wanted(only)

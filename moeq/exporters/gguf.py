@@ -199,6 +199,7 @@ def _fields(draft: Draft, family: Family) -> dict[str, Value]:
     config: Any = draft.model.config
     source = draft.source.source
     found: dict[str, Value] = {
+        "general.type": "model",
         "general.name": draft.options.model_name or source.name,
         "general.quantization_version": QUANTIZATION_VERSION,
         "general.quantized_by": f"moeq {__version__}",

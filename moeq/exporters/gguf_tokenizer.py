@@ -51,6 +51,14 @@ def tokenizer(source: ModelSource, vocabulary: int) -> dict[str, Value]:
         raise _refused(source, f"{there[0]} without {FILE}", do)
     data = _read(source, FILE)
     settings = _read(source, SETTINGS) if (source.path / SETTINGS).is_file() else {}
+    try:
+        return _parsed(source, data, settings, vocabulary)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise _refused(source, f"{FILE} is not one of a tokenizer ({error!r})", "download it again") from None
+
+
+def _parsed(source: ModelSource, data: dict[str, Any], settings: dict[str, Any], vocabulary: int) -> dict[str, Value]:
+    """`tokenizer` of what the files hold."""
     model = data.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise _refused(source, f"a tokenizer of type {(model or {}).get('type')}, not BPE")

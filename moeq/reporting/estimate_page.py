@@ -105,6 +105,7 @@ NAMES = {
     "monde_hotset": "MoNDE (hot set)",
     OPT: "MoNDE (cost-optimal)",
     "dynaexq": "DynaExq",
+    "static_placement": "static placement",
     "static_mixed": "static mixed precision",
 }
 

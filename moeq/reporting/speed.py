@@ -20,6 +20,7 @@ POLICIES = {
     "monde_hotset": "MoNDE, hot set fetched",
     "monde_opt": "MoNDE, cost-optimal",
     "dynaexq": "DynaExq: all on the GPU, two precisions",
+    "static_placement": "static placement on GPU and NDP",
     "static_mixed": "static mixed precision: all on the GPU",
 }
 TERMS_OF = (OWN, "monde_bwrule", "monde_opt", "hobbit")

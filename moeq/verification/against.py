@@ -72,6 +72,14 @@ def compare_with(
     )
 
 
+def differences(name: str, packed: PackedSource, reporter: Reporter, trust_remote_code: bool) -> list[str]:
+    """What of a checkpoint's values is not as in a packed checkpoint that it was made of; nothing is loaded or run."""
+    source = open_source(name)
+    other = open_packed(source.path, trust_remote_code=trust_remote_code, as_values=True)
+    problems, _ = _experts(source, packed, other, reporter, trust_remote_code)
+    return problems + [f"{key} is not as in {source.name}" for key in _tensors(source, packed)[1]]
+
+
 def _model(source: ModelSource, other: PackedSource | None, trust: bool) -> StreamedModel:
     if other is not None:
         return streamed(other, torch.float32, trust)

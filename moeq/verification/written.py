@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 
+from moeq.errors import EvaluationError
 from moeq.exporters.readers import open_packed
 from moeq.models.loading import memory_bytes
 from moeq.progress import Reporter
 from moeq.tables import human_bytes
+from moeq.verification.against import differences
 from moeq.verification.launch import NotInstalledError
 from moeq.verification.verify import Options, Verdict, require, resident_bytes, verify
 
@@ -21,7 +23,7 @@ def check_written(
     """Load a checkpoint in a fresh process and compare it; EvaluationError when it loads wrongly.
 
     against: the packed checkpoint whose values it must hold. None, and the reason is said, where the target's package
-    is not installed here or memory is too small.
+    is not installed here (its values are compared all the same) or memory is too small.
     """
     packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
     size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
@@ -36,6 +38,8 @@ def check_written(
         verdict = verify(directory, Options(against=source, trust_remote_code=trust_remote_code), reporter)
     except NotInstalledError as error:
         reporter.say(f"  [yellow]not verified: {escape(str(error))}[/yellow]")
+        if against is not None:
+            _check_values(directory, against, reporter, trust_remote_code)
         return None
     require(verdict)
     worst = max((check.worst for check in verdict.layers), default=0.0)
@@ -43,3 +47,13 @@ def check_written(
         f"  verified with {verdict.target}: layers within {worst:.1g}, logits within {verdict.logits_error:.1g}"
     )
     return verdict
+
+
+def _check_values(directory: Path, against: Path, reporter: Reporter, trust_remote_code: bool) -> None:
+    """EvaluationError where a checkpoint that cannot be loaded here holds other values than what it was made of."""
+    packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
+    problems = differences(str(against), packed, reporter, trust_remote_code)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise EvaluationError(f"{problems[0]}{more}", where=str(directory), do="do not use it; write it again")
+    reporter.say(f"  its values are those of {escape(against.name)}")

@@ -157,7 +157,7 @@ def test_no_result_beats_a_bandwidth_or_a_rate(hardware: Hardware, seed: int, ba
             terms = [one for one in result.earlier_terms if (one.policy, one.phase) == (policy, phase)]
             assert bool(terms) == (seconds > 0)
             if terms:
-                check_conserved(hardware, terms, seconds, 16)
+                check_conserved(hardware, terms, seconds, least)
         rates = {
             "gpu_memory": hardware.gpu.memory_bandwidth_bytes_per_second,
             "ndp_memory": hardware.ndp.memory_bandwidth_bytes_per_second,

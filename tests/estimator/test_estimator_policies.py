@@ -129,7 +129,7 @@ def naive_baseline_seconds(hw: Hardware, policy: str, tokens: list[int], placeme
         gpu_side = len(fetched) * fetch + (gpu(fetched[-1]) if fetched else 0.0)
         return max(gpu_side, sum(map(ndp, cold)) + act(cold))
 
-    if policy == "context_aware":
+    if policy in ("context_aware", "static_placement"):  # one for all sequences: drawn routing is alike for them
         hot = [e for e in active if placement.hot[0][e]]
         cold = [e for e in active if e not in hot]
         return max(sum(map(gpu, hot)), sum(ndp(e, placement.bits[0][e] + 16 / 128) for e in cold) + act(cold))

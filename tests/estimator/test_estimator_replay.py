@@ -146,6 +146,40 @@ def test_hot_experts_follow_from_every_prompt(
     assert seconds(result, "context_aware") == pytest.approx(total / steps, rel=1e-9)
 
 
+def test_static_placement_has_the_popular_experts_of_all_prompts(preset: Hardware) -> None:
+    trace, total = made_trace(), 0.0
+    rows = np.flatnonzero(~trace.is_prefill)
+    on_gpu = 0
+    for layer in range(L):
+        rank = popularity_rank(trace, layer)
+        best = sorted(range(E), key=lambda e, layer=layer: (not HOT[layer, e], -BITS[layer, e]))
+        for row in rows:
+            chosen = trace.experts[row, layer].tolist()
+            hot = [e for e in chosen if HOT[layer, best[rank[e]]]]
+            on_gpu += len(hot)
+            gpu = sum(expert_seconds(preset, 16, 1)[0] for _ in hot)
+            ndp = sum(
+                expert_seconds(preset, stored(float(BITS[layer, best[rank[e]]])), 1)[1] for e in chosen if e not in hot
+            )
+            act = 2 * (2 * 1024 / 64e9 + 5e-6) if len(hot) < K else 0.0
+            total += dense_seconds(preset, 1) + max(gpu, ndp + act)
+    result = run(preset, trace)
+    assert seconds(result, "static_placement") == pytest.approx(total / len(rows), rel=1e-9)
+    shares = {one.policy: one.gpu_expert_share for one in result.points}
+    assert shares["static_placement"] == pytest.approx(on_gpu / (len(rows) * L * K), rel=1e-12)
+    assert shares["context_aware"] > shares["static_placement"]  # every sequence has a liking of its own
+    assert all(one.migration_seconds == 0 for one in result.points if one.policy == "static_placement")
+
+
+def test_static_placement_is_all_that_drawn_routing_needs(preset: Hardware) -> None:
+    """Without context to follow, a step is the same and the migration is saved."""
+    result = estimate(GEOMETRY, preset, PLACEMENT, grid=Grid(inputs=(64,), outputs=(16,)))
+    where = {"batch": 1, "input_tokens": 64, "output_tokens": 16}
+    mine, its = (result.point(one, **where) for one in ("context_aware", "static_placement"))
+    assert its.decode_seconds_per_token == mine.decode_seconds_per_token
+    assert its.migration_seconds == 0 < mine.migration_seconds
+
+
 def naive_hits(experts: np.ndarray, used: np.ndarray, places: int) -> np.ndarray:
     hits = np.zeros(experts.shape, dtype=bool)
     for layer in range(len(experts)):

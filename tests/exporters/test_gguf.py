@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moeq.bundled import bundled_path
 from moeq.conversion import convert
-from moeq.errors import ArtifactError, PlanError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, PlanError, RecipeError
 from moeq.exporters import gguf_families, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gguf_families import FILE, block_of, stack_name
@@ -32,7 +32,9 @@ from moeq.exporters.readers import open_packed
 from moeq.models.disk_names import DiskNames
 from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
+from moeq.verification import launch, probe
 from moeq.verification.verify import Options, typical, verify
+from moeq.verification.written import check_written
 
 RIGHT = 0.002
 ROUNDED = 0.05  # of the median position, where activations are rounded to 8 bits
@@ -506,10 +508,7 @@ def test_gguf_is_not_converted_from(models: dict[str, Path], tmp_path: Path) -> 
 
 def test_converted_from_another_tool(tmp_path: Path) -> None:
     peers.module("gguf")
-    model = handmade.model(tmp_path / "model", "mixtral")
-    config = json.loads((model / "config.json").read_text("utf-8")) | {"sliding_window": None}
-    (model / "config.json").write_text(json.dumps(config), "utf-8")
-    (model / "tokenizer.json").unlink()  # its tokens are more than the model's
+    model = without_tokenizer(tmp_path / "model", "mixtral", sliding_window=None)
     wanted = handmade.write(model, tmp_path / "packed", handmade.gptq_config(), handmade.gptq_parts)
     convert(tmp_path / "packed", "gguf", tmp_path / "out")
     found = open_packed(tmp_path / "out", as_values=True)
@@ -517,6 +516,33 @@ def test_converted_from_another_tool(tmp_path: Path) -> None:
     assert names is not None
     for (expert, projection), key in names.items():
         assert torch.equal(values(found.expert(found.layers[1], expert)[0][projection]), wanted[key])
+
+
+def without_tokenizer(folder: Path, family: str, **changed: Any) -> Path:
+    """A handmade model whose tokenizer, of more tokens than it has embeddings, is gone."""
+    model = handmade.model(folder, family)
+    config = json.loads((model / "config.json").read_text("utf-8")) | changed
+    (model / "config.json").write_text(json.dumps(config), "utf-8")
+    (model / "tokenizer.json").unlink()
+    return model
+
+
+def test_values_are_compared_where_no_loader_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers.module("gguf")
+    model = without_tokenizer(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
+    handmade.write(model, tmp_path / "packed", handmade.gptq_config(), handmade.gptq_parts)
+    wider = handmade.gptq_config(bits=8)
+    handmade.write(model, tmp_path / "other", wider, handmade.gptq_parts, lambda *_: 8)
+    monkeypatch.setitem(probe.NEEDED, "gguf", ("no_such_package",))
+    monkeypatch.setitem(launch.INSTALL, "no_such_package", "pip install it")
+    convert(tmp_path / "packed", "gguf", tmp_path / "out", verify=Reporter())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "not verified: target transformers" in said
+    assert "its values are those of packed" in said
+    with pytest.raises(EvaluationError, match=r"expert 0, gate_proj: its values differ by .* \(and 17 more\)"):
+        check_written(tmp_path / "out", Reporter(quiet=True), against=tmp_path / "other")
 
 
 def test_the_package_is_asked_for(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,12 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert len(tokenizer(open_source(str(model)), size)["ggml.tokens"]) == size  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=f"{size} tokens, the embeddings have {size - 1}"):
         tokenizer(open_source(str(model)), size - 1)
+    whole = (model / "tokenizer.json").read_text("utf-8")
+    for part, value in (("added_tokens", [{}]), ("pre_tokenizer", 3), ("post_processor", {"type": "TemplateProcessing",
+                        "single": 1})):  # fmt: skip
+        (model / "tokenizer.json").write_text(json.dumps(json.loads(whole) | {part: value}), "utf-8")
+        with pytest.raises(PlanError, match="is not one of a tokenizer"):
+            tokenizer(open_source(str(model)), 2048)
     (model / "tokenizer.json").rename(model / "tokenizer.model")
     with pytest.raises(PlanError, match=r"tokenizer\.model without tokenizer\.json; save it with"):
         tokenizer(open_source(str(model)), 2048)

@@ -1,0 +1,65 @@
+"""How layers run whose experts compute where they live, and where that is.
+
+Shapes as in step.py: D distinct layers, S outcomes, A active experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moeq.estimator.offload import in_turn, ndp_spans, pipelined_finish, returned
+from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Work, schedule
+from moeq.estimator.terms import t_act, t_fetch, t_gpu, t_ndp
+
+
+def where_they_live(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
+    """Hot experts [D, S, A] on the GPU and cold ones on the NDP, at stored bits [D, S, A], both at the same time.
+
+    Where the memory only holds experts, cold ones are fetched and compute on the GPU after the hot ones.
+    """
+    return (_overlapped if layers.hardware.ndp.computes else _streamed)(layers, work, hot, bits)
+
+
+def placed_by_rank(layers: Layers, rank: IntArray) -> tuple[BoolArray, FloatArray]:
+    """Places and stored bits [D, S, A] of active experts, from their rank [D, S, A] by importance.
+
+    A layer keeps the widths of its placement: the most important expert takes the place and the width of the
+    placement's best placed one, and so on.
+    """
+    best_first = np.lexsort((-layers.bits, ~layers.hot), axis=1)
+    places = np.take_along_axis(layers.hot, best_first, axis=1)
+    widths = np.take_along_axis(layers.stored_bits, best_first, axis=1)
+    layer = np.arange(len(layers.repeats))[:, None, None]
+    return places[layer, rank], widths[layer, rank]
+
+
+def _overlapped(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
+    hardware, weights = layers.hardware, layers.geometry.expert_parameters
+    gpu = t_gpu(weights, bits, np.where(hot, work.tokens, 0.0), hardware.gpu)
+    ndp = t_ndp(weights, bits, np.where(hot, 0.0, work.tokens), hardware.ndp)
+    act = t_act(layers.geometry.hidden_size, work.tokens_at(~hot), hardware.link)
+    back = returned(ndp, act, 0.0)
+
+    def spans() -> tuple[Span, ...]:
+        computed = Span(resource="gpu", name="gpu_experts", start=in_turn(gpu.seconds), seconds=gpu.seconds)
+        return computed, *ndp_spans(ndp, act, back)
+
+    chain = np.maximum(gpu.seconds.sum(axis=-1), back)
+    return schedule(layers, chain, {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act}, spans)
+
+
+def _streamed(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
+    hardware, weights = layers.hardware, layers.geometry.expert_parameters
+    missed = (work.tokens > 0) & ~hot
+    fetch = t_fetch(weights * bits / 8 * missed, missed, hardware)
+    gpu = t_gpu(weights, bits, work.tokens, hardware.gpu)
+    first, later = np.where(hot, gpu.seconds, 0.0), np.where(hot, 0.0, gpu.seconds)
+    held = first.sum(axis=-1, keepdims=True)
+    finish = np.maximum(pipelined_finish(fetch.seconds, later), held + np.cumsum(later, axis=-1))
+
+    def spans() -> tuple[Span, ...]:
+        start = np.where(hot, in_turn(first), finish - later)
+        fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
+        return fetches, Span(resource="gpu", name="gpu_experts", start=start, seconds=gpu.seconds)
+
+    return schedule(layers, finish[..., -1], {"gpu_experts": gpu, "fetch": fetch}, spans)

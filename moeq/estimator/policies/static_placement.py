@@ -1,0 +1,42 @@
+"""Static placement: the same experts on the GPU for every sequence, the others on the NDP, and nothing ever moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moeq.estimator.devices import Parameter
+from moeq.estimator.placed import placed_by_rank, where_they_live
+from moeq.estimator.policies import Plain
+from moeq.estimator.step import Layers, Schedule, Work
+
+
+@dataclass(frozen=True)
+class StaticPlacement(Plain):
+    """Layer: t_dense + E[max(sum_hot t_gpu, sum_cold t_ndp + t_act)], as the context-aware placement of the same K.
+
+    What is missing is the context: of a trace the most popular experts of all its prompts (or by the popularity that
+    was given) are hot for every sequence. Routing that is drawn is alike for all sequences, so that context can gain
+    nothing there, and the placement itself is the static one. The prefill computes where experts live, too, at their
+    bits; nothing migrates.
+    """
+
+    name: str = "static_placement"
+    variants: tuple[str, ...] = ("",)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+    def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
+        """Every active expert computes where it lives."""
+        if work.hot is None:
+            return where_they_live(layers, work, *work.placed(layers))
+        rank = np.asarray(work.pick(layers.popularity_rank), dtype=np.int64)
+        return where_they_live(layers, work, *placed_by_rank(layers, rank))
+
+    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
+        """As decode, of the whole prompt."""
+        return self.decode(layers, work, variant)
+
+
+POLICY = StaticPlacement()
