@@ -107,6 +107,7 @@ NAMES = {
     "dynaexq": "DynaExq",
     "static_placement": "static placement",
     "static_mixed": "static mixed precision",
+    "static_placement": "static placement",
 }
 
 
