@@ -107,7 +107,6 @@ NAMES = {
     "dynaexq": "DynaExq",
     "static_placement": "static placement",
     "static_mixed": "static mixed precision",
-    "static_placement": "static placement",
 }
 
 

@@ -22,7 +22,6 @@ POLICIES = {
     "dynaexq": "DynaExq: all on the GPU, two precisions",
     "static_placement": "static placement on GPU and NDP",
     "static_mixed": "static mixed precision: all on the GPU",
-    "static_placement": "static placement of as many experts",
 }
 TERMS_OF = (OWN, "monde_bwrule", "monde_opt", "hobbit")
 BOUNDS = {"bytes": "bandwidth", "macs": "arithmetic", "latency": "latency", "none": ""}
