@@ -387,6 +387,13 @@ def estimate(
         float | None,
         typer.Option("--zipf", help="Exponent of Zipf routing, the placement's best experts the most popular."),
     ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            "--replicas",
+            help="Widths at which the near-data side keeps every expert beside FP16, or none [default: 1,2,3,4].",
+        ),
+    ] = None,
     capacity: Annotated[
         bool, typer.Option("--capacity", help="Only say what fits where; refused with the sum where it does not.")
     ] = False,
@@ -425,6 +432,7 @@ def estimate(
         context=context,
         kv_growth=kv_growth,
         zipf=zipf,
+        replicas=replicas,
         capacity=capacity,
         sheet=sheet,
         fit=fit,

@@ -22,7 +22,7 @@ FLAGS = {
     **dict.fromkeys(("profile", "eval"), STAGE),
     "estimate": STAGE
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
-    | {"--grid", "--context", "--kv-growth", "--zipf", "--capacity", "--sheet", "--fit"},
+    | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"},
     "export": STAGE | {"--format", "--widen", "--verify"},
     "convert": {"checkpoint", "--to", "--out", "--widen", "--verify", "--trust-remote-code", "--json", "--quiet"},
     "report": STAGE | {"--maps"},

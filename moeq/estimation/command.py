@@ -8,9 +8,9 @@ from typing import Any
 
 from moeq.errors import EstimateError, RecipeError
 from moeq.estimation import files, make, tables
-from moeq.estimation.options import AXES, parse_grid
+from moeq.estimation.options import AXES, parse_grid, parse_replicas
 from moeq.estimator import load_hardware
-from moeq.estimator.capacity import CapacityPlan
+from moeq.estimator.capacity import REPLICA_BITS, CapacityPlan
 from moeq.estimator.document import EstimateDocument
 from moeq.estimator.fit import Setting, fit_file, fit_tables, write_hardware
 from moeq.estimator.sheets import sheet
@@ -43,6 +43,7 @@ class Asked:
     context: int | None = None
     kv_growth: bool = False
     zipf: float | None = None
+    replicas: str | None = None
     capacity: bool = False
     sheet: str | None = None
     fit: Path | None = None
@@ -75,6 +76,7 @@ class Asked:
             "--policy": self.policies or None,
             "--kv-growth": self.kv_growth or None,
             "--zipf": self.zipf,
+            "--replicas": self.replicas,
             "--capacity": self.capacity or None,
             "--sheet": self.sheet,
             "--fit": self.fit,
@@ -157,6 +159,7 @@ def _options(asked: Asked) -> make.Options:
         context=asked.context or DEFAULT_CONTEXT,
         kv_growth=asked.kv_growth,
         zipf=asked.zipf,
+        replica_bits=REPLICA_BITS if asked.replicas is None else parse_replicas(asked.replicas),
         trust_remote_code=asked.trust_remote_code,
     )
 

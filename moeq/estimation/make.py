@@ -26,7 +26,7 @@ from moeq.estimator import (
     timeline,
     uniform_placement,
 )
-from moeq.estimator.capacity import CapacityPlan, largest_gpu_experts, plan_capacity
+from moeq.estimator.capacity import REPLICA_BITS, CapacityPlan, largest_gpu_experts, plan_capacity
 from moeq.estimator.document import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates, hit_rates
 from moeq.estimator.placement import layer_of_assignment
@@ -59,13 +59,14 @@ class Options:
     context: int = 1024
     kv_growth: bool = False
     zipf: float | None = None
+    replica_bits: tuple[int, ...] = REPLICA_BITS
     seed: int = 0
     trust_remote_code: bool = False
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request of the grid."""
-        return max(self.grid.inputs) + max(self.grid.outputs)
+        """Tokens whose keys and values must have room."""
+        return longest(self.grid, self.context, kv_growth=self.kv_growth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,7 @@ class Question:
     policies: tuple[str, ...] | None = None
     trace: RoutingTrace | None = None
     zipf: float | None = None
+    replica_bits: tuple[int, ...] = REPLICA_BITS
     stated: Sequence[StatedSection] = ()
 
     @property
@@ -95,9 +97,10 @@ class Question:
             self.hardware,
             self.subject.placement,
             batch=max(self.grid.batches),
-            context=max(self.grid.inputs) + max(self.grid.outputs),
+            context=longest(self.grid, self.context, kv_growth=self.kv_growth),
             group_size=self.subject.group_size,
             zero_points=self.subject.zero_points,
+            replica_bits=self.replica_bits,
         )
 
     @property
@@ -128,7 +131,12 @@ class Question:
     def answer(self) -> Estimate:
         """The estimate of the chosen policies."""
         return estimate(
-            *self._parts, policies=self.policies, grid=self.grid, kv_growth=self.kv_growth, **self._settings
+            *self._parts,
+            policies=self.policies,
+            grid=self.grid,
+            kv_growth=self.kv_growth,
+            replica_bits=self.replica_bits,
+            **self._settings,
         )
 
     def timelines(self) -> dict[str, tuple[Interval, ...]]:
@@ -148,6 +156,12 @@ class Question:
             return None
         rows = layer_of_assignment(self.subject.geometry.num_layers, len(placed))
         return hit_rates(self.trace, [int(count) for count in placed[rows]])
+
+
+def longest(grid: Grid, context: int, *, kv_growth: bool) -> int:
+    """Tokens of the longest request of a grid, or of the context that every decode step reads where that is longer."""
+    request = max(grid.inputs) + max(grid.outputs)
+    return request if kv_growth else max(request, context)
 
 
 def question_of(options: Options) -> Question:
@@ -172,6 +186,7 @@ def question_of(options: Options) -> Question:
         policies=options.policies or None,
         trace=trace,
         zipf=options.zipf,
+        replica_bits=options.replica_bits,
     )
 
 

@@ -1,4 +1,4 @@
-"""The grid that `moeq estimate --grid` says."""
+"""What `moeq estimate --grid` and `--replicas` say."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from moeq.estimator import Grid
 AXES = {"in": "inputs", "out": "outputs", "batch": "batches"}
 LARGEST = {"in": 4_194_304, "out": 4_194_304, "batch": 4096}  # keeps memory and time of a sweep within reason
 MOST_POINTS = 1000
+NO_REPLICAS = "none"
 
 
 def parse_grid(texts: Sequence[str]) -> Grid:
@@ -46,3 +47,14 @@ def _sizes(axis: str, text: str) -> tuple[int, ...]:
             raise RecipeError(f"{one[:20]} is out of reach", where=f"--grid {axis}", do=f"give 1 to {LARGEST[axis]}")
         sizes.add(int(one))
     return tuple(sorted(sizes))
+
+
+def parse_replicas(text: str) -> tuple[int, ...]:
+    """`1,2,3,4`, rising, or `none`; RecipeError for what is no width below 16."""
+    if text == NO_REPLICAS:
+        return ()
+    widths = text.split(",")
+    for one in widths:
+        if not (one.isascii() and one.isdigit() and len(one) < 3 and 1 <= int(one) < 16):
+            raise RecipeError(f"{one!r} is no width", where="--replicas", do="write 1,2,3,4, or none")
+    return tuple(sorted({int(one) for one in widths}))

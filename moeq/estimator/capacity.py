@@ -104,7 +104,7 @@ class CapacityPlan(_Frozen):
 
     def _remedy(self, memory: Memory) -> str:
         if memory is self.ndp:
-            return "use larger near-data memory, or a smaller model"
+            return "keep fewer replicas, or use larger near-data memory"
         if self.largest_gpu_experts is None:
             return "use a smaller batch or context, or a GPU with more memory"
         return f"at this batch and context, at most {self.largest_gpu_experts} FP16 experts a layer fit"

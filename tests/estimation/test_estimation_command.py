@@ -202,6 +202,7 @@ def test_an_assignment(tiny_mixtral: Path, tmp_path: Path) -> None:
         ((RECIPE, "another"), 2, ["unexpected argument 'another'"]),
         ((RECIPE, "--hardware", "paper-ctxmo"), 10, ["did you mean 'paper-ctxmoe'"]),
         ((*SMALL, "--zipf", "1", "--trace", "x"), 2, ["--trace and --zipf each say"]),
+        ((*SMALL, "--replicas", "0,2"), 2, ["--replicas: '0' is no width"]),
         ((*SMALL, "--zipf", "-1"), 10, ["Zipf exponent"]),
         (("--sheet", "paper-005"), 10, ["unknown sheet 'paper-005'", "paper-004"]),
         (("--sheet", "paper-004", "--bits", "3"), 2, ["--sheet uses nothing of --bits"]),
@@ -308,10 +309,28 @@ def test_policies_that_cannot_run_are_left_out_or_refused() -> None:
 def test_capacity() -> None:
     code, text = moeq("--capacity", "--model", "mixtral-8x22b", "--gpu-experts", "2", "--grid", "in=128", "out=512")
     assert code == 0
-    assert "most FP16 experts a layer on the GPU at 1 x 640 tokens: 2" in text
+    assert "most FP16 experts a layer on the GPU at 1 x 1,024 tokens: 2" in text  # the default context
+    code, text = moeq("--capacity", *SMALL, "--grid", "in=128", "out=512", "--kv-growth")
+    assert "at 1 x 640 tokens: 6" in text
+    assert "at 1 x 9,000 tokens: 6" in moeq("--capacity", *SMALL, *ONE, "--context", "9000")[1]
     found = as_json("--capacity", "--model", "mixtral-8x22b", "--gpu-experts", "2")
     assert found["fits"]
     assert [row["gpu_experts"] for row in found["by_gpu_experts"]] == [0, 1, 2]
+
+
+def test_fewer_replicas_fit_where_all_do_not() -> None:
+    large = ("--capacity", "--model", "qwen3-235b-a22b", "--gpu-experts", "12")
+    code, text = moeq(*large)
+    assert code == 10
+    assert "near-data memory: FP16 experts 423 GiB + 1-bit replicas" in text
+    assert "keep fewer replicas" in text
+    assert [part["name"] for part in as_json(*large, "--replicas", "1")["ndp"]["parts"]] == [
+        "FP16 experts",
+        "1-bit replicas",
+    ]
+    assert len(as_json(*large, "--replicas", "none")["ndp"]["parts"]) == 1
+    estimated = as_json(*large[1:], *ONE, "--replicas", "1")["cases"][0]["estimate"]["capacity"]
+    assert estimated["replica_bits"] == [1]
 
 
 def test_capacity_is_refused_with_the_sum_after_what_fits_is_shown() -> None:
