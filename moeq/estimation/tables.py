@@ -50,11 +50,11 @@ def _print_stated(console: Console, found: EstimateDocument) -> None:
     table = _table(titles, texts=2)
     for row in found.stated:
         cells = [row.case, policy_words(row), stated_text(row), _span([row.low, row.high], formats.ratio)]
-        cells += [formats.change(1 + row.deviation, 1), *([] if small else ["inside" if row.inside else "outside"])]
+        cells += [formats.change(1 + row.deviation, 1), *([] if small else [row.verdict])]
         table.add_row(*cells, style="yellow" if row.missed else None)
     console.print(table)
     console.print(
-        "off: how far the farther end of the range is. inside: within what is stated, to its printed digits. Computed "
+        "off: how far the farther end of the range is; missed: farther than estimate.figures.miss_beyond. Computed "
         f"by a model of the hardware ({found.hardware}), not measured.",
         style="dim",
     )

@@ -34,6 +34,11 @@ class Comparison(BaseModel):
     source: str
 
     @property
+    def verdict(self) -> str:
+        """In one word: missed, or near."""
+        return "missed" if self.missed else "near"
+
+    @property
     def name(self) -> str:
         """The figure in words."""
         kind = self.figure.replace("_", " ")

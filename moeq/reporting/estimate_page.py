@@ -37,7 +37,7 @@ def _stated(rows: Sequence[Comparison]) -> Section:
             stated=(row.stated_low, row.stated_high),
             estimate=(row.low, row.high),
             missed=row.missed,
-            note=f"{formats.change(1 + row.deviation, 1)}{'' if row.inside else ', outside'}",
+            note=f"{formats.change(1 + row.deviation, 1)}{', missed' if row.missed else ''}",
         )
         for row in rows
     ]
@@ -71,7 +71,7 @@ def _stated_cells(row: Comparison) -> tuple[str, ...]:
         stated_text(row),
         formats.span([row.low, row.high], formats.ratio),
         formats.change(1 + row.deviation, 1),
-        "inside" if row.inside else "outside",
+        row.verdict,
     )
 
 
