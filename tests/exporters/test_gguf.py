@@ -438,6 +438,20 @@ def test_transformers_does_not_load_other_families(models: dict[str, Path], tmp_
             AutoModelForCausalLM.from_pretrained(out, gguf_file=FILE, config=config)
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    model = made(tmp_path / "model", "deepseek_v3")
+    tensors = load_file(model / "model.safetensors")
+    further = {f"model.layers.3.{name}": torch.ones(4, 8) for name in ("eh_proj.weight", "mlp.gate.weight")}
+    further |= {"model.layers.3.mlp.gate.e_score_correction_bias": torch.ones(8)}
+    save_file(tensors | further, model / "model.safetensors", {"format": "pt"})
+    found = tensors_of(exported(MadeSource(model, four), tmp_path / "out"))
+    assert found
+    assert not [name for name in found if name.startswith("blk.3.")]
+    save_file(tensors | {"model.layers.1.unknown.weight": torch.ones(8)}, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(PlanError, match=r"model\.layers\.1\.unknown\.weight: moeq knows no name for it in GGUF"):
+        exported(MadeSource(model, four), tmp_path / "other")
+
+
 def test_tied_embeddings(tmp_path: Path) -> None:
     """llama.cpp takes them for the head, but for families whose code wants a head of its own."""
     for family, has_head in (("mixtral", False), ("olmoe", True)):
