@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from moeq.artifacts.files import sha256_file, write_text
@@ -17,11 +18,14 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _REMEDY = "download it, or write it, again"
 
 
-def write_sums(directory: Path, known: Mapping[str, str]) -> None:
-    """Write the digests of all files; known: those that need not be computed, {name: digest}."""
+def write_sums(directory: Path) -> None:
+    """Write the digests of all files."""
     names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name not in UNLISTED)
-    lines = [f"{known.get(name) or sha256_file(directory / name)}  {name}\n" for name in names]
-    write_text(directory / NAME, "".join(lines))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        digests = pool.map(sha256_file, [directory / name for name in names])
+        write_text(
+            directory / NAME, "".join(f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True))
+        )
 
 
 def check_sums(directory: Path) -> int | None:

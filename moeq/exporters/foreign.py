@@ -1,7 +1,7 @@
 """Writing a packed checkpoint for another runtime: what the formats have in common.
 
-Tensors are written while the next ones are converted, and a few are held; files are synced and hashed while the next
-are written.
+Tensors are written while the next ones are converted, and a few are held; files are synced while the next are
+written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.files import TensorFile, building, sha256_file, sync, write_json, write_text
+from moeq.artifacts.files import TensorFile, building, sync, write_json, write_text
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.targets import Grid, Target, loadable_grid, refuse_matrix
 from moeq.errors import PlanError
@@ -77,7 +77,7 @@ class Draft:
     buffers: Buffers = field(default_factory=Buffers)
     writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     syncing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    settled: list[Future[tuple[str, str]]] = field(default_factory=list)
+    unsynced: list[Future[None]] = field(default_factory=list)
 
     def expert_modules(self, layer: ExpertLayer) -> Names:
         """Names in memory of the linears that a runtime makes of a layer's experts."""
@@ -150,7 +150,7 @@ class Draft:
         finally:
             wait(pending)
             stream.close()
-        self.settled.append(self.syncing.submit(_settle, path))
+        self.unsynced.append(self.syncing.submit(sync, path))
 
     def write(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         """Write a file of tensors that are all there."""
@@ -175,16 +175,12 @@ class Draft:
         write_json(self.directory / "config.json", config)
         copy_side_files(self.source.source, self.directory)
         write_text(self.directory / "README.md", card)
-        write_sums(self.directory, dict(file.result() for file in self.settled))
+        write_sums(self.directory)
+        for file in self.unsynced:
+            file.result()
 
     def _format(self) -> str:
         return "format" if self.target is None else f"format {self.target.format}"
-
-
-def _settle(path: Path) -> tuple[str, str]:
-    """A file's name and digest, once it is on the disk."""
-    sync(path)
-    return path.name, sha256_file(path)
 
 
 @contextmanager

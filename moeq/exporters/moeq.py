@@ -12,12 +12,14 @@ placement.json                   the manifest; README.md, the model card, is wri
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.assignment import Assignment, ExpertChoice
+from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
 from moeq.artifacts.files import building, place, write_json, write_text
 from moeq.artifacts.manifest import (
     PlacedExpert,
@@ -143,35 +145,9 @@ def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> Placeme
         prefix = _expert_prefix(key, names)
         if prefix is not None:
             by_expert.setdefault(prefix, []).append(key)
-    layers = []
-    for layer, choices, top_k in zip(inputs.layers, inputs.assignment.layers, inputs.top_k, strict=True):
-        experts = []
-        for number, choice in enumerate(choices.experts):
-            keys = by_expert[f"{layer.name}.{number}."]
-            experts.append(
-                PlacedExpert(
-                    expert=number,
-                    tier=choice.tier,
-                    bits=choice.bits,
-                    importance=choice.importance,
-                    replicas=_replicas(
-                        f"{layer.name}.{number}.", choice, keys, headers, inputs.quantizers[layer.name][number]
-                    ),
-                )
-            )
-        layers.append(
-            PlacedLayer(
-                name=layer.name,
-                num_experts=layer.num_experts,
-                hidden_size=layer.hidden_size,
-                intermediate_size=layer.intermediate_size,
-                projections=layer.projections,
-                biased=layer.biased,
-                kind=layer.kind.name,
-                top_k=top_k,
-                experts=tuple(experts),
-            )
-        )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes most of the time, and lets the others run
+        each = zip(inputs.layers, inputs.assignment.layers, inputs.top_k, strict=True)
+        layers = list(pool.map(lambda one: _placed_layer(inputs, by_expert, headers, *one), each))
     others = () if inputs.others is None else tuple(_placed_modules(inputs.others, headers))
     return PlacementManifest(
         model=inputs.stamp,
@@ -181,6 +157,40 @@ def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> Placeme
         others=others,
         totals=_totals(layers, inputs.layers, others, headers),
         inputs=inputs.digests,
+    )
+
+
+def _placed_layer(
+    inputs: ExportInputs,
+    by_expert: dict[str, list[str]],
+    headers: dict[str, TensorHeader],
+    layer: ExpertLayer,
+    choices: LayerAssignment,
+    top_k: int,
+) -> PlacedLayer:
+    """One layer of the manifest; by_expert: keys of tensors by `{layer}.{expert}.`."""
+    experts = []
+    for number, choice in enumerate(choices.experts):
+        prefix, made_by = f"{layer.name}.{number}.", inputs.quantizers[layer.name][number]
+        experts.append(
+            PlacedExpert(
+                expert=number,
+                tier=choice.tier,
+                bits=choice.bits,
+                importance=choice.importance,
+                replicas=_replicas(prefix, choice, by_expert[prefix], headers, made_by),
+            )
+        )
+    return PlacedLayer(
+        name=layer.name,
+        num_experts=layer.num_experts,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        projections=layer.projections,
+        biased=layer.biased,
+        kind=layer.kind.name,
+        top_k=top_k,
+        experts=tuple(experts),
     )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moeq.artifacts.files import sha256_file
 from moeq.artifacts.sums import NAME, check_sums, write_sums
 from moeq.errors import ArtifactError
 
@@ -18,7 +17,7 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "a.safetensors").write_bytes(b"weights")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "README.md").write_text("words")
-    write_sums(tmp_path, {"config.json": sha256_file(tmp_path / "config.json")})
+    write_sums(tmp_path)
     return tmp_path
 
 
