@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def interpreter(package: str) -> str:
     """The interpreter that has a package."""
     folder = os.environ.get("MOEQ_PEERS")
     if folder is not None and (Path(folder) / package / "bin" / "python").exists():
-        return str(Path(folder) / package / "bin" / "python")
+        return str(Path(folder).absolute() / package / "bin" / "python")
     if importlib.util.find_spec(MODULES[package]) is None:
         pytest.skip(f"{package} is neither here nor in an environment below MOEQ_PEERS")
     return sys.executable
@@ -42,7 +43,8 @@ def run(package: str, script: Path, *arguments: str | Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [interpreter(package), str(script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    with tempfile.TemporaryDirectory() as folder:  # gptqmodel leaves logs where it is run
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

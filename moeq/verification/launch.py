@@ -90,7 +90,8 @@ def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[b
         with (Path(folder) / "log").open("wb") as log:
             try:
                 process = subprocess.Popen(
-                    [python or sys.executable, str(Path(probe.__file__)), folder],
+                    [_absolute(python or sys.executable), str(Path(probe.__file__).resolve()), folder],
+                    cwd=folder,  # gptqmodel leaves logs where it is run
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=_environment(request.target),
@@ -107,6 +108,11 @@ def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[b
                     process.wait()
 
 
+def _absolute(python: str) -> str:
+    """An interpreter by its path, or by a name that is looked up."""
+    return str(Path(python).absolute()) if os.sep in python else python
+
+
 def write_request(folder: Path, request: Request) -> None:
     """Write what the probe reads."""
     asked = {name: getattr(request, name) for name in Request.__dataclass_fields__}
@@ -119,13 +125,10 @@ def _environment(target: str) -> dict[str, str]:
     """This process's, with what keeps the peers quiet and off the network; moeq itself is found where it is."""
     found = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     found.setdefault("GPTQMODEL_CPU_WORKERS", "2")
-    own = str(Path(probe.__file__).parents[2])
-    if target == "moeq":
-        found["PYTHONPATH"] = os.pathsep.join([own, *filter(None, [found.get("PYTHONPATH")])])
-    else:
-        paths = found.pop("PYTHONPATH", "").split(os.pathsep)
-        found |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path and Path(path).resolve() != Path(own))}
-    return found
+    own = Path(probe.__file__).resolve().parents[2]
+    given = [Path(path).absolute() for path in found.pop("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = [own, *given] if target == "moeq" else [path for path in given if path.resolve() != own]
+    return found | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
 def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:

@@ -287,11 +287,13 @@ def test_dynaexq_needs_room_for_low_precision(preset: Hardware) -> None:
     tight = preset.changed("gpu", memory_capacity_bytes=150e6)
     result = run(tight, made_trace())
     reasons = {one.policy: one.reason for one in result.refused}
-    assert reasons["dynaexq"].startswith("needs 0.3 GB of GPU memory (experts 0.2, the rest 0.1, keys and values 0.0)")
+    assert reasons["dynaexq"].startswith(
+        "needs experts 181 MiB + the rest 57.2 MiB + keys and values 3.00 MiB = 242 MiB"
+    )
     assert "dynaexq" not in result.policies
-    with pytest.raises(EstimateError, match=r"dynaexq at batch 1: needs 0.3 GB"):
+    with pytest.raises(EstimateError, match="dynaexq at batch 1: needs experts"):
         result.point("dynaexq", batch=1, input_tokens=64, output_tokens=16)
-    with pytest.raises(EstimateError, match=r"dynaexq at batch 1: needs 0.3 GB"):
+    with pytest.raises(EstimateError, match="dynaexq at batch 1: needs experts"):
         run(tight, made_trace(), policies=("dynaexq",))
 
 

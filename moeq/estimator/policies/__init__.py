@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from moeq.estimator.devices import Hardware, Parameter
 from moeq.estimator.step import NOTHING, Layers, Schedule, TermTotal, Work
+from moeq.tables import human_bytes
 
 
 @runtime_checkable
@@ -103,5 +104,6 @@ def over_gpu_memory(layers: Layers, expert_bytes: float, kv_cache_bytes: float) 
     needed, there = expert_bytes + rest + kv_cache_bytes, layers.hardware.gpu.memory_capacity_bytes
     if needed <= there:
         return None
-    parts = f"experts {expert_bytes / 1e9:.1f}, the rest {rest / 1e9:.1f}, keys and values {kv_cache_bytes / 1e9:.1f}"
-    return f"needs {needed / 1e9:.1f} GB of GPU memory ({parts}), {there / 1e9:.1f} GB are there"
+    parts = {"experts": expert_bytes, "the rest": rest, "keys and values": kv_cache_bytes}
+    words = " + ".join(f"{name} {human_bytes(size)}" for name, size in parts.items())
+    return f"needs {words} = {human_bytes(needed)} of GPU memory, which has {human_bytes(there)}"
