@@ -311,7 +311,7 @@ def test_a_hobbit_whose_cache_does_not_fit_is_refused(preset: Hardware) -> None:
     small = hardware.changed("gpu", memory_capacity_bytes=0.5e9)
     refused = estimate(GEOMETRY, small, random_placement(2)[0], grid=GRID).refused
     reasons = {one.policy: one.reason for one in refused}
-    assert reasons["hobbit"].startswith("needs 0.7 GB of GPU memory (experts 0.5, the rest 0.1,")
+    assert reasons["hobbit"].startswith("needs experts 504 MiB + the rest 114 MiB + keys and values 6.00 MiB = 624 MiB")
 
 
 NEW_POLICY = """
