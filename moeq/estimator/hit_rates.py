@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeq.errors import EstimateError
-from moeq.estimator.trace import RoutingTrace, importance, sequence_counts, sequence_scores
+from moeq.estimator.trace import ALPHA, RoutingTrace, importance, sequence_counts, sequence_scores
 
 ALL = "all"
 PLACEMENTS = (
@@ -36,7 +36,6 @@ PLACEMENTS = (
     "static_in_hindsight",
     "oracle",
 )
-IMPORTANCE_WEIGHT = 0.5  # alpha of paper 000, 5.3
 PRIOR_TOKENS = 16
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
@@ -87,7 +86,7 @@ def hit_rates(
     nothing to learn from or to measure.
     """
     hot = _gpu_experts(trace, gpu_experts)
-    share = alpha if alpha is not None else 1.0 if trace.weights is None else IMPORTANCE_WEIGHT
+    share = alpha if alpha is not None else 1.0 if trace.weights is None else ALPHA
     if not 0 <= share <= 1:
         raise EstimateError(f"alpha is {share:g}", do="give a number from 0 to 1")
     learnt = alternate_sequences(trace) if training is None else training

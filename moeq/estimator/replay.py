@@ -15,10 +15,18 @@ from moeq.errors import EstimateError
 from moeq.estimator.placed import placed_by_rank
 from moeq.estimator.step import FloatArray, IntArray, Layers, Work
 from moeq.estimator.terms import Cost
-from moeq.estimator.trace import NONE, DecodeSteps, RoutingTrace, decode_steps, sequence_counts, sequence_scores
+from moeq.estimator.trace import (
+    ALPHA,
+    NONE,
+    DecodeSteps,
+    RoutingTrace,
+    decode_steps,
+    importance,
+    sequence_counts,
+    sequence_scores,
+)
 
 Active = tuple[IntArray, FloatArray, IntArray]  # experts, tokens and rank in the prompts [D, S, A]
-ALPHA = 0.5  # paper 000, 5.3: counts and routing-score sums alike
 SAMPLED_BLOCK = 32
 
 
@@ -100,11 +108,13 @@ class Replay:
         trace, members = self.trace, np.where(steps.sequences == NONE, trace_end(self.trace), steps.sequences)
         ranks = []
         for row in range(len(layers.repeats)):
-            shares = [_group_shares(sequence_counts(trace, start + row, trace.is_prefill), members)]
-            if trace.weights is not None:
-                shares.append(_group_shares(sequence_scores(trace, start + row, trace.is_prefill), members))
-            importance = shares[0] if len(shares) == 1 else ALPHA * shares[0] + (1 - ALPHA) * shares[1]
-            order = np.lexsort((np.broadcast_to(layers.popularity_rank[row], importance.shape), -importance), axis=1)
+            counts = _group_sums(sequence_counts(trace, start + row, trace.is_prefill), members)
+            if trace.weights is None:
+                found = importance(counts, np.zeros_like(counts), 1.0)
+            else:
+                scores = _group_sums(sequence_scores(trace, start + row, trace.is_prefill), members)
+                found = importance(counts, scores, ALPHA)
+            order = np.lexsort((np.broadcast_to(layers.popularity_rank[row], found.shape), -found), axis=1)
             ranks.append(np.argsort(order, axis=1))
         return np.stack(ranks, axis=1)
 
@@ -114,13 +124,11 @@ def trace_end(trace: RoutingTrace) -> int:
     return trace.num_sequences
 
 
-def _group_shares(per_sequence: NDArray[np.float64] | IntArray, members: IntArray) -> FloatArray:
-    """Shares [G, E] of every expert over the sequences members[G, B], one after the last standing for none."""
+def _group_sums(per_sequence: NDArray[np.float64] | IntArray, members: IntArray) -> FloatArray:
+    """Sums [G, E] over the sequences members[G, B], one after the last standing for none."""
     padded = np.concatenate([per_sequence, np.zeros_like(per_sequence[:1])])
-    summed = padded[members].sum(axis=1)
-    whole = summed.sum(axis=1, keepdims=True)
-    shares: FloatArray = np.divide(summed, whole, out=np.zeros(summed.shape), where=whole > 0)
-    return shares
+    found: FloatArray = padded[members].sum(axis=1).astype(np.float64)
+    return found
 
 
 def _spread(count: int, most: int | None) -> IntArray:

@@ -15,6 +15,7 @@ from moeq.errors import EstimateError
 from moeq.estimator.geometry import ModelGeometry
 
 __all__ = [
+    "ALPHA",
     "NONE",
     "DecodeSteps",
     "RoutingTrace",
@@ -26,6 +27,7 @@ __all__ = [
     "step_counts",
 ]
 
+ALPHA = 0.5  # weight of the counts in an expert's importance: paper 000, 5.3
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
