@@ -145,13 +145,13 @@ def _print_requests(console: Console, one: Estimate) -> None:
     """The subject's request at every grid point, and how much faster it is than both MoNDE baselines."""
     console.print(f"\na whole request, {SUBJECT}", style="bold")
     small = console.width < SMALL
-    titles = ["batch", "in", "out", "first token", "request", *([] if small else ["over bwrule"]), "over opt"]
+    titles = ["batch", "in", "out", *([] if small else ["first token"]), "request", "over bwrule", "over opt"]
     table = _table(titles, texts=0)
     over = {(r.baseline, r.batch, r.input_tokens, r.output_tokens): r.end_to_end for r in one.speedups}
     for point in (point for point in one.points if point.policy == SUBJECT):
         place = (point.batch, point.input_tokens, point.output_tokens)
-        cells = [*map(str, place), _seconds(point.time_to_first_token_seconds), _seconds(point.end_to_end_seconds)]
-        cells += [formats.ratio(over[key, *place]) for key in ((OPT,) if small else (BWRULE, OPT))]
+        times = [point.end_to_end_seconds] if small else [point.time_to_first_token_seconds, point.end_to_end_seconds]
+        cells = [*map(str, place), *map(_seconds, times), *(formats.ratio(over[key, *place]) for key in (BWRULE, OPT))]
         table.add_row(*cells)
     console.print(table)
     for batch in dict.fromkeys(point.batch for point in one.points):
