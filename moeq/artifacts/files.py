@@ -179,9 +179,10 @@ class TensorFile:
     def __init__(self, path: Path, names: Iterable[str], metadata: Mapping[str, str]) -> None:
         """names: of all tensors that may come."""
         self._path, self._metadata = path, dict(metadata)
-        self._room = 2 * ALIGNMENT + sum(len(json.dumps(name)) + ENTRY_BYTES for name in names)
-        self._room += len(json.dumps(self._metadata)) + -self._room % ALIGNMENT
-        self._room += -self._room % ALIGNMENT
+        least = (
+            ENTRY_BYTES + len(json.dumps(self._metadata)) + sum(len(json.dumps(name)) + ENTRY_BYTES for name in names)
+        )
+        self._room = least + -least % ALIGNMENT
         self._entries: dict[str, dict[str, Any]] = {}
         self._end = 0
         self._kept: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from moeq.artifacts.files import dtype_name, torch_dtype
+from moeq.artifacts.files import dtype_name, tensor_bytes, torch_dtype
 from moeq.artifacts.targets import LOADED_BY, ONE_WIDTH, WIDEN, Grid, Target, refuse_stack, widest_of
 from moeq.errors import PlanError, RecipeError
 from moeq.exporters.foreign import Draft, WriteOptions, card, drafting, grid_of
@@ -80,7 +80,7 @@ class Writer:
         """Leave room for the header."""
         self.stream.write(bytes(len(self._header())))
 
-    def add(self, name: str, kind: str, chunks: Iterable[bytes]) -> None:
+    def add(self, name: str, kind: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write the next tensor's bytes; they are padded to the alignment."""
         entry = self.entries[name]
         assert name == list(self.entries)[len(self.written)], name
@@ -248,7 +248,7 @@ def _write_layer(draft: Draft, writer: Writer, layer: ExpertLayer) -> None:
 
 def _stack(
     draft: Draft, layer: ExpertLayer, projection: str, matrices: list[PackedWeight | Tensor]
-) -> tuple[str, Iterator[bytes]]:
+) -> tuple[str, Iterator[bytes | memoryview]]:
     """One matrix of all experts in one type, and its bytes, expert by expert; PlanError where they do not fit one."""
     names = [f"{layer.name}.{expert}.{projection}" for expert in range(len(matrices))]
     packed = [matrix for matrix in matrices if isinstance(matrix, PackedWeight)]
@@ -256,7 +256,7 @@ def _stack(
     if not packed:
         draft.plain += names
         kind = _float_type(dtype_name(full[0].dtype), names[0])
-        return kind, (_raw(matrix) for matrix in full)
+        return kind, (tensor_bytes(matrix) for matrix in full)
     bits = _common_width(draft, f"{layer.name}, {projection}", [grid_of(weight) for weight in packed], bool(full))
     wide = [draft.loadable(name, weight, bits) for name, weight in zip(names, packed, strict=True)]
     kinds = {ggml.type_of(weight) for weight in wide}
@@ -292,18 +292,14 @@ def _target(draft: Draft) -> Target:
     return draft.target
 
 
-def _blocks(name: str, weight: PackedWeight) -> bytes:
+def _blocks(name: str, weight: PackedWeight) -> memoryview:
     try:
-        return _raw(ggml.encode(weight))
+        return tensor_bytes(ggml.encode(weight))
     except ValueError as error:
         raise PlanError(str(error), where=f"format {NAME}: {name}", do="use the formats moeq or dequantized") from None
 
 
-def _raw(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _contents(draft: Draft, config: Any, key: str, piece: Piece) -> tuple[str, Iterable[bytes]]:
+def _contents(draft: Draft, config: Any, key: str, piece: Piece) -> tuple[str, Iterable[bytes | memoryview]]:
     """The type and the bytes of a tensor that is neither of a routed expert nor packed."""
     source = draft.source.source
     dtype = plain_header(source, key)[0]
@@ -312,7 +308,7 @@ def _contents(draft: Draft, config: Any, key: str, piece: Piece) -> tuple[str, I
     whole = torch.frombuffer(bytearray(b"".join(plain_chunks(source, key))), dtype=torch_dtype(dtype))
     tensor = made(config, piece, whole.view(plain_header(source, key)[1]))
     tensor = tensor.float() if piece.in_float32 else tensor
-    return _float_type(dtype_name(tensor.dtype), key), [_raw(tensor)]
+    return _float_type(dtype_name(tensor.dtype), key), [tensor_bytes(tensor)]
 
 
 def _float_type(dtype: str, key: str) -> str:
@@ -324,7 +320,9 @@ def _float_type(dtype: str, key: str) -> str:
     return dtype
 
 
-def _packed_module(draft: Draft, name: str, piece: Piece, weight: PackedWeight) -> tuple[str, Iterable[bytes]]:
+def _packed_module(
+    draft: Draft, name: str, piece: Piece, weight: PackedWeight
+) -> tuple[str, Iterable[bytes | memoryview]]:
     """The type and the bytes of a packed module outside of the experts."""
     wide = draft.loadable(name, weight)
     if piece.rows is not None:
