@@ -87,6 +87,9 @@ class MadeSource:
             found[projection] = weight if plain else rounded(weight, bits, self.group_size, self.symmetric)
         return found, biases
 
+    def other_names(self) -> list[str]:
+        return list(self._others)
+
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
         for name, bits in self._others.items():
             weight = self._reader._index.handle(f"{name}.weight")[:]

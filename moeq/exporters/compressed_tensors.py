@@ -40,7 +40,7 @@ def linear_tensors(weight: PackedWeight) -> dict[str, Tensor]:
 
 def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
     """Build the checkpoint; PlanError for what transformers would not load as it is meant."""
-    for name, _ in source.others():
+    for name in source.other_names():
         raise PlanError(
             "modules outside of the experts are loaded in full precision only",
             where=f"format {NAME}: {name}",

@@ -98,7 +98,7 @@ def write_linears(draft: Draft, layout: Layout) -> None:
             for expert, projection, matrix in draft.matrices(layer):
                 for key, tensor in _tensors(modules[expert, projection], matrix, layout).items():
                     add(key, tensor)
-    others = [name for name, _ in draft.source.others()]
+    others = draft.source.other_names()
     if others:
         with draft.file(OTHERS_FILE, _names(others, layout)) as add:
             for name, weight in draft.source.others():

@@ -64,6 +64,10 @@ class NativeReader:
                 biases[projection] = self._tensor(replica.file, key, f"{layer.name}, expert {expert}, {projection}")
         return matrices, biases
 
+    def other_names(self) -> list[str]:
+        """Names of the packed modules outside of the experts."""
+        return [module.name for module in self.manifest.others]
+
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
         """Packed modules outside of the experts."""
         for module in self.manifest.others:

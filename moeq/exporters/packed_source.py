@@ -27,6 +27,9 @@ class PackedSource(Protocol):
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
         """Matrices and biases of one expert; ArtifactError naming layer and expert when they cannot be read."""
 
+    def other_names(self) -> list[str]:
+        """Names of the modules that `others` gives; none of them is read."""
+
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
         """Packed modules outside of the experts, by the names of their modules."""
 

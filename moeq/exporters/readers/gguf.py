@@ -52,6 +52,10 @@ class Gguf:
             found[projection] = self._values(stack, stack.offset + expert * size, size, (rows, inputs))
         return found, {}
 
+    def other_names(self) -> list[str]:
+        """None, as `others` says."""
+        return []
+
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
         """None: what is packed outside of the experts comes as values too."""
         return iter(())
