@@ -61,7 +61,8 @@ def unbalance(logits: Tensor) -> Tensor:
     """Share of the tokens times mean probability, summed over experts: 1 where all are chosen alike; logits [T, E]."""
     experts, top_k = logits.shape[1], SIZES["num_experts_per_tok"]
     load = functional.one_hot(logits.topk(top_k, -1).indices, experts).float().sum(1).mean(0)
-    return experts / top_k * (load * logits.softmax(-1).mean(0)).sum()
+    found: Tensor = experts / top_k * (load * logits.softmax(-1).mean(0)).sum()
+    return found
 
 
 def shifted(images: Tensor) -> Tensor:
