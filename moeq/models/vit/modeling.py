@@ -162,10 +162,6 @@ class MoeViTForImageClassification(PreTrainedModel):  # type: ignore[misc]
         """What makes hidden states of patches."""
         return self.patch_embed
 
-    def get_output_embeddings(self) -> nn.Module | None:
-        """The head, None where every task has its own."""
-        return self.head if hasattr(self, "head") else None
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
