@@ -303,7 +303,7 @@ def save(family: str, folder: Path, with_tokenizer: bool = True, **settings: Any
 
 
 def inputs(family: str, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
-    """Ordinary arguments of forward: input_ids [rows, length], with decoder_input_ids for ENCODER_DECODERS; or pixels."""
+    """Ordinary arguments of forward: input_ids [rows, length], decoder_input_ids of an encoder-decoder; or pixels."""
     generator = torch.Generator().manual_seed(17)
     if family in CLASSIFIERS:
         return {"pixel_values": torch.rand(rows, 1, 8, 8, generator=generator)}

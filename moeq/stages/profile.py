@@ -44,6 +44,7 @@ def run(context: Context) -> dict[str, Any]:
         _say(context, coverage, len(profile.tokens))
         if covered:
             break
+    _say_phases(context, chunks[0])
     if not covered:
         context.reporter.say("  [yellow]not covered: the maximum or the end of the text is reached[/yellow]")
     profile = replace(profile, text=join(chunks).digest(), corpus=context.corpus_names)
@@ -87,6 +88,12 @@ def _say(context: Context, coverage: Coverage, sequences: int) -> None:
         f"  {sequences} sequences: {coverage.share_covered:.1%} of {sum(coverage.experts)} experts saw at least "
         f"{coverage.min_tokens} calibration tokens"
     )
+
+
+def _say_phases(context: Context, sequences: Sequences) -> None:
+    if context.takes_images:
+        positions = sequences.ids.shape[1]
+        context.reporter.say(f"  all {positions} positions of an image are seen at once: they count as prefill")
 
 
 def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:

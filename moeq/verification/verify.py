@@ -187,12 +187,14 @@ def typical(found: Tensor, wanted: Tensor) -> float:
 
 def _request(path: Path, packed: PackedSource, method: str, options: Options) -> launch.Request:
     usual = packed.loaders()[0] if isinstance(packed, Gguf) else launch.OF_FORMAT.get(method, "transformers")
+    model = skeleton_of(packed, options.trust_remote_code)
+    if usual == "transformers" and type(model).__module__.startswith("moeq."):
+        usual = "moeq"  # which brings the model
     target = options.target or usual
     if target not in launch.TARGETS:
         raise RecipeError(f"no loader for target {target!r}", where="--target", do=f"use {', '.join(launch.TARGETS)}")
     if options.dtype not in TOLERANCE:
         raise RecipeError(f"no such type {options.dtype!r}", where="--dtype", do=f"use {', '.join(TOLERANCE)}")
-    model = skeleton_of(packed, options.trust_remote_code)
     return launch.Request(
         checkpoint=path,
         target=target,
