@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moeq.bundled import bundled_path
+from moeq.bundled import build_vit, bundled_path
 from moeq.errors import CorpusError
 from moeq.models import loading
 from moeq.models.corpus import ImagePool, ImageSequences, ImageTask, join, open_image_sets
@@ -124,6 +124,7 @@ def test_the_digits_are_scikit_learn_s_under_the_bundled_split() -> None:
     assert found.digest == same.digest
     assert (found.domain, len(found.images)) == ("digits", 1797)
     split = json.loads(bundled_path("digits_split.json").read_text())
+    assert split == build_vit.split(1797)
     assert sorted(split["train"] + split["test"]) == list(range(1797))
     assert (found.part("train").tolist(), found.part("test").tolist()) == (split["train"], split["test"])
     taken = ImagePool([found], "test", task, "digits").take(None)

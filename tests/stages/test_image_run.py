@@ -22,13 +22,13 @@ from moeq.planning.sizes import Text, Work, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.stages import evaluate, profile
+from moeq.stages import evaluate, losses, profile
 from moeq.stages.context import Context
 from moeq.verification import verify
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coqmoe-digits.yaml"
 QUICK = (
-    "corpus.sequences=64", "losses.methods=[gptq]", "losses.expert_effects={bits: 2, sequences: 16, experts: 3}",
+    "corpus.sequences=64", "losses.methods=[gptq]", "losses.expert_effects={bits: 2, sequences: 16, experts: 3}", "losses.layer_effects={bits: 2}",
     "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
     "eval.compare=[{name: uniform-2, method: uniform, bits: 2}, {name: uniform-8, method: uniform, bits: 8}]",
 )  # fmt: skip
@@ -65,6 +65,14 @@ def test_rows_are_measured_on_logits_and_fewer_bits_cost_more(whole: Context) ->
     assert all(row["cross_entropy"] < 0.2 for row in rows.values())
     assert evaluate.load(whole).export_logit_error < 1e-5
     assert rows["optimal-2.5"]["expert_bytes"] < rows["original"]["expert_bytes"] / 4
+
+
+def test_effects_are_those_on_an_image_not_on_its_positions(whole: Context) -> None:
+    by_layer, by_expert = losses.load_effects(whole), losses.load_expert_effects(whole)
+    assert by_layer is not None
+    assert by_expert is not None
+    assert (by_layer.tokens, by_expert.tokens, by_expert.measured) == (16, 16, 3)
+    assert all(value > 0 for value in by_layer.divergence)
 
 
 def test_every_position_of_an_image_counts_and_as_prefill(whole: Context) -> None:
