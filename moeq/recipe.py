@@ -86,8 +86,9 @@ class CorpusSection(Section):
     own processor and is a sequence of its own.
 
     Image classifiers calibrate on `digits` (scikit-learn's; `bundled` means the same) or on .safetensors files with
-    `images`, `labels` and, where only some are to calibrate, row numbers `train` and `test`; `sequences` are images,
-    their length is the model's, and what concerns text is not read.
+    `images`, `labels` and, where only some are to calibrate, row numbers `train` and `test`; where the model has an
+    image processor also on .jsonl and .parquet files whose rows hold an image and a label, and on folders of a folder
+    of images for each label. `sequences` are images, their length is the model's, what concerns text is not read.
 
     until_covered: the profile goes on with more sequences, doubling them, until `share` of the experts have seen
     profile.min_tokens calibration tokens; losses then uses the same sequences.
@@ -100,6 +101,7 @@ class CorpusSection(Section):
     messages_field: str = Field("messages", description="field of a row that holds a conversation")
     prompt_field: str = Field("prompt", description="field of a row that holds the user's turn")
     response_field: str = Field("response", description="field of a row that holds the answer to the prompt")
+    label_field: str = Field("label", description="of image classifiers: field of a row that holds its label")
     image_field: str | None = Field("image", description="field of a row that holds its image or images; none: ignored")
     chat_template: Literal["auto", True, False] = Field("auto", description="whether rows are conversations")
     shuffle: bool = Field(

@@ -182,16 +182,29 @@ class Context:
         """What the image classifier takes."""
         return corpus.ImageTask.of(self.described[0], self.source.path)
 
+    def image_sets(self, source: str | list[str]) -> list[corpus.ImageSet]:
+        """The labelled images that a source names."""
+        section = self.recipe.corpus
+        files = corpus.ImageFiles(
+            model=self.source.path,
+            trust_remote_code=self.recipe.trust_remote_code,
+            channels=self.image_task.shape[0],
+            image_field=section.image_field or "image",
+            label_field=section.label_field,
+            names=self.described[0].config.label2id,  # type: ignore[union-attr,arg-type]
+        )
+        return corpus.open_image_sets(source, self.image_task, files)
+
     @cached_property
     def calibration_images(self) -> list[corpus.ImageSet]:
-        return corpus.open_image_sets(self.recipe.corpus.source, self.image_task)
+        return self.image_sets(self.recipe.corpus.source)
 
     @cached_property
     def evaluation_images(self) -> list[corpus.ImageSet]:
         """What an image classifier is measured on; CorpusError where calibration would see all of it."""
         source = self.test_images.source
         if source is not None:
-            return corpus.open_image_sets(source, self.image_task)
+            return self.image_sets(source)
         for one in self.calibration_images:
             if not one.rows:
                 raise CorpusError(

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import ViTConfig, ViTForImageClassification
 
 from moeq.bundled import build_vit, bundled_path
 from moeq.errors import CorpusError
 from moeq.models import loading
-from moeq.models.corpus import ImagePool, ImageSequences, ImageTask, join, open_image_sets
+from moeq.models.corpus import ImageFiles, ImagePool, ImageSequences, ImageTask, join, open_image_sets
 from moeq.models.source import open_source
 
 TASK = ImageTask(
@@ -132,9 +134,79 @@ def test_the_digits_are_scikit_learn_s_under_the_bundled_split() -> None:
     assert (float(taken.pixels.min()), float(taken.pixels.max())) == (0.0, 1.0)
 
 
-def test_a_preprocessor_file_says_how_pixels_are_scaled(tmp_path: Path) -> None:
-    from transformers import ViTConfig, ViTForImageClassification
+@pytest.fixture
+def pictures(tmp_path: Path) -> tuple[ImageTask, ImageFiles, Tensor]:
+    """A model's folder with an image processor, pictures of 6 x 6 pixels, and what they become at 4 x 4."""
+    settings = {
+        "image_processor_type": "ViTImageProcessor", "do_resize": True, "size": {"height": 4, "width": 4},
+        "resample": 0, "do_rescale": True, "rescale_factor": 0.5, "do_normalize": True, "image_mean": [1.0] * 3,
+        "image_std": [2.0] * 3,
+    }  # fmt: skip
+    model = ViTForImageClassification(
+        ViTConfig(image_size=4, patch_size=2, num_channels=3, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                  intermediate_size=8, id2label={0: "cat", 1: "dog"}, label2id={"cat": 0, "dog": 1})
+    )  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(settings))
+    task = ImageTask.of(model, tmp_path / "model")
+    files = ImageFiles(model=tmp_path / "model", trust_remote_code=False, channels=3, image_field="image",
+                       label_field="label", names=model.config.label2id)  # fmt: skip
+    greys = [10, 200, 90]
+    for number, (name, grey) in enumerate(zip(("cat", "dog", "dog"), greys, strict=True)):
+        (tmp_path / "set" / name).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (6, 6), (grey, grey, grey)).save(tmp_path / "set" / name / f"{number}.png")
+    return task, files, (torch.tensor(greys).float() * 0.5 - 1) / 2
 
+
+def test_a_folder_of_a_folder_a_label_goes_through_the_processor(tmp_path: Path, pictures: Any) -> None:
+    task, files, wanted = pictures
+    (found,) = open_image_sets(str(tmp_path / "set"), task, files)
+    taken = ImagePool([found], "train", task, "corpus").take(None)
+    assert isinstance(taken, ImageSequences)
+    assert taken.labels.tolist() == [0, 1, 1]
+    assert taken.pixels.shape == (3, 3, 4, 4)
+    torch.testing.assert_close(taken.pixels, wanted.view(3, 1, 1, 1).expand(3, 3, 4, 4))
+    assert (found.domain, found.public_name) == ("set", "set")
+
+
+def test_rows_name_images_and_labels(tmp_path: Path, pictures: Any) -> None:
+    task, files, wanted = pictures
+    rows = [{"image": "set/dog/1.png", "label": "dog"}, {"image": "set/cat/0.png", "label": 0}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = open_image_sets(str(path), task, files)
+    assert found.labels.tolist() == [1, 0]
+    torch.testing.assert_close(found.images[:, 0, 0, 0], wanted[[1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"image": "set/dog/1.png"}, "row 1: no field 'label'"),
+        ({"label": 1}, "row 1: no field 'image'"),
+        ({"image": "set/dog/9.png", "label": 1}, "no such image"),
+        ({"image": "rows.jsonl", "label": 1}, "cannot be read"),
+        ({"image": "set/dog/1.png", "label": "cow"}, "label 'cow' is none of the model's"),
+        ({"image": "set/dog/1.png", "label": 2}, "image 0 has label 2, the model's are 0 to 1"),
+    ],
+)
+def test_rows_that_are_no_labelled_images_are_named(tmp_path: Path, pictures: Any, row: Any, says: str) -> None:
+    task, files, _ = pictures
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(CorpusError, match=says) as caught:
+        open_image_sets(str(path), task, files)
+    assert "\n" not in str(caught.value)
+
+
+def test_image_files_need_the_model_s_processor(tmp_path: Path, pictures: Any) -> None:
+    task, files, _ = pictures
+    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    with pytest.raises(CorpusError, match="has no preprocessor_config"):
+        open_image_sets(str(tmp_path / "set"), task, files)
+
+
+def test_a_preprocessor_file_says_how_pixels_are_scaled(tmp_path: Path) -> None:
     config = ViTConfig(image_size=4, patch_size=2, num_channels=1, hidden_size=8, num_hidden_layers=1,
                        num_attention_heads=2, intermediate_size=8, num_labels=3)  # fmt: skip
     model = ViTForImageClassification(config)

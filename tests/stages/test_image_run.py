@@ -28,10 +28,12 @@ from moeq.verification import verify
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coqmoe-digits.yaml"
 QUICK = (
-    "corpus.sequences=64", "losses.methods=[gptq]", "losses.expert_effects={bits: 2, sequences: 16, experts: 3}", "losses.layer_effects={bits: 2}",
+    "corpus.sequences=64", "losses.methods=[gptq]", "losses.layer_effects={bits: 2}",
+    "losses.expert_effects={bits: 2, sequences: 16, experts: 3}",
     "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
     "eval.compare=[{name: uniform-2, method: uniform, bits: 2}, {name: uniform-8, method: uniform, bits: 8}]",
 )  # fmt: skip
+TO_EXPORT = ("profile", "losses", "assign", "quantize", "export")
 CPU = torch.device("cpu")
 
 
@@ -124,7 +126,7 @@ def test_the_copied_recipe_runs_again_and_nothing_is_made_twice(whole: Context) 
 
 def test_a_streamed_run_gives_the_same_figures(whole: Context, tmp_path: Path) -> None:
     context = context_of(tmp_path / "run", "export.verify=false", "stream=always", "eval.compare=[]")
-    pipeline.run(context)
+    pipeline.run(context, (*TO_EXPORT, "eval"))
     found, wanted = (evaluate.load(one).row("optimal-2.5") for one in (context, whole))
     assert found is not None
     assert wanted is not None
@@ -132,8 +134,8 @@ def test_a_streamed_run_gives_the_same_figures(whole: Context, tmp_path: Path) -
 
 
 def test_a_dequantized_copy_is_verified_by_the_moeq_that_brings_the_model(tmp_path: Path) -> None:
-    context = context_of(tmp_path / "run", "export.formats=[dequantized]", "eval.compare=[]", "eval.images.images=20")
-    pipeline.run(context)
+    context = context_of(tmp_path / "run", "export.formats=[dequantized]", "losses.expert_effects.experts=1")
+    pipeline.run(context, TO_EXPORT)
     plain = loading.load_model(
         context_of(tmp_path, model=str(tmp_path / "run" / "checkpoint-dequantized")).source, torch.float32, CPU
     )

@@ -5,11 +5,12 @@ them: sequences are drawn in equal shares from every domain.
 """
 
 from moeq.models.corpus.documents import Document, Fields, Need, images_digest, read_documents
+from moeq.models.corpus.image_files import ImageFiles
 from moeq.models.corpus.image_sequences import ImagePool, ImageSequences
 from moeq.models.corpus.images import Encoder, ImageRow, load_processor
-from moeq.models.corpus.labelled import DIGITS, ImageSet, ImageTask, open_image_sets
+from moeq.models.corpus.labelled import ImageSet, ImageTask, open_image_sets
 from moeq.models.corpus.sequences import Pool, Sequences, join, make_sequences
-from moeq.models.corpus.sources import BUNDLED, Source, open_sources, pinned, sources_digest
+from moeq.models.corpus.sources import BUNDLED, DIGITS, Source, open_sources, pinned, sources_digest
 
 __all__ = [
     "BUNDLED",
@@ -17,6 +18,7 @@ __all__ = [
     "Document",
     "Encoder",
     "Fields",
+    "ImageFiles",
     "ImagePool",
     "ImageRow",
     "ImageSequences",

@@ -68,13 +68,17 @@ class ImagePool(Rows):
         do = "give more images" if count is None else "give more images, or ask for fewer"
         return CorpusError(f"too few: {available} images to {_VERB[self.part]}, {wanted}", where=self.where, do=do)
 
+    def _pixels(self, one: ImageSet, number: int) -> Tensor:
+        image = one.images[number][None]
+        return image if one.prepared else self.task.pixels(image)
+
     def _sequences(self, chosen: Sequence[tuple[str, tuple[ImageSet, int]]]) -> ImageSequences:
         shape = (len(chosen), self.task.positions)
         return ImageSequences(
             ids=torch.zeros(shape, dtype=torch.long),
             mask=torch.ones(shape, dtype=torch.bool),
             domains=tuple(domain for domain, _ in chosen),
-            pixels=torch.cat([self.task.pixels(one.images[number][None]) for _, (one, number) in chosen]),
+            pixels=torch.cat([self._pixels(one, number) for _, (one, number) in chosen]),
             labels=torch.stack([one.labels[number] for _, (one, number) in chosen]),
         )
 

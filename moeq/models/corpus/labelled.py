@@ -1,7 +1,7 @@
-"""Images with labels, for image classifiers: scikit-learn's digits, or safetensors files.
+"""Images with labels, for image classifiers: scikit-learn's digits, safetensors files, or files of images.
 
-A file holds `images`, [N, H, W] or [N, C, H, W], integers or floats, and `labels` [N], and may hold the row numbers
-`train` and `test`; calibration reads the one, evaluation the other.
+A safetensors file holds `images`, [N, H, W] or [N, C, H, W], integers or floats, and `labels` [N], and may hold the
+row numbers `train` and `test`; calibration reads the one, evaluation the other.
 
 Letters: N images, C channels, H rows, W columns.
 """
@@ -21,9 +21,12 @@ from torch import Tensor
 from moeq.artifacts.files import digest_of, sha256_file
 from moeq.bundled import bundled_path
 from moeq.errors import CorpusError
+from moeq.models.corpus.image_files import ImageFiles
+from moeq.models.corpus.rows import stem_of
+from moeq.models.corpus.sequences import tensor_digest
+from moeq.models.corpus.sources import BUNDLED, DIGITS
 from moeq.models.forward import image_positions, image_shape
 
-DIGITS = "digits"
 SPLIT = "digits_split.json"
 SUFFIX = ".safetensors"
 PREPROCESSOR = "preprocessor_config.json"
@@ -83,7 +86,8 @@ def _channels(value: Any, channels: int) -> Tensor:
 class ImageSet:
     """Images [N, C, H, W] as the file has them, labels [N] int64, and the row numbers of its parts, where it has any.
 
-    name: how the recipe writes it; public_name: what artifacts call it; digest: of all that decides it.
+    name: how the recipe writes it; public_name: what artifacts call it; digest: of all that decides it; prepared:
+    images are as the model takes them.
     """
 
     name: str
@@ -93,20 +97,23 @@ class ImageSet:
     images: Tensor
     labels: Tensor
     rows: dict[str, Tensor]
+    prepared: bool = False
 
     def part(self, part: Part) -> Tensor:
         """Row numbers to calibrate on or to be measured on; all where the file has no parts."""
         return self.rows.get(part, torch.arange(len(self.images)) if not self.rows else torch.arange(0))
 
 
-def open_image_sets(source: str | Sequence[str], task: ImageTask) -> list[ImageSet]:
+def open_image_sets(source: str | Sequence[str], task: ImageTask, files: ImageFiles | None = None) -> list[ImageSet]:
     """Read and check what a source names: `digits` (also `bundled`), files, or a list of them.
+
+    files: how rows and folders of images are read (None: they are not).
 
     Raises CorpusError, naming file and image, for what is no set of labelled images, for images of another shape than
     the model's, pixels that are not finite, labels that it has not, and rows that are not there or in both parts.
     """
     names = [source] if isinstance(source, str) else list(source)
-    sets = [_digits(name) if name in (DIGITS, "bundled") else _file(name) for name in names]
+    sets = [_digits(name) if name in (DIGITS, BUNDLED) else _file(name, files) for name in names]
     return [_checked(one, task) for one in sets]
 
 
@@ -128,8 +135,24 @@ def _digits(name: str) -> ImageSet:
     )
 
 
-def _file(name: str) -> ImageSet:
+def _pictures(name: str, path: Path, files: ImageFiles) -> ImageSet:
+    images, labels = files.read(path)
+    return ImageSet(
+        name=name,
+        public_name=path.name,
+        domain=stem_of(path.name),
+        digest=digest_of([tensor_digest(images), labels.tolist()]),
+        images=images,
+        labels=labels,
+        rows={},
+        prepared=True,
+    )
+
+
+def _file(name: str, files: ImageFiles | None) -> ImageSet:
     path = Path(name).expanduser()
+    if path.exists() and files is not None and files.holds(path):
+        return _pictures(name, path, files)
     if path.suffix != SUFFIX:
         raise CorpusError(
             "the model takes images, this is no set of them",
