@@ -13,7 +13,8 @@ from transformers import AutoModelForImageClassification
 
 from moeq import pipeline, results
 from moeq.artifacts.manifest import read_manifest
-from moeq.errors import CorpusError, MoeqError, RecipeError
+from moeq.errors import CorpusError, ModelError, MoeqError, RecipeError
+from moeq.generation import generate
 from moeq.inspection import inspect
 from moeq.models import loading
 from moeq.models.corpus import ImageSequences
@@ -103,6 +104,11 @@ def test_the_checkpoint_loads_with_the_auto_class_and_verifies_in_a_fresh_proces
     assert "AutoModelForImageClassification.from_pretrained" in card
     assert "logit error" in card
     assert read_manifest(directory).layers[0].biased
+
+
+def test_it_continues_no_text(whole: Context) -> None:
+    with pytest.raises(ModelError, match="an image classifier continues no text"):
+        generate(whole.directory("export"), "words", max_new_tokens=1, temperature=0, seed=0, device="cpu")
 
 
 def test_the_report_shows_what_was_measured(whole: Context) -> None:
