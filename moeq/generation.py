@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from moeq.errors import EvaluationError, ModelError
-from moeq.models.loading import compute_dtype, load_tokenizer, resolve_device
+from moeq.models.forward import takes_images
+from moeq.models.loading import compute_dtype, load_config, load_tokenizer, model_class, resolve_device
 from moeq.models.messages import quiet_transformers
 from moeq.models.source import open_source
 from moeq.runtime.checkpoint import load_checkpoint
@@ -31,6 +32,10 @@ def generate(
     if not (checkpoint / "config.json").is_file() and (checkpoint / "checkpoint").is_dir():
         raise ModelError("this is a run", where=str(checkpoint), do=f"give {checkpoint / 'checkpoint'}")
     source = open_source(str(checkpoint))
+    if takes_images(model_class(source, load_config(source, trust_remote_code), trust_remote_code)):
+        raise ModelError(
+            "an image classifier continues no text", where=str(checkpoint), do="use transformers to run it"
+        )
     target = resolve_device(device)
     tokenizer = load_tokenizer(source, trust_remote_code)
     model: Any = load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target, trust_remote_code)

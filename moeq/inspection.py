@@ -237,7 +237,10 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         if path.name == evaluation.NAME:
             report = evaluation.read_eval(path)
             columns = {"name", "average_bits", "expert_bytes", "perplexity", "accuracy"}
-            return {"kind": "evaluation", "rows": [row.model_dump(include=columns) for row in report.rows]}
+            return {
+                "kind": "evaluation",
+                "rows": [row.model_dump(include=columns) | row.image_figures() for row in report.rows],
+            }
         if isinstance(data, dict) and "schema_version" in data:
             return {"kind": f"moeq {path.stem}", "schema_version": data["schema_version"], "keys": sorted(data)}
     raise ArtifactError("not a file that moeq knows", where=str(path), do="give a checkpoint, a run or an artifact")

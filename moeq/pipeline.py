@@ -15,7 +15,7 @@ from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.errors import ArtifactError
-from moeq.models.corpus import BUNDLED, Source, pinned
+from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import assign, estimate, evaluate, export, losses, others, profile, quantize, report
@@ -141,7 +141,7 @@ class Outcome:
 
 def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     """Digests of all that a stage's result depends on."""
-    found = {"model": context.stamp.digest, "recipe": digest_of(_sections(context.recipe, stage))}
+    found = {"model": context.stamp.digest, "recipe": digest_of(_sections(context, stage))}
     found |= {part: context.text_digest(part) for part in stage.text}
     if stage.computes:
         found["compute"] = digest_of(context.compute())
@@ -153,9 +153,13 @@ def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     return found
 
 
-def _sections(recipe: Recipe, stage: Stage) -> dict[str, Any]:
-    """What a stage reads of the recipe; where its text lies does not matter, only what it holds."""
-    whole = recipe.model_dump(mode="json")
+def _sections(context: Context, stage: Stage) -> dict[str, Any]:
+    """What a stage reads of the recipe; where its text (or images) lies does not matter, only what it holds."""
+    whole = context.recipe.model_dump(mode="json")
+    if context.takes_images:
+        whole["eval"]["perplexity"] = None
+    if "evaluation" in stage.text and whole["eval"]["images"] is not None:
+        del whole["eval"]["images"]["source"]
     if "calibration" in stage.text:
         del whole["corpus"]["source"]
     if "evaluation" in stage.text and whole["eval"]["perplexity"] is not None:
@@ -235,7 +239,9 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
         torch.set_num_threads(context.recipe.threads)
     torch.manual_seed(context.recipe.seed)
     needed = ["layers", "dtype"]
-    needed += ["tokenizer"] if any(stage.text for stage in stages) else []
+    reads = any(stage.text for stage in stages)
+    needed += ["perplexity"] if reads else []  # or what makes none possible
+    needed += ["tokenizer"] if reads and not context.takes_images else []
     needed += ["calibration"] if any("calibration" in stage.text for stage in stages) else []
     for name in needed:
         getattr(context, name)
@@ -256,7 +262,13 @@ def _recipe_text(context: Context) -> str:
     data = context.recipe.model_dump(mode="json") | {"model": _absolute(context.model_name)}
     data["revision"] = context.source.revision or data["revision"]
     data["store"] = None if context.owns_store else str(context.store.resolve())
-    data["corpus"]["source"] = _pinned(data["corpus"]["source"], context.calibration_sources)
+    if context.takes_images:
+        data["corpus"]["source"] = _absolute(data["corpus"]["source"])
+        data["eval"]["perplexity"] = None
+    else:
+        data["corpus"]["source"] = _pinned(data["corpus"]["source"], context.calibration_sources)
+    if data["eval"]["images"] is not None:
+        data["eval"]["images"]["source"] = _absolute(data["eval"]["images"]["source"])
     if data["eval"]["perplexity"] is not None:
         data["eval"]["perplexity"]["source"] = _pinned(data["eval"]["perplexity"]["source"], context.evaluation_sources)
     for section, key in (("eval", "include_path"), ("estimate", "hardware"), ("assign", "hardware")):
@@ -275,7 +287,8 @@ def _absolute(name: Any) -> Any:
     """Paths that exist become absolute, so that the copied recipe works from any directory; other names stay."""
     if isinstance(name, list):
         return [_absolute(one) for one in name]
-    return str(Path(name).resolve()) if isinstance(name, str) and name != BUNDLED and Path(name).exists() else name
+    own = not isinstance(name, str) or name in (BUNDLED, DIGITS)
+    return name if own or not Path(name).exists() else str(Path(name).resolve())
 
 
 def result_paths(context: Context) -> dict[str, Path]:

@@ -10,8 +10,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-TRIGGER = "transformers.quantizers.auto"  # the module that holds the registries
-REGISTRATION = "moeq.runtime.hf_quantizer"
+REGISTRATIONS = {  # transformers' modules that hold registries, and moeq's that register there when they are imported
+    "transformers.quantizers.auto": "moeq.runtime.hf_quantizer",
+    "transformers.models.auto.configuration_auto": "moeq.models.vit.configuration",
+    "transformers.models.auto.modeling_auto": "moeq.models.vit.modeling",
+}
 
 
 class _ThenRegister(importlib.abc.Loader):
@@ -25,16 +28,19 @@ class _ThenRegister(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        importlib.import_module(REGISTRATION)
+        importlib.import_module(REGISTRATIONS[module.__name__])
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Wraps the loader of TRIGGER; every other module is left to the finders behind it."""
+    """Wraps the loader of one module; every other module is left to the finders behind it."""
+
+    def __init__(self, trigger: str) -> None:
+        self.trigger = trigger
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != TRIGGER:
+        if fullname != self.trigger:
             return None
         sys.meta_path.remove(self)  # once; the real finders answer the nested look-up
         spec = importlib.util.find_spec(fullname)
@@ -44,8 +50,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Register now if transformers' registries are loaded already, otherwise when they are."""
-    if TRIGGER in sys.modules:
-        importlib.import_module(REGISTRATION)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Register now where transformers' registries are loaded already, otherwise when they are."""
+    waiting = {finder.trigger for finder in sys.meta_path if isinstance(finder, _Finder)}
+    for trigger, registration in REGISTRATIONS.items():
+        if trigger in sys.modules:
+            importlib.import_module(registration)
+        elif trigger not in waiting:
+            sys.meta_path.insert(0, _Finder(trigger))

@@ -85,15 +85,23 @@ class CorpusSection(Section):
     an image (a path relative to its file, or {bytes, path} as the hub writes it into Parquet) goes through the model's
     own processor and is a sequence of its own.
 
+    Image classifiers calibrate on `digits` (scikit-learn's; `bundled` means the same) or on .safetensors files with
+    `images`, `labels` and, where only some are to calibrate, row numbers `train` and `test`; where the model has an
+    image processor also on .jsonl and .parquet files whose rows hold an image and a label, and on folders of a folder
+    of images for each label. `sequences` are images, their length is the model's, what concerns text is not read.
+
     until_covered: the profile goes on with more sequences, doubling them, until `share` of the experts have seen
     profile.min_tokens calibration tokens; losses then uses the same sequences.
     """
 
-    source: TextSource = Field("bundled", description="bundled, files, hub:ORG/NAME, or a list of them")
+    source: TextSource = Field(
+        "bundled", description="bundled, files, hub:ORG/NAME, or a list of them; of images digits or files"
+    )
     text_field: str = Field("text", description="field of a row that holds text")
     messages_field: str = Field("messages", description="field of a row that holds a conversation")
     prompt_field: str = Field("prompt", description="field of a row that holds the user's turn")
     response_field: str = Field("response", description="field of a row that holds the answer to the prompt")
+    label_field: str = Field("label", description="of image classifiers: field of a row that holds its label")
     image_field: str | None = Field("image", description="field of a row that holds its image or images; none: ignored")
     chat_template: Literal["auto", True, False] = Field("auto", description="whether rows are conversations")
     shuffle: bool = Field(
@@ -115,7 +123,9 @@ class CorpusSection(Section):
 
 
 class ProfileSection(Section):
-    prefill_fraction: float = Field(0.5, gt=0, lt=1, description="share of each sequence counted as prefill")
+    prefill_fraction: float = Field(
+        0.5, gt=0, lt=1, description="share of each sequence counted as prefill; of images all positions are"
+    )
     min_tokens: int | None = Field(
         None, ge=1, description="an expert with fewer calibration tokens is not covered; none: losses.min_tokens"
     )
@@ -426,8 +436,22 @@ class PerplexitySection(Section):
     batch_size: int = Field(16, ge=1)
 
 
+class TestImagesSection(Section):
+    """What an image classifier is measured on."""
+
+    source: TextSource | None = Field(None, description="digits or files; none: the test part of corpus.source")
+    images: int | None = Field(None, ge=1, description="none: all")
+    batch_size: int = Field(128, ge=1)
+
+
 class EvalSection(Section):
-    perplexity: PerplexitySection | None = PerplexitySection()
+    perplexity: PerplexitySection | None = Field(
+        PerplexitySection(), description="of language models; image classifiers have none"
+    )
+    images: TestImagesSection | None = Field(
+        None,
+        description="of image classifiers alone: accuracy, cross-entropy, logit error; none: the section's defaults",
+    )
     tasks: list[str] = Field([], description="lm-eval task names, or moeq_continuation (bundled)")
     include_path: str | None = Field(None, description="folder with lm-eval task YAML files")
     limit: int | None = Field(None, ge=1, description="items a task; none: all")
@@ -522,7 +546,9 @@ class Recipe(Section):
 
     recipe_version: Literal[1] = 1
     name: str = Field("run", max_length=80, pattern=r"^\w[\w.+-]*$")
-    model: str | None = Field(None, description="directory, hub id, or bundled:tiny-mixtral; --model overrides it")
+    model: str | None = Field(
+        None, description="directory, hub id, bundled:tiny-mixtral or bundled:tiny-moe-vit; --model overrides it"
+    )
     revision: str | None = Field(None, description="hub revision: branch, tag or commit")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")

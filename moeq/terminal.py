@@ -109,11 +109,19 @@ class _Column:
     cell: Callable[[dict[str, Any]], str]
 
 
+_LAST = (
+    _Column("acc", lambda row: _number(row["accuracy"], "{:.1%}")),
+    _Column("speed-up", lambda row: _speed(row)),
+)
 QUALITY = (
     _Column("ppl", lambda row: _number(row["perplexity"], "{:.2f}")),
     _Column("+", lambda row: _number(row["perplexity_change"], "{:+z.1%}")),
-    _Column("acc", lambda row: _number(row["accuracy"], "{:.1%}")),
-    _Column("speed-up", lambda row: _speed(row)),
+    *_LAST,
+)
+IMAGE_QUALITY = (
+    _Column("cross-ent.", lambda row: _number(row["cross_entropy"], "{:.4f}")),
+    _Column("logit error", lambda row: _number(row["logit_error"], "{:.2%}")),
+    *_LAST,
 )
 SIZES = (
     _Column("bits", lambda row: _number(row["average_bits"], "{:.3g}")),
@@ -128,12 +136,13 @@ SIZES = (
 def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: list[Outcome]) -> None:
     """The table at the end of a run, two in windows that cannot hold it, and where things are."""
     console = Console(highlight=False)
+    measured = IMAGE_QUALITY if all("logit_error" in row for row in rows) else QUALITY
     if console.width >= BESIDE:
-        console.print(_final_table(rows, (*SIZES, *QUALITY)))
+        console.print(_final_table(rows, (*SIZES, *measured)))
     else:
         narrow = {"+", "of orig."} if console.width < NARROW else set()
         narrow |= {"speed-up", "all bits"} if console.width < SMALL else set()
-        quality, sizes = (SIZES[0], *QUALITY), SIZES[1:]
+        quality, sizes = (SIZES[0], *measured), SIZES[1:]
         console.print(_final_table(rows, [column for column in quality if column.title not in narrow]))
         console.print()
         console.print(_final_table(rows, [column for column in sizes if column.title not in narrow]))

@@ -1,4 +1,4 @@
-"""Tiny random models of every Mixture-of-Experts family that transformers has.
+"""Tiny random models of every Mixture-of-Experts family that transformers has, and of moeq's own.
 
 A family is a line of FAMILIES: its configuration class, its model class and the settings that differ from the common
 ones. Sizes are all different (hidden 40, intermediate 56 and 24, heads times head size 32, 2048 words), so that a
@@ -19,6 +19,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from moeq.bundled import bundled_path
+from moeq.models.vit import configuration as vit_configuration
+from moeq.models.vit import modeling as vit_modeling
 
 VOCABULARY = 2048  # as many words as the bundled tokenizer has
 COMMON: dict[str, Any] = {
@@ -68,6 +70,9 @@ QWEN4 = {
 DOTS3 = {
     **MLA, **MIXED, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 14,
     "swa_kv_lora_rank": 12, "swa_head_dim": 14, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 10,
+}  # fmt: skip
+MOE_VIT = {
+    "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10, "moe_layers": [0, 2], "router_bias": True,
 }  # fmt: skip
 LLAMA4 = {"intermediate_size": 24, "moe_layers": [1, 2]}
 MINIMAX_M3 = {**MIXED, "intermediate_size": 24}
@@ -226,8 +231,10 @@ FAMILIES: dict[str, Family] = {
     "qwen4_exp": vision("Qwen4Exp", text_config=QWEN4),
     "step3p7": vision("Step3p7", text_config=MIXED),
     "unlimited_ocr": vision("UnlimitedOcr", vision_config={"sam_config": SAM}),
+    "moe_vit": Family("MoeViTConfig", "MoeViTForImageClassification", MOE_VIT),
 }  # fmt: skip
 SEEING = ("gemma4", "glm4v_moe", "ernie4_5_vl_moe", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen3_vl_moe")
+CLASSIFIERS = ("moe_vit",)  # of images: they take no tokens
 ENCODER_DECODERS = ("nllb-moe", "switch_transformers", "diffusion_gemma")
 NOT_BUILT = {
     "qwen3_omni_moe": "the whole of thinker, talker and vocoder has no forward; its thinker is in the table",
@@ -235,10 +242,16 @@ NOT_BUILT = {
 }
 
 
+def of_name(name: str) -> Any:
+    """A class of transformers, or of moeq's own models."""
+    places = (transformers, vit_configuration, vit_modeling)
+    return next(getattr(place, name) for place in places if hasattr(place, name))
+
+
 def configuration(family: str, **settings: Any) -> Any:
     """The family's configuration with tiny sizes; `settings` replace the table's."""
     entry = FAMILIES[family]
-    return _configure(getattr(transformers, entry.config), entry.settings | settings, COMMON)
+    return _configure(of_name(entry.config), entry.settings | settings, COMMON)
 
 
 def _configure(kind: Any, settings: dict[str, Any], sizes: dict[str, Any]) -> Any:
@@ -260,7 +273,7 @@ def _configure(kind: Any, settings: dict[str, Any], sizes: dict[str, Any]) -> An
 def build(family: str, **settings: Any) -> Any:
     """The model, in float32, in evaluation mode; the same weights every time."""
     torch.manual_seed(11)
-    model = getattr(transformers, FAMILIES[family].model)(configuration(family, **settings)).eval()
+    model = of_name(FAMILIES[family].model)(configuration(family, **settings)).eval()
     _randomize(model)
     return model
 
@@ -290,8 +303,10 @@ def save(family: str, folder: Path, with_tokenizer: bool = True, **settings: Any
 
 
 def inputs(family: str, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
-    """Ordinary arguments of forward: input_ids [rows, length], and decoder_input_ids of an encoder-decoder."""
+    """Ordinary arguments of forward: input_ids [rows, length], decoder_input_ids of an encoder-decoder; or pixels."""
     generator = torch.Generator().manual_seed(17)
+    if family in CLASSIFIERS:
+        return {"pixel_values": torch.rand(rows, 1, 8, 8, generator=generator)}
     ids = torch.randint(20, VOCABULARY, (rows, length), generator=generator)
     found = {"input_ids": ids}
     if family in ENCODER_DECODERS:

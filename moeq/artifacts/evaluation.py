@@ -1,4 +1,4 @@
-"""EvalReport: perplexity and task scores of the original and of every assignment, side by side (eval.json)."""
+"""EvalReport: perplexity and tasks, or answers to images, of the original and of every assignment (eval.json)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ REMEDY = "run `moeq eval` again"
 class EvalRow(BaseModel):
     """One evaluated variant. `assignment` is None for the original; accuracy is the mean over tasks, with its error.
 
-    other_bytes: of everything but the routed experts (None: written before moeq counted them).
+    other_bytes: of everything but the routed experts (None: written before moeq counted them). Of image classifiers
+    alone: cross_entropy in nats an image, and logit_error, ||z - z0|| / ||z0|| against the original's logits; `tasks`
+    then has the accuracy by domain.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -33,6 +35,13 @@ class EvalRow(BaseModel):
     accuracy: float | None
     accuracy_stderr: float | None = None
     tasks: dict[str, dict[str, float]]
+    cross_entropy: float | None = None
+    logit_error: float | None = None
+
+    def image_figures(self) -> dict[str, float]:
+        """What only image classifiers have, by name; nothing of language models."""
+        found = {"cross_entropy": self.cross_entropy, "logit_error": self.logit_error}
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def total_bytes(self) -> int | None:
@@ -45,12 +54,16 @@ class EvalRow(BaseModel):
 
 
 class EvalReport(BaseModel):
-    """`export_logit_error`: relative error of the exported checkpoint's logits against the dequantized weights'."""
+    """`export_logit_error`: relative error of the exported checkpoint's logits against the dequantized weights'.
+
+    tokens: that perplexity was measured on; images: that a classifier was measured on.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     rows: tuple[EvalRow, ...]
     tokens: int
+    images: int = 0
     export_logit_error: float
 
     def row(self, name: str) -> EvalRow | None:

@@ -1,6 +1,6 @@
-"""Files that come with moeq, so that it can be tried offline: a tiny trained model and a small corpus.
+"""Files that come with moeq, so that it can be tried offline: two tiny trained models and a small corpus.
 
-`README.md` in this directory describes them; `build_corpus.py` made the corpus.
+`README.md` in this directory describes them; `build_corpus.py` made the corpus, `build_vit.py` the vision transformer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from moeq.errors import ArtifactError, nearest
 
 BUNDLED_NAMES = (
     "tiny-mixtral",
+    "tiny-moe-vit",
+    "digits_split.json",
     "corpus",
     "corpus/calibration.jsonl",
     "corpus/evaluation.jsonl",

@@ -1,4 +1,4 @@
-"""Running a model on tokens, whether it is a decoder or an encoder and a decoder."""
+"""Running a model on tokens or on images: a decoder, an encoder and a decoder, or an image classifier."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PIXELS = "pixel_values"
+
+
+def takes_images(model: Any) -> bool:
+    """Whether a model is given images and no tokens: an image classifier."""
+    return getattr(model, "main_input_name", "input_ids") == PIXELS
+
 
 def forward(model: Any, input_ids: Tensor, mask: Tensor | None = None, **extra: Any) -> Any:
     """The model's output on tokens [B, S]; mask [B, S] is None without pads, `extra` is what images add.
 
     An encoder-decoder is given the same tokens on both sides, the decoder's shifted right by its start token, so that
-    logits [B, S, V] at t predict token t: `ahead(model)` is then 0 instead of 1.
+    logits [B, S, V] at t predict token t: `ahead(model)` is then 0 instead of 1. An image classifier is given `extra`
+    alone, its tokens only stand for its positions.
     """
+    if takes_images(model):
+        return model(**extra)
     if mask is not None and model.config.is_encoder_decoder:
         extra["decoder_attention_mask"] = mask
     return model(**token_inputs(model, input_ids), attention_mask=mask, use_cache=False, **extra)
@@ -24,6 +34,32 @@ def token_inputs(model: Any, input_ids: Tensor) -> dict[str, Tensor]:
     if not model.config.is_encoder_decoder:
         return {"input_ids": input_ids}
     return {"input_ids": input_ids, "decoder_input_ids": _shifted_right(model, input_ids)}
+
+
+def drawn_inputs(model: Any, count: int, length: int, seed: int) -> dict[str, Tensor]:
+    """Random inputs by the names of a model's arguments: tokens [count, length], or as many images, pixels in 0..1.
+
+    The model may lie on the meta device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if takes_images(model):
+        return {PIXELS: torch.rand(count, *image_shape(model.config), generator=generator)}
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return token_inputs(model, torch.randint(vocabulary, (count, length), generator=generator))
+
+
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Channels, rows and columns of the images that a classifier takes."""
+    size = config.image_size
+    rows, columns = (size, size) if isinstance(size, int) else size
+    return config.num_channels, rows, columns
+
+
+def image_positions(model: Any) -> int:
+    """How many positions the blocks of an image classifier see of one image, special tokens included."""
+    names = ("pos_embed", "position_embeddings")
+    found = (parameter for name, parameter in model.named_parameters() if name.endswith(names))
+    return int(next(found).shape[1])
 
 
 def ahead(model: Any) -> int:

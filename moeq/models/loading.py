@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
@@ -35,7 +36,10 @@ from moeq.models.weights import (
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-AUTOS = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMultimodalLM)
+AUTOS = (
+    AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMultimodalLM,
+    AutoModelForImageClassification,
+)  # fmt: skip
 
 
 def resolve_device(device: str) -> torch.device:
@@ -119,8 +123,9 @@ def model_class(source: ModelSource, config: Any, trust_remote_code: bool = Fals
     """The transformers class (or Auto class) that makes the model.
 
     It is the class that the checkpoint names, when transformers has it and it fits the configuration; else the class
-    of a causal language model, of an image-text-to-text model, of an encoder-decoder or of a multimodal one. Raises
-    ModelError when there is none, or when only the checkpoint's own code has it and that is not trusted.
+    of a causal language model, of an image-text-to-text model, of an encoder-decoder, of a multimodal one or of an
+    image classifier. Raises ModelError when there is none, or when only the checkpoint's own code has it and that is
+    not trusted.
     """
     remote = source.config.get("auto_map", {})
     own = next((auto for auto in AUTOS if auto.__name__ in remote), None)
@@ -133,11 +138,12 @@ def model_class(source: ModelSource, config: Any, trust_remote_code: bool = Fals
             return named
     for auto in AUTOS:
         if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
+            found = auto._model_mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found  # DeiT's: without its teacher first
     if own is not None:
         raise _needs_trust(source)
     raise ModelError(
-        f"transformers has no language model of type {source.config['model_type']}",
+        f"transformers has no language model or image classifier of type {source.config['model_type']}",
         where=str(source.path),
         do="`moeq families` lists what is supported",
     )

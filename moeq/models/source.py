@@ -118,7 +118,9 @@ def _resolve(
         try:
             return bundled_path(name.removeprefix(BUNDLED)), None
         except ArtifactError as error:
-            raise ModelError("no such bundled model", where=name, do="use bundled:tiny-mixtral") from error
+            raise ModelError(
+                "no such bundled model", where=name, do="use bundled:tiny-mixtral or bundled:tiny-moe-vit"
+            ) from error
     path = Path(name).expanduser()
     if path.is_dir():
         return path, None

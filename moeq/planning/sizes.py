@@ -17,7 +17,8 @@ from moeq.errors import CorpusError
 from moeq.estimator import geometry_from_config
 from moeq.evaluation.harness import task_requests
 from moeq.models import loading
-from moeq.models.corpus import Source
+from moeq.models.corpus import ImageSet, Source
+from moeq.models.corpus.labelled import Part
 from moeq.models.corpus.rows import COMPRESSED, kind_of
 from moeq.models.corpus.sources import LocalFile
 from moeq.models.experts import ExpertLayer
@@ -100,14 +101,18 @@ def model_sizes(context: Context) -> ModelSizes:
         expert_intermediate_size=layers[0].intermediate_size,
         non_expert_parameters=0,
     )
-    embeddings: Any = skeleton.get_input_embeddings()  # type: ignore[operator]
+    if context.takes_images:
+        vocabulary = context.image_task.labels
+    else:
+        embeddings: Any = skeleton.get_input_embeddings()  # type: ignore[operator]
+        vocabulary = int(embeddings.weight.shape[0])
     return ModelSizes(
         layers=tuple(layers),
         top_k=geometry.top_k,
         hidden_size=geometry.hidden_size,
         num_heads=geometry.num_attention_heads,
         head_dim=geometry.head_dim,
-        vocabulary=int(embeddings.weight.shape[0]),
+        vocabulary=vocabulary,
         tensors=len(headers),
         disk=disk,
         experts_disk=experts_disk,
@@ -129,7 +134,10 @@ def _weights(module: nn.Module) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Sequences of `length` tokens in batches of `batch`; `whole`: tokens of all of the text that is tokenized."""
+    """Sequences of `length` tokens in batches of `batch`; `whole`: tokens of all of the text that is tokenized.
+
+    Of images, the positions that the model sees of one are its tokens.
+    """
 
     sequences: int
     length: int
@@ -183,13 +191,15 @@ def work_sizes(context: Context) -> Work:
     unreadable or for sequences longer than the model's positions, EvaluationError for unknown tasks.
     """
     section = context.recipe.corpus
-    context.check_length(section.sequence_length, "corpus.sequence_length")
     most = section.sequences if section.until_covered is None else section.until_covered.max_sequences
+    if context.takes_images:
+        return _image_work(context, most)
+    context.check_length(section.sequence_length, "corpus.sequence_length")
     wanted = most * section.sequence_length
     fields = (section.text_field, section.messages_field)
     tokens, ratio = _text_tokens(context, context.calibration_sources, fields, wanted)
     calibration = Text(sequences=most, length=section.sequence_length, batch=section.batch_size, whole=tokens)
-    perplexity = context.recipe.eval.perplexity
+    perplexity = context.perplexity
     evaluation = None
     if perplexity is not None:
         length = perplexity.sequence_length
@@ -200,6 +210,23 @@ def work_sizes(context: Context) -> Work:
         count = perplexity.sequences if perplexity.sequences is not None else max(1, tokens // length)
         evaluation = Text(sequences=count, length=length, batch=perplexity.batch_size, whole=tokens)
     return Work(calibration=calibration, evaluation=evaluation, tasks=_tasks(context, ratio))
+
+
+def _image_work(context: Context, most: int) -> Work:
+    """The images that there are, and as many of them as the recipe takes."""
+    _ = context.perplexity  # which may be asked for in vain
+    section, tests, length = context.recipe.corpus, context.test_images, context.image_task.positions
+
+    def text(sets: Sequence[ImageSet], part: Part, wanted: int | None, batch: int) -> Text:
+        there = sum(len(one.part(part)) for one in sets)
+        count = there if wanted is None else min(wanted, there)
+        return Text(sequences=count, length=length, batch=batch, whole=there * length)
+
+    return Work(
+        calibration=text(context.calibration_images, "train", most, section.batch_size),
+        evaluation=text(context.evaluation_images, "test", tests.images, tests.batch_size),
+        tasks=None,
+    )
 
 
 def _tasks(context: Context, characters_per_token: float) -> Tasks | None:

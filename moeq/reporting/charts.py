@@ -1,4 +1,4 @@
-"""Charts: similarity by layer, loss by width, experts by width, size against perplexity."""
+"""Charts: similarity by layer, loss by width, experts by width, size against perplexity or logit error."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A point of the size chart."""
+    """A point of the size chart; cost: what should be small, such as perplexity."""
 
     name: str
     size_bytes: int
-    perplexity: float
+    cost: float
     exported: bool
 
 
@@ -132,19 +132,19 @@ def dominated(points: Sequence[Variant]) -> list[bool]:
     """Whether some other point is at least as small and as good, and better in one of both."""
 
     def beats(a: Variant, b: Variant) -> bool:
-        no_worse = a.size_bytes <= b.size_bytes and a.perplexity <= b.perplexity
-        return no_worse and (a.size_bytes < b.size_bytes or a.perplexity < b.perplexity)
+        no_worse = a.size_bytes <= b.size_bytes and a.cost <= b.cost
+        return no_worse and (a.size_bytes < b.size_bytes or a.cost < b.cost)
 
     return [any(beats(other, point) for other in points) for point in points]
 
 
-def size_chart(name: str, label: str, points: Sequence[Variant]) -> Drawing:
-    """Expert bytes (logarithmic) against perplexity; dominated points are hollow, the exported one has a ring."""
+def size_chart(name: str, label: str, points: Sequence[Variant], measure: str) -> Drawing:
+    """Expert bytes (logarithmic) against a measure; dominated points are hollow, the exported one has a ring."""
     height, width = 360, 680
 
     def fill(figure: Any) -> None:
         plane = svg.axes(figure, LEFT, BELOW, width - LEFT - RIGHT, height - BELOW - ABOVE)
-        _size_axes(plane, points)
+        _size_axes(plane, points, measure)
         for point, hollow in zip(points, dominated(points), strict=True):
             colour = svg.SERIES[1] if point.exported else svg.SERIES[0]
             style = {
@@ -152,7 +152,7 @@ def size_chart(name: str, label: str, points: Sequence[Variant]) -> Drawing:
                 "markeredgecolor": colour,
                 "markeredgewidth": 1.6,
             }
-            at = ([point.size_bytes], [point.perplexity])
+            at = ([point.size_bytes], [point.cost])
             plane.plot(*at, "o", markersize=8, clip_on=False, **style)
             if point.exported:
                 plane.plot(*at, "o", markersize=15, markerfacecolor="none", markeredgecolor=colour, clip_on=False)
@@ -161,8 +161,8 @@ def size_chart(name: str, label: str, points: Sequence[Variant]) -> Drawing:
     return svg.draw(name, label, width, height, fill)
 
 
-def _size_axes(plane: Any, points: Sequence[Variant]) -> None:
-    sizes, values = [p.size_bytes for p in points], [p.perplexity for p in points]
+def _size_axes(plane: Any, points: Sequence[Variant], measure: str) -> None:
+    sizes, values = [p.size_bytes for p in points], [p.cost for p in points]
     plane.set_xscale("log")
     spread = max(1.25, (max(sizes) / min(sizes)) ** 0.14)
     plane.set_xlim(min(sizes) / spread, max(sizes) * spread)
@@ -180,12 +180,12 @@ def _size_axes(plane: Any, points: Sequence[Variant]) -> None:
         plane.set_ylim(min(values) - room, max(values) + room)
     plane.grid()
     plane.set_xlabel("bytes of all experts, scales and zero points counted (logarithmic)")
-    plane.set_ylabel("perplexity")
+    plane.set_ylabel(measure)
 
 
 def _write_names(plane: Any, points: Sequence[Variant], bounds: Box) -> None:
     """Every point's name beside it, where it covers no other name or point."""
-    spots = [tuple(plane.transData.transform((p.size_bytes, p.perplexity))) for p in points]
+    spots = [tuple(plane.transData.transform((p.size_bytes, p.cost))) for p in points]
     for point, spot, box in zip(points, spots, place(spots, [p.name for p in points], bounds), strict=True):
         if box.distance(spot) > 14:
             start = plane.transData.inverted().transform(spot)

@@ -18,6 +18,11 @@ def perplexity(value: float | None) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.4g}"
 
 
+def cross_entropy(value: float | None) -> str:
+    """In nats an image, four decimals."""
+    return MISSING if value is None else f"{value:.4f}"
+
+
 def change(value: float | None, reference: float | None) -> str:
     """Relative change against a reference, signed; empty when one of them is missing."""
     if value is None or reference is None or reference == 0:

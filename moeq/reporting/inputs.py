@@ -70,6 +70,11 @@ class ReportInputs:
         return next((row for row in self.evaluation.rows if row.exported), None)
 
     @property
+    def classifies(self) -> bool:
+        """Whether the model is an image classifier, measured by its answers and its logits."""
+        return any(row.logit_error is not None for row in self.evaluation.rows)
+
+    @property
     def own_estimate(self) -> Estimate | None:
         """The estimate of the exported assignment."""
         return next((one for one in self.speed.estimates if one.placement == self.assignment.name), None)

@@ -18,7 +18,7 @@ def render(inputs: ReportInputs) -> str:
         experts.sensitivity(inputs),
         experts.bits(inputs),
         *([] if more is None else [more]),
-        summary.size_against_perplexity(inputs),
+        summary.size_against_quality(inputs),
         speed.estimate(inputs),
         provenance(inputs),
     ]

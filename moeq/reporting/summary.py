@@ -1,4 +1,4 @@
-"""Sections 1 and 5: what the run gave, and how size and perplexity trade."""
+"""Sections 1 and 5: what the run gave, and how size and quality trade."""
 
 from __future__ import annotations
 
@@ -36,15 +36,9 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
         return [_tile("exported checkpoint", "not evaluated", "eval.json has no exported row")]
     size = _arrow(human_bytes(old.expert_bytes) if old else formats.MISSING, human_bytes(new.expert_bytes))
     smaller = f"{formats.ratio(old.expert_bytes / new.expert_bytes)} smaller, " if old and new.expert_bytes else ""
-    before = formats.perplexity(old.perplexity if old else None)
-    cost = formats.change(new.perplexity, old.perplexity if old else None)
     tiles = [
         _tile("bytes of all experts", size, f"{smaller}scales and zero points counted"),
-        _tile(
-            "perplexity (lower is better)",
-            _arrow(before, formats.perplexity(new.perplexity)) if new.perplexity is not None else "not measured",
-            f"{cost} on {inputs.evaluation.tokens:,} tokens" if cost else "",
-        ),
+        _logits_tile(inputs, old, new) if inputs.classifies else _perplexity_tile(inputs, old, new),
         _tile(
             "accuracy",
             _arrow(formats.percent(old.accuracy if old else None), formats.percent(new.accuracy))
@@ -56,6 +50,23 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
     if new.total_bytes is not None:
         tiles.insert(1, _whole_tile(old, new))
     return [*tiles, *_speed_tile(inputs)]
+
+
+def _perplexity_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw:
+    before = formats.perplexity(old.perplexity if old else None)
+    cost = formats.change(new.perplexity, old.perplexity if old else None)
+    return _tile(
+        "perplexity (lower is better)",
+        _arrow(before, formats.perplexity(new.perplexity)) if new.perplexity is not None else "not measured",
+        f"{cost} on {inputs.evaluation.tokens:,} tokens" if cost else "",
+    )
+
+
+def _logits_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw:
+    before = formats.cross_entropy(old.cross_entropy if old else None)
+    after = _arrow(before, formats.cross_entropy(new.cross_entropy))
+    note = f"of the original's, relative; cross-entropy {after} on {inputs.evaluation.images:,} images"
+    return _tile("error of the logits (lower is better)", formats.share(new.logit_error), note)
 
 
 def _whole_tile(old: EvalRow | None, new: EvalRow) -> Raw:
@@ -113,9 +124,10 @@ def _comparison(inputs: ReportInputs) -> Raw:
     old = inputs.original
     rows = [_marked(row, _figures(inputs, row, old)) for row in inputs.evaluation.rows]
     head = ("assignment", "experts' average bits", "expert bytes, of original", "whole checkpoint, of original",
-            "bits of all weights", "perplexity, over original", "accuracy", "decode speed-up, estimated")  # fmt: skip
+            "bits of all weights", *_quality_heads(inputs), "accuracy", "decode speed-up, estimated")  # fmt: skip
+    lower = "logit error" if inputs.classifies else "perplexity"
     return table(
-        "Each row is one assignment of the same model: smaller bytes and lower perplexity are better. The experts' "
+        f"Each row is one assignment of the same model: smaller bytes and lower {lower} are better. The experts' "
         "average bits count codes only; bytes count scales and zero points too, and so do the bits of all weights: "
         f"those of the whole checkpoint over its {inputs.weights:,} weights. Speed-ups are estimates of the decode "
         "step over MoNDE with its bandwidth rule / cost-optimal; the latter is the harder to beat.",
@@ -126,16 +138,28 @@ def _comparison(inputs: ReportInputs) -> Raw:
 
 def _figures(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[str]:
     speed = inputs.speed.decode_speedups.get(row.name) if row.assignment is not None else None
-    over = "" if row is old else formats.change(row.perplexity, old.perplexity if old else None)
     return [
         "as stored" if row.assignment is None else formats.bits(row.average_bits),
         _size(row.expert_bytes, old.expert_bytes if old else None),
         _size(row.total_bytes, old.total_bytes if old else None),
         formats.bits(row.stored_bits(inputs.weights)),
-        _with_note(formats.perplexity(row.perplexity), over),
+        *_quality(inputs, row, old),
         formats.percent(row.accuracy),
         formats.MISSING if speed is None else _speedups(speed),
     ]
+
+
+def _quality_heads(inputs: ReportInputs) -> tuple[str, ...]:
+    return ("cross-entropy, over original", "logit error") if inputs.classifies else ("perplexity, over original",)
+
+
+def _quality(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[str]:
+    """Cells under `_quality_heads`."""
+    if not inputs.classifies:
+        over = "" if row is old else formats.change(row.perplexity, old.perplexity if old else None)
+        return [_with_note(formats.perplexity(row.perplexity), over)]
+    over = "" if row is old else formats.change(row.cross_entropy, old.cross_entropy if old else None)
+    return [_with_note(formats.cross_entropy(row.cross_entropy), over), formats.share(row.logit_error)]
 
 
 def _marked(row: EvalRow, cells: Sequence[str]) -> Row:
@@ -179,20 +203,30 @@ def _checks(inputs: ReportInputs) -> Raw:
     )
 
 
-def size_against_perplexity(inputs: ReportInputs) -> Section:
-    """The trade-off, with the points that another one beats on both sides hollow."""
+def size_against_quality(inputs: ReportInputs) -> Section:
+    """The trade-off, with the points that another one beats on both sides hollow; the original has no logit error."""
+    measure = "logit error" if inputs.classifies else "perplexity"
     points = [
-        Variant(name=plain(row.name), size_bytes=row.expert_bytes, perplexity=row.perplexity, exported=row.exported)
-        for row in inputs.evaluation.rows
-        if row.perplexity is not None and row.expert_bytes > 0
+        Variant(name=plain(row.name), size_bytes=row.expert_bytes, cost=cost, exported=row.exported)
+        for row, cost in _costs(inputs)
+        if row.expert_bytes > 0
     ]
+    title = f"Size against {measure}"
     if not points:
         part = paragraph("No perplexity was measured (eval.perplexity is null), so there is nothing to draw.")
-        return Section(anchor="size", title="Size against perplexity", parts=[part])
+        return Section(anchor="size", title=title, parts=[part])
     best = ", ".join(p.name for p, out in zip(points, dominated(points), strict=True) if not out)
-    drawing = size_chart("size", f"Scatter chart of expert bytes against perplexity. Not dominated: {best}.", points)
+    label = f"Scatter chart of expert bytes against {measure}. Not dominated: {best}."
+    drawing = size_chart("size", label, points, measure)
     caption = (
         "Lower left is better. Hollow points are dominated: another one is no larger and no worse, and better in one "
         "of both. The ringed point is the exported checkpoint."
     )
-    return Section(anchor="size", title="Size against perplexity", parts=[figure(drawing, caption)])
+    return Section(anchor="size", title=title, parts=[figure(drawing, caption)])
+
+
+def _costs(inputs: ReportInputs) -> list[tuple[EvalRow, float]]:
+    """Rows with what should be small; of logit errors none of exactly 0, the original's."""
+    if inputs.classifies:
+        return [(row, row.logit_error) for row in inputs.evaluation.rows if row.logit_error]
+    return [(row, row.perplexity) for row in inputs.evaluation.rows if row.perplexity is not None]

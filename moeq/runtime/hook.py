@@ -37,7 +37,7 @@ class RegisteredConfig:
 
 def has_own_code(model: Any) -> bool:
     """Whether a model is made by code that its checkpoint brings along, which takes the place of the hook."""
-    return not type(model).__module__.startswith("transformers.")
+    return not type(model).__module__.startswith(("transformers.", "moeq."))
 
 
 def hooked(config: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
-from moeq.errors import ArtifactError, AssignmentError
+from moeq.errors import ArtifactError, AssignmentError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.latency import expert_seconds
 from moeq.models.experts import ExpertLayer
@@ -87,8 +87,13 @@ def _write_sensitivities(context: Context, inputs: AssignInputs) -> None:
 
 
 def check(context: Context) -> None:
-    """AssignmentError when a section asks for more GPU experts than a layer has, EstimateError for bad hardware."""
+    """AssignmentError when a section asks for more GPU experts than a layer has, EstimateError for bad hardware.
+
+    RecipeError for routing of decode steps, which images have none of.
+    """
     for section in (context.recipe.assign, *context.recipe.eval.compare):
+        if section.statistics == "decode" and context.takes_images:
+            raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
         hardware = hardware_of(context, section)
         if hardware is not None:
             load_hardware(hardware)

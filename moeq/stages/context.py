@@ -17,16 +17,17 @@ from torch import nn
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.profile import read_profile
 from moeq.artifacts.stage import ModelStamp
-from moeq.errors import ArtifactError, CorpusError
+from moeq.errors import ArtifactError, CorpusError, RecipeError
 from moeq.evaluation.harness import open_tasks
 from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer
+from moeq.models.forward import takes_images
 from moeq.models.others import OtherModules, find_others
 from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
-from moeq.recipe import Recipe
+from moeq.recipe import PerplexitySection, Recipe, TestImagesSection
 
 STORE = "store"
 STORE_VARIABLE = "MOEQ_STORE"
@@ -97,6 +98,29 @@ class Context:
         return find_others(*self.described, self.source)
 
     @cached_property
+    def takes_images(self) -> bool:
+        """Whether the model is an image classifier: it reads images with labels, and has no tokenizer."""
+        return takes_images(self.described[0])
+
+    @cached_property
+    def perplexity(self) -> PerplexitySection | None:
+        """What perplexity is measured on; None where the recipe wants none, and for image classifiers.
+
+        Raises RecipeError where the recipe asks for what its model cannot do.
+        """
+        section = self.recipe.eval
+        if not self.takes_images:
+            if section.images is not None:
+                raise RecipeError("the model reads text, no images", where="eval.images", do="leave it out")
+            return section.perplexity
+        instead = "leave it out: an image classifier is measured by accuracy, cross-entropy and logit error"
+        if section.perplexity is not None and "perplexity" in section.model_fields_set:
+            raise RecipeError("an image classifier has no perplexity", where="eval.perplexity", do=instead)
+        if section.tasks:
+            raise RecipeError("an image classifier runs no tasks of lm-eval", where="eval.tasks", do=instead)
+        return None
+
+    @cached_property
     def tokenizer(self) -> Any:
         return loading.load_tokenizer(self.source, self.recipe.trust_remote_code)
 
@@ -145,16 +169,71 @@ class Context:
 
     @cached_property
     def calibration_sources(self) -> list[corpus.Source]:
-        return corpus.open_sources(self.recipe.corpus.source, "calibration")
+        """What calibration text comes from; none for image classifiers."""
+        return [] if self.takes_images else corpus.open_sources(self.recipe.corpus.source, "calibration")
 
     @cached_property
     def evaluation_sources(self) -> list[corpus.Source]:
-        section = self.recipe.eval.perplexity
-        return [] if section is None else corpus.open_sources(section.source, "evaluation")
+        """What perplexity is measured on."""
+        return [] if self.perplexity is None else corpus.open_sources(self.perplexity.source, "evaluation")
+
+    @cached_property
+    def image_task(self) -> corpus.ImageTask:
+        """What the image classifier takes."""
+        return corpus.ImageTask.of(self.described[0], self.source.path)
+
+    def image_sets(self, source: str | list[str]) -> list[corpus.ImageSet]:
+        """The labelled images that a source names."""
+        section = self.recipe.corpus
+        files = corpus.ImageFiles(
+            model=self.source.path,
+            trust_remote_code=self.recipe.trust_remote_code,
+            channels=self.image_task.shape[0],
+            image_field=section.image_field or "image",
+            label_field=section.label_field,
+            names=self.described[0].config.label2id,  # type: ignore[union-attr,arg-type]
+        )
+        return corpus.open_image_sets(source, self.image_task, files)
+
+    @cached_property
+    def calibration_images(self) -> list[corpus.ImageSet]:
+        return self.image_sets(self.recipe.corpus.source)
+
+    @cached_property
+    def evaluation_images(self) -> list[corpus.ImageSet]:
+        """What an image classifier is measured on; CorpusError where calibration would see all of it."""
+        source = self.test_images.source
+        if source is not None:
+            return self.image_sets(source)
+        for one in self.calibration_images:
+            if not one.rows:
+                raise CorpusError(
+                    "no row numbers train and test: there is nothing left to be measured on",
+                    where=one.name,
+                    do="store them, or name other images in eval.images.source",
+                )
+        return self.calibration_images
+
+    @property
+    def test_images(self) -> TestImagesSection:
+        """The recipe's section, or its defaults."""
+        return self.recipe.eval.images or TestImagesSection()
+
+    @property
+    def corpus_names(self) -> tuple[str, ...]:
+        """What artifacts call what was calibrated on."""
+        if self.takes_images:
+            return tuple(one.public_name for one in self.calibration_images)
+        return tuple(source.public_name for source in self.calibration_sources)
 
     def calibration_chunks(self) -> Iterator[corpus.Sequences]:
         """The calibration sequences that the recipe asks for; then, with corpus.until_covered, more and more."""
         section = self.recipe.corpus
+        limit = section.sequences if section.until_covered is None else section.until_covered.max_sequences
+        if self.takes_images:
+            pictures = corpus.ImagePool(self.calibration_images, "train", self.image_task, f"corpus {section.source}")
+            yield from pictures.chunks(section.sequences, limit)
+            return
         self.check_length(section.sequence_length, "corpus.sequence_length")
         documents = self._calibration_documents()
         images = None
@@ -170,7 +249,6 @@ class Context:
             where=f"corpus {section.source}",
             images=images,
         )
-        limit = section.sequences if section.until_covered is None else section.until_covered.max_sequences
         yield from pool.chunks(section.sequences, limit)
 
     def _calibration_documents(self) -> list[corpus.Document]:
@@ -216,8 +294,12 @@ class Context:
 
     @cached_property
     def evaluation(self) -> corpus.Sequences | None:
-        """The evaluation text as sequences, None when the recipe wants no perplexity."""
-        section = self.recipe.eval.perplexity
+        """The evaluation text as sequences, None when the recipe wants no perplexity; or the images."""
+        section = self.perplexity
+        if self.takes_images:
+            wanted = self.test_images
+            where = f"eval.images {wanted.source or self.recipe.corpus.source}"
+            return corpus.ImagePool(self.evaluation_images, "test", self.image_task, where).take(wanted.images)
         if section is None:
             return None
         self.check_length(section.sequence_length, "eval.perplexity.sequence_length")
@@ -236,6 +318,9 @@ class Context:
 
     def text_digest(self, part: str) -> str:
         """Digest of all that decides the calibration or evaluation text, beside the recipe's sections."""
+        if self.takes_images:
+            sets = self.evaluation_images if part == "evaluation" else self.calibration_images
+            return digest_of([[one.domain, one.digest] for one in sets])
         if part == "evaluation":
             return corpus.sources_digest(self.evaluation_sources) if self.evaluation_sources else "none"
         found = {"sources": corpus.sources_digest(self.calibration_sources)}

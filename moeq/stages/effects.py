@@ -42,7 +42,7 @@ def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
                     found = log_probabilities(context, batch)
                 totals[layer.index] += divergence(exact, found, f"{layer.name} at {section.bits} bits")
                 advance()
-    tokens = sum(int(batch.mask.sum()) for batch in batches)
+    tokens = sum(predictions(context, batch) for batch in batches)
     return LayerEffects(
         bits=section.bits,
         method=method,
@@ -77,12 +77,12 @@ def heldout_batches(context: Context, count: int, kept: int = 0) -> list[Batch]:
     kept: further numbers, in single precision, that are kept of every token.
     """
     stride = heldout_stride(context.recipe.losses.heldout_fraction)
-    vocabulary = int(context.source.config.get("vocab_size") or context.tokenizer.vocab_size)
+    outputs = _outputs(context)
     singles = context.grown_calibration.batches(1)[stride - 1 :: stride]
     chosen = singles if len(singles) <= count else [singles[index * len(singles) // count] for index in range(count)]
     widest = max(batch.input_ids.shape[1] for batch in chosen)
     memory = working_memory(context.recipe.losses.working_memory, context.device)
-    size = sequences_at_once(memory, vocabulary, widest, kept)
+    size = sequences_at_once(memory, outputs, widest, kept)
     found: list[Batch] = []
     for batch in chosen:
         last = found[-1] if found else None
@@ -99,12 +99,25 @@ def heldout_batches(context: Context, count: int, kept: int = 0) -> list[Batch]:
     return found
 
 
+def _outputs(context: Context) -> int:
+    """V, how many numbers the model gives for a token, or for an image."""
+    if context.takes_images:
+        return context.image_task.labels
+    return int(context.source.config.get("vocab_size") or context.tokenizer.vocab_size)
+
+
+def predictions(context: Context, batch: Batch) -> int:
+    """n, for how many tokens, or images, the model gives an output."""
+    return len(batch.sequences) if context.takes_images else int(batch.mask.sum())
+
+
 def log_probabilities(context: Context, batch: Batch) -> Tensor:
-    """The output's logarithmic probabilities at every token that is no pad, [n, V] float32."""
+    """The output's logarithmic probabilities at every token that is no pad, or for every image, [n, V] float32."""
     found: list[Tensor] = []
 
     def finish(done: Batch, output: Any) -> None:
-        logits = output.logits[done.mask.to(output.logits.device)]
+        logits = output.logits
+        logits = logits if context.takes_images else logits[done.mask.to(logits.device)]
         found.append(logits.float().log_softmax(-1))
 
     for _ in walk(context.model, (), [batch], context.device, streamed=context.streamed, finish=finish):

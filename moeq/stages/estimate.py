@@ -112,6 +112,10 @@ def check(context: Context) -> None:
         raise RecipeError(
             "estimate.figures has cases without a checkpoint", do="run `moeq estimate RECIPE`, or leave them out"
         )
+    if context.takes_images and context.recipe.estimate.popularity == "trace":
+        raise RecipeError(
+            "images have no decode steps to replay", where="estimate.popularity: trace", do="use uniform or profile"
+        )
     load_hardware(context.recipe.estimate.hardware)
     chosen_geometry(context)
 

@@ -12,14 +12,12 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
-from moeq.evaluation.harness import BUNDLED_TASK, headline, run_tasks
-from moeq.evaluation.perplexity import perplexity
-from moeq.models import corpus
+from moeq.evaluation.harness import BUNDLED_TASK
 from moeq.models.experts import ExpertLayer, set_expert_weights
-from moeq.models.forward import forward
+from moeq.models.forward import drawn_inputs
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.stages import assign, export, others, quantize, refine
+from moeq.stages import assign, export, judges, others, quantize, refine
 from moeq.stages.context import Context
 from moeq.stages.others import Stored
 from moeq.stages.quantize import Replicas
@@ -44,32 +42,32 @@ def run(context: Context) -> dict[str, Any]:
         _Variant(name=own.name, assignment=own, exported=True),
         *(_Variant(name=c.name, assignment=assign.make(context, c, c.name)) for c in section.compare),
     ]
-    sequences = context.evaluation
-    manager = context.task_manager
-    batches = (
-        0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
-    )
+    judge = judges.judge_of(context)
     rest = others.non_expert_bytes(context)
     rows = []
     error = 0.0
-    with context.reporter.bar("eval", len(variants) * (batches + bool(section.tasks))) as advance:
+    with context.reporter.bar("eval", len(variants) * judge.steps) as advance:
         for variant in variants:
             if variant.exported:
                 model, error = _exported(context, own)
             else:
                 model = _in_place(context, variant.assignment)
-            rows.append(_evaluate(context, model, variant, sequences, manager, rest, advance))
+            figures = judge.measure(model, None if variant.exported else context.streamed, advance)
+            rows.append(_row(context, variant, rest, figures))
             del model  # before the next variant's is loaded
     context.drop_model()
-    tokens = 0 if sequences is None else int(sequences.mask[:, 1:].sum())
-    report = EvalReport(rows=tuple(rows), tokens=tokens, export_logit_error=error)
+    report = EvalReport(rows=tuple(rows), export_logit_error=error, **judge.sizes)
     write_eval(make_directory(context.directory("eval")) / NAME, report)
     return summarize(report)
 
 
 def check(context: Context) -> None:
-    """EvaluationError or CorpusError for tasks, folders and texts that are not there; CorpusError for too little."""
+    """EvaluationError or CorpusError for tasks, folders and texts that are not there; CorpusError for too little.
+
+    RecipeError for figures that the model has none of.
+    """
     section = context.recipe.eval
+    _ = context.perplexity
     if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
         _ = context.task_manager
     _ = context.evaluation
@@ -114,17 +112,19 @@ def _in_place(context: Context, assignment: Assignment | None, *, exported: bool
 def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
     """The exported checkpoint, loaded as a user would, and its logits' error against the dequantized weights."""
     dequantized = _in_place(context, assignment, exported=True)
-    generator = torch.Generator().manual_seed(context.recipe.seed)
-    vocabulary = dequantized.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (2, 32), generator=generator).to(context.device)
+    drawn = drawn_inputs(dequantized, 2, 32, context.recipe.seed)
+    inputs = {
+        name: value.to(context.device, context.dtype if value.is_floating_point() else None)
+        for name, value in drawn.items()
+    }
     with torch.no_grad():
-        wanted = forward(dequantized, ids).logits.float()
+        wanted = dequantized(**inputs, use_cache=False).logits.float()
         context.drop_model()
         del dequantized
         packed = load_checkpoint(
             context.directory("export"), context.dtype, context.device, context.recipe.trust_remote_code
         )
-        found = forward(packed, ids).logits.float()
+        found = packed(**inputs, use_cache=False).logits.float()
     error = float((found - wanted).norm() / wanted.norm())
     if not error <= CHECK_TOLERANCE[context.dtype]:
         raise EvaluationError(
@@ -135,35 +135,9 @@ def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
     return packed, error
 
 
-def _evaluate(
-    context: Context,
-    model: Any,
-    variant: _Variant,
-    sequences: corpus.Sequences | None,
-    manager: Any,
-    rest: tuple[int, int],
-    advance: Any,
-) -> EvalRow:
-    """Measure one variant; rest: bytes beside the experts, of the original and as exported."""
-    section = context.recipe.eval
-    measured: dict[str, Any] = {"perplexity": None, "by_domain": {}}
-    if sequences is not None and section.perplexity is not None:
-        measured = perplexity(
-            model,
-            sequences,
-            section.perplexity.batch_size,
-            context.device,
-            advance,
-            streamed=None if variant.exported else context.streamed,
-        )
-    tasks: dict[str, dict[str, float]] = {}
-    if section.tasks:
-        tasks = run_tasks(
-            model, context.tokenizer, section.tasks, manager, batch_size=section.batch_size, limit=section.limit
-        )
-        advance()
+def _row(context: Context, variant: _Variant, rest: tuple[int, int], figures: dict[str, Any]) -> EvalRow:
+    """One variant as measured; rest: bytes beside the experts, of the original and as exported."""
     assignment = variant.assignment
-    accuracy, stderr = headline(tasks)
     if assignment is None:
         size = export.original_bytes(context, expert_keys(context.source, *context.described))
     else:
@@ -176,11 +150,7 @@ def _evaluate(
         expert_bytes=size,
         other_bytes=rest[assignment is not None],
         average_bits=None if average is None else float(average),
-        perplexity=measured["perplexity"],
-        perplexity_by_domain=measured["by_domain"],
-        accuracy=accuracy,
-        accuracy_stderr=stderr,
-        tasks=tasks,
+        **figures,
     )
 
 
@@ -195,6 +165,7 @@ def summarize(report: EvalReport) -> dict[str, Any]:
                 "other_bytes": row.other_bytes,
                 "perplexity": row.perplexity,
                 "accuracy": row.accuracy,
+                **row.image_figures(),
             }
             for row in report.rows
         ],

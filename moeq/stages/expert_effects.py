@@ -24,7 +24,7 @@ from moeq.models.walk import Batch
 from moeq.recipe import ExpertEffectsSection
 from moeq.stages import losses
 from moeq.stages.context import Context
-from moeq.stages.effects import alone, divergence, heldout_batches, log_probabilities, replaced
+from moeq.stages.effects import alone, divergence, heldout_batches, log_probabilities, predictions, replaced
 from moeq.stages.quantize import Replicas
 
 REVISION = 1  # raised when the same inputs give other effects
@@ -65,7 +65,8 @@ def measure(context: Context, section: ExpertEffectsSection) -> ExpertEffects:
                 advance()
             count = max(1, int(min(AT_ONCE, _time_left(section, done) * len(here) / max(took, 1e-9))))
     values = done.divergence[:wanted]
-    return _filled(section, method, batches, expected, dict(zip(places, values, strict=False)))
+    tokens = sum(predictions(context, batch) for batch in batches)
+    return _filled(section, method, batches, tokens, expected, dict(zip(places, values, strict=False)))
 
 
 def order(expected: Sequence[np.ndarray], seed: int) -> list[Place]:
@@ -136,7 +137,7 @@ class _Worker:
                     found = log_probabilities(context, batch)
                 where = f"{layers[layer].name}, expert {expert} at {self.section.bits} bits"
                 totals[index] += divergence(exact, found, where)
-            tokens += int(batch.mask.sum())
+            tokens += predictions(context, batch)
         return totals / tokens
 
     def _replicas(self, layer: ExpertLayer) -> Replicas:
@@ -167,6 +168,7 @@ def _filled(
     section: ExpertEffectsSection,
     method: str,
     batches: Sequence[Batch],
+    tokens: int,
     expected: Sequence[np.ndarray],
     measured: dict[Place, float],
 ) -> ExpertEffects:
@@ -177,7 +179,7 @@ def _filled(
         bits=section.bits,
         method=method,
         sequences=sum(len(batch.input_ids) for batch in batches),
-        tokens=sum(int(batch.mask.sum()) for batch in batches),
+        tokens=tokens,
         measured=len(measured),
         divergence=tuple(
             tuple(measured.get(place, fits[layer] * float(expected[layer][place[1]])) for place in row)

@@ -7,11 +7,16 @@ from typing import Any
 
 from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
+from moeq.models.vit.configuration import MODEL_TYPE as MOE_VIT
 from moeq.tables import human_bytes
 
 
 def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]]) -> str:
-    """Markdown with the front matter that the hub reads. figures: rows name, expert_bytes, perplexity, accuracy."""
+    """Markdown with the front matter that the hub reads.
+
+    figures: rows name, expert_bytes, perplexity, accuracy; of image classifiers cross_entropy and logit_error too.
+    """
+    loader = _loader(config)
     totals, assignment = manifest.totals, manifest.assignment
     widths = [expert.widths for layer in manifest.layers for expert in layer.experts]
     tiers = Counter(expert.tier for layer in manifest.layers for expert in layer.experts)
@@ -29,8 +34,8 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         "",
         "```python",
         "import moeq  # registers the format with transformers",
-        "from transformers import AutoModelForCausalLM",
-        'model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")',
+        f"from transformers import {loader}",
+        f'model = {loader}.from_pretrained("THIS_DIRECTORY")',
         "```",
         "",
         "| | |",
@@ -54,13 +59,29 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         "",
     ]
     if figures:
-        lines += ["| assignment | expert bytes | perplexity | accuracy |", "|---|---:|---:|---:|"]
-        for row in figures:
-            perplexity = "" if row.get("perplexity") is None else f"{row['perplexity']:.3f}"
-            accuracy = "" if row.get("accuracy") is None else f"{100 * row['accuracy']:.1f} %"
-            lines.append(f"| {row['name']} | {human_bytes(row['expert_bytes'])} | {perplexity} | {accuracy} |")
-        lines.append("")
+        lines += [*_figures(figures), ""]
     return "\n".join(lines)
+
+
+def _loader(config: dict[str, Any]) -> str:
+    """The Auto class that loads the model."""
+    named = any(name.endswith("ForImageClassification") for name in config.get("architectures") or ())
+    images = named or config.get("model_type") == MOE_VIT
+    return "AutoModelForImageClassification" if images else "AutoModelForCausalLM"
+
+
+def _figures(rows: list[dict[str, Any]]) -> list[str]:
+    """The table of what was measured."""
+    forms = {"perplexity": "{:.3f}", "cross_entropy": "{:.4f}", "logit_error": "{:.2%}", "accuracy": "{:.1%}"}
+    classified = any(row.get("logit_error") is not None for row in rows)
+    measured = ["cross_entropy", "logit_error"] if classified else ["perplexity"]
+    columns = [*measured, "accuracy"]
+    heads = " | ".join(name.replace("cross_entropy", "cross-entropy").replace("_", " ") for name in columns)
+    lines = [f"| assignment | expert bytes | {heads} |", f"|---|---:|{'---:|' * len(columns)}"]
+    for row in rows:
+        cells = ["" if row.get(name) is None else forms[name].format(row[name]).replace("%", " %") for name in columns]
+        lines.append(f"| {row['name']} | {human_bytes(row['expert_bytes'])} | {' | '.join(cells)} |")
+    return lines
 
 
 def _counts(by_bits: dict[str, int]) -> str:

@@ -44,10 +44,10 @@ def run(context: Context) -> dict[str, Any]:
         _say(context, coverage, len(profile.tokens))
         if covered:
             break
+    _say_phases(context, chunks[0])
     if not covered:
         context.reporter.say("  [yellow]not covered: the maximum or the end of the text is reached[/yellow]")
-    sources = tuple(source.public_name for source in context.calibration_sources)
-    profile = replace(profile, text=join(chunks).digest(), corpus=sources)
+    profile = replace(profile, text=join(chunks).digest(), corpus=context.corpus_names)
     write_profile(context.directory("profile"), profile, coverage)
     _write_trace(context, traces, profile.text)
     return summarize(profile, coverage)
@@ -90,8 +90,16 @@ def _say(context: Context, coverage: Coverage, sequences: int) -> None:
     )
 
 
+def _say_phases(context: Context, sequences: Sequences) -> None:
+    if context.takes_images:
+        positions = sequences.ids.shape[1]
+        context.reporter.say(f"  all {positions} positions of an image are seen at once: they count as prefill")
+
+
 def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:
-    """Tokens [S] of every sequence that count as prefill."""
+    """Tokens [S] of every sequence that count as prefill; all positions of images, which are seen at once."""
+    if context.takes_images:
+        return sequences.mask.sum(1)
     fraction = context.recipe.profile.prefill_fraction
     return torch.tensor([math.ceil(fraction * int(length)) for length in sequences.mask.sum(1)])
 

@@ -39,7 +39,7 @@ Experts = Mapping[int, Mapping[str, PackedWeight]]  # {expert: {projection: matr
 def check(context: Context) -> None:
     """CorpusError when there is no text to refine on."""
     if context.recipe.quantize.refine is not None:
-        _ = context.tokenizer, context.calibration
+        _ = context.calibration
 
 
 @dataclass(kw_only=True)

@@ -96,7 +96,8 @@ def speed_inputs(report: EstimateReport) -> SpeedInputs:
 def card_figures(report: EvalReport) -> list[dict[str, Any]]:
     """Rows of the model card's table, the largest first."""
     rows = sorted(report.rows, key=lambda row: (-row.expert_bytes, row.name))
-    return [row.model_dump(include={"name", "expert_bytes", "perplexity", "accuracy"}) for row in rows]
+    columns = {"name", "expert_bytes", "perplexity", "accuracy"}
+    return [row.model_dump(include=columns) | row.image_figures() for row in rows]
 
 
 def is_intact(context: Context) -> bool:

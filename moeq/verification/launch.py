@@ -47,7 +47,7 @@ INSTALL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the probe is to do; inputs: the tokens by the names of the model's arguments; stored: the type of most
+    """What the probe is to do; inputs: tokens or pixels by the names of the model's arguments; stored: the type of most
     weights; layers: {experts module: number of experts}, and hidden: their rows' length; rows: of experts alone."""
 
     checkpoint: Path

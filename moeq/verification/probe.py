@@ -3,8 +3,7 @@
 A program of its own: it runs in the interpreter of the target (which need not have moeq), in a fresh process. It is
 given a JSON file (see `launch.py`) and writes ANSWER beside it, and the tensors in TENSORS:
 
-ids                  the tokens [B, S]
-logits               [B, S, V]
+logits               [B, S, V]; of an image classifier [B, V]
 LAYER.call.0, 1, 2   what the layer's experts were called with: hidden [T, H], experts [T, k], weights [T, k]
 LAYER.self.0         or, where experts are called with one tensor, that tensor
 LAYER.block.0        or, where they are called one by one, what the block around them was called with [B, S, H]
@@ -113,6 +112,8 @@ def record(model: Any, request: dict[str, Any]) -> dict[str, Any]:
         parent = name.rpartition(".")[0]
         recorders[name] = Recorder(model.get_submodule(name), model.get_submodule(parent))
     inputs = {name: torch.tensor(value) for name, value in request["inputs"].items()}
+    floats = getattr(torch, request["dtype"])
+    inputs = {name: value.to(floats) if value.is_floating_point() else value for name, value in inputs.items()}
     with torch.no_grad():
         found = {"logits": model(**inputs, use_cache=False).logits.float()}
         for name, experts in request["layers"].items():
@@ -173,6 +174,9 @@ def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
     trust = {"trust_remote_code": True} if request["trust_remote_code"] else {}
     config = transformers.AutoConfig.from_pretrained(request["checkpoint"], **trust)
     kind = transformers.AutoModelForCausalLM
+    classifiers = transformers.AutoModelForImageClassification
+    if type(config) not in kind._model_mapping and type(config) in classifiers._model_mapping:
+        kind = classifiers  # also of models that moeq brings
     named = getattr(transformers, request["architecture"], None)
     if named is not None and kind._model_mapping.get(type(config), None) is not named:
         kind = named  # a model of text and images is not loaded by its language model's class

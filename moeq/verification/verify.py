@@ -23,7 +23,7 @@ from moeq.exporters.readers import format_of, open_packed
 from moeq.exporters.readers.foreign import Foreign
 from moeq.exporters.readers.gguf import Gguf
 from moeq.models.experts import ExpertLayer
-from moeq.models.forward import token_inputs
+from moeq.models.forward import drawn_inputs
 from moeq.models.loading import skeleton
 from moeq.models.source import ModelSource
 from moeq.models.streaming import StreamedModel
@@ -187,14 +187,14 @@ def typical(found: Tensor, wanted: Tensor) -> float:
 
 def _request(path: Path, packed: PackedSource, method: str, options: Options) -> launch.Request:
     usual = packed.loaders()[0] if isinstance(packed, Gguf) else launch.OF_FORMAT.get(method, "transformers")
+    model = skeleton_of(packed, options.trust_remote_code)
+    if usual == "transformers" and type(model).__module__.startswith("moeq."):
+        usual = "moeq"  # which brings the model
     target = options.target or usual
     if target not in launch.TARGETS:
         raise RecipeError(f"no loader for target {target!r}", where="--target", do=f"use {', '.join(launch.TARGETS)}")
     if options.dtype not in TOLERANCE:
         raise RecipeError(f"no such type {options.dtype!r}", where="--dtype", do=f"use {', '.join(TOLERANCE)}")
-    model = skeleton_of(packed, options.trust_remote_code)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (BATCH, LENGTH), generator=torch.Generator().manual_seed(SEED))
     return launch.Request(
         checkpoint=path,
         target=target,
@@ -202,7 +202,7 @@ def _request(path: Path, packed: PackedSource, method: str, options: Options) ->
         architecture=type(model).__name__,
         dtype=options.dtype,
         stored=stored_type(packed.source, packed.rest()),
-        inputs=token_inputs(model, ids),
+        inputs=drawn_inputs(model, BATCH, LENGTH, SEED),
         layers={layer.name: layer.num_experts for layer in packed.layers},
         hidden={layer.name: layer.hidden_size for layer in packed.layers},
         rows=ROWS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from family_models import ENCODER_DECODERS, FAMILIES, NOT_BUILT, SEEING, inputs, inputs_with_image, save
+from family_models import ENCODER_DECODERS, FAMILIES, NOT_BUILT, SEEING, inputs, inputs_with_image, of_name, save
 from greenlet import getcurrent, greenlet
 
 from moeq.models import loading
@@ -53,7 +53,7 @@ def in_lockstep(streamed: StreamedModel, calls: list[dict[str, Any]]) -> tuple[l
 def test_streamed_equals_loaded(family: str, tmp_path: Path) -> None:
     source = open_source(str(save(family, tmp_path / "model", with_tokenizer=False)))
     whole, streamed = loading.load_model(source, torch.float32, CPU), StreamedModel(source, torch.float32, CPU)
-    assert type(streamed.model) is type(whole) is getattr(transformers, FAMILIES[family].model)
+    assert type(streamed.model) is type(whole) is of_name(FAMILIES[family].model)
     resident = streamed.bytes_read
     calls = [inputs(family), inputs(family, rows=1, length=9)]
     with torch.no_grad():

@@ -55,8 +55,8 @@ def test_the_class_that_makes_the_model(
 
 
 def test_what_is_no_language_model_is_refused_in_one_line(tmp_path: Path, tiny_mixtral: Path) -> None:
-    folder = changed(tiny_mixtral, tmp_path / "model", model_type="resnet", architectures=["ResNetModel"])
-    with pytest.raises(ModelError, match="no language model of type resnet") as caught:
+    folder = changed(tiny_mixtral, tmp_path / "model", model_type="encodec", architectures=["EncodecModel"])
+    with pytest.raises(ModelError, match="no language model or image classifier of type encodec") as caught:
         loading.skeleton(open_source(str(folder)))
     assert "\n" not in str(caught.value)
 

@@ -168,7 +168,7 @@ def test_ticks_are_within_range_and_apart(count: int, cell: float) -> None:
 
 
 def variants(*points: tuple[int, float]) -> list[Variant]:
-    return [Variant(name=f"v{i}", size_bytes=s, perplexity=p, exported=i == 0) for i, (s, p) in enumerate(points)]
+    return [Variant(name=f"v{i}", size_bytes=s, cost=p, exported=i == 0) for i, (s, p) in enumerate(points)]
 
 
 def test_dominated_means_no_smaller_and_no_better() -> None:
@@ -180,7 +180,7 @@ def test_dominated_means_no_smaller_and_no_better() -> None:
     "points", [[(1000, 9.0)], [(1000, 9.0), (1000, 9.0)], [(10, 5.0), (10**12, 5.1)], [(900, 5.0), (901, 500.0)]]
 )
 def test_size_charts_of_awkward_points(points: list[tuple[int, float]]) -> None:
-    assert ElementTree.fromstring(size_chart("s", "label", variants(*points)).svg).tag.endswith("svg")
+    assert ElementTree.fromstring(size_chart("s", "label", variants(*points), "perplexity").svg).tag.endswith("svg")
 
 
 @given(

@@ -34,24 +34,26 @@ REQUIRED = {
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss",
     "phimoe", "granitemoe", "llama4", "llama4_text", "ernie4_5_moe", "jamba", "qwen3_vl_moe", "switch_transformers",
     "dbrx", "jetmoe", "nemotron_h", "aria", "longcat_flash", "minimax_m3_vl", "muse_spark", "dots3_note", "doge",
+    "moe_vit",
 }  # fmt: skip
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[1,2,3,4]",
-    "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "eval.compare=[]", "eval.tasks=[]",
-    "estimate.grid.inputs=[128]",
+    "eval.compare=[]", "eval.tasks=[]", "estimate.grid.inputs=[128]",
 )  # fmt: skip
-SETTINGS = {"openai_privacy_filter": ("eval.perplexity=null",)}
+OF_TEXT = ("eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48")
+SETTINGS = {"openai_privacy_filter": ("eval.perplexity=null",), "moe_vit": ("eval.images.images=8",)}
 REMARKS = {
     "openai_privacy_filter": "a token classifier: without perplexity",
     "dots3_note": "experts of the vision tower stay as they are",
     "inkling_mm_model": "save_pretrained of a packed one is refused",
+    "moe_vit": "an image classifier that moeq brings: calibrated on labelled images, without perplexity",
     "jetmoe": "experts of the attention stay as they are",
     "switch_transformers": "encoder-decoder: calibrated on the same text on both sides",
 }
 
 
 def context_of(family: str, folder: Path) -> Context:
-    recipe = load_recipe(None, [*SMALL, *SETTINGS.get(family, ())])
+    recipe = load_recipe(None, [*SMALL, *SETTINGS.get(family, OF_TEXT)])
     return Context(recipe=recipe, model_name=str(folder / "model"), out=folder / "run", reporter=Reporter(quiet=True))
 
 

@@ -1,20 +1,29 @@
-"""Text (and images) to token sequences: the bundled corpus, local files, datasets on the hub.
+"""Text (and images) to token sequences: the bundled corpus, local files, datasets on the hub; images with labels.
 
 The same files, tokenizer, settings and seed always give the same tokens. Domains are kept apart where the files name
 them: sequences are drawn in equal shares from every domain.
 """
 
 from moeq.models.corpus.documents import Document, Fields, Need, images_digest, read_documents
+from moeq.models.corpus.image_files import ImageFiles
+from moeq.models.corpus.image_sequences import ImagePool, ImageSequences
 from moeq.models.corpus.images import Encoder, ImageRow, load_processor
+from moeq.models.corpus.labelled import ImageSet, ImageTask, open_image_sets
 from moeq.models.corpus.sequences import Pool, Sequences, join, make_sequences
-from moeq.models.corpus.sources import BUNDLED, Source, open_sources, pinned, sources_digest
+from moeq.models.corpus.sources import BUNDLED, DIGITS, Source, open_sources, pinned, sources_digest
 
 __all__ = [
     "BUNDLED",
+    "DIGITS",
     "Document",
     "Encoder",
     "Fields",
+    "ImageFiles",
+    "ImagePool",
     "ImageRow",
+    "ImageSequences",
+    "ImageSet",
+    "ImageTask",
     "Need",
     "Pool",
     "Sequences",
@@ -23,6 +32,7 @@ __all__ = [
     "join",
     "load_processor",
     "make_sequences",
+    "open_image_sets",
     "open_sources",
     "pinned",
     "read_documents",

@@ -49,7 +49,7 @@ def image_row(
     value: a path relative to `folder` (None: there is none, as on the hub), {bytes, path}, or a list of them. plain: no
     chat template. Raises CorpusError.
     """
-    images = tuple(_image(one, where, folder) for one in (value if isinstance(value, list) else [value]))
+    images = tuple(image_of(one, where, folder) for one in (value if isinstance(value, list) else [value]))
     turns: list[dict[str, Any]] = messages or [{"role": "user", "content": text or ""}]
     turns = [turn | {"content": _parts(turn.get("content"))} for turn in turns]
     placed = sum(part.get("type") == "image" for turn in turns for part in turn["content"])
@@ -67,7 +67,8 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return [{key: value for key, value in part.items() if value is not None} for part in content]
 
 
-def _image(value: Any, where: str, folder: Path | None) -> Path | bytes:
+def image_of(value: Any, where: str, folder: Path | None) -> Path | bytes:
+    """The image that a field of a row names or holds; CorpusError where it is none."""
     inside = value.get("bytes") if isinstance(value, dict) else None
     if isinstance(inside, bytes):
         return inside
@@ -90,9 +91,10 @@ def _image(value: Any, where: str, folder: Path | None) -> Path | bytes:
     return path
 
 
-def load_processor(model: Path, trust_remote_code: bool = False) -> Any:
+def load_processor(model: Path, trust_remote_code: bool = False, *, images_alone: bool = False) -> Any:
     """The processor of the model in a directory, which may run code of its own only where that is allowed.
 
+    images_alone: of a model that takes no text.
     Raises CorpusError when it has none or it cannot run here.
     """
     if not any((model / name).is_file() for name in PROCESSOR_FILES):
@@ -101,10 +103,11 @@ def load_processor(model: Path, trust_remote_code: bool = False) -> Any:
             where=str(model),
             do="use a vision-language model, or set corpus.image_field: null to read text only",
         )
-    from transformers import AutoProcessor
+    from transformers import AutoImageProcessor, AutoProcessor
 
+    kind = AutoImageProcessor if images_alone else AutoProcessor
     try:
-        return AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return kind.from_pretrained(model, trust_remote_code=trust_remote_code)
     except ImportError as error:
         needs = "torchvision" if "orchvision" in str(error) else "Pillow" if "PIL" in str(error) else str(error)
         raise CorpusError(f"its image processor needs {needs}", where=str(model), do=INSTALL) from error
@@ -128,7 +131,7 @@ class Encoder:
         What follows the last image is cut at `length`. Raises CorpusError when the images alone are longer.
         """
         text = self._text(row)
-        images = [_open(image, row.where) for image in row.images]
+        images = [opened(image, row.where) for image in row.images]
         try:
             found = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # a processor raises what it likes
@@ -175,14 +178,15 @@ def _cut(value: Tensor, shape: torch.Size, length: int) -> Tensor:
     return value[:, :length] if value.shape[:2] == shape and not value.is_floating_point() else value
 
 
-def _open(image: Path | bytes, where: str) -> Any:
+def opened(image: Path | bytes, where: str, channels: int = 3) -> Any:
+    """A picture of three colours, or of grey levels alone; CorpusError where it cannot be read."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise CorpusError("images need Pillow", where=where, do=INSTALL) from None
     try:
-        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            return opened.convert("RGB")
+        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as picture:
+            return picture.convert("L" if channels == 1 else "RGB")
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         named = "" if isinstance(image, bytes) else f" {image}"
         raise CorpusError(f"the image{named} cannot be read ({error})", where=where, do="check it") from None

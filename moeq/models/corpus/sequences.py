@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,19 +68,25 @@ class Sequences:
         """Digest of tokens, mask, domains and, where there are, images."""
         found: list[Any] = [self.ids.tolist(), self.mask.sum(1).tolist(), list(self.domains)]
         if self.extra is not None:
-            found.append([{name: _tensor_digest(value) for name, value in extra.items()} for extra in self.extra])
+            found.append([{name: tensor_digest(value) for name, value in extra.items()} for extra in self.extra])
         return digest_of(found)
 
+    def joined(self, others: Sequence[Sequences]) -> Sequences:
+        """These and others, one after another, padded to the longest."""
+        return _padded([self, *others])
 
-def _tensor_digest(value: Tensor) -> str:
+
+def tensor_digest(value: Tensor) -> str:
     data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{value.dtype} {list(value.shape)}".encode() + data.tobytes()).hexdigest()
 
 
 def join(parts: Sequence[Sequences]) -> Sequences:
     """Sequences one after another, padded to the longest."""
-    if len(parts) == 1:
-        return parts[0]
+    return parts[0] if len(parts) == 1 else parts[0].joined(parts[1:])
+
+
+def _padded(parts: Sequence[Sequences]) -> Sequences:
     width = max(part.ids.shape[1] for part in parts)
     pad = parts[0].pad
     widen = torch.nn.functional.pad
@@ -93,7 +100,52 @@ def join(parts: Sequence[Sequences]) -> Sequences:
     )
 
 
-class Pool:
+class Rows(ABC):
+    """Rows by domain, from which sequences are taken, none twice."""
+
+    def __init__(self, rows: dict[str, list[Any]], where: str) -> None:
+        self.rows, self.where = rows, where
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows.values()))
+
+    def take(self, count: int | None) -> Sequences:
+        """`count` sequences (None: all) in equal shares a domain, evenly spaced in each; they leave the pool.
+
+        Raises CorpusError when there are too few.
+        """
+        available = len(self)
+        if available < (1 if count is None else count):
+            raise self._too_few(available, count)
+        shares = _shares(
+            {domain: len(mine) for domain, mine in self.rows.items()}, available if count is None else count
+        )
+        chosen: list[tuple[str, Any]] = []
+        for domain, mine in self.rows.items():
+            picked = [index * len(mine) // shares[domain] for index in range(shares[domain])]
+            chosen += [(domain, mine[index]) for index in picked]
+            gone = set(picked)
+            self.rows[domain] = [row for index, row in enumerate(mine) if index not in gone]
+        return self._sequences(chosen)
+
+    def chunks(self, first: int, limit: int) -> Iterator[Sequences]:
+        """`first` sequences, then each time as many as there are already, up to `limit` or the end of the text."""
+        yield self.take(first)
+        total = first
+        while count := min(total, limit - total, len(self)):
+            yield self.take(count)
+            total += count
+
+    @abstractmethod
+    def _sequences(self, chosen: Sequence[tuple[str, Any]]) -> Sequences:
+        """What some rows, each with its domain, give."""
+
+    @abstractmethod
+    def _too_few(self, available: int, count: int | None) -> CorpusError:
+        """What is said where there are fewer rows than are wanted (None: none at all)."""
+
+
+class Pool(Rows):
     """All sequences that documents give, by domain, from which some are taken, none twice."""
 
     def __init__(
@@ -114,54 +166,27 @@ class Pool:
         """
         if not documents:
             raise CorpusError("no text in it", where=where, do="give files with text")
-        self.length, self.where, self.images = length, where, images
+        super().__init__({}, where)
+        self.length, self.images = length, images
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-        self.rows: dict[str, list[Row]] = {}
         for domain in dict.fromkeys(document.domain for document in documents):
             mine = [document for document in documents if document.domain == domain]
             ids = encode([document for document in mine if document.image is None], tokenizer)
             self.rows[domain] = [*(_packed(ids, length) if packed else _apart(ids, length))]
             self.rows[domain] += [document.image for document in mine if document.image is not None]
 
-    def __len__(self) -> int:
-        return sum(map(len, self.rows.values()))
-
-    def take(self, count: int | None) -> Sequences:
-        """`count` sequences (None: all) in equal shares a domain, evenly spaced in each; they leave the pool.
-
-        Raises CorpusError when there are too few.
-        """
-        available = len(self)
-        if count is not None and available < count:
-            raise CorpusError(
-                f"too short: {available} sequences of {self.length} tokens, {count} are wanted",
-                where=self.where,
-                do="give more text, or lower sequences or sequence_length",
-            )
-        if available == 0:
-            raise CorpusError(
+    def _too_few(self, available: int, count: int | None) -> CorpusError:
+        if count is None:
+            return CorpusError(
                 f"too short: not one sequence of {self.length} tokens",
                 where=self.where,
                 do="give more text or lower sequence_length",
             )
-        shares = _shares(
-            {domain: len(mine) for domain, mine in self.rows.items()}, available if count is None else count
+        return CorpusError(
+            f"too short: {available} sequences of {self.length} tokens, {count} are wanted",
+            where=self.where,
+            do="give more text, or lower sequences or sequence_length",
         )
-        chosen: list[tuple[str, Row]] = []
-        for domain, mine in self.rows.items():
-            picked = [index * len(mine) // shares[domain] for index in range(shares[domain])]
-            chosen += [(domain, mine[index]) for index in picked]
-            gone = set(picked)
-            self.rows[domain] = [row for index, row in enumerate(mine) if index not in gone]
-        return self._sequences(chosen)
-
-    def chunks(self, first: int, limit: int) -> Iterator[Sequences]:
-        """`first` sequences, then each time as many as there are already, up to `limit` or the end of the text."""
-        yield self.take(first)
-        total = first
-        while count := min(total, limit - total, len(self)):
-            yield self.take(count)
-            total += count
 
     def _sequences(self, chosen: Sequence[tuple[str, Row]]) -> Sequences:
         encoded = [self._encode(row) for _, row in chosen]

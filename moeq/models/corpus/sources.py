@@ -16,6 +16,7 @@ from moeq.models.corpus.rows import COMPRESSED, kind_of, stem_of
 from moeq.recipe import HUB, HUB_DATASET
 
 BUNDLED = "bundled"
+DIGITS = "digits"  # images with labels
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
@@ -96,6 +97,8 @@ def pinned(source: str | Sequence[str], opened: Sequence[Source]) -> str | list[
 
 
 def _local_file(name: str, part: str) -> LocalFile:
+    if name == DIGITS:
+        raise CorpusError("digits are images, the model reads text", where=name, do="give a text file, or bundled")
     path = bundled_path(f"corpus/{part}.jsonl") if name == BUNDLED else Path(name).expanduser()
     known = kind_of(path.name) in SUFFIXES and (path.suffix in SUFFIXES or path.suffix in COMPRESSED)
     if not known or (kind_of(path.name) == ".parquet" and path.suffix != ".parquet"):

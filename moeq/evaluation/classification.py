@@ -1,0 +1,81 @@
+"""Accuracy and cross-entropy of an image classifier on images with labels, and how far its logits have moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeq.errors import EvaluationError
+from moeq.models.corpus import ImageSequences
+from moeq.models.streaming import StreamedModel
+from moeq.models.walk import Batch, walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classified:
+    """Logits [N, L] float32 of all images; accuracy in 0..1 and its standard error (None: of one image there is none).
+
+    cross_entropy: mean over images, in nats; by_domain: {domain: {acc, acc_stderr}}.
+    """
+
+    logits: Tensor
+    accuracy: float
+    accuracy_stderr: float | None
+    cross_entropy: float
+    by_domain: dict[str, dict[str, float]]
+
+
+def classify(
+    model: Any,
+    images: ImageSequences,
+    batch_size: int,
+    device: torch.device,
+    advance: Callable[[], None],
+    streamed: StreamedModel | None = None,
+) -> Classified:
+    """Run all images through the model; `advance` is called once a batch, a streamed model is read once.
+
+    Raises EvaluationError when the outputs are not finite.
+    """
+    found: list[Tensor] = []
+
+    def finish(_: Batch, output: Any) -> None:
+        found.append(output.logits.float().cpu())
+        advance()
+
+    for _ in walk(model, (), images.batches(batch_size), device, streamed=streamed, finish=finish):
+        pass
+    logits = torch.cat(found)
+    if not bool(torch.isfinite(logits).all()):
+        raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")
+    right = logits.argmax(-1) == images.labels
+    accuracy, error = share_with_error(right)
+    by_domain = {}
+    for domain in dict.fromkeys(images.domains):
+        mine = torch.tensor([one == domain for one in images.domains])
+        share, own = share_with_error(right[mine])
+        by_domain[domain] = {"acc": share} | ({} if own is None else {"acc_stderr": own})
+    return Classified(
+        logits=logits,
+        accuracy=accuracy,
+        accuracy_stderr=error,
+        cross_entropy=float(functional.cross_entropy(logits.double(), images.labels)),
+        by_domain=by_domain,
+    )
+
+
+def share_with_error(right: Tensor) -> tuple[float, float | None]:
+    """The share of True in [N], and its standard error as of a sample; of one alone there is none."""
+    count, share = len(right), float(right.double().mean())
+    return share, math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None
+
+
+def logit_error(found: Tensor, wanted: Tensor) -> float:
+    """||found - wanted|| / ||wanted|| over all images and labels."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())

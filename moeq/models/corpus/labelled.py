@@ -1,0 +1,226 @@
+"""Images with labels, for image classifiers: scikit-learn's digits, safetensors files, or files of images.
+
+A safetensors file holds `images`, [N, H, W] or [N, C, H, W], integers or floats, and `labels` [N], and may hold the
+row numbers `train` and `test`; calibration reads the one, evaluation the other.
+
+Letters: N images, C channels, H rows, W columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moeq.artifacts.files import digest_of, sha256_file
+from moeq.bundled import bundled_path
+from moeq.errors import CorpusError
+from moeq.models.corpus.image_files import ImageFiles
+from moeq.models.corpus.rows import stem_of
+from moeq.models.corpus.sequences import tensor_digest
+from moeq.models.corpus.sources import BUNDLED, DIGITS
+from moeq.models.forward import image_positions, image_shape
+
+SPLIT = "digits_split.json"
+SUFFIX = ".safetensors"
+PREPROCESSOR = "preprocessor_config.json"
+Part = Literal["train", "test"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTask:
+    """What a classifier takes: images' shape (C, H, W), the positions that it sees of one, the number of labels.
+
+    scale, mean and deviation [C, 1, 1]: pixels as files have them are multiplied, then moved and divided; scale is None
+    where the model says nothing of it.
+    """
+
+    shape: tuple[int, int, int]
+    positions: int
+    labels: int
+    scale: float | None
+    mean: Tensor
+    deviation: Tensor
+
+    @classmethod
+    def of(cls, model: Any, folder: Path) -> ImageTask:
+        """What a model, which may lie on the meta device, and the preprocessor file in its folder say.
+
+        Raises CorpusError for a preprocessor file that is damaged.
+        """
+        shape = image_shape(model.config)
+        found, where = {}, folder / PREPROCESSOR
+        if where.is_file():
+            try:
+                found = json.loads(where.read_text("utf-8"))
+            except (OSError, ValueError) as error:
+                raise CorpusError(f"not JSON ({error})", where=str(where), do="copy the file again") from None
+        scale = found.get("rescale_factor", 1 / 255) if found.get("do_rescale", bool(found)) else None
+        normal = found.get("do_normalize", False)
+        return cls(
+            shape=shape,
+            positions=image_positions(model),
+            labels=model.config.num_labels,
+            scale=getattr(model.config, "pixel_scale", scale),
+            mean=_channels(found.get("image_mean", 0.0) if normal else 0.0, shape[0]),
+            deviation=_channels(found.get("image_std", 1.0) if normal else 1.0, shape[0]),
+        )
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """What the model is given for images [n, C, H, W], float32."""
+        scaled = images.float() if self.scale is None else images.float() * self.scale
+        return (scaled - self.mean) / self.deviation
+
+
+def _channels(value: Any, channels: int) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32).reshape(-1, 1, 1).expand(channels, 1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """Images [N, C, H, W] as the file has them, labels [N] int64, and the row numbers of its parts, where it has any.
+
+    name: how the recipe writes it; public_name: what artifacts call it; digest: of all that decides it; prepared:
+    images are as the model takes them.
+    """
+
+    name: str
+    public_name: str
+    domain: str
+    digest: str
+    images: Tensor
+    labels: Tensor
+    rows: dict[str, Tensor]
+    prepared: bool = False
+
+    def part(self, part: Part) -> Tensor:
+        """Row numbers to calibrate on or to be measured on; all where the file has no parts."""
+        return self.rows.get(part, torch.arange(len(self.images)) if not self.rows else torch.arange(0))
+
+
+def open_image_sets(source: str | Sequence[str], task: ImageTask, files: ImageFiles | None = None) -> list[ImageSet]:
+    """Read and check what a source names: `digits` (also `bundled`), files, or a list of them.
+
+    files: how rows and folders of images are read (None: they are not).
+
+    Raises CorpusError, naming file and image, for what is no set of labelled images, for images of another shape than
+    the model's, pixels that are not finite, labels that it has not, and rows that are not there or in both parts.
+    """
+    names = [source] if isinstance(source, str) else list(source)
+    sets = [_digits(name) if name in (DIGITS, BUNDLED) else _file(name, files) for name in names]
+    return [_checked(one, task) for one in sets]
+
+
+def _digits(name: str) -> ImageSet:
+    """scikit-learn's digits, grey levels 0 to 16, under the bundled split."""
+    from sklearn.datasets import load_digits
+
+    found, split = load_digits(), bundled_path(SPLIT)
+    rows = {part: torch.tensor(numbers) for part, numbers in json.loads(split.read_text("utf-8")).items()}
+    images = torch.tensor(found.images, dtype=torch.uint8)
+    return ImageSet(
+        name=name,
+        public_name=DIGITS,
+        domain=DIGITS,
+        digest=digest_of([DIGITS, images.flatten().tolist(), sha256_file(split)]),
+        images=images,
+        labels=torch.tensor(found.target, dtype=torch.long),
+        rows=rows,
+    )
+
+
+def _pictures(name: str, path: Path, files: ImageFiles) -> ImageSet:
+    images, labels = files.read(path)
+    return ImageSet(
+        name=name,
+        public_name=path.name,
+        domain=stem_of(path.name),
+        digest=digest_of([tensor_digest(images), labels.tolist()]),
+        images=images,
+        labels=labels,
+        rows={},
+        prepared=True,
+    )
+
+
+def _file(name: str, files: ImageFiles | None) -> ImageSet:
+    path = Path(name).expanduser()
+    if path.exists() and files is not None and files.holds(path):
+        return _pictures(name, path, files)
+    if path.suffix != SUFFIX:
+        raise CorpusError(
+            "the model takes images, this is no set of them",
+            where=name,
+            do=f"write digits, or give a {SUFFIX} file with images and labels",
+        )
+    if not path.is_file():
+        raise CorpusError("no such file", where=name, do=f"give the path of a {SUFFIX} file, or write digits")
+    try:
+        with safe_open(path, "pt") as handle:
+            tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors raises its own type for damaged files
+        raise CorpusError(f"not a safetensors file ({error})", where=name, do="write it again") from None
+    for key in ("images", "labels"):
+        if key not in tensors:
+            there = ", ".join(sorted(tensors)) or "nothing"
+            raise CorpusError(f"{key} are missing: it holds {there}", where=name, do=f"store them as {key!r}")
+    rows = {part: tensors[part].long() for part in ("train", "test") if part in tensors}
+    return ImageSet(
+        name=name,
+        public_name=path.name,
+        domain=path.stem,
+        digest=sha256_file(path),
+        images=tensors["images"],
+        labels=tensors["labels"],
+        rows=rows,
+    )
+
+
+def _checked(found: ImageSet, task: ImageTask) -> ImageSet:
+    """The set with images as [N, C, H, W] and labels as int64."""
+    images, labels = found.images, found.labels
+    if images.dim() == 3:
+        images = images.unsqueeze(1)
+    if images.dim() != 4 or tuple(images.shape[1:]) != task.shape:
+        has, wants = (" x ".join(map(str, shape)) for shape in (found.images.shape[1:], task.shape))
+        raise _error(found, f"images are {has or 'no pictures'}, the model takes {wants}", "resize them")
+    if labels.shape != (len(images),) or labels.is_floating_point():
+        raise _error(found, f"labels are {list(labels.shape)}, one whole number an image is wanted", "mend labels")
+    if images.is_floating_point() and not bool(torch.isfinite(images).all()):
+        first = int((~torch.isfinite(images)).flatten(1).any(1).nonzero()[0])
+        raise _error(found, f"pixels of image {first} are not finite", "mend or drop the image")
+    if task.scale is None and not images.is_floating_point():
+        raise _error(found, f"pixels are whole numbers, and the model has no {PREPROCESSOR} to scale them", "copy it")
+    wrong = ((labels < 0) | (labels >= task.labels)).nonzero()
+    if len(wrong):
+        first = int(wrong[0])
+        raise _error(
+            found,
+            f"image {first} has label {int(labels[first])}, the model's are 0 to {task.labels - 1}",
+            "mend labels",
+        )
+    _check_rows(found)
+    return ImageSet(**vars(found) | {"images": images, "labels": labels.long()})
+
+
+def _check_rows(found: ImageSet) -> None:
+    count = len(found.images)
+    for part, rows in found.rows.items():
+        if rows.dim() != 1 or bool(((rows < 0) | (rows >= count)).any()):
+            raise _error(found, f"{part} has row numbers that are not of its {count} images", f"mend {part}")
+        if len(rows.unique()) != len(rows):
+            raise _error(found, f"{part} names a row twice", f"mend {part}")
+    if len(found.rows) == 2:
+        both = torch.isin(found.rows["test"], found.rows["train"])
+        if bool(both.any()):
+            raise _error(found, f"{int(both.sum())} rows are in both train and test", "take them out of one")
+
+
+def _error(found: ImageSet, what: str, do: str) -> CorpusError:
+    return CorpusError(what, where=found.name, do=do)
