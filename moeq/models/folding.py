@@ -5,7 +5,7 @@ Letters: D channels of a norm, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.models.edges import Edge
+from moeq.models.edges import Consumer, Edge
 from moeq.models.weights import owner
 from moeq.numerics.reparam import (
     ChannelQuantizer,
@@ -96,34 +96,65 @@ def make_fold(edge: Edge, low: Tensor, high: Tensor, bits: int, *, shift: bool =
     return FoldedNorm(edge=edge, low=low, high=high, quantizer=quantizer, fold=fold_of(quantizer), why=why)
 
 
-def folded_parameters(model: nn.Module, folded: FoldedNorm) -> dict[str, Tensor]:
-    """The parameters that one fold changes, as they become, float64 by name. The model is left as it is."""
+def changed_names(folded: FoldedNorm) -> list[str]:
+    """The parameters that one fold changes."""
     norm = folded.edge.norm
-    fold = _on(folded.fold, model.get_parameter(f"{norm.name}.{norm.weight}").device)
-    bias = None if norm.bias is None else model.get_parameter(f"{norm.name}.{norm.bias}").detach()
-    weight = model.get_parameter(f"{norm.name}.{norm.weight}").detach()
-    gain, beta = folded_norm(weight, bias, fold, plus_one=norm.plus_one)
-    found = {f"{norm.name}.{norm.weight}": gain}
-    if beta is not None:
-        found[f"{norm.name}.{norm.bias}"] = beta
+    own = [f"{norm.name}.{leaf}" for leaf in (norm.weight, norm.bias) if leaf is not None]
+    shifted = [one.bias for one in folded.edge.consumers if one.bias is not None and folded.fold.shifts]
+    return [*own, *(one.weight for one in folded.edge.consumers), *shifted]
+
+
+def apply_fold(model: nn.Module, folded: FoldedNorm, wanted: Callable[[str], bool] = lambda _: True) -> None:
+    """Change those parameters of one fold that are wanted; they get new memory and keep their type."""
+    norm, fold = folded.edge.norm, folded.fold
+    gain, beta = f"{norm.name}.{norm.weight}", None if norm.bias is None else f"{norm.name}.{norm.bias}"
+    if wanted(gain):
+        fold = _on(fold, _data(model, gain).device)
+        bias = None if beta is None else _data(model, beta)
+        weight, bias = folded_norm(_data(model, gain), bias, fold, plus_one=norm.plus_one)
+        _set(model, gain, weight)
+        if beta is not None and bias is not None:
+            _set(model, beta, bias)
     for consumer in folded.edge.consumers:
-        old = None if consumer.bias is None else model.get_parameter(consumer.bias).detach()
-        matrix, shifted = folded_linear(model.get_parameter(consumer.weight).detach(), old, fold, axis=consumer.axis)
-        found[consumer.weight] = matrix
-        if consumer.bias is not None and fold.shifts and shifted is not None:
-            found[consumer.bias] = shifted
-    return found
+        if wanted(consumer.weight):
+            matrix, shifted = _folded(model, consumer, _on(fold, _data(model, consumer.weight).device))
+            _set(model, consumer.weight, matrix)
+            if shifted is not None and consumer.bias is not None:
+                _set(model, consumer.bias, shifted)
+
+
+def _folded(model: nn.Module, consumer: Consumer, fold: Fold) -> tuple[Tensor, Tensor | None]:
+    """A consumer's new weight and bias in their own types; stacks expert by expert, since folds compute in float64."""
+    old = _data(model, consumer.weight)
+    bias = None if consumer.bias is None or not fold.shifts else _data(model, consumer.bias)
+    if old.dim() < 3 or consumer.axis == 0:
+        return folded_linear(old, bias, fold, axis=consumer.axis)
+    new, shifted = torch.empty_like(old), None if bias is None else torch.empty_like(bias)
+    for place, one in enumerate(old):
+        own = None if bias is None else bias[place]
+        matrix, moved = folded_linear(one, own, fold, axis=consumer.axis - 1)
+        new[place] = matrix.to(new.dtype)
+        if shifted is not None and moved is not None:
+            shifted[place] = moved.to(shifted.dtype)
+    return new, shifted
+
+
+def apply_folds(model: nn.Module, folds: Iterable[FoldedNorm], wanted: Callable[[str], bool] = lambda _: True) -> None:
+    """Fold a model, or the wanted parameters of it, in memory."""
+    for folded in folds:
+        apply_fold(model, folded, wanted)
+
+
+def _data(model: nn.Module, name: str) -> Tensor:
+    return model.get_parameter(name).detach()
+
+
+def _set(model: nn.Module, name: str, value: Tensor) -> None:
+    module, leaf = owner(model, name)
+    parameter = getattr(module, leaf)
+    parameter.data = value.to(parameter.dtype)
 
 
 def _on(fold: Fold, device: torch.device) -> Fold:
     moved = {name: getattr(fold, name).to(device) for name in ("r1", "r2", "shift")}
     return Fold(**moved, scale=fold.scale, bits=fold.bits)
-
-
-def apply_folds(model: nn.Module, folds: Sequence[FoldedNorm]) -> None:
-    """Fold a model in memory; parameters get new memory and keep their type."""
-    for folded in folds:
-        for name, value in folded_parameters(model, folded).items():
-            module, leaf = owner(model, name)
-            parameter = getattr(module, leaf)
-            parameter.data = value.to(parameter.dtype)

@@ -66,9 +66,7 @@ def _reshaped(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str,
     """The dimension of the same size with as many elements after it."""
     width, after = source.shape[mark.dim], math.prod(source.shape[mark.dim + 1 :])
     found = [
-        dim
-        for dim in range(output.dim())
-        if output.shape[dim] == width and math.prod(output.shape[dim + 1 :]) == after
+        dim for dim in range(output.dim()) if output.shape[dim] == width and math.prod(output.shape[dim + 1 :]) == after
     ]
     return replace(mark, dim=found[0]) if found else None
 
@@ -110,7 +108,8 @@ def _along_rows(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[st
 
 def _indexed(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Mark | None:
     """Rows by index tensors, which stand next to one another and not at the channels."""
-    at, places, dims = 0, [], 0
+    places: list[int] = []
+    at = dims = 0
     for index in args[1]:
         takes = index.dim() if index is not None and index.dtype in _BOOLEAN else 1
         if index is not None:

@@ -8,7 +8,6 @@ is a use that the norm cannot be folded past.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moeq.models.edges.marks import FOLLOWED, RESHAPES, UNREAD, Mark, follow
+from moeq.models.edges.memory import PRODUCTS, ParameterMap
 from moeq.models.edges.norms import Norm
-from moeq.models.loading import tied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,6 @@ class _Product:
     parameter: str
 
 
-PRODUCTS = {  # places of left, right and (None: no) added operand
-    "aten::mm": (0, 1, None), "aten::bmm": (0, 1, None), "aten::addmm": (1, 2, 0), "aten::baddbmm": (1, 2, 0),
-    "aten::mv": (0, 1, None), "aten::addmv": (1, 2, 0), "aten::_grouped_mm": (0, 1, None),
-}  # fmt: skip
 ADDITIONS = {"aten::add", "aten::add_"}
 
 
@@ -71,44 +67,37 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, model: nn.Module, norms: Sequence[Norm], blocks: Sequence[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.norms, self.blocks = model, {norm.name: norm for norm in norms}, blocks
         self.of_norms: dict[str, int] = dict.fromkeys(self.norms, 0)
         self.uses: dict[str, set[Use]] = {name: set() for name in self.norms}
         self.parameters: dict[str, Seen] = {}
-        self._tied = tied(model)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack: list[str] = []
-        self._marks: dict[int, tuple[Tensor, Mark]] = {}
-        self._products: dict[int, tuple[Tensor, _Product]] = {}
-        self._memory: dict[int, tuple[Tensor, str]] = {}
-        self._starts: list[int] = []
+        self._marks: Any = WeakTensorKeyDictionary()
+        self._products: Any = WeakTensorKeyDictionary()
+        self._map = ParameterMap(model, blocks)
         self._handles: list[Any] = []
 
     def __enter__(self) -> Trace:
         self._handles = [
             register_module_forward_pre_hook(self._entered),
             register_module_forward_hook(self._left, always_call=True),
-            *(self.model.get_submodule(path).register_forward_pre_hook(self._refresh) for path in self.blocks),
-            *(self.model.get_submodule(path).register_forward_hook(self._let_go) for path in self.blocks),
             *(
                 self.model.get_submodule(name).register_forward_hook(self._mark_output, with_kwargs=True)
                 for name in self.norms
             ),
         ]
-        self._look_up("", self.model)
-        super().__enter__()
+        self._watch = self._map.watching()
+        self._watch.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._watch.__exit__(*exception)
         for handle in self._handles:
             handle.remove()
-
-    def forget(self) -> None:
-        """Let go of the tensors of a forward pass."""
-        for held in (self._marks, self._products):
-            held.clear()
 
     def _entered(self, module: nn.Module, _: Any) -> None:
         self._stack.append(self._names.get(id(module), type(module).__name__))
@@ -117,43 +106,12 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         if self._stack:
             self._stack.pop()
 
-    def _refresh(self, module: nn.Module, *_: Any) -> None:
-        self._look_up(f"{self._names[id(module)]}.", module)
-
-    def _let_go(self, module: nn.Module, *_: Any) -> None:
-        self._drop(f"{self._names[id(module)]}.")
-
-    def _drop(self, prefix: str) -> None:
-        self._memory = {at: held for at, held in self._memory.items() if not held[1].startswith(prefix)}
-        self._starts = sorted(self._memory)
-
-    def _look_up(self, prefix: str, module: nn.Module) -> None:
-        """Note where the parameters of a module lie; tied ones have the first one's name."""
-        self._drop(prefix)
-        for below, parameter in module.named_parameters():
-            if parameter.device.type != "meta":
-                name = f"{prefix}{below}"
-                first = min([name, *self._tied.get(name, ())])
-                self._memory.setdefault(parameter.data_ptr(), (parameter.detach(), first))
-        self._starts = sorted(self._memory)
-
-    def _parameter(self, tensor: Tensor) -> tuple[Tensor, str] | None:
-        """The parameter (or copy of it) in whose memory a tensor lies, and its name."""
-        if tensor.device.type == "meta" or not tensor.numel():
-            return None
-        at = tensor.data_ptr()
-        place = bisect_right(self._starts, at) - 1
-        if place < 0:
-            return None
-        whole, name = self._memory[self._starts[place]]
-        return (whole, name) if at < self._starts[place] + whole.numel() * whole.element_size() else None
-
     def _mark_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         norm = self.norms[self._names[id(module)]]
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         self.of_norms[norm.name] += 1
         if len(given) == 1 and isinstance(output, Tensor) and output.shape[-1] == norm.width:
-            self._marks[id(output)] = output, Mark(norm=norm.name, dim=output.dim() - 1)
+            self._marks[output] = Mark(norm=norm.name, dim=output.dim() - 1)
         else:
             self.uses[norm.name].add(Use(operation="a call with more than hidden states", module=norm.name))
 
@@ -163,9 +121,9 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         output = func(*args, **(kwargs or {}))
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         name = func._schema.name
-        marks = {id(one): self._marks[id(one)][1] for one in given if id(one) in self._marks}
-        of_parameters = {id(one): found for one in given if (found := self._parameter(one)) is not None}
-        products = {id(one): self._products[id(one)][1] for one in given if id(one) in self._products}
+        marks = {id(one): self._marks[one] for one in given if one in self._marks}
+        of_parameters = self._map.among(given)
+        products = {id(one): self._products[one] for one in given if one in self._products}
         if name in UNREAD or not (marks or of_parameters or products):
             return output
         if name in PRODUCTS:
@@ -183,7 +141,9 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
     def _of(self, parameter: str) -> Seen:
         return self.parameters.setdefault(parameter, Seen())
 
-    def _used(self, operation: str, products: dict[int, _Product], of_parameters: dict[int, tuple[Tensor, str]]) -> None:
+    def _used(
+        self, operation: str, products: dict[int, _Product], of_parameters: dict[int, tuple[Tensor, str]]
+    ) -> None:
         """Something that is no bias is done to products, or to parameters."""
         for product in products.values():
             self._of(product.parameter).biases.add(None)
@@ -209,7 +169,8 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
                 for mark in marks.values():
                     self.uses[mark.norm].add(self._here(name))
             else:
-                self._marks |= {id(one): (one, found) for one in outputs}
+                for one in outputs:
+                    self._marks[one] = found
         if name in FOLLOWED:
             self._copy(name, args, outputs, of_parameters)
         else:
@@ -217,7 +178,7 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         for source, product in ((one, products[id(one)]) for one in args if id(one) in products):
             for one in outputs:
                 if name in RESHAPES and one.dim() and one.shape[-1] == source.shape[-1]:
-                    self._products[id(one)] = one, product
+                    self._products[one] = product
                 else:
                     self._of(product.parameter).biases.add(None)
 
@@ -230,10 +191,9 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
                 whole, parameter = of_parameters[id(source)]
                 alike = (source.shape, source.stride()) == (whole.shape, whole.stride())
                 for one in outputs:
-                    if self._parameter(one) is None and alike and one.shape == whole.shape:
-                        self._memory[one.data_ptr()] = one, parameter
-                        self._starts = sorted(self._memory)
-                    elif self._parameter(one) is None:
+                    if self._map.find(one) is None and alike and one.shape == whole.shape:
+                        self._map.take(one, parameter)
+                    elif self._map.find(one) is None:
                         self._of(parameter).others.add(self._here(name))
 
     def _product(
@@ -266,7 +226,7 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
             if bias is not None:
                 seen.biases.add(bias[1])
             elif place == left:
-                self._products[id(output)] = output, _Product(weight[1])
+                self._products[output] = _Product(weight[1])
             else:
                 seen.biases.add(None)
         if added is not None and id(args[added]) in marks:
@@ -304,7 +264,6 @@ def traced(
         for call in calls:
             with torch.no_grad(), trace:
                 call()
-            trace.forget()
     finally:
         if chosen:
             model.set_experts_implementation(chosen)  # type: ignore[operator]
