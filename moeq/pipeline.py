@@ -225,9 +225,10 @@ def run_alone(context: Context, name: str) -> Outcome:
     _prepare(context, [stage])
     with locked(context.out):
         _remove_partials(context)
-        for needed in stage.needs(context.recipe):
+        made = dict.fromkeys(stage.needs(context.recipe), context)
+        for needed, of in (made | ({REPARAM: context.given()} if context.folds else {})).items():
             record = read_record(context.directory(needed), needed)
-            if record.model.digest != context.stamp.digest:
+            if record.model.digest != of.stamp.digest:
                 raise ArtifactError(
                     f"made from another model ({record.model.name})",
                     where=str(context.directory(needed)),

@@ -21,8 +21,8 @@ class Wide(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.name == "aten::_to_copy" and args[0].dtype == torch.float64:
-            kwargs |= {"dtype": torch.float64} if kwargs.get("dtype") == torch.float32 else {}
+        if kwargs.get("dtype") == torch.float32:
+            kwargs |= {"dtype": torch.float64}
         return func(*args, **kwargs)
 
 

@@ -5,12 +5,12 @@ Changed parameters are written block by block as they become known, everything e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeq.artifacts.files import write_json, write_tensors
 from moeq.exporters.plain import METADATA, copy_side_files, write_index, write_plain
@@ -31,13 +31,26 @@ class ChangedCheckpoint:
     """
 
     def __init__(
-        self, source: ModelSource, reader: WeightReader, directory: Path, changed: Iterable[str], *, float32: bool
+        self,
+        source: ModelSource,
+        reader: WeightReader,
+        structure: nn.Module,
+        directory: Path,
+        changed: Iterable[str],
+        *,
+        float32: bool,
+        gained: Iterable[str] = (),
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """reader: of the source, into the model that the changed parameters lie in."""
+        """reader: of the source, into the model that the changed parameters lie in; structure: the model on meta.
+
+        gained: parameters that the source lacks; settings: keys of config.json that are other ones.
+        """
         self._source, self._reader, self._directory, self._float32 = source, reader, directory, float32
-        self._names = DiskNames(reader.model)
+        self._names = DiskNames(structure)
         everything = float32 or is_dequantized(source)
-        self._parameters = self._with_partners(reader.origins if everything else changed)
+        self._settings, self._gained = dict(settings or {}), set(gained)
+        self._parameters = self._with_partners(reader.origins if everything else changed) | self._gained
         self._where: dict[str, str] = {}
         self._files = 0
 
@@ -67,7 +80,8 @@ class ChangedCheckpoint:
     def _stored(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor.cpu()
-        header = self._source.tensors[self._reader.origins[name][0].key]
+        beside = f"{name.rpartition('.')[0]}.weight" if name in self._gained else name
+        header = self._source.tensors[self._reader.origins[beside][0].key]
         return tensor.to("cpu", torch.float32 if self._float32 else HEADER_DTYPES.get(header.dtype, torch.bfloat16))
 
     def finish(self) -> None:
@@ -82,6 +96,7 @@ class ChangedCheckpoint:
 
     def _config(self) -> dict[str, Any]:
         config = {name: value for name, value in self._source.config.items() if name != "quantization_config"}
+        config |= self._settings
         if self._float32:
             config |= {name: "float32" for name in CONFIG_DTYPES if name in config}
         if isinstance(config.get("text_config"), dict):

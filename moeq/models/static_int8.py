@@ -1,4 +1,4 @@
-"""Simulated W8A8: linears whose inputs are rounded to int8 by one static scale each, and whose rows of weights are too.
+"""Simulated W8A8: linears whose inputs are rounded by one static scale each, and whose weights row by row, to int8.
 
 Under `StaticInputs` a model runs as it is; every matrix product with a chosen parameter first rounds what it is given.
 Letters: T tokens, D inputs, N outputs.
@@ -20,7 +20,12 @@ from moeq.models.others import ATTENTION, DENSE, SHARED, OtherModules
 from moeq.numerics.reparam import symmetric_codes
 
 BITS = 8
-TOP = 2 ** (BITS - 1) - 1
+Scale = tuple[float, int]  # of an input: what one code stands for, and the bits of codes
+
+
+def scale_of(largest: float, bits: int) -> Scale:
+    """The scale of inputs whose largest magnitude is that of the highest code."""
+    return largest / (2 ** (bits - 1) - 1), bits
 
 
 class StaticInputs(TorchDispatchMode):  # type: ignore[misc]
@@ -30,7 +35,7 @@ class StaticInputs(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[str], chosen: frozenset[str], scales: Mapping[str, float] | None = None
+        self, model: nn.Module, blocks: Sequence[str], chosen: frozenset[str], scales: Mapping[str, Scale] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._map, self._chosen, self._scales = ParameterMap(model, blocks), chosen, scales
@@ -63,8 +68,8 @@ class StaticInputs(TorchDispatchMode):  # type: ignore[misc]
         if self._scales is None:
             self.largest[name] = max(self.largest.get(name, 0.0), float(given.abs().max()))
             return given
-        scale = self._scales.get(name, 0.0)  # of what calibration never saw: nothing comes in
-        return symmetric_codes(given, scale, BITS).mul_(scale).to(given.dtype) if scale else torch.zeros_like(given)
+        scale, bits = self._scales.get(name, (0.0, BITS))  # 0: calibration never saw an input, or only zeros
+        return symmetric_codes(given, scale, bits).mul_(scale).to(given.dtype) if scale else torch.zeros_like(given)
 
 
 def linears(others: OtherModules, layers: Sequence[ExpertLayer]) -> frozenset[str]:
@@ -76,7 +81,7 @@ def linears(others: OtherModules, layers: Sequence[ExpertLayer]) -> frozenset[st
 
 def round_rows(weight: Tensor) -> Tensor:
     """Weights [..., N, D] rounded to symmetric int8 codes, by a scale of every output row; values in their own type."""
-    scale = weight.abs().amax(-1, keepdim=True) / TOP
+    scale = weight.abs().amax(-1, keepdim=True) / (2 ** (BITS - 1) - 1)
     safe = torch.where(scale > 0, scale, torch.ones_like(scale))
     return (symmetric_codes(weight, safe, BITS) * safe).to(weight.dtype)
 

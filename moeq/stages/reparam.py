@@ -7,8 +7,9 @@ calibrate, one to fold and write, one over what was written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from moeq.errors import ModelError, QuantizationError, RecipeError, nearest
 from moeq.exporters.folded import ChangedCheckpoint
 from moeq.models.edges import Edge, Edges, find_edges
 from moeq.models.folding import FoldedNorm, Ranges, apply_folds, changed_names, make_fold
+from moeq.models.gained import ROUTER_BIAS, gain_router_biases
 from moeq.models.same_outputs import Difference, Outputs, compare, outputs
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
@@ -54,12 +56,15 @@ def run(context: Context) -> dict[str, Any]:
     batches = sample(context, section)
     with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.layers)) as advance:
         streamed = open_streamed(context)
+        gained = gain_router_biases(streamed.model) if section.bias == "auto" else []
         edges = find_edges(streamed.model, streamed.layers, streamed.blocks, _calls(streamed, batches))
         chosen, left = choose(edges, section.norms, streamed)
         before, ranges, largest = _calibrate(context, section, streamed, chosen, batches, advance)
         folds = [_fold(edge, ranges, section) for edge in chosen]
         with building(directory / FOLDED) as unfinished:
-            exact = compare(before, _fold_and_write(context, section, streamed, folds, unfinished, batches, advance))
+            exact = compare(
+                before, _fold_and_write(context, section, streamed, (folds, gained), unfinished, batches, advance)
+            )
             _check(context, exact)
             written = open_source(str(unfinished), trust_remote_code=context.recipe.trust_remote_code)
             stored = compare(before, outputs(open_streamed(context, written), batches, advance=advance))
@@ -87,23 +92,33 @@ def inputs(context: Context) -> dict[str, Any]:
 
 
 def sample(context: Context, section: ReparamSection) -> list[Batch]:
-    """The calibration sequences that the section asks for."""
+    """The calibration sequences (or images) that the section asks for, once for every task of the model."""
     batches: list[Batch] = []
     left = section.samples
     for batch in context.calibration.batches(context.recipe.corpus.batch_size):
         if left > 0:
             batches.append(first_rows(batch, left))
-            left -= len(batch.sequences)
-    return batches
+            left -= len(batches[-1].sequences)
+    tasks = getattr(context.described[0].config, "num_tasks", 1)
+    return batches if tasks == 1 else [_of_task(batch, task, tasks) for task in range(tasks) for batch in batches]
 
 
 def first_rows(batch: Batch, rows: int, tokens: int | None = None) -> Batch:
-    """The first sequences of a batch, and of those without images the first tokens."""
-    if batch.extra:
+    """The first sequences of a batch, and of those that are tokens alone the first tokens."""
+    if batch.extra and len(batch.sequences) == 1:
         return batch
     return Batch(
-        input_ids=batch.input_ids[:rows, :tokens], mask=batch.mask[:rows, :tokens], sequences=batch.sequences[:rows]
+        input_ids=batch.input_ids[:rows, : None if batch.extra else tokens],
+        mask=batch.mask[:rows, : None if batch.extra else tokens],
+        sequences=batch.sequences[:rows],
+        extra={name: value[:rows] for name, value in batch.extra.items()},
     )
+
+
+def _of_task(batch: Batch, task: int, tasks: int) -> Batch:
+    """A batch for one of a model's tasks; its sequences are numbered apart from those of the other tasks."""
+    extra = batch.extra | {"task": torch.tensor(task)}
+    return replace(batch, sequences=batch.sequences * tasks + task, extra=extra)
 
 
 def open_streamed(context: Context, source: ModelSource | None = None) -> StreamedModel:
@@ -113,9 +128,10 @@ def open_streamed(context: Context, source: ModelSource | None = None) -> Stream
 
 
 def _calls(streamed: StreamedModel, batches: Sequence[Batch]) -> list[Any]:
-    """Forward passes on few tokens."""
-    few = first_rows(batches[0], 1, TRACED_TOKENS)
-    return [lambda: run_batch(streamed.model, few, streamed.device, None)]
+    """Forward passes on few tokens, or one image; one for every task of the model."""
+    by_task = {int(batch.extra.get("task", torch.tensor(0))): batch for batch in reversed(batches)}
+    few = [first_rows(batch, 1, TRACED_TOKENS) for batch in by_task.values()]
+    return [partial(run_batch, streamed.model, one, streamed.device, None) for one in few]
 
 
 def choose(edges: Edges, norms: str | list[str], streamed: StreamedModel) -> tuple[list[Edge], dict[str, str]]:
@@ -191,21 +207,35 @@ def _fold_and_write(
     context: Context,
     section: ReparamSection,
     streamed: StreamedModel,
-    folds: Sequence[FoldedNorm],
+    made: tuple[Sequence[FoldedNorm], Sequence[str]],
     directory: Path,
     batches: Sequence[Batch],
     advance: Any,
 ) -> Outputs:
-    """Fold every block right after it is read, write it, and run the batches through it; returns their outputs."""
-    changed = [name for folded in folds for name in changed_names(folded)]
-    writer = ChangedCheckpoint(context.source, streamed.reader, directory, changed, float32=section.dtype == "float32")
+    """Fold every block right after it is read, write it, and run the batches through it; returns their outputs.
+
+    made: the folds, and the biases that the model was given for them.
+    """
+    folds, gained = made
+    changed = {name for folded in folds for name in changed_names(folded)}
+    used = set(gained) if changed & set(gained) else set()
+    writer = ChangedCheckpoint(
+        context.source,
+        streamed.reader,
+        context.described[0],
+        directory,
+        changed,
+        float32=section.dtype == "float32",
+        gained=used,
+        settings={ROUTER_BIAS: True} if used else {},
+    )
     written: set[str] = set()
 
     def fold(_: Any, block: str) -> None:
-        fold_block(streamed, folds, block)
+        fold_block(streamed, folds, block, gained)
         if block not in written:
             written.add(block)
-            writer.add(streamed.names_of(block))
+            writer.add([*streamed.names_of(block), *(name for name in used if streamed.block_of(name) == block)])
 
     fold(None, "")
     streamed.block_overlay = fold
@@ -218,8 +248,11 @@ def _fold_and_write(
     return found
 
 
-def fold_block(streamed: StreamedModel, folds: Iterable[FoldedNorm], block: str) -> None:
-    """Fold the parameters of one block, or (empty) those of none."""
+def fold_block(streamed: StreamedModel, folds: Iterable[FoldedNorm], block: str, gained: Iterable[str] = ()) -> None:
+    """Fold the parameters of one block, or (empty) those of none; gained: biases that start from zero."""
+    for name in gained:
+        if streamed.block_of(name) == block:
+            streamed.model.get_parameter(name).data.zero_()
     apply_folds(streamed.model, folds, lambda name: streamed.block_of(name) == block)
 
 

@@ -1,7 +1,7 @@
 """What the fold is worth: perplexity with int8 weights and statically scaled int8 inputs, with it and without.
 
 Weights are rounded per output row, inputs per tensor by the largest magnitude in calibration; behind a folded norm the
-scale is the fold's. Both versions differ in nothing else.
+scale is the fold's, and inputs there have reparam.bits in both versions. They differ in nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeq.artifacts.reparam import PerplexityRow
 from moeq.evaluation.perplexity import perplexity
 from moeq.models.experts import ExpertLayer
 from moeq.models.folding import FoldedNorm, apply_folds
-from moeq.models.static_int8 import TOP, StaticInputs, linears, round_experts, round_rows
+from moeq.models.static_int8 import BITS, Scale, StaticInputs, linears, round_experts, round_rows, scale_of
 from moeq.models.streaming import StreamedModel
 from moeq.stages.context import Context
 
@@ -31,13 +31,13 @@ def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, fl
     """Three perplexities on the evaluation text, None where the recipe has none; largest: inputs in calibration."""
     if context.evaluation is None:
         return None
-    scales = {name: most / TOP for name, most in largest.items()}
-    behind = {
-        one.weight: folded.fold.scale for folded in folds for one in folded.edge.consumers if one.weight in scales
-    }
+    behind = {one.weight: folded.fold for folded in folds for one in folded.edge.consumers if one.weight in largest}
+    bits = {name: behind[name].bits if name in behind else BITS for name in largest}
+    scales = {name: scale_of(most, bits[name]) for name, most in largest.items()}
+    folded_scales = {name: (fold.scale, fold.bits) for name, fold in behind.items()}
     original = _measure(context, None, ())
     rounded = _measure(context, scales, ())
-    folded = _measure(context, scales | behind, folds)
+    folded = _measure(context, scales | folded_scales, folds)
     return PerplexityRow(
         original=original["perplexity"],
         w8a8=rounded["perplexity"],
@@ -46,7 +46,7 @@ def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, fl
     )
 
 
-def _measure(context: Context, scales: dict[str, float] | None, folds: Sequence[FoldedNorm]) -> dict[str, Any]:
+def _measure(context: Context, scales: dict[str, Scale] | None, folds: Sequence[FoldedNorm]) -> dict[str, Any]:
     """Perplexity of one version in float32; scales None: of the original."""
     streamed = StreamedModel(context.source, torch.float32, context.device, context.recipe.trust_remote_code)
     section, sequences = context.recipe.eval.perplexity, context.evaluation
