@@ -138,11 +138,11 @@ def test_half_precision_is_kept_or_widened(tiny_qwen: Path, tmp_path: Path) -> N
 
 
 def test_a_checkpoint_that_is_dequantized_while_loading(tmp_path: Path) -> None:
-    plain, packed = save_fp8(tmp_path, "deepseek_v3", torch.bfloat16)
-    folded = reparam(packed, tmp_path / "run", QUICK)
+    plain, packed = save_fp8(tmp_path, "deepseek_v3", torch.float32)
+    folded = reparam(packed, tmp_path / "run", QUICK, "reparam.dtype=float32")
     assert "quantization_config" not in json.loads((folded / "config.json").read_text("utf-8"))
-    assert {one.dtype for one in tensors(folded).values() if one.is_floating_point()} <= {torch.bfloat16, torch.float32}
-    assert relative(logits(folded), logits(plain)) < 0.05
+    assert {one.dtype for one in tensors(folded).values()} == {torch.float32}
+    assert relative(logits(folded), logits(plain)) < 1e-5
 
 
 def test_a_run_goes_on_with_the_folded_model(tiny_mixtral: Path, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_the_fold_helps_where_activations_are_narrow(tmp_path: Path) -> None:
     found = int8_of_the_bundled_model(
         tmp_path, "corpus.sequence_length=256", "reparam.bits=4", "eval.perplexity.sequences=3"
     )
-    assert found.w8a8_folded < 0.99 * found.w8a8
+    assert found.w8a8_folded < 0.995 * found.w8a8
 
 
 @pytest.mark.full
