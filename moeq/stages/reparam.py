@@ -7,6 +7,7 @@ calibrate, one to fold and write, one over what was written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -85,9 +86,9 @@ def inputs(context: Context) -> dict[str, Any]:
     """What the stage reads beside the corpus: its section and, where perplexities are compared, their text."""
     section = settings(context)
     found: dict[str, Any] = {"reparam": section.model_dump(mode="json"), "device": context.device.type}
-    if section.compare and context.recipe.eval.perplexity is not None:
+    if section.compare and context.perplexity is not None:
         found["text"] = context.text_digest("evaluation")
-        found["perplexity"] = context.recipe.eval.perplexity.model_dump(mode="json", exclude={"source"})
+        found["perplexity"] = context.perplexity.model_dump(mode="json", exclude={"source"})
     return found
 
 
@@ -111,7 +112,7 @@ def first_rows(batch: Batch, rows: int, tokens: int | None = None) -> Batch:
         input_ids=batch.input_ids[:rows, : None if batch.extra else tokens],
         mask=batch.mask[:rows, : None if batch.extra else tokens],
         sequences=batch.sequences[:rows],
-        extra={name: value[:rows] for name, value in batch.extra.items()},
+        extra={name: value[:rows] if value.dim() else value for name, value in batch.extra.items()},
     )
 
 
@@ -181,10 +182,10 @@ def _calibrate(
     by_block: dict[str, list[str]] = {}
     for edge in edges:
         by_block.setdefault(streamed.block_of(edge.norm.name), []).append(edge.norm.name)
-    noted = w8a8.noting(context, streamed)
-    with ranges.watching(streamed.model, [edge.norm.name for edge in edges]), noted:
+    noted = w8a8.noting(context, streamed) if section.compare and context.perplexity is not None else None
+    with ranges.watching(streamed.model, [edge.norm.name for edge in edges]), noted or nullcontext():
         before = outputs(streamed, batches, left=lambda block: ranges.settle(by_block.get(block, ())), advance=advance)
-    return before, ranges, noted.largest
+    return before, ranges, {} if noted is None else noted.largest
 
 
 def _real_rows(output: Tensor) -> Tensor:
