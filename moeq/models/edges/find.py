@@ -118,7 +118,7 @@ def _consumers(model: nn.Module, norm: Norm, seen: dict[str, Seen], trace: Trace
             weight=name,
             axis=next(iter(one.fed_by[norm.name])),
             bias=biases[name] if biases[name] in alone else None,
-            scaled=not one.shifted,
+            scaled=not one.exact,
         )
         for name, one in sorted(seen.items())
     )
@@ -159,6 +159,6 @@ def _moved(model: nn.Module, seen: Seen, name: str, other: str) -> Seen:
     biases = {None if bias is None else _NUMBER.sub(lambda _: expert, bias) for bias in seen.biases}
     return Seen(
         fed_by=seen.fed_by,
-        shifted=seen.shifted,
+        exact=seen.exact,
         biases={bias if bias in names else None for bias in biases},
     )

@@ -18,13 +18,13 @@ from torch import Tensor
 class Mark:
     """A tensor holds what `norm` gives, its channels along `dim`.
 
-    shifted: it is the output itself; false where rows were multiplied by numbers, so that a shift of the channels would
+    exact: it is the output itself; false where rows were multiplied by numbers, so that a shift of the channels would
     come out multiplied too.
     """
 
     norm: str
     dim: int
-    shifted: bool = True
+    exact: bool = True
 
 
 UNREAD = {  # operations that read sizes, not values
@@ -124,7 +124,7 @@ def _indexed(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, 
 def _padded(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Mark | None:
     """Rows of zeros beside the rows."""
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
-    return replace(mark, shifted=False) if value in (0, None) and output.dim() == source.dim() else None
+    return replace(mark, exact=False) if value in (0, None) and output.dim() == source.dim() else None
 
 
 def _repeated(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Mark | None:
@@ -136,14 +136,14 @@ def _masked(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, A
     """Rows set to zero."""
     one_a_row = _constant_over(args[1], output, mark.dim) and output.shape == source.shape
     value = args[2]
-    return replace(mark, shifted=False) if one_a_row and not isinstance(value, Tensor) and value == 0 else None
+    return replace(mark, exact=False) if one_a_row and not isinstance(value, Tensor) and value == 0 else None
 
 
 def _scaled(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Mark | None:
     """Rows times (or divided by) numbers."""
     added = output.dim() - source.dim()
     constant = not isinstance(args[1], Tensor) or _constant_over(args[1], output, mark.dim + added)
-    return replace(mark, dim=mark.dim + added, shifted=False) if constant else None
+    return replace(mark, dim=mark.dim + added, exact=False) if constant else None
 
 
 def _scaled_by(args: Sequence[Any], marks: dict[int, Mark], output: Tensor) -> Mark | None:
@@ -162,10 +162,10 @@ def _constant_over(other: Tensor, output: Tensor, dim: int) -> bool:
 def _joined(args: Sequence[Any], kwargs: dict[str, Any], marks: dict[int, Mark], *, new: bool) -> Mark | None:
     """Rows one after another, all of the same norm."""
     parts = [part for part in args[0] if part.numel()]
-    found = {replace(marks[id(part)], shifted=True) for part in parts if id(part) in marks}
+    found = {replace(marks[id(part)], exact=True) for part in parts if id(part) in marks}
     if len(found) != 1 or any(id(part) not in marks for part in parts):
         return None
-    mark = replace(found.pop(), shifted=all(marks[id(part)].shifted for part in parts))
+    mark = replace(found.pop(), exact=all(marks[id(part)].exact for part in parts))
     along = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (parts[0].dim() + new)
     if new:
         return replace(mark, dim=mark.dim + (along <= mark.dim))

@@ -39,13 +39,13 @@ class Use:
 class Seen:
     """What was seen of a parameter as a consumer: norms that feed it, along which axis; what else is done with it.
 
-    shifted: whether its input is always the whole norm output, so that a shift can be taken back by a bias; biases: the
+    exact: whether its input is always the whole norm output, so that a shift can be taken back by a bias; biases: the
     parameters that are added to its product at once and before anything else, None where there is none.
     """
 
     fed_by: dict[str, set[int]] = field(default_factory=dict)
     others: set[Use] = field(default_factory=set)
-    shifted: bool = True
+    exact: bool = True
     biases: set[str | None] = field(default_factory=set)
 
 
@@ -127,10 +127,12 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         if name in UNREAD or not (marks or of_parameters or products):
             return output
         if name in PRODUCTS:
-            self._product(name, args, output, marks, of_parameters)
+            plain = all((kwargs or {}).get(factor, 1) == 1 for factor in ("alpha", "beta"))
+            self._product(name, args, output, marks, of_parameters, plain=plain)
             self._used(name, products, {})
         elif name in ADDITIONS and products and not marks:
             self._addition(args, products, of_parameters)
+            self._products.pop(output, None)  # where it was added to in place
         else:
             self._follow(func, args, kwargs or {}, output, marks, of_parameters, products)
         return output
@@ -203,8 +205,13 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         output: Any,
         marks: dict[int, Mark],
         of_parameters: dict[int, tuple[Tensor, str]],
+        *,
+        plain: bool,
     ) -> None:
-        """A matrix product: a consumer, a use of a mark, or a use of a parameter that no norm feeds."""
+        """A matrix product: a consumer, a use of a mark, or a use of a parameter that no norm feeds.
+
+        plain: without factors for the product or what is added to it.
+        """
         left, right, added = PRODUCTS[name]
         operands = {left: args[left].dim() - 1, right: max(0, args[right].dim() - 2)}
         bias = None if added is None else of_parameters.get(id(args[added]))
@@ -222,10 +229,10 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
                 continue
             seen = self._of(weight[1])
             seen.fed_by.setdefault(mark.norm, set()).add(axis)
-            seen.shifted &= mark.shifted
-            if bias is not None:
+            seen.exact &= mark.exact
+            if bias is not None and plain:
                 seen.biases.add(bias[1])
-            elif place == left:
+            elif place == left and plain:
                 self._products[output] = _Product(weight[1])
             else:
                 seen.biases.add(None)
