@@ -68,8 +68,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         )
         for stage in STAGES
     )
-    if folds:
-        needs = (folding_need(context, sizes, work, hours), *needs)
+    needs = (folding_need(context, sizes, work, hours), *needs) if folds else needs
     return Plan(
         recipe=recipe.name,
         model=_describe(context, sizes, placed),

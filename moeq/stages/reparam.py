@@ -262,7 +262,8 @@ def _check(context: Context, exact: Difference) -> None:
         raise QuantizationError(
             f"the folded model's float32 logits are off by {exact.error:.2g} relative, more than {TOLERANCE:g}",
             where=context.source.name,
-            do="report the model's family: its norms lead to more than was found; reparam.norms can leave some out",
+            do="fold fewer norms (reparam.norms); if one alone is off, report the model's family; if none is, this "
+            "model makes much of rounding",
         )
 
 
