@@ -208,6 +208,7 @@ STAGE_OPTIONS = {  # options that not every stage has
 
 
 STAGE_HELP = {
+    "reparam": "Fold norms into the linears that they feed, so that one static scale serves what they give.",
     "profile": "Count what the routers choose on calibration text.",
     "losses": "Replicas of every expert at every width, and what each one loses.",
     "assign": "Decide which expert gets which precision and where it lives.",

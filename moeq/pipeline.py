@@ -18,11 +18,12 @@ from moeq.errors import ArtifactError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
-from moeq.stages import assign, estimate, evaluate, export, losses, others, profile, quantize, report
+from moeq.stages import assign, estimate, evaluate, export, losses, others, profile, quantize, reparam, report
 from moeq.stages.context import STORE, Context
 from moeq.tables import human_seconds
 
 RECIPE_COPY = "recipe.yaml"
+REPARAM = "reparam"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class Stage:
 
 
 STAGES = (
+    Stage(name="reparam", run=reparam.run, sections=("corpus",), text=("calibration",), extra=reparam.inputs),
     Stage(
         name="profile",
         run=profile.run,
@@ -207,22 +209,26 @@ def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME)) -> list[Outco
 
     Raises MoeqError of the failing stage's class; whatever was finished before stays.
     """
-    _prepare(context, [BY_NAME[name] for name in names])
+    given = context.given()
+    stages = [BY_NAME[name] for name in names if name != REPARAM or context.folds]
+    _prepare(given, stages)
     with locked(context.out):
         _remove_partials(context)
-        write_text(context.out / RECIPE_COPY, _recipe_text(context))
-        return [run_stage(context, BY_NAME[name]) for name in names]
+        write_text(context.out / RECIPE_COPY, _recipe_text(given))
+        return [run_stage(given if stage.name == REPARAM else context, stage) for stage in stages]
 
 
 def run_alone(context: Context, name: str) -> Outcome:
     """Run one stage on the artifacts that are there; ArtifactError when one it needs is missing or of another model."""
     stage = BY_NAME[name]
+    context = context.given() if name == REPARAM else context
     _prepare(context, [stage])
     with locked(context.out):
         _remove_partials(context)
-        for needed in stage.needs(context.recipe):
+        made = dict.fromkeys(stage.needs(context.recipe), context)
+        for needed, of in (made | ({REPARAM: context.given()} if context.folds else {})).items():
             record = read_record(context.directory(needed), needed)
-            if record.model.digest != context.stamp.digest:
+            if record.model.digest != of.stamp.digest:
                 raise ArtifactError(
                     f"made from another model ({record.model.name})",
                     where=str(context.directory(needed)),

@@ -122,6 +122,35 @@ class CorpusSection(Section):
         return self
 
 
+class ReparamSection(Section):
+    """Norms folded into the linears that they feed, so that one static scale serves what they give (paper 004, 3.1).
+
+    norms: `blocks` are those of the repeated layers; `all` also those around them; or patterns of module paths, such
+    as `model.layers.*.input_layernorm`. The model computes the same; the folded checkpoint takes its place in a run.
+    """
+
+    bits: int = Field(8, ge=2, le=16, description="width of the activations")
+    range: Literal["minmax", "percentile"] = Field("minmax", description="ends of a channel's range in calibration")
+    percentile: float = Field(
+        99.99, gt=50, le=100, allow_inf_nan=False, description="range: percentile leaves out more than this on a side"
+    )
+    samples: int = Field(32, ge=1, description="sequences of the calibration corpus, at most corpus.sequences")
+    norms: Literal["blocks", "all"] | list[str] = Field("blocks", description="blocks, all, or patterns of paths")
+    bias: Literal["auto", False] = Field(
+        "auto", description="auto: zero points too, where a norm and all that it feeds have biases; false: only scales"
+    )
+    dtype: Literal["auto", "float32"] = Field("auto", description="of what is stored; auto: as the checkpoint's")
+    compare: bool = Field(True, description="perplexity with activations and weights of 8 bits, with and without it")
+
+    @model_validator(mode="after")
+    def _check(self) -> ReparamSection:
+        if self.norms == []:
+            raise ValueError("norms must name at least one pattern")
+        if self.range == "minmax" and "percentile" in self.model_fields_set and self.percentile != 99.99:
+            raise ValueError("percentile needs range: percentile")
+        return self
+
+
 class ProfileSection(Section):
     prefill_fraction: float = Field(
         0.5, gt=0, lt=1, description="share of each sequence counted as prefill; of images all positions are"
@@ -564,6 +593,9 @@ class Recipe(Section):
         description="folder of the replica store, which runs may share; none: $MOEQ_STORE, or the run's own",
     )
     corpus: CorpusSection = CorpusSection()
+    reparam: ReparamSection | None = Field(
+        None, description="fold norms into linears first and go on with the folded model; {}: as defaults have it"
+    )
     profile: ProfileSection = ProfileSection()
     losses: LossesSection = LossesSection()
     others: OthersSection = OthersSection()

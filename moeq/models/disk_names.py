@@ -100,6 +100,10 @@ class DiskNames:
 
     def _saved(self, layer: ExpertLayer, module: nn.Module) -> dict[str, Tensor]:
         state = {f"{layer.name}.{name}": module.get_parameter(name).data for name in layer.parameters}
+        return self.on_disk(state)
+
+    def on_disk(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Some parameters as tensors on disk, given all that share one."""
         return dict(revert_weight_conversion(self.model, state))
 
     @staticmethod

@@ -108,6 +108,10 @@ class StreamedModel:
             found[self.block_of(name)].append(name)
         return found
 
+    def names_of(self, block: str) -> list[str]:
+        """Parameters and stored buffers of a block; of those of no block for the empty name."""
+        return self._names[block]
+
     def block_of(self, name: str) -> str:
         """The block that holds a module, parameter or buffer; empty when it is resident."""
         parts = name.split(".")

@@ -113,10 +113,11 @@ def _check(low: Tensor, high: Tensor, scale: Tensor, where: str | None) -> None:
         )
     dead = scale < torch.finfo(torch.float32).tiny
     if bool(dead.any()):
-        first = int(dead.nonzero()[0])
+        first, count = int(dead.nonzero()[0]), int(dead.sum())
+        value = float(low[first]) + 0.0  # never -0
+        others = f" ({count} such channels)" if count > 1 else ""
         raise QuantizationError(
-            f"channel {first} of the norm's output is always {float(low[first]):g} in calibration, it has no scale"
-            + (f" ({int(dead.sum())} such channels)" if int(dead.sum()) > 1 else ""),
+            f"channel {first} of the norm's output is always {value:g} in calibration, it has no scale{others}",
             where=where,
             do="calibrate on more samples; when its weight is 0, leave this norm out of reparam.norms",
         )

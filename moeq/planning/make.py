@@ -10,6 +10,7 @@ import torch
 from moeq.errors import PlanError
 from moeq.planning import capability
 from moeq.planning.disk import Disk
+from moeq.planning.folding import folding_need
 from moeq.planning.hours import Hours
 from moeq.planning.machine import machine
 from moeq.planning.memory import STAGES, Memory, peak
@@ -29,6 +30,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     Raises what the run itself would raise first: ModelError for a model that is refused, AssignmentError, CorpusError,
     EvaluationError, EstimateError.
     """
+    folds, context = context.folds, context.given()
     recipe = context.recipe
     sizes = model_sizes(context)
     capability.check_stages(context)
@@ -66,6 +68,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         )
         for stage in STAGES
     )
+    needs = (folding_need(context, sizes, work, hours), *needs) if folds else needs
     return Plan(
         recipe=recipe.name,
         model=_describe(context, sizes, placed),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.profile import read_profile
-from moeq.artifacts.stage import ModelStamp
+from moeq.artifacts.stage import ModelStamp, read_record
 from moeq.errors import ArtifactError, CorpusError, RecipeError
 from moeq.evaluation.harness import open_tasks
 from moeq.models import corpus, hub, loading
@@ -31,6 +31,7 @@ from moeq.recipe import PerplexitySection, Recipe, TestImagesSection
 
 STORE = "store"
 STORE_VARIABLE = "MOEQ_STORE"
+FOLDED = "checkpoint"  # within reparam: the model with folded norms
 DIRECTORIES = {"export": "checkpoint"}  # stages whose directory is not called like the stage
 
 
@@ -42,11 +43,15 @@ def store_folder(recipe: Recipe, out: Path) -> Path:
 
 @dataclass(kw_only=True)
 class Context:
-    """One run: a recipe on a model in a directory."""
+    """One run: a recipe on a model in a directory.
+
+    as_given: the model is the one that was named, even where the recipe goes on with a folded one.
+    """
 
     recipe: Recipe
     model_name: str
     out: Path
+    as_given: bool = False
     reporter: Reporter = field(default_factory=Reporter)
     announced: bool = False
     overwritten: list[str] = field(default_factory=list)  # resident parameters of a streamed model
@@ -65,10 +70,25 @@ class Context:
         """Whether the store lies in the run directory and belongs to this run alone."""
         return self.store.resolve() == (self.out / STORE).resolve()
 
+    @property
+    def folds(self) -> bool:
+        """Whether the model is the one whose norms `moeq reparam` folded."""
+        return self.recipe.reparam is not None and not self.as_given
+
+    def given(self) -> Context:
+        """The same run before its norms are folded."""
+        return replace(self, as_given=True)
+
     @cached_property
     def source(self) -> ModelSource:
+        """Raises ArtifactError where the folded model is wanted and not there."""
         if self.reporter.quiet:
             hub.be_quiet()
+        if self.folds:
+            directory = self.directory("reparam")
+            model = read_record(directory, "reparam").model
+            found = open_source(str(directory / FOLDED), trust_remote_code=self.recipe.trust_remote_code)
+            return replace(found, name=model.name, revision=model.revision)
         return open_source(self.model_name, self.recipe.revision, trust_remote_code=self.recipe.trust_remote_code)
 
     @cached_property

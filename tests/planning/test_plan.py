@@ -248,3 +248,16 @@ def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> Non
     for name in ("text.parquet", "text.txt"):
         again = sizes.work_sizes(context_of(tiny_mixtral, tmp_path, f"corpus.source={tmp_path / name}"))
         assert 0.85 < again.calibration.whole / everything.ids.numel() < 1.15, name
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("auto", 2), ("float32", 4)])
+def test_a_folded_checkpoint_is_counted_before_it_is_there(
+    dtype: str, width: int, tiny_qwen: Path, tmp_path: Path
+) -> None:
+    context = context_of(tiny_qwen, tmp_path, "reparam.samples=4", f"reparam.dtype={dtype}")
+    plan = make_plan(context, probe=False)
+    assert [need.stage for need in plan.stages] == ["reparam", *STAGES]
+    whole = source.open_source(str(tiny_qwen))
+    weights = sum(header.bytes // 2 for header in whole.tensors.values())
+    assert plan.stages[0].lasting["checkpoint"] == weights * width
+    assert plan.stages[0].ram_terms

@@ -1,0 +1,353 @@
+"""reparam: norms folded into the linears that they feed, so that one static scale serves what they give.
+
+Everything runs in float32, and every decoder layer is read once a pass: one pass to see where norms lead, one to
+calibrate, one to fold and write, one over what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from torch import Tensor
+
+from moeq.artifacts.files import building, make_directory
+from moeq.artifacts.reparam import (
+    ConsumerRow,
+    ErrorRow,
+    NormRow,
+    PerplexityRow,
+    ReparamReport,
+    read_reparam,
+    write_reparam,
+)
+from moeq.errors import ModelError, QuantizationError, RecipeError, nearest
+from moeq.exporters.folded import ChangedCheckpoint
+from moeq.models.edges import Edge, Edges, find_edges
+from moeq.models.folding import FoldedNorm, Ranges, apply_folds, changed_names, make_fold
+from moeq.models.gained import ROUTER_BIAS, gain_router_biases
+from moeq.models.same_outputs import Difference, Outputs, compare, outputs
+from moeq.models.source import ModelSource, open_source
+from moeq.models.streaming import StreamedModel
+from moeq.models.walk import Batch, current_batch, run_batch
+from moeq.recipe import ReparamSection
+from moeq.stages import w8a8
+from moeq.stages.context import FOLDED, Context
+from moeq.stages.finite import naming_the_file
+
+TOLERANCE = 1e-5  # of the float32 error
+TRACED_TOKENS = 32
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Write checkpoint/, reparam.json and its schema; returns the summary.
+
+    Raises ModelError where no norm, or not every chosen one, can be folded, QuantizationError for a channel without a
+    scale, and where the folded model does not compute the same.
+    """
+    section = settings(context)
+    directory = make_directory(context.directory("reparam"))
+    batches = sample(context, section)
+    with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.layers)) as advance:
+        streamed = open_streamed(context)
+        gained = gain_router_biases(streamed.model) if section.bias == "auto" else []
+        edges = find_edges(streamed.model, streamed.layers, streamed.blocks, _calls(streamed, batches))
+        chosen, left = choose(edges, section.norms, streamed)
+        before, ranges, largest = _calibrate(context, section, streamed, chosen, batches, advance)
+        folds = [_fold(edge, ranges, section) for edge in chosen]
+        with building(directory / FOLDED) as unfinished:
+            exact = compare(
+                before, _fold_and_write(context, section, streamed, (folds, gained), unfinished, batches, advance)
+            )
+            _check(context, exact)
+            written = open_source(str(unfinished), trust_remote_code=context.recipe.trust_remote_code)
+            stored = compare(before, outputs(open_streamed(context, written), batches, advance=advance))
+    del before, streamed
+    perplexity = w8a8.compare(context, folds, largest) if section.compare else None
+    report = _report(section, batches, folds, left, (exact, stored), perplexity)
+    write_reparam(directory, report)
+    _say(context, report)
+    return summarize(report)
+
+
+def settings(context: Context) -> ReparamSection:
+    """The recipe's section, or its defaults."""
+    return context.recipe.reparam or ReparamSection()
+
+
+def inputs(context: Context) -> dict[str, Any]:
+    """What the stage reads beside the corpus: its section and, where perplexities are compared, their text."""
+    section = settings(context)
+    found: dict[str, Any] = {"reparam": section.model_dump(mode="json"), "device": context.device.type}
+    if section.compare and context.perplexity is not None:
+        found["text"] = context.text_digest("evaluation")
+        found["perplexity"] = context.perplexity.model_dump(mode="json", exclude={"source"})
+    return found
+
+
+def sample(context: Context, section: ReparamSection) -> list[Batch]:
+    """The calibration sequences (or images) that the section asks for, once for every task of the model."""
+    batches: list[Batch] = []
+    left = section.samples
+    for batch in context.calibration.batches(context.recipe.corpus.batch_size):
+        if left > 0:
+            batches.append(first_rows(batch, left))
+            left -= len(batches[-1].sequences)
+    tasks = getattr(context.described[0].config, "num_tasks", 1)
+    return batches if tasks == 1 else [_of_task(batch, task, tasks) for task in range(tasks) for batch in batches]
+
+
+def first_rows(batch: Batch, rows: int, tokens: int | None = None) -> Batch:
+    """The first sequences of a batch, and of those that are tokens alone the first tokens."""
+    if batch.extra and len(batch.sequences) == 1:
+        return batch
+    return Batch(
+        input_ids=batch.input_ids[:rows, : None if batch.extra else tokens],
+        mask=batch.mask[:rows, : None if batch.extra else tokens],
+        sequences=batch.sequences[:rows],
+        extra={name: value[:rows] if value.dim() else value for name, value in batch.extra.items()},
+    )
+
+
+def _of_task(batch: Batch, task: int, tasks: int) -> Batch:
+    """A batch for one of a model's tasks; its sequences are numbered apart from those of the other tasks."""
+    extra = batch.extra | {"task": torch.tensor(task)}
+    return replace(batch, sequences=batch.sequences * tasks + task, extra=extra)
+
+
+def open_streamed(context: Context, source: ModelSource | None = None) -> StreamedModel:
+    """The model, or one of its versions, in float32."""
+    trust = context.recipe.trust_remote_code
+    return StreamedModel(source or context.source, torch.float32, context.device, trust)
+
+
+def _calls(streamed: StreamedModel, batches: Sequence[Batch]) -> list[Any]:
+    """Forward passes on few tokens, or one image; one for every task of the model."""
+    by_task = {int(batch.extra.get("task", torch.tensor(0))): batch for batch in reversed(batches)}
+    few = [first_rows(batch, 1, TRACED_TOKENS) for batch in by_task.values()]
+    return [partial(run_batch, streamed.model, one, streamed.device, None) for one in few]
+
+
+def choose(edges: Edges, norms: str | list[str], streamed: StreamedModel) -> tuple[list[Edge], dict[str, str]]:
+    """The edges to fold, and why the other norms are left; ModelError for a wanted norm that cannot be folded."""
+    names = [edge.norm.name for edge in edges.edges] + [*edges.refused, *edges.left]
+    if isinstance(norms, list):
+        for pattern in norms:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                close = nearest(pattern, names)
+                raise RecipeError(f"no norm is called {pattern!r}", where="reparam.norms", do=f"{_first(close, names)}")
+        wanted = {name for name in names if any(fnmatchcase(name, pattern) for pattern in norms)}
+    else:
+        wanted = {name for name in names if norms == "all" or streamed.block_of(name)}
+    stuck = edges.refused | (edges.left if isinstance(norms, list) else {})
+    for name in names:
+        if name in wanted and name in stuck:
+            raise ModelError(
+                f"this norm cannot be folded: {stuck[name]}",
+                where=name,
+                do="name the norms to fold, without this one, in reparam.norms",
+            )
+    chosen = [edge for edge in edges.edges if edge.norm.name in wanted]
+    if not chosen:
+        raise ModelError(
+            "no norm feeds linears alone, there is nothing to fold",
+            where=type(streamed.model).__name__,
+            do="leave reparam out for this model",
+        )
+    left = {name: "not among reparam.norms" for name in names if name not in wanted}
+    return chosen, left | edges.refused | edges.left
+
+
+def _first(close: str | None, names: Sequence[str]) -> str:
+    return f"did you mean {close!r}?" if close else f"norms are called like {names[0]}" if names else "it has none"
+
+
+def _calibrate(
+    context: Context,
+    section: ReparamSection,
+    streamed: StreamedModel,
+    edges: Sequence[Edge],
+    batches: Sequence[Batch],
+    advance: Any,
+) -> tuple[Outputs, Ranges, dict[str, float]]:
+    """Outputs of the original, ranges of the norms, and the largest input of every linear."""
+    ranges = Ranges(section.percentile if section.range == "percentile" else None, _real_rows)
+    by_block: dict[str, list[str]] = {}
+    for edge in edges:
+        by_block.setdefault(streamed.block_of(edge.norm.name), []).append(edge.norm.name)
+    noted = w8a8.noting(context, streamed) if section.compare and context.perplexity is not None else None
+    with ranges.watching(streamed.model, [edge.norm.name for edge in edges]), noted or nullcontext():
+        before = outputs(streamed, batches, left=lambda block: ranges.settle(by_block.get(block, ())), advance=advance)
+    return before, ranges, {} if noted is None else noted.largest
+
+
+def _real_rows(output: Tensor) -> Tensor:
+    """Rows of a norm's output [..., D] that belong to real tokens, where it has one a token."""
+    mask = current_batch().mask
+    rows = output.flatten(0, -2)
+    return rows[mask.reshape(-1).to(rows.device)] if len(rows) == mask.numel() else rows
+
+
+def _fold(edge: Edge, ranges: Ranges, section: ReparamSection) -> FoldedNorm:
+    seen = ranges.of(edge.norm.name)
+    if seen is None:
+        raise QuantizationError(
+            "calibration never came to this norm", where=edge.norm.name, do="leave it out of reparam.norms"
+        )
+    return make_fold(edge, *seen, section.bits, shift=section.bias == "auto")
+
+
+def _fold_and_write(
+    context: Context,
+    section: ReparamSection,
+    streamed: StreamedModel,
+    made: tuple[Sequence[FoldedNorm], Sequence[str]],
+    directory: Path,
+    batches: Sequence[Batch],
+    advance: Any,
+) -> Outputs:
+    """Fold every block right after it is read, write it, and run the batches through it; returns their outputs.
+
+    made: the folds, and the biases that the model was given for them.
+    """
+    folds, gained = made
+    changed = {name for folded in folds for name in changed_names(folded)}
+    used = set(gained) if changed & set(gained) else set()
+    writer = ChangedCheckpoint(
+        context.source,
+        streamed.reader,
+        context.described[0],
+        directory,
+        changed,
+        float32=section.dtype == "float32",
+        gained=used,
+        settings={ROUTER_BIAS: True} if used else {},
+    )
+    written: set[str] = set()
+
+    def fold(_: Any, block: str) -> None:
+        fold_block(streamed, folds, block, gained)
+        if block not in written:
+            written.add(block)
+            writer.add([*streamed.names_of(block), *(name for name in used if streamed.block_of(name) == block)])
+
+    fold(None, "")
+    streamed.block_overlay = fold
+    found = outputs(streamed, batches, advance=advance)
+    for block in streamed.blocks:  # those that the batches did not come to
+        if block not in written:
+            streamed.load(block)
+            streamed.drop(block)
+    writer.finish()
+    return found
+
+
+def fold_block(streamed: StreamedModel, folds: Iterable[FoldedNorm], block: str, gained: Iterable[str] = ()) -> None:
+    """Fold the parameters of one block, or (empty) those of none; gained: biases that start from zero."""
+    for name in gained:
+        if streamed.block_of(name) == block:
+            streamed.model.get_parameter(name).data.zero_()
+    apply_folds(streamed.model, folds, lambda name: streamed.block_of(name) == block)
+
+
+def _check(context: Context, exact: Difference) -> None:
+    if not exact.error <= TOLERANCE:
+        raise QuantizationError(
+            f"the folded model's float32 logits are off by {exact.error:.2g} relative, more than {TOLERANCE:g}",
+            where=context.source.name,
+            do="fold fewer norms (reparam.norms); if one alone is off, report the model's family; if none is, this "
+            "model makes much of rounding",
+        )
+
+
+def _report(
+    section: ReparamSection,
+    batches: Sequence[Batch],
+    folds: Sequence[FoldedNorm],
+    left: dict[str, str],
+    errors: tuple[Difference, Difference],
+    perplexity: PerplexityRow | None,
+) -> ReparamReport:
+    return ReparamReport(
+        bits=section.bits,
+        range=section.range,
+        percentile=section.percentile if section.range == "percentile" else None,
+        samples=sum(len(batch.sequences) for batch in batches),
+        tokens=sum(int(batch.mask.sum()) for batch in batches),
+        dtype=section.dtype,
+        norms=tuple(_row(folded) for folded in folds),
+        left=left,
+        float32=ErrorRow(**asdict(errors[0])),
+        stored=ErrorRow(**asdict(errors[1])),
+        perplexity=perplexity,
+    )
+
+
+def _row(folded: FoldedNorm) -> NormRow:
+    norm, fold = folded.edge.norm, folded.fold
+    return NormRow(
+        path=norm.name,
+        kind=norm.kind,
+        eps=norm.eps,
+        plus_one=norm.plus_one,
+        mode="asymmetric" if folded.why is None else "scale-only",
+        why=folded.why,
+        scale=fold.scale,
+        r1=_ends(fold.r1),
+        r2=_ends(fold.r2),
+        low=_ends(folded.low),
+        high=_ends(folded.high),
+        consumers=tuple(
+            ConsumerRow(weight=one.weight, axis=one.axis, bias=one.bias if folded.why is None else None)
+            for one in folded.edge.consumers
+        ),
+    )
+
+
+def _ends(values: Tensor) -> tuple[float, float]:
+    return float(values.min()), float(values.max())
+
+
+def _say(context: Context, report: ReparamReport) -> None:
+    say = context.reporter.say
+    full = sum(norm.mode == "asymmetric" for norm in report.norms)
+    say(
+        f"  {len(report.norms)} norms folded ({full} with zero points, {len(report.norms) - full} scales alone) into "
+        f"{sum(len(norm.consumers) for norm in report.norms)} weights; {len(report.left)} norms left"
+    )
+    left_out = f", {report.float32.left_out} of {report.float32.sequences} sequences left out for ties in routing"
+    say(
+        f"  relative error of logits before quantization: {report.float32.error:.1e} in float32, "
+        f"{report.stored.error:.1e} as stored{left_out if report.float32.left_out else ''}"
+    )
+    if report.perplexity is not None:
+        found = report.perplexity
+        say(
+            f"  perplexity: original {found.original:.4f}, W8A8 {found.w8a8:.4f}, "
+            f"W8A8 of the folded {found.w8a8_folded:.4f} ({found.tokens:,} tokens)"
+        )
+    say(f"  {escape(str(context.directory('reparam') / FOLDED))}")
+
+
+def summarize(report: ReparamReport) -> dict[str, Any]:
+    """Figures for the terminal and the record."""
+    return {
+        "norms": len(report.norms),
+        "asymmetric": sum(norm.mode == "asymmetric" for norm in report.norms),
+        "left": len(report.left),
+        "float32_error": report.float32.error,
+        "stored_error": report.stored.error,
+        "sequences_left_out": report.float32.left_out,
+        "perplexity": None if report.perplexity is None else report.perplexity.model_dump(mode="json"),
+    }
+
+
+def load(context: Context) -> ReparamReport:
+    return read_reparam(context.directory("reparam"))
