@@ -1,0 +1,37 @@
+"""Ranges of activations, measured on calibration images."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeq.errors import QuantizationError
+from moeq.integer.description import ViT
+from moeq.integer.reference import forward
+
+WHOLE = ("pixels", "residual", "logits", ".router", ".attention_weights")  # never clipped by a percentile
+
+
+def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, float]:
+    """The magnitude of every observed tensor: the largest, or the percentile of magnitudes over all of its numbers.
+
+    Residual stream, logits and softmax keep the largest. Raises QuantizationError naming a tensor that is always zero
+    or not finite.
+    """
+    found: dict[str, float] = {}
+
+    def observe(name: str, values: Tensor) -> None:
+        magnitudes = values.abs().flatten()
+        if percentile is None or name.endswith(WHOLE):
+            size = float(magnitudes.max())
+        else:
+            size = float(magnitudes.kthvalue(max(1, round(percentile / 100 * len(magnitudes)))).values)
+        found[name] = max(size, found.get(name, 0.0))
+
+    with torch.no_grad():
+        forward(vit, pixels, observe)
+    for name, size in found.items():
+        if not 0 < size < float("inf"):
+            problem = "always zero" if size == 0 else "not finite"
+            raise QuantizationError(f"{name} is {problem} in calibration", where="integer", do="check the images")
+    return found
