@@ -13,9 +13,10 @@ import math
 import torch
 from torch import Tensor
 
+from moeq.artifacts.integer import Attribute, Operation, Value
 from moeq.errors import QuantizationError
 from moeq.integer.description import Activation, Block, Linear, Mixture, Norm, ViT
-from moeq.integer.program import Attribute, Operation, Program, Value
+from moeq.integer.program import Program
 from moeq.integer.settings import Settings
 from moeq.numerics.fixed_point import (
     ACCUMULATOR_BITS,
@@ -82,7 +83,7 @@ class _Builder:
     # values and constants
 
     def scale_of(self, name: str, bits: int, headroom: float = 1.0) -> float:
-        return float(self.ranges[name]) * headroom / (2 ** (bits - 1) - 1)
+        return self.ranges[name] * headroom / float(2 ** (bits - 1) - 1)
 
     def known_scale(self, name: str) -> float:
         scale = self.values[name].scale
@@ -411,15 +412,16 @@ class _Builder:
 
     def end(self) -> None:
         normed = self.norm("norm", self.vit.norm)
-        attributes: dict[str, Attribute] = {"pooling": self.vit.pooling, "prefix": len(self.vit.prefix)}
-        out = self.values[normed]
+        kind, out = "first_token", self.values[normed]
+        attributes: dict[str, Attribute] = {}
         if self.vit.pooling == "mean":
-            out = Value(bits=self.settings.activations, scale=self.scale_of("pooled", self.settings.activations))
+            bits = self.settings.activations
+            kind, out = "mean_tokens", Value(bits=bits, scale=self.scale_of("pooled", bits))
             assert out.scale is not None
             mean = self.known_scale(normed) / (len(self.vit.position) * out.scale)
-            attributes |= {"bits": out.bits, **self.factor("pooled", "", mean)}
+            attributes = {"prefix": len(self.vit.prefix), "bits": bits, **self.factor("pooled", "", mean)}
         pool = Operation(
-            name="pooled", kind="pool", inputs={"x": normed}, outputs={"out": "pooled"}, attributes=attributes
+            name="pooled", kind=kind, inputs={"x": normed}, outputs={"out": "pooled"}, attributes=attributes
         )
         self.add(pool, out=out)
         logits = Value(bits=LOGIT_BITS, scale=self.scale_of("logits", LOGIT_BITS, HEADROOM))

@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moeq.artifacts.integer import Operation, Value
 from moeq.errors import QuantizationError
 
-Attribute = int | float | str | None
 Roles = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One step. inputs, outputs: role -> name of a value; tensors: role -> name of a constant."""
-
-    name: str
-    kind: str
-    inputs: dict[str, str]
-    outputs: dict[str, str]
-    tensors: dict[str, str] = field(default_factory=dict)
-    attributes: dict[str, Attribute] = field(default_factory=dict)
-
-    def number(self, name: str) -> int:
-        """An attribute that is a whole number."""
-        found = self.attributes[name]
-        assert isinstance(found, int)
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Value:
-    """A tensor between operations. bits: the register that holds it; scale: what 1 stands for, None where a row or an
-    element has its own."""
-
-    bits: int
-    signed: bool = True
-    scale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

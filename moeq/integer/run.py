@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeq.integer.program import Operation, Program, Roles, execute
+from moeq.artifacts.integer import Operation
+from moeq.integer.program import Program, Roles, execute
 from moeq.integer.reference import patches_of
 from moeq.numerics.fixed_point import UNIT_BITS, Dyadic, power, saturated, scaled, shift_half_up
 from moeq.numerics.integer_norm import norm_codes, normalized_rows
@@ -168,9 +169,11 @@ def _experts(operation: Operation, given: Roles, held: Roles) -> Made:
     return {role: values.unflatten(0, shape) for role, values in (made_all | {"outputs": outputs, "out": out}).items()}
 
 
-def _pool(operation: Operation, given: Roles, held: Roles) -> Made:
-    if operation.attributes["pooling"] == "cls":
-        return {"out": given["x"][:, 0]}
+def _first_token(operation: Operation, given: Roles, held: Roles) -> Made:
+    return {"out": given["x"][:, 0]}
+
+
+def _mean_tokens(operation: Operation, given: Roles, held: Roles) -> Made:
     total = given["x"][:, operation.number("prefix") :].sum(1)
     return {"out": saturated(scaled(total, factor_of(operation, "")), operation.number("bits"))}
 
@@ -186,5 +189,6 @@ STEPS_OF = {
     "add": _add,
     "router": _router,
     "experts": _experts,
-    "pool": _pool,
+    "first_token": _first_token,
+    "mean_tokens": _mean_tokens,
 }

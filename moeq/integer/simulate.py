@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moeq.integer.program import Operation, Program, Roles, Step, execute
+from moeq.artifacts.integer import Operation
+from moeq.integer.program import Program, Roles, Step, execute
 from moeq.integer.reference import patches_of
 from moeq.integer.run import largest
 from moeq.numerics.fixed_point import OCTAVE_STEPS, UNIT_BITS
@@ -60,7 +61,8 @@ class _Simulation:
             "add": lambda operation, given, _: {"out": clipped(given["x"] + given["y"], operation.number("bits"))},
             "router": self.router,
             "experts": self.experts,
-            "pool": self.pool,
+            "first_token": lambda _, given, held: {"out": given["x"][:, 0]},
+            "mean_tokens": self.mean_tokens,
         }
 
     def factor(self, operation: Operation, prefix: str, held: Roles | None = None) -> Tensor:
@@ -227,8 +229,6 @@ class _Simulation:
                  "outputs": outputs, "out": out}  # fmt: skip
         return {role: values.unflatten(0, given["x"].shape[:-1]) for role, values in found.items()}
 
-    def pool(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        if operation.attributes["pooling"] == "cls":
-            return {"out": given["x"][:, 0]}
+    def mean_tokens(self, operation: Operation, given: Roles, held: Roles) -> Made:
         total = given["x"][:, operation.number("prefix") :].sum(1)
         return {"out": clipped(rounded(total * self.factor(operation, "")), operation.number("bits"))}

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
 
-ROUNDING = "half_up"
+ROUNDING: Literal["half_up"] = "half_up"
 MULTIPLIER_BITS = 16
 ACCUMULATOR_BITS = 32
 EXACT_BITS = 52  # whole numbers up to 2**52, and half of one more, are exact in float64

@@ -4,10 +4,10 @@ Of a row x of D whole numbers, S = sum x and V = D * sum x**2 - S**2 = D**2 time
 (x - mean)/sqrt(variance + eps) = (D*x - S)/sqrt(V + E), with E = D**2 * eps in the row's own scale, is made by
 
   shift V + E left by an even number `up`, so that it has 51 or 52 bits;  root = isqrt;  reciprocal = 2**50 // root
-  y = (D*x - S) * reciprocal >> (36 - up/2), half up: 14 fractional bits
-  code = (y*gain + bias) >> gain_bits + 14, half up, saturated
+  y = (D*x - S) * reciprocal >> (32 - up/2), half up: 18 fractional bits
+  code = (y*gain + bias) >> gain_bits + 18, half up, saturated
 
-where gain and bias are gamma/s~ and beta/s~ with `gain_bits` and gain_bits + 14 fractional bits.
+where gain and bias are gamma/s~ and beta/s~ with `gain_bits` and gain_bits + 18 fractional bits.
 
 Letters: D channels, w bits of the row's numbers.
 """
@@ -21,7 +21,7 @@ from moeq.errors import QuantizationError
 from moeq.numerics.fixed_point import EXACT_BITS, isqrt, saturated, shift_half_up
 
 RECIPROCAL_BITS = 50
-UNIT_BITS = 14  # fractional bits of the normalized row
+UNIT_BITS = 18  # fractional bits of the normalized row
 GAIN_BITS = 16  # magnitude bits of the largest gain
 
 
@@ -32,7 +32,7 @@ def widest_row(channels: int) -> int:
 
 
 def gain_and_bias(weight: Tensor, bias: Tensor, scale: float, *, where: str) -> tuple[Tensor, Tensor, int]:
-    """gamma/scale and beta/scale as int64 [D], and the fractional bits of the first (the second has 14 more).
+    """gamma/scale and beta/scale as int64 [D], and the fractional bits of the first (the second has 18 more).
 
     The largest gain takes 16 bits. Raises QuantizationError where all are zero, or a bias would not fit beside it.
     """
@@ -48,7 +48,7 @@ def gain_and_bias(weight: Tensor, bias: Tensor, scale: float, *, where: str) -> 
 
 
 def normalized_rows(rows: Tensor, epsilon: int) -> Tensor:
-    """(x - mean)/sqrt(variance + eps) with 14 fractional bits; rows: int64 [..., D]; epsilon: E, whole, at least 1."""
+    """(x - mean)/sqrt(variance + eps) with 18 fractional bits; rows: int64 [..., D]; epsilon: E, whole, at least 1."""
     channels = rows.shape[-1]
     total = rows.sum(-1, keepdim=True)
     spread = channels * (rows * rows).sum(-1, keepdim=True) - total * total + epsilon

@@ -1,0 +1,152 @@
+"""Make the integer forward of a vision transformer: calibrate, lower, run, prove, write, replay."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeq.artifacts.stage import ModelStamp
+from moeq.errors import InternalError, QuantizationError
+from moeq.integer import files
+from moeq.integer.description import ViT, describe
+from moeq.integer.lower import lower
+from moeq.integer.measure import quality
+from moeq.integer.program import Program, pixel_codes
+from moeq.integer.ranges import measured
+from moeq.integer.reference import check_description, folded
+from moeq.integer.replay import replay
+from moeq.integer.run import run
+from moeq.integer.schemes import BATCH, float_logits, schemes
+from moeq.integer.settings import Settings
+from moeq.integer.simulate import simulate
+
+
+def make(
+    model: nn.Module,
+    calibration: Tensor,
+    images: Tensor,
+    labels: Tensor,
+    settings: Settings,
+    folder: Path,
+    *,
+    norm_scales: dict[str, float] | None = None,
+    original: nn.Module | None = None,
+    stamp: ModelStamp | None = None,
+) -> dict[str, Any]:
+    """Write the integer forward of a model to a folder and say how it does.
+
+    calibration, images: what the model is given, [B, C, H, W], of the first only settings.calibration; labels: of the
+    images, whole numbers [B]. norm_scales: s~ of the norms that were folded already, by module path; None: the model is
+    not folded, which is then done here. original: the model before its fold, for the schemes; the model itself where it
+    is None. Raises QuantizationError for images and widths that cannot be, ModelError for other models.
+    """
+    _check_images(calibration, images, labels)
+    calibration = calibration[: settings.calibration]
+    vit = describe(model, settings.task)
+    with torch.no_grad():
+        given = model(calibration.to(next(model.parameters()).dtype), **_task(model, settings)).logits
+        error = check_description(vit, calibration, given)
+        program, reference = _program(vit, calibration, settings, norm_scales), float_logits(vit, images)
+        found = _evaluate(program, images, reference, labels)
+        values = run(program, pixel_codes(program, images[: settings.vectors]))
+        files.write(folder, program, values, asdict(settings), stamp)
+        checked = replay(folder)
+        rows = None
+        if settings.schemes:
+            before = vit if original is None else describe(original, settings.task)
+            rows = [row.as_json() for row in schemes(before, calibration, images, labels, settings)]
+    return {
+        "widths": settings.widths,
+        "softmax": settings.softmax,
+        "denominator": settings.denominator,
+        "calibration_images": len(calibration),
+        "description_error": error,
+        **found,
+        "vectors": checked["images"],
+        "replay": checked["check"],
+        "schemes": rows,
+    }
+
+
+def _task(model: Any, settings: Settings) -> dict[str, int]:
+    return {"task": settings.task} if getattr(model.config, "num_tasks", 1) > 1 else {}
+
+
+def _check_images(calibration: Tensor, images: Tensor, labels: Tensor) -> None:
+    for what, tensor in (("calibration", calibration), ("evaluation", images)):
+        if tensor.dim() != 4 or not len(tensor):
+            raise QuantizationError(f"{what} images are {list(tensor.shape)}", where="integer", do="give images")
+        if not bool(torch.isfinite(tensor).all()):
+            raise QuantizationError(f"a pixel of the {what} images is not finite", where="integer", do="check them")
+    if len(labels) != len(images):
+        raise QuantizationError(f"{len(labels)} labels of {len(images)} images", where="integer", do="check them")
+
+
+def _program(vit: ViT, calibration: Tensor, settings: Settings, norm_scales: dict[str, float] | None) -> Program:
+    percentile = settings.percentile if settings.range == "percentile" else None
+    if norm_scales is None:
+        vit, scales = folded(vit, calibration, settings.activations, percentile)
+    else:
+        paths = {norm.path: name for name, norm in _norms(vit).items()}
+        unknown = sorted(set(norm_scales) - set(paths))
+        if unknown:
+            raise QuantizationError(f"{unknown[0]} is no norm of this model", where="integer", do="fold it again")
+        scales = {paths[path]: scale for path, scale in norm_scales.items()}
+    return lower(vit, measured(vit, calibration, percentile), settings, scales)
+
+
+def _norms(vit: ViT) -> dict[str, Any]:
+    sides = {f"blocks.{i}.{side}": getattr(block, side) for i, block in enumerate(vit.blocks) for side in
+             ("norm1", "norm2")}  # fmt: skip
+    return sides | {"norm": vit.norm}
+
+
+def _evaluate(program: Program, images: Tensor, reference: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Integer logits on all images, proven equal to the simulation, and the distance to real-valued factors."""
+    scale = program.values[program.logits].scale
+    assert scale is not None
+    whole, real = [], []
+    differing = dict.fromkeys(_code_values(program), 0)
+    counts, saturated = dict.fromkeys(differing, 0), 0
+    for codes in pixel_codes(program, images).split(BATCH):
+        found, wanted = run(program, codes), simulate(program, codes)
+        wrong = next((name for name, values in found.items() if not torch.equal(values.double(), wanted[name])), None)
+        if wrong is not None:
+            raise InternalError(f"{wrong}: the integer forward differs from its simulation")
+        freely = simulate(program, codes, exact=False)
+        for name in differing:
+            differing[name] += int((found[name] != freely[name]).sum())
+            counts[name] += found[name].numel()
+            saturated += _at_end(found[name], program.values[name].bits, program.values[name].signed)
+        whole.append(found[program.logits].double() * scale)
+        real.append(freely[program.logits] * scale)
+    logits, free = torch.cat(whole), torch.cat(real)
+    return {
+        "integer": quality(logits, reference, labels).as_json(),
+        "float": quality(reference, reference, labels).as_json(),
+        "real_factors": quality(free, reference, labels).as_json(),
+        "equal_to_simulation": True,
+        "differing_code_share": sum(differing.values()) / sum(counts.values()),
+        "differing_code_share_first": differing["blocks.0.norm1"] / counts["blocks.0.norm1"],
+        "logit_error_of_factors": float((logits - free).norm() / free.norm()),
+        "saturated_code_share": saturated / sum(counts.values()),
+    }
+
+
+def _code_values(program: Program) -> list[str]:
+    """Values that are codes of the activations' own widths: what every operation gives on, sums and rows apart."""
+    return [
+        operation.outputs["out"]
+        for operation in program.operations
+        if operation.kind in {"linear", "layer_norm", "log_attention", "uniform_attention", "table"}
+        and program.values[operation.outputs["out"]].bits <= 10
+    ]
+
+
+def _at_end(codes: Tensor, bits: int, signed: bool) -> int:
+    top = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
+    return int(((codes == top) | (codes == -top - 1)).sum())

@@ -1,0 +1,114 @@
+"""The schemes of paper 004's Table 1 on one model, through simulated quantization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq.integer.description import ViT
+from moeq.integer.lower import lower
+from moeq.integer.measure import Quality, quality
+from moeq.integer.program import Program, pixel_codes
+from moeq.integer.ranges import measured
+from moeq.integer.reference import folded, forward
+from moeq.integer.settings import Settings, Softmax
+from moeq.integer.simulate import simulate
+
+BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """A row: its name, W/A/Attn, the quantizer of the softmax, whether the norms are folded per channel."""
+
+    name: str
+    weights: int
+    activations: int
+    attention: int
+    softmax: Softmax
+    fold: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One scheme measured; widths: W/A/Attn."""
+
+    name: str
+    widths: str
+    quality: Quality
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "widths": self.widths, **self.quality.as_json()}
+
+
+def _scheme(name: str, widths: tuple[int, int, int], softmax: Softmax, fold: bool = True) -> Scheme:
+    weights, activations, attention = widths
+    return Scheme(name=name, weights=weights, activations=activations, attention=attention, softmax=softmax, fold=fold)
+
+
+SCHEMES = (
+    _scheme("min-max, no fold", (8, 8, 8), "uniform", fold=False),
+    _scheme("fold, uniform softmax", (8, 8, 8), "uniform"),
+    _scheme("fold, uniform softmax", (8, 8, 4), "uniform"),
+    _scheme("fold, log2 softmax", (8, 8, 4), "log2"),
+    _scheme("fold, log-sqrt2 softmax", (8, 8, 4), "log-sqrt2"),
+    _scheme("fold, log-sqrt2 softmax", (8, 8, 8), "log-sqrt2"),
+    _scheme("fold, log-sqrt2 softmax", (6, 6, 4), "log-sqrt2"),
+    _scheme("fold, log-sqrt2 softmax", (4, 8, 4), "log-sqrt2"),
+)
+
+
+def program_of(vit: ViT, calibration: Tensor, settings: Settings, fold: bool) -> Program:
+    """Fold, measure and lower a float description; calibration: images [B, C, H, W]."""
+    percentile = settings.percentile if settings.range == "percentile" else None
+    scales: dict[str, float] = {}
+    if fold:
+        vit, scales = folded(vit, calibration, settings.activations, percentile)
+    return lower(vit, measured(vit, calibration, percentile), settings, scales)
+
+
+def float_logits(vit: ViT, images: Tensor) -> Tensor:
+    """Logits [B, L] of the description in float64."""
+    return torch.cat([forward(vit, part, lambda _name, _values: None) for part in images.split(BATCH)])
+
+
+def simulated_logits(program: Program, images: Tensor) -> Tensor:
+    """Logits [B, L] of simulated quantization, real numbers."""
+    scale = program.values[program.logits].scale
+    assert scale is not None
+    codes = pixel_codes(program, images)
+    return torch.cat([simulate(program, part)[program.logits] for part in codes.split(BATCH)]) * scale
+
+
+def schemes(vit: ViT, calibration: Tensor, images: Tensor, labels: Tensor, settings: Settings) -> list[Row]:
+    """Every scheme on images [B, C, H, W], the float model first; settings: range and denominator of them all.
+
+    vit: not folded yet, so that the scheme without the fold is what it says.
+    """
+    reference = float_logits(vit, images)
+    rows = [Row(name="float", widths="64/64/64", quality=quality(reference, reference, labels))]
+    for scheme in SCHEMES:
+        mine = replace(
+            settings,
+            weights=scheme.weights,
+            activations=scheme.activations,
+            attention=scheme.attention,
+            softmax=scheme.softmax,
+        )
+        logits = simulated_logits(program_of(vit, calibration, mine, scheme.fold), images)
+        rows.append(Row(name=scheme.name, widths=mine.widths, quality=quality(logits, reference, labels)))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The schemes as text, at most 80 columns."""
+    lines = [f"{'scheme':<26}{'W/A/Attn':>10}{'accuracy':>11}{'cross-entropy':>16}{'logit error':>14}"]
+    for row in rows:
+        found = row.quality
+        lines.append(
+            f"{row.name:<26}{row.widths:>10}{found.accuracy:>11.4f}{found.cross_entropy:>16.4f}{found.logit_error:>14.4f}"
+        )
+    return "\n".join(lines)
