@@ -10,6 +10,8 @@ from moeq.artifacts import evaluation, replicas
 from moeq.artifacts import losses as loss_table
 from moeq.artifacts.assignment import count_matrices, count_widths, read_assignment
 from moeq.artifacts.files import read_json
+from moeq.artifacts.integer import NAME as INTEGER
+from moeq.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
@@ -20,6 +22,7 @@ from moeq.errors import ArtifactError
 from moeq.exporters.gguf_families import stack_name
 from moeq.exporters.readers import holds_gguf
 from moeq.exporters.readers.gguf import open_gguf
+from moeq.integer.replay import replay
 from moeq.models import loading
 from moeq.models.source import open_source, read_header
 from moeq.progress import Reporter
@@ -42,6 +45,8 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
     if path.is_dir():
         if (path / MANIFEST).is_file():
             return check_checkpoint(path, reporter)
+        if (path / INTEGER).is_file() and (path / INTEGER_SCHEMA).is_file():
+            return replay(path)
         if (path / "recipe.yaml").is_file():
             return _run_directory(path)
         if (path / replicas.MARKER).is_file():
@@ -218,6 +223,8 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         }
     if path.name == MANIFEST:
         return check_checkpoint(path.parent, reporter)
+    if path.name == INTEGER:
+        return replay(path.parent)
     if path.suffix == ".json":
         data = read_json(path)
         if isinstance(data, dict) and {"layers", "method"} <= set(data):

@@ -99,10 +99,13 @@ def describe(model: nn.Module, task: int = 0) -> ViT:
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
+    tasks = getattr(config, "num_tasks", 1)
+    if not 0 <= task < tasks:
+        raise ModelError(f"task {task} of a model with {tasks}", do=f"give 0 to {tasks - 1}")
     if kind == "moe_vit":
         return _moe_vit(model, config, task)
     if kind in {"vit", "deit"} and hasattr(model, "classifier"):
-        return _transformers(model, config, kind, task)
+        return _transformers(model, config, kind)
     raise ModelError(
         f"{type(model).__name__} has no integer forward", do=f"known are {KNOWN}; set integer: null for this model"
     )
@@ -122,9 +125,7 @@ def _norm(module: Any, path: str) -> Norm:
     return Norm(path=path, weight=_double(module.weight), bias=_double(module.bias), epsilon=float(module.eps))
 
 
-def _patch(module: Any, task: int, tasks: int) -> Linear:
-    if not 0 <= task < tasks:
-        raise ModelError(f"task {task} of a model with {tasks}", do=f"give 0 to {tasks - 1}")
+def _patch(module: Any) -> Linear:
     return Linear(weight=_double(module.weight).flatten(1), bias=_double(module.bias))
 
 
@@ -132,7 +133,7 @@ def _moe_vit(model: Any, config: Any, task: int) -> ViT:
     position = _double(model.pos_embed)[0]
     blocks = tuple(_moe_block(block, config, f"blocks.{i}", task) for i, block in enumerate(model.blocks))
     return ViT(
-        patch=_patch(model.patch_embed, task, config.num_tasks),
+        patch=_patch(model.patch_embed),
         patch_size=config.patch_size,
         image_shape=(config.num_channels, config.image_size, config.image_size),
         prefix=_double(model.cls_token)[0] + position[:1],
@@ -175,7 +176,7 @@ def _moe_block(block: Any, config: Any, path: str, task: int) -> Block:
     )
 
 
-def _transformers(model: Any, config: Any, kind: str, task: int) -> ViT:
+def _transformers(model: Any, config: Any, kind: str) -> ViT:
     inner = getattr(model, kind)
     position = _double(inner.embeddings.position_embeddings)[0]
     tokens = [inner.embeddings.cls_token]
@@ -187,7 +188,7 @@ def _transformers(model: Any, config: Any, kind: str, task: int) -> ViT:
     if projection.kernel_size[0] != projection.kernel_size[1]:
         raise ModelError(f"patches of {projection.kernel_size} are not square", do="set integer: null for this model")
     return ViT(
-        patch=_patch(projection, task, 1),
+        patch=_patch(projection),
         patch_size=projection.kernel_size[0],
         image_shape=(config.num_channels, height, width),
         prefix=prefix + position[: len(prefix)],
