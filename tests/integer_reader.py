@@ -42,7 +42,7 @@ def sat(a: np.ndarray, bits: int) -> np.ndarray:
 
 
 def power(n: np.ndarray, table: np.ndarray) -> np.ndarray:
-    return np.where(n // 64 >= 62, 0, table[n % 64] >> np.minimum(n // 64, 62))
+    return np.where(n // 256 >= 62, 0, table[n % 256] >> np.minimum(n // 256, 62))
 
 
 def patches(x: np.ndarray, t: Arrays, a: dict[str, Any], values: Arrays) -> Arrays:

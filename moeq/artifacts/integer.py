@@ -42,7 +42,7 @@ PAIRS, QUERIES, MIXED = (
     "[images, heads, queries, channels of a head]",
 )
 ROWS = {"weight": "[outputs, inputs]", "bias": "[outputs]", "multiplier": "[outputs]", "shift": "[outputs]"}
-TABLE = {"power_table": "[64]"}
+TABLE = {"power_table": "[256]"}
 ATTENTION = {"query": HIDDEN, "key": HIDDEN, "value": HIDDEN}
 SCALED = ("multiplier", "shift")
 

@@ -9,6 +9,7 @@ not hold the worst case.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -162,8 +163,10 @@ class _Builder:
             attributes={"patch_size": self.vit.patch_size},
         )
         self.add(cut, out=pixels)
-        self.linear("embedding", self.vit.patch, "patches", self.residual, self.settings.end_weights)
-        wide = {"prefix": self.vit.prefix, "position": self.vit.position}
+        patch = replace(self.vit.patch, bias=torch.zeros_like(self.vit.patch.bias))
+        self.linear("embedding", patch, "patches", self.residual, self.settings.end_weights)
+        # the bias joins the positions: pixels' products are coarser than the residual stream
+        wide = {"prefix": self.vit.prefix, "position": self.vit.position + self.vit.patch.bias}
         held = {
             role: self.constant(f"tokens.{role}", torch.floor(tensor / self.residual_scale + 0.5))
             for role, tensor in wide.items()

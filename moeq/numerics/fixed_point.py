@@ -22,7 +22,7 @@ MULTIPLIER_BITS = 16
 ACCUMULATOR_BITS = 32
 EXACT_BITS = 52  # whole numbers up to 2**52, and half of one more, are exact in float64
 MAX_SHIFT = 62
-OCTAVE_STEPS = 64  # entries of the table of 2**-x
+OCTAVE_STEPS = 256  # entries of the table of 2**-x
 UNIT_BITS = 15  # 1.0 in that table and in routing weights is 2**15
 
 
@@ -94,19 +94,19 @@ def isqrt(values: Tensor) -> Tensor:
 
 
 def power_table() -> Tensor:
-    """2**-(j/64) for j from 0 to 63 with 15 fractional bits, rounded to nearest, int64 [64]."""
+    """2**-(j/256) for j from 0 to 255 with 15 fractional bits, rounded to nearest, int64 [256]."""
     steps = torch.arange(OCTAVE_STEPS, dtype=torch.float64) / OCTAVE_STEPS
     table: Tensor = (torch.exp2(-steps) * 2**UNIT_BITS).round().to(torch.int64)
     return table
 
 
 def power(steps: Tensor, table: Tensor) -> Tensor:
-    """2**-(steps/64) with 15 fractional bits, bits below dropped; steps: int64, 0 and more."""
+    """2**-(steps/256) with 15 fractional bits, bits below dropped; steps: int64, 0 and more."""
     whole = torch.bitwise_right_shift(steps, OCTAVE_STEPS.bit_length() - 1).clamp(max=MAX_SHIFT)
     entries: Tensor = table[torch.bitwise_and(steps, OCTAVE_STEPS - 1)]
     return torch.bitwise_right_shift(entries, whole)
 
 
 def power_factor(scale: float) -> float:
-    """By what a difference d of scores of this scale is multiplied so that exp(-d*scale) = 2**-(product/64)."""
+    """By what a difference d of scores of this scale is multiplied so that exp(-d*scale) = 2**-(product/256)."""
     return OCTAVE_STEPS * scale / math.log(2)
