@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from moeq.integer.ranges import measured
 from moeq.integer.reference import check_description, folded
 from moeq.integer.replay import replay
 from moeq.integer.run import run
-from moeq.integer.schemes import BATCH, float_logits, schemes
+from moeq.integer.schemes import BATCH, Row, float_logits, schemes, table
 from moeq.integer.settings import Settings
 from moeq.integer.simulate import simulate
 
@@ -48,8 +49,7 @@ def make(
     calibration = calibration[: settings.calibration]
     vit = describe(model, settings.task)
     with torch.no_grad():
-        given = model(calibration.to(next(model.parameters()).dtype), **_task(model, settings)).logits
-        error = check_description(vit, calibration, given)
+        error = check_description(vit, calibration, _logits(model, calibration, settings))
         program, reference = _program(vit, calibration, settings, norm_scales), float_logits(vit, images)
         found = _evaluate(program, images, reference, labels)
         values = run(program, pixel_codes(program, images[: settings.vectors]))
@@ -72,8 +72,13 @@ def make(
     }
 
 
-def _task(model: Any, settings: Settings) -> dict[str, int]:
-    return {"task": settings.task} if getattr(model.config, "num_tasks", 1) > 1 else {}
+def _logits(model: Any, images: Tensor, settings: Settings) -> Tensor:
+    """The model's own logits in float32."""
+    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        model = copy.deepcopy(model).float()
+    task = {"task": settings.task} if getattr(model.config, "num_tasks", 1) > 1 else {}
+    found: Tensor = model(images.float(), **task).logits
+    return found
 
 
 def _check_images(calibration: Tensor, images: Tensor, labels: Tensor) -> None:
@@ -150,3 +155,21 @@ def _code_values(program: Program) -> list[str]:
 def _at_end(codes: Tensor, bits: int, signed: bool) -> int:
     top = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
     return int(((codes == top) | (codes == -top - 1)).sum())
+
+
+def lines(summary: dict[str, Any]) -> list[str]:
+    """What `make` found, as lines of at most 80 columns."""
+    whole, real = summary["integer"], summary["float"]
+    differing, first = summary["differing_code_share"], summary["differing_code_share_first"]
+    found = [
+        f"integer forward {summary['widths']}, {summary['softmax']} softmax: accuracy {whole['accuracy']:.2%}",
+        f"  (float {real['accuracy']:.2%}), cross-entropy {whole['cross_entropy']:.4f} (float "
+        f"{real['cross_entropy']:.4f}), logit error {whole['logit_error']:.4f}",
+        "  equal to its simulation in every value; against real-valued factors",
+        f"  {differing:.2%} of codes differ ({first:.2%} after the first norm), logits by "
+        f"{summary['logit_error_of_factors']:.4f}",
+        f"  {summary['saturated_code_share']:.2%} of codes at the ends of their range; vectors of "
+        f"{summary['vectors']} images",
+    ]
+    rows = summary["schemes"]
+    return found if rows is None else found + table([Row.of(row) for row in rows]).splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,11 @@ class Quality:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Quality:
+        """From a mapping that has its figures."""
+        return cls(**{field.name: found[field.name] for field in fields(cls)})
 
 
 def quality(logits: Tensor, reference: Tensor, labels: Tensor) -> Quality:

@@ -43,6 +43,11 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         return {"name": self.name, "widths": self.widths, **self.quality.as_json()}
 
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Row:
+        """The inverse of `as_json`."""
+        return cls(name=found["name"], widths=found["widths"], quality=Quality.of(found))
+
 
 def _scheme(name: str, widths: tuple[int, int, int], softmax: Softmax, fold: bool = True) -> Scheme:
     weights, activations, attention = widths

@@ -19,10 +19,10 @@ from transformers import AutoModelForImageClassification
 from moeq.bundled import bundled_path
 from moeq.errors import QuantizationError
 from moeq.integer.description import describe
-from moeq.integer.make import make
+from moeq.integer.make import lines, make
 from moeq.integer.measure import quality
 from moeq.integer.reference import folded
-from moeq.integer.schemes import SCHEMES, float_logits, program_of, schemes, simulated_logits, table
+from moeq.integer.schemes import SCHEMES, Row, float_logits, program_of, schemes, simulated_logits, table
 from moeq.integer.settings import Settings
 
 
@@ -61,6 +61,9 @@ def test_the_integer_forward_of_the_bundled_model(bundled: Any, tmp_path: Path) 
     settings = Settings(vectors=2, schemes=False)
     found = make(bundled, calibration, images[:48], labels[:48], settings, tmp_path / "integer")
     json.dumps(found)
+    text = lines(found)
+    assert max(map(len, text)) <= 80
+    assert f"logit error {found['integer']['logit_error']:.4f}" in " ".join(text)
     assert found["equal_to_simulation"]
     assert found["integer"]["accuracy"] >= 0.95
     assert 0 < found["integer"]["logit_error"] < 0.1
@@ -90,7 +93,9 @@ def test_every_scheme_is_a_row_of_a_narrow_table() -> None:
     text = table(rows)
     assert max(map(len, text.splitlines())) <= 80
     assert f"{errors[-1]:.4f}" in text.splitlines()[-1]
-    assert json.loads(json.dumps([row.as_json() for row in rows]))[1]["logit_error"] == errors[0]
+    again = json.loads(json.dumps([row.as_json() for row in rows]))
+    assert again[1]["logit_error"] == errors[0]
+    assert [Row.of(row) for row in again] == rows
 
 
 def fold_into(model: Any, images: Tensor) -> dict[str, float]:
