@@ -22,6 +22,7 @@ SCHEMA_VERSION = 1
 FORMAT = "moeq-integer"
 NAME, SCHEMA, WEIGHTS, VECTORS = "manifest.json", "manifest.schema.json", "weights.safetensors", "vectors.safetensors"
 REMEDY = "write the integer forward again"
+MOST_BITS = 63
 Attribute = int | float | str | None
 
 
@@ -209,7 +210,7 @@ class Value(BaseModel):
     element has its own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    bits: int = Field(ge=1, le=64)
+    bits: int = Field(ge=1, le=MOST_BITS)
     signed: bool = True
     scale: float | None = None
 
@@ -238,7 +239,7 @@ class StoredTensor(BaseModel):
 class StoredValue(StoredTensor):
     """A value of the test vectors, one row an image."""
 
-    bits: int
+    bits: int = Field(ge=1, le=MOST_BITS)
     signed: bool
     scale: float | None
 

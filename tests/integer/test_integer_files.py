@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,11 +15,12 @@ import pytest
 import torch
 from integer_models import made, pixels
 from integer_reader import replay as independent_replay
+from robustness.fuzz_targets import mutate_json
 from safetensors.torch import load_file, save_file
 
 from moeq.artifacts.integer import KINDS, IntegerManifest
 from moeq.artifacts.stage import ModelStamp
-from moeq.errors import ArtifactError, InternalError
+from moeq.errors import ArtifactError, InternalError, MoeqError
 from moeq.inspection import inspect
 from moeq.integer.description import describe
 from moeq.integer.files import read, write
@@ -218,3 +220,20 @@ def test_the_document_names_every_kind_attribute_and_key() -> None:
 
 def test_the_schema_beside_the_file_is_the_models_own(folder: Path) -> None:
     assert json.loads((folder / "manifest.schema.json").read_text()) == IntegerManifest.model_json_schema()
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 10))
+def test_a_manifest_with_anything_in_it_is_refused_in_one_line_or_still_right(
+    folder: Path, tmp_path: Path, seed: int
+) -> None:
+    copy = damaged(folder, tmp_path, lambda data: None)
+    whole = json.loads((copy / "manifest.json").read_text())
+    said: list[str] = []
+    for number in range(seed, seed + 10):
+        (copy / "manifest.json").write_text(json.dumps(mutate_json(whole, random.Random(number))))
+        try:
+            replay(copy)
+        except MoeqError as error:
+            said.append(str(error))
+    assert said
+    assert not any("\n" in text for text in said)
