@@ -18,7 +18,19 @@ from moeq.errors import ArtifactError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
-from moeq.stages import assign, estimate, evaluate, export, losses, others, profile, quantize, reparam, report
+from moeq.stages import (
+    assign,
+    estimate,
+    evaluate,
+    export,
+    integer_forward,
+    losses,
+    others,
+    profile,
+    quantize,
+    reparam,
+    report,
+)
 from moeq.stages.context import STORE, Context
 from moeq.tables import human_seconds
 
@@ -57,7 +69,14 @@ class Stage:
 
 
 STAGES = (
-    Stage(name="reparam", run=reparam.run, sections=("corpus",), text=("calibration",), extra=reparam.inputs),
+    Stage(
+        name="reparam",
+        run=reparam.run,
+        sections=("corpus",),
+        text=("calibration",),
+        extra=reparam.inputs,
+        check=integer_forward.check,
+    ),
     Stage(
         name="profile",
         run=profile.run,

@@ -122,6 +122,26 @@ class CorpusSection(Section):
         return self
 
 
+class IntegerSection(Section):
+    """The integer forward of a vision transformer (paper 004, 3.2 and 4.3), written beside the folded checkpoint.
+
+    Patch embedding, routers and head keep 8-bit weights where the others have fewer.
+    """
+
+    weights: int = Field(8, ge=2, le=8, description="bits, symmetric, a scale an output")
+    activations: int = Field(8, ge=3, le=8, description="bits, symmetric, a scale a tensor; reparam.bits")
+    attention: int = Field(4, ge=2, le=8, description="bits of the softmax")
+    softmax: Literal["log-sqrt2", "log2", "uniform"] = "log-sqrt2"
+    denominator: Literal["quantized", "exact"] = Field(
+        "quantized", description="of the softmax: the sum of the quantized numerators, or of the exact ones"
+    )
+    range: Literal["minmax", "percentile"] = Field("minmax", description="of activations in calibration")
+    percentile: float = Field(99.99, gt=50, le=100, allow_inf_nan=False, description="range: percentile of magnitudes")
+    calibration: int = Field(32, ge=1, le=4096, description="images that ranges are measured on")
+    vectors: int = Field(4, ge=1, le=1024, description="images whose every value is written")
+    schemes: bool = Field(True, description="also evaluate the schemes of the paper's Table 1")
+
+
 class ReparamSection(Section):
     """Norms folded into the linears that they feed, so that one static scale serves what they give (paper 004, 3.1).
 
@@ -142,12 +162,18 @@ class ReparamSection(Section):
     dtype: Literal["auto", "float32"] = Field("auto", description="of what is stored; auto: as the checkpoint's")
     compare: bool = Field(True, description="perplexity with activations and weights of 8 bits, with and without it")
 
+    integer: IntegerSection | None = Field(
+        None, description="of vision transformers: the forward in whole numbers, with test vectors; {}: as by default"
+    )
+
     @model_validator(mode="after")
     def _check(self) -> ReparamSection:
         if self.norms == []:
             raise ValueError("norms must name at least one pattern")
         if self.range == "minmax" and "percentile" in self.model_fields_set and self.percentile != 99.99:
             raise ValueError("percentile needs range: percentile")
+        if self.integer is not None and self.integer.activations != self.bits:
+            raise ValueError(f"integer.activations is {self.integer.activations}, the norms are folded for {self.bits}")
         return self
 
 

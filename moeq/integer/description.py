@@ -92,23 +92,26 @@ class ViT:
     pixel_scale: float | None
 
 
+def is_known(model: nn.Module) -> bool:
+    """Whether `describe` knows the model's class."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind == "moe_vit" or (kind in {"vit", "deit"} and hasattr(model, "classifier"))
+
+
 def describe(model: nn.Module, task: int = 0) -> ViT:
     """The description of a model of a known class; ModelError for others and for what the integer forward lacks.
 
     task: of models with a router, or a head, a task.
     """
     config: Any = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
+    if not is_known(model):
+        raise ModelError(f"{type(model).__name__} has no integer forward", do=f"known are {KNOWN}")
     tasks = getattr(config, "num_tasks", 1)
     if not 0 <= task < tasks:
         raise ModelError(f"task {task} of a model with {tasks}", do=f"give 0 to {tasks - 1}")
-    if kind == "moe_vit":
+    if config.model_type == "moe_vit":
         return _moe_vit(model, config, task)
-    if kind in {"vit", "deit"} and hasattr(model, "classifier"):
-        return _transformers(model, config, kind)
-    raise ModelError(
-        f"{type(model).__name__} has no integer forward", do=f"known are {KNOWN}; set integer: null for this model"
-    )
+    return _transformers(model, config, config.model_type)
 
 
 def _double(parameter: Any) -> Tensor:

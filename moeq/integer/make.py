@@ -48,6 +48,9 @@ def make(
     _check_images(calibration, images, labels)
     calibration = calibration[: settings.calibration]
     vit = describe(model, settings.task)
+    if not 0 <= int(labels.min()) <= int(labels.max()) < len(vit.head.weight):
+        known = f"the head of task {settings.task} knows 0 to {len(vit.head.weight) - 1}"
+        raise QuantizationError(f"labels are {int(labels.min())} to {int(labels.max())}, {known}", where="integer")
     with torch.no_grad():
         error = check_description(vit, calibration, _logits(model, calibration, settings))
         program, reference = _program(vit, calibration, settings, norm_scales), float_logits(vit, images)

@@ -38,7 +38,7 @@ from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, current_batch, run_batch
 from moeq.recipe import ReparamSection
-from moeq.stages import w8a8
+from moeq.stages import integer_forward, w8a8
 from moeq.stages.context import FOLDED, Context
 from moeq.stages.finite import naming_the_file
 
@@ -47,7 +47,7 @@ TRACED_TOKENS = 32
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Write checkpoint/, reparam.json and its schema; returns the summary.
+    """Write checkpoint/, reparam.json and its schema, and where wanted the integer forward; returns the summary.
 
     Raises ModelError where no norm, or not every chosen one, can be folded, QuantizationError for a channel without a
     scale, and where the folded model does not compute the same.
@@ -74,7 +74,11 @@ def run(context: Context) -> dict[str, Any]:
     report = _report(section, batches, folds, left, (exact, stored), perplexity)
     write_reparam(directory, report)
     _say(context, report)
-    return summarize(report)
+    integer_forward.remove(directory)
+    if section.integer is None:
+        return summarize(report)
+    scales = {norm.path: norm.scale for norm in report.norms}
+    return summarize(report) | {"integer": integer_forward.write(context, section.integer, scales, directory)}
 
 
 def settings(context: Context) -> ReparamSection:
@@ -89,6 +93,8 @@ def inputs(context: Context) -> dict[str, Any]:
     if section.compare and context.perplexity is not None:
         found["text"] = context.text_digest("evaluation")
         found["perplexity"] = context.perplexity.model_dump(mode="json", exclude={"source"})
+    if section.integer is not None:
+        found["integer"] = integer_forward.inputs(context)
     return found
 
 

@@ -140,6 +140,8 @@ def test_images_and_labels_that_do_not_go_together(tmp_path: Path) -> None:
         make(model, images, images, labels[:3], settings, tmp_path / "x")
     with pytest.raises(QuantizationError, match=r"calibration images are \[0, 1, 6, 6\]"):
         make(model, images[:0], images, labels, settings, tmp_path / "x")
+    with pytest.raises(QuantizationError, match="integer: labels are 2 to 2, the head of task 0 knows 0 to 1"):
+        make(model, images, images, labels + 2, settings, tmp_path / "x")
     with pytest.raises(QuantizationError, match="a pixel of the evaluation images is not finite"):
         make(model, images, images * float("inf"), labels, settings, tmp_path / "x")
     assert not (tmp_path / "x").exists()

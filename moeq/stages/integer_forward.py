@@ -1,0 +1,84 @@
+"""The integer forward of a folded vision transformer: reparam.integer, part of the stage reparam."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from torch import nn
+
+from moeq.artifacts.files import write_json
+from moeq.errors import RecipeError
+from moeq.integer.description import KNOWN, is_known
+from moeq.integer.make import lines, make
+from moeq.integer.settings import Settings
+from moeq.models.corpus import ImageSequences
+from moeq.models.loading import load_model
+from moeq.models.source import ModelSource, open_source
+from moeq.recipe import IntegerSection
+from moeq.stages.context import FOLDED, Context
+
+FOLDER, REPORT = "integer", "integer.json"
+SCHEMA_VERSION = 1
+WHERE = "reparam.integer"
+
+
+def check(context: Context) -> None:
+    """RecipeError where the recipe wants the integer forward of a model that has none, before anything is written."""
+    if context.recipe.reparam is None or context.recipe.reparam.integer is None:
+        return
+    if not is_known(context.described[0]):
+        raise RecipeError("the model has no integer forward", where=WHERE, do=f"leave it out; known are {KNOWN}")
+
+
+def inputs(context: Context) -> dict[str, Any]:
+    """What is read beside the section and the calibration images: those that it is measured on."""
+    return {
+        "images": context.text_digest("evaluation"),
+        "taken": context.test_images.model_dump(mode="json", exclude={"source"}),
+    }
+
+
+def remove(directory: Path) -> None:
+    """Take away what an earlier run of the stage left."""
+    shutil.rmtree(directory / FOLDER, ignore_errors=True)
+    (directory / REPORT).unlink(missing_ok=True)
+
+
+def write(context: Context, section: IntegerSection, scales: dict[str, float], directory: Path) -> dict[str, Any]:
+    """Write integer/ (of a model with several tasks integer/task-0 and so on) and integer.json into the stage's folder.
+
+    scales: s~ of the folded norms by module path. Returns what `make` found, by task.
+    """
+    calibration, images = context.calibration, context.evaluation
+    if not isinstance(calibration, ImageSequences) or not isinstance(images, ImageSequences):
+        raise RecipeError("no labelled images", where=WHERE, do="name some in corpus.source")
+    folded = open_source(str(directory / FOLDED), trust_remote_code=context.recipe.trust_remote_code)
+    model, original = _load(context, folded), _load(context, context.source)
+    tasks = getattr(model.config, "num_tasks", 1)
+    found: dict[str, Any] = {}
+    for task in range(tasks):
+        folder = directory / FOLDER if tasks == 1 else directory / FOLDER / f"task-{task}"
+        found[f"task-{task}"] = make(
+            model,
+            calibration.pixels,
+            images.pixels,
+            images.labels,
+            Settings(**section.model_dump(), task=task),
+            folder,
+            norm_scales=scales,
+            original=original,
+            stamp=context.stamp,
+        )
+        for line in lines(found[f"task-{task}"]):
+            context.reporter.say(f"  {escape(line)}")
+        context.reporter.say(f"  {escape(str(folder))}")
+    write_json(directory / REPORT, {"schema_version": SCHEMA_VERSION, "tasks": found})
+    return found
+
+
+def _load(context: Context, source: ModelSource) -> nn.Module:
+    return load_model(source, torch.float32, torch.device("cpu"), context.recipe.trust_remote_code)

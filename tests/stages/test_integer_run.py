@@ -1,0 +1,67 @@
+"""`moeq reparam` with reparam.integer: the integer forward beside the folded checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from integer_reader import replay as independent_replay
+
+from moeq.artifacts.reparam import read_reparam
+from moeq.artifacts.stage import read_record
+from moeq.errors import RecipeError
+from moeq.inspection import inspect
+from moeq.recipe import load_recipe
+from stages.test_reparam_vit import model_of, reparam
+
+WANTED = ("reparam.integer.vectors=1", "reparam.integer.schemes=false", "eval.images.images=12")
+
+
+def test_the_integer_forward_lies_beside_the_folded_checkpoint(tmp_path: Path) -> None:
+    model, run = model_of(tmp_path / "model"), tmp_path / "run"
+    reparam(model, run, *WANTED)
+    folder = run / "reparam" / "integer"
+    differing, _ = independent_replay(folder)
+    assert differing == []
+    assert inspect(folder)["model"] == "model"
+    report = json.loads((run / "reparam" / "integer.json").read_text("utf-8"))
+    record = read_record(run / "reparam", "reparam")
+    assert report["tasks"] == record.summary["integer"]
+    assert list(report["tasks"]) == ["task-0"]
+    assert report["tasks"]["task-0"]["calibration_images"] == 24
+    assert {"integer/manifest.json", "integer/vectors.safetensors", "integer.json"} <= set(record.files)
+    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+    scales = {value["name"]: value["scale"] for value in manifest["values"]}
+    for norm in read_reparam(run / "reparam").norms:
+        assert scales[norm.path] == norm.scale
+    assert manifest["model"] == record.model.model_dump(mode="json")
+    before = (folder / "manifest.json").read_bytes()
+    reparam(model, run, *WANTED)
+    assert (folder / "manifest.json").read_bytes() == before
+    reparam(model, run, *WANTED, "reparam.integer.attention=8")
+    assert (folder / "manifest.json").read_bytes() != before
+    reparam(model, run)
+    assert not folder.exists()
+    assert not (run / "reparam" / "integer.json").exists()
+
+
+def test_every_task_has_its_own(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model", num_tasks=2)
+    reparam(model, tmp_path / "run", *WANTED)
+    folders = sorted(path.name for path in (tmp_path / "run" / "reparam" / "integer").iterdir())
+    assert folders == ["task-0", "task-1"]
+    found = [independent_replay(tmp_path / "run" / "reparam" / "integer" / name) for name in folders]
+    assert [differing for differing, _ in found] == [[], []]
+    assert (found[0][1]["logits"] != found[1][1]["logits"]).any()
+
+
+def test_what_has_no_integer_forward_is_refused_before_anything_is_written(tmp_path: Path, tiny_mixtral: Path) -> None:
+    with pytest.raises(RecipeError, match=r"reparam\.integer: the model has no integer forward; leave it out"):
+        reparam(
+            tiny_mixtral, tmp_path / "run", "reparam.integer={}", "corpus.source=bundled", "corpus.sequence_length=32"
+        )
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RecipeError, match=r"integer\.activations is 6, the norms are folded for 8"):
+        load_recipe(None, ["reparam.integer.activations=6"])
+    assert load_recipe(None, ["reparam.integer.activations=6", "reparam.bits=6"]).reparam is not None
