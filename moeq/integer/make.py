@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moeq.artifacts.integer import Value
 from moeq.artifacts.stage import ModelStamp
 from moeq.errors import InternalError, QuantizationError
 from moeq.integer import files
@@ -119,7 +120,8 @@ def _evaluate(program: Program, images: Tensor, reference: Tensor, labels: Tenso
     assert scale is not None
     whole, real = [], []
     differing = dict.fromkeys(_code_values(program), 0)
-    counts, saturated = dict.fromkeys(differing, 0), 0
+    stream = [one.outputs["out"] for one in program.operations if one.kind in {"tokens", "add"}]
+    counts, saturated, overflows = dict.fromkeys(differing, 0), 0, 0
     for codes in pixel_codes(program, images).split(BATCH):
         found, wanted = run(program, codes), simulate(program, codes)
         wrong = next((name for name, values in found.items() if not torch.equal(values.double(), wanted[name])), None)
@@ -129,7 +131,8 @@ def _evaluate(program: Program, images: Tensor, reference: Tensor, labels: Tenso
         for name in differing:
             differing[name] += int((found[name] != freely[name]).sum())
             counts[name] += found[name].numel()
-            saturated += _at_end(found[name], program.values[name].bits, program.values[name].signed)
+            saturated += _at_end(found[name], program.values[name])
+        overflows += sum(_at_end(found[name], program.values[name]) for name in stream)
         whole.append(found[program.logits].double() * scale)
         real.append(freely[program.logits] * scale)
     logits, free = torch.cat(whole), torch.cat(real)
@@ -142,6 +145,7 @@ def _evaluate(program: Program, images: Tensor, reference: Tensor, labels: Tenso
         "differing_code_share_first": differing["blocks.0.norm1"] / counts["blocks.0.norm1"],
         "logit_error_of_factors": float((logits - free).norm() / free.norm()),
         "saturated_code_share": saturated / sum(counts.values()),
+        "saturated_residuals": overflows,
     }
 
 
@@ -155,9 +159,11 @@ def _code_values(program: Program) -> list[str]:
     ]
 
 
-def _at_end(codes: Tensor, bits: int, signed: bool) -> int:
-    top = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
-    return int(((codes == top) | (codes == -top - 1)).sum())
+def _at_end(codes: Tensor, held: Value) -> int:
+    """How many codes are the least or the largest that their register holds."""
+    top = 2 ** (held.bits - 1) - 1 if held.signed else 2**held.bits - 1
+    bottom = -top - 1 if held.signed else 0
+    return int(((codes == top) | (codes == bottom)).sum())
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
@@ -174,5 +180,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         f"  {summary['saturated_code_share']:.2%} of codes at the ends of their range; vectors of "
         f"{summary['vectors']} images",
     ]
+    if summary["saturated_residuals"]:
+        found.append(f"  {summary['saturated_residuals']} numbers of the residual stream were clipped to its range")
     rows = summary["schemes"]
     return found if rows is None else found + table([Row.of(row) for row in rows]).splitlines()

@@ -69,6 +69,7 @@ def test_the_integer_forward_of_the_bundled_model(bundled: Any, tmp_path: Path) 
     assert 0 < found["integer"]["logit_error"] < 0.1
     assert found["differing_code_share_first"] < 0.005
     assert 0 <= found["saturated_code_share"] < 0.01
+    assert found["saturated_residuals"] == 0
     assert (found["widths"], found["calibration_images"], found["vectors"], found["schemes"]) == ("8/8/4", 32, 2, None)
     differing, values = independent_replay(tmp_path / "integer")
     assert differing == []
@@ -145,3 +146,17 @@ def test_images_and_labels_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(QuantizationError, match="a pixel of the evaluation images is not finite"):
         make(model, images, images * float("inf"), labels, settings, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_clipped_residual_stream_is_counted_and_said(tmp_path: Path) -> None:
+    model = made("moe")
+    with torch.no_grad():
+        model.patch_embed.weight *= 20
+    images, labels = pixels(model, 8), torch.zeros(8, dtype=torch.int64)
+    dark = (images * 16 > 8) / 16
+    settings = Settings(schemes=False)
+    calm = make(model, images, images, labels, settings, tmp_path / "calm")
+    clipped = make(model, dark, images, labels, settings, tmp_path / "clipped")
+    assert (calm["saturated_residuals"], len(lines(calm))) == (0, 5)
+    assert clipped["saturated_residuals"] > 0
+    assert lines(clipped)[-1].endswith("of the residual stream were clipped to its range")
