@@ -99,6 +99,29 @@ def test_every_scheme_is_a_row_of_a_narrow_table() -> None:
     assert [Row.of(row) for row in again] == rows
 
 
+def test_the_fold_is_worth_it_where_channels_differ() -> None:
+    """A few channels of the norms' outputs 60 times the others', as ViTs have them; the function stays the same."""
+    model: Any = made("deit")
+    images = pixels(model, 32)
+    for layer in model.deit.layers:
+        pairs = [(layer.layernorm_before, (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)),
+                 (layer.layernorm_after, (layer.mlp.fc1,))]  # fmt: skip
+        with torch.no_grad():
+            for norm, consumers in pairs:
+                norm.weight[::8] *= 60
+                norm.bias[::8] *= 60
+                for consumer in consumers:
+                    consumer.weight[:, ::8] /= 60
+    vit = describe(model)
+    reference = float_logits(vit, images)
+    settings = Settings(softmax="uniform", attention=8)
+    errors = [
+        float((simulated_logits(program_of(vit, images, settings, fold), images) - reference).norm() / reference.norm())
+        for fold in (False, True)
+    ]
+    assert errors[1] < errors[0] / 4
+
+
 def fold_into(model: Any, images: Tensor) -> dict[str, float]:
     """Fold a DeiT in place, as the stage does; returns s~ by module path."""
     fold, scales = folded(describe(model), images, 8, None)
