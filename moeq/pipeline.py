@@ -263,7 +263,7 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
     if context.recipe.threads is not None:
         torch.set_num_threads(context.recipe.threads)
     torch.manual_seed(context.recipe.seed)
-    needed = ["layers", "dtype"]
+    needed = ["layers", "dtype"] if any(stage.name != REPARAM for stage in stages) else ["dtype"]
     reads = any(stage.text for stage in stages)
     needed += ["perplexity"] if reads else []  # or what makes none possible
     needed += ["tokenizer"] if reads and not context.takes_images else []

@@ -59,10 +59,10 @@ def kind_of(module: nn.Module) -> Kind | None:
     return next((kind for kind in KINDS if kind.holds(module)), None)
 
 
-def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
+def find_expert_layers(model: nn.Module, *, needed: bool = True) -> list[ExpertLayer]:
     """All routed-expert layers in order of execution.
 
-    Raises ModelError when there are none (not an MoE) or when one is of a kind that is not supported.
+    Raises ModelError when one is of a kind that is not supported, and, where they are needed, when there are none.
     """
     layers: list[ExpertLayer] = []
     model_name = type(model).__name__
@@ -93,7 +93,7 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
                 parameters=kind.parameters(module),
             )
         )
-    if not layers:
+    if needed and not layers:
         raise ModelError(
             "not a Mixture-of-Experts model: no module holds routed experts",
             where=model_name,

@@ -321,11 +321,14 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
 
 
 def describe(
-    source: ModelSource, trust_remote_code: bool = False, *, packed: bool = False
+    source: ModelSource, trust_remote_code: bool = False, *, packed: bool = False, experts: bool = True
 ) -> tuple[nn.Module, list[ExpertLayer]]:
-    """Skeleton and expert layers, from the configuration alone; packed: also of a quantized model."""
+    """Skeleton and expert layers, from the configuration alone.
+
+    packed: also of a quantized model; experts: ModelError for a model without (False: no layers then).
+    """
     model = skeleton(source, trust_remote_code=trust_remote_code, packed=packed)
-    return model, find_expert_layers(model)
+    return model, find_expert_layers(model, needed=experts)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -94,8 +94,8 @@ class StreamedModel:
 
     @cached_property
     def layers(self) -> list[ExpertLayer]:
-        """The MoE layers; ModelError when the family's experts are not supported."""
-        return find_expert_layers(self.model)
+        """The MoE layers, none of a dense model; ModelError when the family's experts are not supported."""
+        return find_expert_layers(self.model, needed=False)
 
     @property
     def bytes_read(self) -> int:

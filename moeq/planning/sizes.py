@@ -87,7 +87,7 @@ class ModelSizes:
 
 def model_sizes(context: Context) -> ModelSizes:
     """Read the sizes; ModelError for what a run refuses, with its line."""
-    skeleton, layers = context.described
+    skeleton, layers = context.described[0], context.layers
     keys = loading.expert_keys(context.source, skeleton, layers)
     blocks = blocks_of(skeleton)
     by_block = [_weights(skeleton.get_submodule(path)) for path in blocks]

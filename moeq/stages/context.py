@@ -20,7 +20,7 @@ from moeq.artifacts.stage import ModelStamp, read_record
 from moeq.errors import ArtifactError, CorpusError, RecipeError
 from moeq.evaluation.harness import open_tasks
 from moeq.models import corpus, hub, loading
-from moeq.models.experts import ExpertLayer
+from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.forward import takes_images
 from moeq.models.others import OtherModules, find_others
 from moeq.models.single import ExpertReader
@@ -105,12 +105,13 @@ class Context:
 
     @cached_property
     def described(self) -> tuple[nn.Module, list[ExpertLayer]]:
-        """Skeleton on the meta device and expert layers, from the configuration alone."""
-        return loading.describe(self.source, self.recipe.trust_remote_code)
+        """Skeleton on the meta device and expert layers (none of a dense model), from the configuration alone."""
+        return loading.describe(self.source, self.recipe.trust_remote_code, experts=False)
 
     @property
     def layers(self) -> list[ExpertLayer]:
-        return self.described[1]
+        """The expert layers; ModelError when there are none."""
+        return self.described[1] or find_expert_layers(self.described[0])
 
     @cached_property
     def others(self) -> OtherModules:

@@ -55,7 +55,7 @@ def run(context: Context) -> dict[str, Any]:
     section = settings(context)
     directory = make_directory(context.directory("reparam"))
     batches = sample(context, section)
-    with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.layers)) as advance:
+    with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.described[1])) as advance:
         streamed = open_streamed(context)
         gained = gain_router_biases(streamed.model) if section.bias == "auto" else []
         edges = find_edges(streamed.model, streamed.layers, streamed.blocks, _calls(streamed, batches))

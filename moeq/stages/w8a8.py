@@ -24,7 +24,7 @@ from moeq.stages.context import Context
 
 def noting(context: Context, streamed: StreamedModel) -> StaticInputs:
     """A mode that notes the largest input of every linear that W8A8 rounds."""
-    return StaticInputs(streamed.model, streamed.blocks, linears(context.others, context.layers))
+    return StaticInputs(streamed.model, streamed.blocks, linears(context.others, context.described[1]))
 
 
 def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, float]) -> PerplexityRow | None:
@@ -63,8 +63,8 @@ def _measure(context: Context, scales: dict[str, Scale] | None, folds: Sequence[
         with torch.no_grad():
             round_experts(model, layer)
 
-    chosen = linears(context.others, context.layers)
-    experts = {f"{layer.name}.{name}" for layer in context.layers for name in layer.parameters}
+    chosen = linears(context.others, context.described[1])
+    experts = {f"{layer.name}.{name}" for layer in context.described[1] for name in layer.parameters}
     others: dict[str, list[str]] = {}
     for name in sorted(chosen - experts) if scales is not None else ():
         others.setdefault(streamed.block_of(name), []).append(name)
