@@ -12,7 +12,6 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,10 @@ import pytest
 import torch
 from tiny_models import FULL, save_tiny
 
+from moeq.verification import launch, probe
+
+probes_apart = False  # whether the test that runs is marked fresh_process
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not FULL:
@@ -31,19 +34,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="long sweep: make test-full"))
 
 
-@pytest.fixture(autouse=True)
-def probe_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
-    """Exports are verified in this process, which takes a fraction of a second, but in tests marked fresh_process."""
-    launch = sys.modules.get("moeq.verification.launch")
-    if launch is None or request.node.get_closest_marker("fresh_process"):
-        return
-    from moeq.verification import probe
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global probes_apart
+    probes_apart = item.get_closest_marker("fresh_process") is not None
+    return (yield)
 
+
+@pytest.fixture(scope="session", autouse=True)
+def probe_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Exports are verified in this process, which takes a fraction of a second, but in tests marked fresh_process.
+
+    Before every other fixture, so that runs made once for many tests are verified here too.
+    """
     fresh = launch.started
 
     @contextmanager
-    def started(wanted: Any, python: str | None) -> Iterator[Any]:
-        if wanted.target not in ("moeq", "transformers") or wanted.method == "compressed-tensors":
+    def started(wanted: launch.Request, python: str | None) -> Iterator[Any]:
+        if probes_apart or wanted.target not in ("moeq", "transformers") or wanted.method == "compressed-tensors":
             with fresh(wanted, python) as process:  # peers change transformers for the rest of a process
                 yield process
             return
@@ -52,7 +60,9 @@ def probe_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, 
         probe.main(folder)
         yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: 0, poll=lambda: 0)
 
-    monkeypatch.setattr(launch, "started", started)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "started", started)
+        yield
 
 
 @pytest.fixture(scope="session")
