@@ -12,18 +12,22 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peers
 import pytest
 import torch
+from fork_server import ForkServer
 from tiny_models import FULL, save_tiny
 
 from moeq.verification import launch, probe
 
+PROBE = Path(probe.__file__)
 probes_apart = False  # whether the test that runs is marked fresh_process
 
 
@@ -45,24 +49,38 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def probe_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Exports are verified in this process, which takes a fraction of a second, but in tests marked fresh_process.
 
-    Before every other fixture, so that runs made once for many tests are verified here too.
+    Peers, which change transformers for the rest of a process, are forked from one that has imported them. This comes
+    before every other fixture, so that it holds for runs made once for many tests too.
     """
     fresh = launch.started
 
     @contextmanager
     def started(wanted: launch.Request, python: str | None) -> Iterator[Any]:
-        if probes_apart or wanted.target not in ("moeq", "transformers") or wanted.method == "compressed-tensors":
-            with fresh(wanted, python) as process:  # peers change transformers for the rest of a process
-                yield process
-            return
+        package = wanted.method if wanted.target == "transformers" and wanted.method in peers.FORKED else wanted.target
+        server = None if probes_apart else peers.server(package, python or sys.executable)
         folder = tmp_path_factory.mktemp("probe")
         launch.write_request(folder, wanted)
-        probe.main(folder)
-        yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: 0, poll=lambda: 0)
+        if server is not None:
+            running = server.start(folder, program=PROBE, cwd=folder)
+            yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: running.wait().code)
+        elif not probes_apart and package in ("moeq", "transformers"):
+            probe.main(folder)
+            yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: 0)
+        else:
+            with fresh(wanted, python) as process:
+                yield process
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "started", started)
         yield
+
+
+@pytest.fixture(scope="session")
+def moeq() -> Iterator[ForkServer]:
+    """Runs moeq commands in processes of their own."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
