@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
+gc.disable()  # nothing of what is imported until the tests run is garbage
 for _name, _value in {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -36,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="long sweep: make test-full"))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is not looked for in what was imported, again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

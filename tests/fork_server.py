@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -38,7 +39,9 @@ MOEQ = (
     "lm_eval.evaluator",
     "lm_eval.models.huggingface",
     "lm_eval.tasks",
+    "matplotlib.backends.backend_svg",
     "matplotlib.figure",
+    "numba.np.arrayobj",
     "pint",
 )
 TRANSFORMERS = (
@@ -166,8 +169,11 @@ def shared(*modules: str, python: str = sys.executable) -> ForkServer:
 def _serve(address: str, modules: list[str]) -> None:
     """Import, then answer each connection by a forked handler until standard input ends."""
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
+    gc.disable()
     for name in modules:
         importlib.import_module(name)
+    gc.enable()
+    gc.freeze()  # a child neither looks through what was imported for garbage nor copies its pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
