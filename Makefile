@@ -9,10 +9,10 @@ demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
 
 test: $(INSTALLED) lint
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-full: $(INSTALLED) lint
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MOEQ_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MOEQ_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed
 	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py

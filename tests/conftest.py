@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
+gc.disable()  # nothing of what is imported until the tests run is garbage
 for _name, _value in {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -19,40 +21,83 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peers
 import pytest
 import torch
+from fork_server import ForkServer
 from tiny_models import FULL, save_tiny
+
+from moeq.verification import launch, probe
+
+LONGEST_FIRST = (  # so that no process is left with one of them at the end
+    "robustness/test_kill_resume.py", "robustness/test_bad_input.py", "stages/test_families.py",
+    "planning/test_disk.py", "verification/test_peers.py", "stages/test_end_to_end.py", "stages/test_others.py",
+    "stages/test_formats.py", "stages/test_demo.py", "planning/test_memory.py", "exporters/test_peers.py",
+    "reporting/test_report_page.py", "models/test_every_family.py", "stages/test_store.py", "models/test_others.py",
+    "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py",
+)  # fmt: skip
+PROBE = Path(probe.__file__)
+probes_apart = False  # whether the test that runs is marked fresh_process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if not FULL:
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="long sweep: make test-full"))
 
 
-@pytest.fixture(autouse=True)
-def probe_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
-    """Exports are verified in this process, which takes a fraction of a second, but in tests marked fresh_process."""
-    launch = sys.modules.get("moeq.verification.launch")
-    if launch is None or request.node.get_closest_marker("fresh_process"):
-        return
-    from moeq.verification import probe
+def pytest_collection_finish() -> None:
+    """Garbage is not looked for in what was imported, again and again."""
+    gc.freeze()
+    gc.enable()
 
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global probes_apart
+    probes_apart = item.get_closest_marker("fresh_process") is not None
+    return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probe_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Exports are verified in this process, which takes a fraction of a second, but in tests marked fresh_process.
+
+    Peers, which change transformers for the rest of a process, are forked from one that has imported them. This comes
+    before every other fixture, so that it holds for runs made once for many tests too.
+    """
     fresh = launch.started
 
     @contextmanager
-    def started(wanted: Any, python: str | None) -> Iterator[Any]:
-        if wanted.target not in ("moeq", "transformers") or wanted.method == "compressed-tensors":
-            with fresh(wanted, python) as process:  # peers change transformers for the rest of a process
-                yield process
-            return
+    def started(wanted: launch.Request, python: str | None) -> Iterator[Any]:
+        package = wanted.method if wanted.target == "transformers" and wanted.method in peers.FORKED else wanted.target
+        server = None if probes_apart else peers.server(package, python or sys.executable)
         folder = tmp_path_factory.mktemp("probe")
         launch.write_request(folder, wanted)
-        probe.main(folder)
-        yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: 0, poll=lambda: 0)
+        if server is not None:
+            running = server.start(folder, program=PROBE, cwd=folder)
+            yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: running.wait().code)
+        elif not probes_apart and package in ("moeq", "transformers"):
+            probe.main(folder)
+            yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: 0)
+        else:
+            with fresh(wanted, python) as process:
+                yield process
 
-    monkeypatch.setattr(launch, "started", started)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "started", started)
+        yield
+
+
+@pytest.fixture(scope="session")
+def moeq() -> Iterator[ForkServer]:
+    """Runs moeq commands in processes of their own."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 MODULES = {
     "auto-round": "auto_round", "gptqmodel": "gptqmodel", "compressed-tensors": "compressed_tensors", "gguf": "gguf",
     "llama-cpp-python": "llama_cpp",
 }  # fmt: skip
+FORKED = {"auto-round": "auto_round", "compressed-tensors": "compressed_tensors"}  # whose import starts no work
 PROBE = Path(__file__).parent / "exporters" / "peer_probe.py"
 
 
@@ -38,13 +40,27 @@ def interpreter(package: str) -> str:
     return sys.executable
 
 
+def server(package: str, python: str) -> fork_server.ForkServer | None:
+    """A process that has imported a package and forks for every script; None where each takes a fresh process."""
+    absent = python == sys.executable and package in FORKED and importlib.util.find_spec(FORKED[package]) is None
+    if package not in FORKED or absent:
+        return None
+    return fork_server.shared(*fork_server.TRANSFORMERS, FORKED[package], python=python)
+
+
 def run(package: str, script: Path, *arguments: str | Path) -> str:
-    """Standard output of a script in a package's interpreter; fails when it does."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [interpreter(package), str(script), *map(str, arguments)]
+    """Standard output of a script in a package's interpreter, in a process of its own; fails when it does."""
+    python = interpreter(package)
+    added = {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryDirectory() as folder:  # gptqmodel leaves logs where it is run
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+        forking = server(package, python)
+        if forking is not None:
+            finished = forking.run(*arguments, program=script, cwd=folder, env=added)
+            assert finished.code == 0, finished.stderr[-3000:]
+            return finished.stdout
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [python, str(script), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment | added, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkServer
 
 from moeq import cleaning, pipeline
 from moeq.artifacts.files import locked
@@ -188,15 +187,17 @@ def test_refusals(tiny_mixtral: Path, tmp_path: Path) -> None:
     assert files(made.store) == before
 
 
-def test_the_command_prints_what_it_freed(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_the_command_prints_what_it_freed(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:
     made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2,3]")
     run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")
-    command = [sys.executable, "-m", "moeq", "gc", "--out", str(made.out)]
-    dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True)
+    dry = moeq.run("gc", "--out", made.out, "--dry-run")
+    assert dry.code == 0, dry.stderr
     assert "would free" in dry.stdout
     assert "replicas gptq.3." in dry.stdout
-    done = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    real = moeq.run("gc", "--out", made.out, "--json")
+    assert real.code == 0, real.stderr
+    done = json.loads(real.stdout)
     assert done["freed_bytes"] > 0
     assert done["stores"] == [str(made.store)]
-    refused = subprocess.run([*command[:4]], capture_output=True, text=True, check=False)
-    assert (refused.returncode, refused.stderr) == (2, "moeq: nothing to clean; give --out RUN or --store DIR\n")
+    refused = moeq.run("gc")
+    assert (refused.code, refused.stderr) == (2, "moeq: nothing to clean; give --out RUN or --store DIR\n")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from typer.main import get_command
 
 from moeq.cli import _overrides, app
@@ -58,11 +59,6 @@ FLAGS = {
 }
 
 
-def moeq(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moeq", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
-
-
 def test_flags_are_frozen() -> None:
     found = {
         name: {option for parameter in command.params for option in parameter.opts}
@@ -91,7 +87,9 @@ def test_help_and_version_do_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout
-    assert moeq("--version").stdout.strip() == f"moeq {__version__}"
+    command = [sys.executable, "-m", "moeq", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == f"moeq {__version__}"
 
 
 def test_import_registers_with_transformers_whenever_it_is_imported() -> None:
@@ -115,30 +113,30 @@ def test_method_and_refine_change_the_recipe() -> None:
     assert _overrides(own, None, True) == []
 
 
-def test_stages_one_by_one_in_json(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_stages_one_by_one_in_json(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "name: one\nmodel: " + str(tiny_mixtral) + "\ncorpus: {sequences: 8, sequence_length: 32}\n"
         "losses: {group_size: 16}\neval: {perplexity: {sequences: 4, sequence_length: 32}, compare: []}\n"
     )
     out = tmp_path / "with space" / "run"
-    first = moeq("profile", str(recipe), "--out", str(out), "--json", "--quiet")
-    assert first.returncode == 0, first.stderr
+    first = moeq.run("profile", str(recipe), "--out", str(out), "--json", "--quiet")
+    assert first.code == 0, first.stderr
     assert json.loads(first.stdout)["summary"]["layers"] == 2
     assert first.stderr == ""
-    early = moeq("assign", "--out", str(out), "--model", str(tiny_mixtral))
-    assert early.returncode == 7
+    early = moeq.run("assign", "--out", str(out), "--model", str(tiny_mixtral))
+    assert early.code == 7
     assert "this stage has not been run; run `moeq losses`" in early.stderr
-    whole = moeq("run", str(recipe), "--out", str(out), "--json")
-    assert whole.returncode == 0, whole.stderr
+    whole = moeq.run("run", str(recipe), "--out", str(out), "--json")
+    assert whole.code == 0, whole.stderr
     found = json.loads(whole.stdout)
     assert [stage["skipped"] for stage in found["stages"]] == [True] + [False] * 7
     assert {row["name"] for row in found["table"]} == {"original", "one"}
     assert all(Path(path).exists() for path in found["paths"].values())
-    table = moeq("run", str(recipe), "--out", str(out))
+    table = moeq.run("run", str(recipe), "--out", str(out))
     assert "one *" in table.stdout
     assert "unchanged, skipped" in table.stderr
-    assert json.loads(moeq("inspect", str(out), "--json").stdout)["kind"] == "moeq run"
+    assert json.loads(moeq.run("inspect", str(out), "--json").stdout)["kind"] == "moeq run"
     assert inspect(out / "checkpoint")["check"].startswith("every size")
     kinds = {
         "assign/assignment.json": "assignment",
@@ -150,5 +148,5 @@ def test_stages_one_by_one_in_json(tiny_mixtral: Path, tmp_path: Path) -> None:
     }
     for name, kind in kinds.items():
         assert inspect(out / name)["kind"] == kind, name
-    text = moeq("generate", str(out / "checkpoint"), "hello", "--max-new-tokens", "3")
+    text = moeq.run("generate", str(out / "checkpoint"), "hello", "--max-new-tokens", "3")
     assert text.stdout.startswith("hello")

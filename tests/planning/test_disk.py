@@ -60,6 +60,11 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return context
 
 
+@pytest.fixture(scope="module")
+def disk(finished: Context) -> Disk:
+    return foretold(finished)
+
+
 FAMILIES = ("gpt_oss", "nemotron_h", "switch_transformers")  # biases, two matrices, experts by number
 
 
@@ -95,22 +100,21 @@ def foretold(context: Context) -> Disk:
     return Disk(fresh, model_sizes(fresh), work_sizes(fresh))
 
 
-def test_every_file_of_every_stage_is_named(finished: Context) -> None:
-    disk = foretold(finished)
+def test_every_file_of_every_stage_is_named(finished: Context, disk: Disk) -> None:
     for stage in STAGES:
         folder = finished.directory(stage)
         found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         assert set(disk.lasting(stage)) == found, stage
 
 
-def test_every_file_of_the_store_is_foretold(finished: Context) -> None:
+def test_every_file_of_the_store_is_foretold(finished: Context, disk: Disk) -> None:
     found = {path.relative_to(finished.store).as_posix(): path.stat().st_size
              for path in finished.store.rglob("*") if path.is_file() and path.name != ".lock"}  # fmt: skip
     names = {DIGEST: losses.load_index(finished).set}
     if finished.recipe.others.widths():
         names[OTHERS_DIGEST] = read_index(finished.directory("losses")).set
     named = lambda path: names.get(path.partition("/")[0], "") + path.removeprefix(path.partition("/")[0])  # noqa: E731
-    wanted = {named(path) if "/" in path else path: size for path, size in foretold(finished).store().items()}
+    wanted = {named(path) if "/" in path else path: size for path, size in disk.store().items()}
     assert {path for path in wanted if path.endswith("tensors")} == {path for path in found if path.endswith("tensors")}
     assert len(wanted) == len(found)
     for path, size in wanted.items():
@@ -120,8 +124,7 @@ def test_every_file_of_the_store_is_foretold(finished: Context) -> None:
     assert rows[0] == pytest.approx(rows[1], rel=0.02)
 
 
-def test_files_that_follow_from_shapes_are_exact(finished: Context) -> None:
-    disk = foretold(finished)
+def test_files_that_follow_from_shapes_are_exact(finished: Context, disk: Disk) -> None:
     uniform = finished.recipe.assign.method == "uniform"
     for stage in STAGES:
         for name, size in disk.lasting(stage).items():
@@ -135,24 +138,21 @@ def test_files_that_follow_from_shapes_are_exact(finished: Context) -> None:
                 assert size <= written * 1.1, (stage, name)
 
 
-def test_stages_are_within_two_percent(finished: Context) -> None:
+def test_stages_are_within_two_percent(finished: Context, disk: Disk) -> None:
     """But for figures in records that nobody knows yet: hundreds of bytes, which count in stages of few kilobytes."""
-    disk = foretold(finished)
     for stage in STAGES:
         size, written = sizes_of(disk, finished, stage)
         tolerance = {"report": 0.15}.get(stage, 0.02)  # a page of drawings: not known before it is drawn
         assert abs(size - written) <= tolerance * written + 600, (stage, size, written)
 
 
-def test_assign_reads_every_expert_once(finished: Context) -> None:
-    disk = foretold(finished)
+def test_assign_reads_every_expert_once(finished: Context, disk: Disk) -> None:
     fresh = Context(recipe=finished.recipe, model_name=finished.model_name, out=finished.out / "elsewhere")
     assign.traces(fresh, AssignSection(method="mopeq"))
     assert fresh.expert_reader.bytes_read == disk.read("assign") - sum(disk.lasting("assign").values())
 
 
-def test_linked_files_are_counted_once(finished: Context) -> None:
-    disk = foretold(finished)
+def test_linked_files_are_counted_once(finished: Context, disk: Disk) -> None:
     inodes = {path.stat().st_ino: path.stat().st_size for stage in ("quantize", "export")
               for path in finished.directory(stage).rglob("*") if path.is_file()}  # fmt: skip
     size = sum(sum(disk.lasting(stage).values()) - disk.linked(stage) for stage in ("quantize", "export"))

@@ -1,24 +1,16 @@
-"""Shared pieces of the robustness tests: a server that forks moeq commands, a tiny random model, a short corpus."""
+"""Shared pieces of the robustness tests: a tiny random model, a short corpus."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from robustness.fork_server import ForkServer
+from fork_server import ForkServer
 from robustness.runs import VOCABULARY, copy_tokenizer, tiny_recipe, write_recipe
 
 from moeq.bundled import bundled_path
-
-
-@pytest.fixture(scope="session")
-def moeq() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from robustness.fork_server import Finished, ForkServer
+from fork_server import Finished, ForkServer
 from robustness.runs import partials, snapshot, tiny_recipe, write_recipe
 from safetensors.torch import load_file, save_file
 

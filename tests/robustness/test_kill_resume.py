@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from robustness.fork_server import ForkServer, Running
+from fork_server import ForkServer, Running
 from robustness.runs import digests, partials, snapshot, tiny_recipe, write_recipe
 
 from moeq.artifacts.files import locked, write_tensors

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from robustness.fork_server import ForkServer
+from fork_server import ForkServer
 from robustness.runs import write_recipe
 from robustness.test_bad_input import EXPERT, QUANTIZATION, Models, assert_refused, models
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from fork_server import TRANSFORMERS, Finished, ForkServer
 from transformers import AutoModelForCausalLM
 
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, forget_hook, hooked, unhooked
@@ -36,6 +35,7 @@ print("LOADED")
 """
 WITHOUT = """
 import sys
+assert "moeq" not in sys.modules
 sys.modules["moeq"] = None
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 for place in sys.argv[1:]:
@@ -50,17 +50,27 @@ for place in sys.argv[1:]:
 KINDS = ("mixtral", "gpt_oss", "dbrx", "llama4_text", "switch_transformers", "jetmoe")
 
 
-def python(code: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"HF_MODULES_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=environment
-    )
+@pytest.fixture(scope="module")
+def unaware(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Runs programs where transformers is imported and moeq is not."""
+    cache = str(tmp_path_factory.mktemp("modules"))
+    server = ForkServer(TRANSFORMERS, env=os.environ | {"HF_MODULES_CACHE": cache})
+    yield server
+    server.close()
+
+
+def python(server: ForkServer, code: str, *arguments: str, folder: Path) -> Finished:
+    program = folder / "program.py"
+    program.write_text(code)
+    return server.run(*arguments, program=program, cwd=folder)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "switch_transformers"])
-def test_trusted_code_loads_it_where_nobody_imports_moeq(family: str, exported: Exported, tmp_path: Path) -> None:
-    folder = shutil.copytree(exported(family), tmp_path / "copy")
-    done = python(TRUSTING, str(folder), family, cache=tmp_path / "modules")
+def test_trusted_code_loads_it_where_nobody_imports_moeq(
+    family: str, unaware: ForkServer, exported: Exported, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(exported(family), tmp_path / f"{family}-copy")
+    done = python(unaware, TRUSTING, str(folder), family, folder=tmp_path)
     assert "LOADED" in done.stdout, done.stderr[-2000:]
     if family == "mixtral":
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -69,11 +79,11 @@ def test_trusted_code_loads_it_where_nobody_imports_moeq(family: str, exported: 
         assert torch.equal(torch.load(tmp_path / "logits.pt", weights_only=True), wanted)
 
 
-def test_without_moeq_no_kind_of_experts_loads(exported: Exported, tmp_path: Path) -> None:
+def test_without_moeq_no_kind_of_experts_loads(unaware: ForkServer, exported: Exported, tmp_path: Path) -> None:
     """Trusted or not: never with experts made up."""
     places = [f"{exported(family)}={family}=unsaid" for family in KINDS]
     places += [f"{exported('mixtral')}=mixtral={trust}" for trust in ("no", "yes")]
-    done = python(WITHOUT, *places, cache=tmp_path)
+    done = python(unaware, WITHOUT, *places, folder=tmp_path)
     families = [*KINDS, "mixtral"]
     refusals = [f"REFUSED {family} RuntimeError" for family in families] + ["REFUSED mixtral ModuleNotFoundError"]
     said = [line for line in done.stdout.splitlines() if line.startswith(("LOADED", "REFUSED"))]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 from manifest_reader import read_expert, read_tensor
@@ -58,6 +57,14 @@ CASES = {
         ("losses.group_size=24", "losses.symmetric=true", "assign={method: uniform, bits: 4, gpu_experts: 2}"),
     ),
 }
+
+WITHOUT = """
+import sys
+assert "moeq" not in sys.modules
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print("RAN")
+"""
 
 
 def run(model: Path, out: Path, overrides: tuple[str, ...]) -> Context:
@@ -149,10 +156,11 @@ def test_saving_again_keeps_weights_and_the_guard(finished: Context, tmp_path: P
     assert not any(info.values())
     with torch.no_grad():
         assert torch.equal(first(ids).logits, second(ids).logits)
+    program = tmp_path / "load.py"
+    program.write_text(WITHOUT)
     for folder in (finished.directory("export"), tmp_path / "again"):
-        code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(folder)!r}); print('RAN')"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode != 0
+        done = fork_server.shared(*fork_server.TRANSFORMERS).run(folder, program=program)
+        assert done.code != 0
         assert "RAN" not in done.stdout
         assert "size mismatch" in done.stderr
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import peers
 import pytest
 import torch
+from fork_server import ForkServer
 from made_sources import quantization_of, save_model
 
 from moeq import conversion, pipeline
@@ -226,17 +226,15 @@ def test_plan_counts_them(model: Path, tmp_path: Path) -> None:
         assert foretold[f"../checkpoint-{name}"] == pytest.approx(size, rel=0.05)
 
 
-def test_the_command_converts_and_refuses(finished: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "moeq", "convert", str(finished / "checkpoint"), "--to"]
-    done = subprocess.run(
-        [*command, "dequantized", "--out", str(tmp_path / "out"), "--json"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_command_converts_and_refuses(moeq: ForkServer, finished: Path, tmp_path: Path) -> None:
+    command = ("convert", finished / "checkpoint", "--to")
+    done = moeq.run(*command, "dequantized", "--out", tmp_path / "out", "--json")
+    assert done.code == 0, done.stderr
     said = json.loads(done.stdout)
     assert (said["format"], said["verified_with"]) == ("dequantized", "transformers")
     assert said["logits_error"] < 1e-3
-    refused = subprocess.run([*command, "gptq", "--out", str(tmp_path / "no")], capture_output=True, text=True)
-    assert refused.returncode == PlanError.exit_code
+    refused = moeq.run(*command, "gptq", "--out", tmp_path / "no")
+    assert refused.code == PlanError.exit_code
     assert len(refused.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "no").exists()
     with pytest.raises(RecipeError, match="is there already"):

@@ -1,13 +1,19 @@
 """Run by a peer's interpreter: quantizes a model with the peer's own code. Arguments: PEER MODEL OUT. Knows no moeq."""
 
+import multiprocessing
 import sys
 
 GROUP, BITS = 32, 4
 
 
 def auto_round(model: str, out: str) -> None:
+    """Its workers are forked, where it would start fresh processes that import everything again."""
+    import torch
     from auto_round import AutoRound
 
+    torch.set_num_threads(1)  # a forked process has none of the threads that computed before
+    forked = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: forked
     AutoRound(model, bits=BITS, group_size=GROUP, iters=0, disable_opt_rtn=True).quantize_and_save(
         out, format="auto_round"
     )

@@ -17,7 +17,6 @@ from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
 from moeq.verification.verify import Options, Verdict, require, verify
 
-pytestmark = pytest.mark.fresh_process
 MAKER = Path(__file__).parent / "peer_make.py"
 FAMILIES = ("qwen3_moe", "mixtral")
 ALONE = ("auto-round", "compressed-tensors")  # whose own Mixtral loads with random experts, without an exception
@@ -66,6 +65,7 @@ def plain_parts(packed: PackedWeight) -> dict[str, Tensor]:
     return handmade.gptq_parts(packed, g_idx=False)
 
 
+@pytest.mark.fresh_process
 def test_auto_round_mixed(model: Path, tmp_path: Path) -> None:
     config = handmade.auto_round_config(rules(""))
     handmade.write(model, tmp_path / "packed", config, plain_parts, widths, rename=long_names)
@@ -131,6 +131,7 @@ def test_compressed_tensors_mixed_loads_wrongly(tmp_path: Path) -> None:
     assert sum("(2 of its experts are off)" in problem for problem in verdict.problems) == 2
 
 
+@pytest.mark.fresh_process
 def test_compressed_tensors_with_zero_points(tmp_path: Path) -> None:
     model = handmade.model(tmp_path / "model", "qwen3_moe")
     config = handmade.compressed_config(4, symmetric=False)

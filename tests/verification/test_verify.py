@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 from exporters import handmade
 from family_models import save
+from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -84,12 +83,10 @@ def test_a_native_checkpoint(run: Path, tiny_mixtral: Path) -> None:
     )
 
 
-@pytest.mark.fresh_process
-def test_the_command(run: Path) -> None:
-    """In a fresh process, with everything that a user has."""
-    command = [sys.executable, "-m", "moeq", "verify", str(run / "checkpoint")]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_command(moeq: ForkServer, run: Path) -> None:
+    """The program in a process of its own, which starts the target's."""
+    done = moeq.run("verify", run / "checkpoint", "--json")
+    assert done.code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["right"]
     assert found["target"] == "moeq"

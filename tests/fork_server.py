@@ -1,16 +1,19 @@
-"""A process that has imported everything and forks a `moeq` command line for each request: 0.1 s instead of 5 s.
+"""A process that has imported what takes long and forks for each request a `moeq` command line, or another program.
 
-Run as a program it is the server; `ForkServer` is the client's side. Every command is the leader of a process group of
-its own and goes through `moeq.cli.main`, as the installed command does.
+A process takes 0.1 s instead of 5 s. Run as a program it is the server; `ForkServer` is the client's side. Every
+command is the leader of a process group of its own and goes through `moeq.cli.main`, as the installed command does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib
 import json
 import os
 import resource
+import runpy
 import select
 import signal
 import socket
@@ -22,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PRELOADED = (
+MOEQ = (
     "moeq.cli",
     "moeq.pipeline",
     "moeq.results",
@@ -36,8 +39,17 @@ PRELOADED = (
     "lm_eval.evaluator",
     "lm_eval.models.huggingface",
     "lm_eval.tasks",
+    "matplotlib.backends.backend_svg",
     "matplotlib.figure",
+    "numba.np.arrayobj",
     "pint",
+)
+TRANSFORMERS = (
+    "transformers.generation",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 DEADLINE_SECONDS = 120  # a command that takes longer hangs
 
@@ -88,14 +100,16 @@ class Running:
 
 
 class ForkServer:
-    """Starts the server; `start` and `run` are moeq command lines."""
+    """Starts the server, which imports `modules`; `start` and `run` are moeq command lines, or those of a program."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, modules: tuple[str, ...] = MOEQ, *, python: str = sys.executable, env: dict[str, str] | None = None
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="moeq-fork-")
         self._address = str(Path(self._folder.name) / "socket")
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        environment = (os.environ if env is None else env) | {"HF_HUB_OFFLINE": "1"}
         self._server = subprocess.Popen(
-            [sys.executable, __file__, self._address],
+            [python, __file__, self._address, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -107,6 +121,7 @@ class ForkServer:
     def start(
         self,
         *arguments: str | Path,
+        program: Path | None = None,
         cwd: Path | str = "/",
         env: dict[str, str] | None = None,
         stdout: str | None = None,
@@ -115,8 +130,8 @@ class ForkServer:
     ) -> Running:
         """Start `moeq ARGUMENTS`.
 
-        stdout: a path to print to; file_bytes: no file may grow larger (RLIMIT_FSIZE); die_at_rename: SIGKILL before
-        the n-th os.replace.
+        program: a Python script instead of moeq; stdout: a path to print to; file_bytes: no file may grow larger
+        (RLIMIT_FSIZE); die_at_rename: SIGKILL before the n-th os.replace.
         """
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         reading, writing = os.pipe()
@@ -124,6 +139,7 @@ class ForkServer:
         connection.connect(self._address)
         request = {
             "arguments": list(map(str, arguments)),
+            "program": program and str(program),
             "cwd": str(cwd),
             "env": env or {},
             "stdout": stdout,
@@ -143,10 +159,21 @@ class ForkServer:
         self._folder.cleanup()
 
 
-def _serve(address: str) -> None:
+@functools.cache
+def shared(*modules: str, python: str = sys.executable) -> ForkServer:
+    """A server for as long as the tests run; other interpreters do not see PYTHONPATH."""
+    own = () if python == sys.executable else ("PYTHONPATH",)
+    return ForkServer(modules, python=python, env={name: os.environ[name] for name in os.environ if name not in own})
+
+
+def _serve(address: str, modules: list[str]) -> None:
     """Import, then answer each connection by a forked handler until standard input ends."""
-    for name in PRELOADED:
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
+    gc.disable()
+    for name in modules:
         importlib.import_module(name)
+    gc.enable()
+    gc.freeze()  # a child neither looks through what was imported for garbage nor copies its pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -181,7 +208,7 @@ def _handle(connection: socket.socket) -> None:
 
 
 def _command(request: dict[str, Any], stdout: int, stderr: int) -> None:
-    """Become `moeq ARGUMENTS`."""
+    """Become `moeq ARGUMENTS`, or a program."""
     os.setpgid(0, 0)
     os.dup2(stdout if request["stdout"] is None else os.open(request["stdout"], os.O_WRONLY), 1)
     os.dup2(stderr, 2)
@@ -195,12 +222,16 @@ def _command(request: dict[str, Any], stdout: int, stderr: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"],) * 2)
     if request["die_at_rename"] is not None:
         _die_at_rename(request["die_at_rename"])
-    sys.argv = ["moeq", *request["arguments"]]
+    sys.argv = [request["program"] or "moeq", *request["arguments"]]
     code = 0
     try:
-        from moeq.cli import main
+        if request["program"] is None:
+            from moeq.cli import main
 
-        main()
+            main()
+        else:
+            sys.path.insert(0, str(Path(request["program"]).parent))
+            runpy.run_path(request["program"], run_name="__main__")
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
@@ -231,4 +262,4 @@ def _die_at_rename(number: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], sys.argv[2:])
