@@ -18,6 +18,9 @@ from moeq.models.corpus.chat import rendered
 from moeq.models.source import PROCESSOR_FILES
 
 INSTALL = "pip install 'moeq[vision]'"
+TOKEN_SETTINGS = (
+    "image_token_id", "image_token_index", "video_token_id", "video_token_index", "media_placeholder_token_id",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,12 @@ def _image(value: Any, where: str, folder: Path | None) -> Path | bytes:
     if not path.is_file():
         raise CorpusError(f"no such image: {path}", where=where, do="give a path relative to the file of the rows")
     return path
+
+
+def image_tokens(config: Any) -> frozenset[int]:
+    """Token ids that stand for parts of images or videos, as a model's configuration names them; none: it names none."""
+    found = (getattr(config, name, None) for name in TOKEN_SETTINGS)
+    return frozenset(token for token in found if isinstance(token, int))
 
 
 def load_processor(model: Path, trust_remote_code: bool = False) -> Any:
