@@ -53,7 +53,7 @@ class RoutingAnalysis:
     """What a trace says. Activations are shares of a layer's, one [E] a layer, NaN where no token chose there.
 
     similarity, by_domain: over all sequences and those of a domain; modalities: of vision and of language tokens, empty
-    where the trace does not tell them apart; between: {(domain, domain): mean over layers of the cosine of both};
+    where the trace does not tell them apart; between: {(domain, domain): mean over layers of the cosine of both}.
     """
 
     layers: tuple[str, ...]
@@ -164,9 +164,8 @@ def _joined(counts: Sequence[FloatArray], parts: Sequence[Similarity]) -> Simila
     others = np.stack([part.other for part in parts])
     numbers = np.array([[part.sequences] for part in parts]) * np.isfinite(others)
     total = numbers.sum(0)
-    other = np.divide(
-        (numbers * np.nan_to_num(others)).sum(0), total, out=np.full(len(counts), np.nan), where=total > 0
-    )
+    unknown = np.full(len(counts), np.nan)
+    other = np.divide((numbers * np.nan_to_num(others)).sum(0), total, out=unknown, where=total > 0)
     return Similarity(sequences=whole.sequences, same=whole.same, other=other)
 
 

@@ -51,10 +51,10 @@ MOST_EXPERTS = 32767  # that int16 can number
 class RoutingTrace:
     """A recorded trace: tokens stand sequence after sequence, each in the order of its steps.
 
-    experts: int16 [N, L, k], -1 for none; weights: float16 [N, L, k] routing weights, or None; lengths: int32 [S]
-    tokens of every sequence, N in all; prefill: int32 [S] how many of them, from the front, are its prompt;
-    images: uint8 [N], 1 where a token stands for a part of an image, or None where the model was given none or cannot
-    tell; domains: what kind of text each of the S sequences is; layers: names of the L MoE layers; num_experts: E of each;
+    experts: int16 [N, L, k], -1 for none; weights: float16 [N, L, k] routing weights, or None; images: uint8 [N], 1
+    where a token stands for a part of an image, or None where there were no images or the model cannot tell; lengths:
+    int32 [S] tokens of every sequence, N in all; prefill: int32 [S] how many of them, from the front, are its prompt;
+    domains: what kind of text each of the S sequences is; layers: names of the L MoE layers; num_experts: E of each;
     top_k: k; model: which model it was recorded from; text: digest of the sequences.
 
     Raises ArtifactError where these do not fit together or an expert is out of range.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moeq.artifacts.evaluation import Score, Translation, TranslationScore
 from moeq.errors import CorpusError, EvaluationError
@@ -120,14 +121,16 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     return found
 
 
-def check_model(config: Any, name: str) -> None:
-    """EvaluationError for a model that is no encoder-decoder."""
+def check_model(config: Any, tokenizer: Any, name: str) -> None:
+    """EvaluationError for a model that is no encoder-decoder, or whose tokenizer cannot pad a batch."""
     if not config.is_encoder_decoder:
         raise EvaluationError(
             f"translation needs an encoder-decoder, this is a decoder alone ({config.model_type})",
             where=name,
             do=f"set {KEY}: null",
         )
+    if tokenizer.pad_token_id is None:
+        raise EvaluationError("the tokenizer has no padding token", where=name, do="set one in tokenizer_config.json")
 
 
 def translate(
@@ -140,7 +143,7 @@ def translate(
 ) -> dict[int, list[str]]:
     """{beams: translation of every source}, likeliest tokens alone; `advance` is called once a batch and width.
 
-    Raises EvaluationError when a source has no tokens or the model fails to generate.
+    Raises EvaluationError when a source has no tokens.
     """
     found: dict[int, list[str]] = {}
     texts = [f"{section.prefix}{source}" for source in sources]
@@ -148,6 +151,7 @@ def translate(
         mine: list[str] = []
         for start in range(0, len(texts), section.batch_size):
             batch = tokenizer(texts[start : start + section.batch_size], return_tensors="pt", padding=True)
+            _check_tokens(batch["attention_mask"], start)
             with torch.no_grad():
                 ids = model.generate(
                     input_ids=batch["input_ids"].to(device),
@@ -160,6 +164,13 @@ def translate(
             advance()
         found[beams] = mine
     return found
+
+
+def _check_tokens(mask: Tensor, start: int) -> None:
+    """EvaluationError naming the first source [B, T], counted from `start`, that has no tokens."""
+    empty = (~mask.bool().any(1)).nonzero()
+    if len(empty):
+        raise EvaluationError("a source without tokens", where=f"{KEY}, pair {start + int(empty[0]) + 1}", do="drop it")
 
 
 def score(systems: Mapping[str, Hypotheses], baseline: str, pairs: Pairs, section: TranslationSection) -> Translation:
@@ -211,12 +222,16 @@ class _Scores:
 
     @classmethod
     def of(cls, metric: Any, texts: Sequence[str], pairs: Pairs, drawn: NDArray[np.int64]) -> _Scores:
-        """drawn: how often [R, n] each sentence is in each resample."""
-        statistics = np.array(
-            metric._extract_corpus_statistics(texts, [pairs.references])
-        )  # [n, figures of a sentence]
-        value = lambda sums: float(metric._compute_score_from_stats(sums.tolist()).score)  # noqa: E731
-        return cls(score=value(statistics.sum(0)), resampled=np.array([value(sums) for sums in drawn @ statistics]))
+        """drawn: how often [R, n] each sentence is in each resample.
+
+        A metric's counts of single sentences are not public in sacrebleu; its own significance tests use them so.
+        """
+
+        def value(sums: NDArray[np.int64]) -> float:
+            return float(metric._compute_score_from_stats(sums.tolist()).score)
+
+        counts = np.array(metric._extract_corpus_statistics(texts, [pairs.references]))  # [n, counts of a sentence]
+        return cls(score=value(counts.sum(0)), resampled=np.array([value(sums) for sums in drawn @ counts]))
 
     def against(self, other: _Scores | None) -> Score:
         """As the artifact has it; other: the baseline's, None for the baseline itself."""

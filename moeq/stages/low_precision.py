@@ -31,9 +31,8 @@ def run(context: Context) -> None:
     if not context.recipe.eval.low_precision:
         path.unlink(missing_ok=True)
         return
-    write_sweeps(
-        path, LowPrecisionReport(sweeps=tuple(_sweep(context, one) for one in context.recipe.eval.low_precision))
-    )
+    sweeps = tuple(_sweep(context, section) for section in context.recipe.eval.low_precision)
+    write_sweeps(path, LowPrecisionReport(sweeps=sweeps))
 
 
 def _sweep(context: Context, section: LowPrecisionSection) -> Sweep:

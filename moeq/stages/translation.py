@@ -51,7 +51,7 @@ def check(context: Context) -> None:
     """CorpusError for text that is missing or not parallel, EvaluationError for a model that cannot translate."""
     section = context.recipe.eval.translation
     if section is not None:
-        translation.check_model(context.described[0].config, context.model_name)
+        translation.check_model(context.described[0].config, context.tokenizer, context.model_name)
         translation.read_pairs(section)
 
 

@@ -94,7 +94,7 @@ def _image(value: Any, where: str, folder: Path | None) -> Path | bytes:
 
 
 def image_tokens(config: Any) -> frozenset[int]:
-    """Token ids that stand for parts of images or videos, as a model's configuration names them; none: it names none."""
+    """Token ids that stand for parts of images or videos; none where the model's configuration names none."""
     found = (getattr(config, name, None) for name in TOKEN_SETTINGS)
     return frozenset(token for token in found if isinstance(token, int))
 
