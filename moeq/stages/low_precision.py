@@ -7,9 +7,6 @@ read. What is no routed expert stays as in the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -46,7 +43,8 @@ def _sweep(context: Context, section: LowPrecisionSection) -> Sweep:
     there = context.evaluation
     assert there is not None, "the recipe says so"
     sequences = _some(there, section.sequences)
-    measured = _measure(context, section, sequences, [low for points in chosen.values() for _, low in points])
+    there_and_back = [points[:: -1 if index % 2 else 1] for index, points in enumerate(chosen.values())]
+    measured = _measure(context, section, sequences, [low for points in there_and_back for _, low in points])
     return Sweep(
         low_bits=section.bits,
         high_bits=section.high_bits,
@@ -84,17 +82,12 @@ def _measure(
         with context.reporter.bar(name, len(different) * batches) as advance:
             for low in different:
                 model.become(low)
-                found[low] = _perplexity(context, sequences, settings.batch_size, advance)
+                found[low] = perplexity(
+                    context.model, sequences, settings.batch_size, context.device, advance, context.streamed
+                )["perplexity"]
     finally:
         context.drop_model()
     return found
-
-
-def _perplexity(context: Context, sequences: Sequences, batch_size: int, advance: Callable[[], None]) -> float:
-    measured: Mapping[str, Any] = perplexity(
-        context.model, sequences, batch_size, context.device, advance, context.streamed
-    )
-    return float(measured["perplexity"])
 
 
 class _Swapped:
