@@ -12,7 +12,7 @@ from moeq.analysis.routing import FloatArray, RoutingAnalysis, Similarity, mean
 from moeq.reporting import formats, svg
 from moeq.reporting.atlas import ExpertMap, gallery
 from moeq.reporting.charts import HEIGHT, LEFT, RIGHT, WIDTH, plane_of
-from moeq.reporting.html import Drawing, Raw, Section, figure, paragraph, table
+from moeq.reporting.html import Drawing, Raw, Section, figure, paragraph, plain, table
 from moeq.reporting.maps import Quantity, Scale, scale_of, ticks
 
 SHARE = Quantity(name="share of the layer's activations", form=formats.share, from_zero=True, zero_is_grey=True)
@@ -128,15 +128,21 @@ def _maps(prefix: str, named: Mapping[str, list[FloatArray]], reading: str) -> l
     scale = _together(list(named.values()))
     return [
         ExpertMap(
-            key=f"{prefix}-{re.sub(r'[^A-Za-z0-9_.+-]+', '_', name).strip('_')}",
-            title=f"Activations: {name}",
+            key=f"{prefix}-{key}",
+            title=f"Activations: {plain(name)}",
             reading=f"{reading} Grey: never.",
             values=rows,
             quantity=SHARE,
             scale=scale,
         )
-        for name, rows in named.items()
+        for key, (name, rows) in zip(_keys(list(named)), named.items(), strict=True)
     ]
+
+
+def _keys(names: Sequence[str]) -> list[str]:
+    """Names as parts of file names, each another one."""
+    found = [re.sub(r"[^A-Za-z0-9_.+-]+", "_", name).strip("_") for name in names]
+    return [key if found.count(key) == 1 and key else f"{key}-{index}" for index, key in enumerate(found)]
 
 
 def _together(several: Sequence[list[FloatArray]]) -> Scale | None:
