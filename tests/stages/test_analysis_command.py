@@ -1,4 +1,4 @@
-"""`moeq report --analysis`: files from a profile with its trace alone, the same figures on the page, errors in a line."""
+"""`moeq report --analysis`: files from a profile with its trace alone, and errors in one line."""
 
 from __future__ import annotations
 

@@ -128,5 +128,5 @@ def test_a_streamed_model_gives_the_same(finished: Context, tiny_mixtral: Path, 
 def test_what_a_recipe_cannot_ask_for(override: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_recipe(None, [*SMALL, override])
-    with pytest.raises(RecipeError, match="eval.low_precision 0: it needs eval.perplexity"):
+    with pytest.raises(RecipeError, match=r"eval\.low_precision 0: it needs eval\.perplexity"):
         load_recipe(None, [*SMALL, "eval.low_precision=[{}]", "eval.perplexity=null"])
