@@ -57,7 +57,7 @@ def show(found: Translation) -> None:
     """The table, the paper's figures below it."""
     print(f"{found.sentences} sentences; {found.signatures['bleu']}")
     print(f"{'experts':10} {'beam':>4} {'BLEU':>24} {'difference':>26} {'chrF':>24} {'difference':>26}")
-    for one in sorted(found.scores, key=lambda one: (one.beams, GOALS.get(one.name, 1))):
+    for one in sorted(found.scores, key=lambda one: (one.beams, GOALS.get(one.name, 0))):
         cells = (f"{_score(score):>24} {_difference(score):>26}" for score in (one.bleu, one.chrf))
         print(f"{one.name:10} {one.beams:>4} {' '.join(cells)}")
     print("\npaper 002, Table 2 (its own models and data), differences in BLEU:")

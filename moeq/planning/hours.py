@@ -195,7 +195,22 @@ class Hours:
             in_place += compare * dequantizing * max(0, walks - 1)
         library = 0 if tasks is None else LIBRARY
         loading = LOADING * (1 if self.streams else 3 + compare)
-        return library + loading + reads * self._reading(sizes.disk) + dequantizing + in_place + packed
+        measuring = library + loading + reads * self._reading(sizes.disk) + dequantizing + in_place + packed
+        return measuring + self._low_precision(dequantizing)
+
+    def _low_precision(self, dequantizing: float) -> float:
+        """Seconds of the curves: a pass for every point, and in every order every expert replaced about once."""
+        text, found = self.work.evaluation, 0.0
+        if text is None:
+            return found
+        for section in self.recipe.eval.low_precision:
+            orders = 2 + section.seeds
+            share = min(1.0, (section.sequences or text.sequences) / text.sequences)
+            one = share * self._forward(text.batch_tokens, text.batches, head=True)
+            if self.streams:
+                one += self._reading(self.sizes.disk) + dequantizing
+            found += orders * (len(section.shares) * one + dequantizing) + self._reading(self.sizes.disk)
+        return found
 
     def _rounding(self) -> float:
         """Seconds of rounding and packing every expert once at one width."""
