@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeq.artifacts.stage import ModelStamp
 from moeq.artifacts.trace import NONE, RoutingTrace, sequence_counts
+from moeq.version import __version__
 
 FloatArray = NDArray[np.float64]
+SCHEMA_VERSION = 1
 SAMPLES = 2  # sequences that are shown one by one
 DIGITS = 6
 VISION, LANGUAGE = "vision", "language"
@@ -52,10 +55,13 @@ class Sample:
 class RoutingAnalysis:
     """What a trace says. Activations are shares of a layer's, one [E] a layer, NaN where no token chose there.
 
-    similarity, by_domain: over all sequences and those of a domain; modalities: of vision and of language tokens, empty
-    where the trace does not tell them apart; between: {(domain, domain): mean over layers of the cosine of both}.
+    model, text: the model that it was recorded from, and the digest of the sequences; similarity, by_domain: over all
+    sequences, and over those of a domain; modalities: of vision and of language tokens, empty where the trace does not
+    tell them apart; between: {(domain, domain): mean over layers of the cosine of both}.
     """
 
+    model: ModelStamp | None
+    text: str
     layers: tuple[str, ...]
     tokens: int
     sequences: Mapping[str, int]
@@ -71,6 +77,10 @@ class RoutingAnalysis:
     def as_json(self) -> dict[str, Any]:
         """Plain values: cosines and shares of six digits, null where there is nothing to compare."""
         return {
+            "schema_version": SCHEMA_VERSION,
+            "moeq_version": __version__,
+            "model": None if self.model is None else self.model.model_dump(mode="json"),
+            "text_digest": self.text,
             "layers": list(self.layers),
             "tokens": self.tokens,
             "sequences": dict(self.sequences),
@@ -108,6 +118,8 @@ def analyse(trace: RoutingTrace) -> RoutingAnalysis:
     chosen = _sample(trace)
     modalities = _modalities(trace)
     return RoutingAnalysis(
+        model=trace.model,
+        text=trace.text,
         layers=trace.layers,
         tokens=trace.num_tokens,
         sequences={name: int(mine.sum()) for name, mine in domains.items()},

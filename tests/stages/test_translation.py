@@ -11,7 +11,7 @@ import pytest
 import sacrebleu
 import torch
 
-from moeq import pipeline
+from moeq import pipeline, results
 from moeq.artifacts.evaluation import Translation
 from moeq.errors import EvaluationError
 from moeq.progress import Reporter
@@ -19,6 +19,7 @@ from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import evaluate
 from moeq.stages.context import Context
+from moeq.terminal import print_final
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "paper-002-table2.yaml"
@@ -101,6 +102,16 @@ def test_the_page_and_the_summary_have_the_table(finished: Context) -> None:
     summary = json.loads((finished.directory("eval") / "stage.json").read_text("utf-8"))["summary"]["translation"]
     assert summary["int4, beam 1"]["bleu"] == scores(finished).scores[2].bleu.score
     assert "bleu_difference" not in summary["original, beam 1"]
+
+
+def test_the_end_of_a_run_prints_the_scores(finished: Context, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = pipeline.run(finished)
+    assert all(outcome.skipped for outcome in outcomes)
+    print_final(results.final_rows(finished), {}, outcomes)
+    lines = capsys.readouterr().out.splitlines()
+    one = scores(finished).scores[-1]
+    assert f"int8, beam 2: BLEU {one.bleu.score:.2f} ({one.bleu.difference:+.3f}), " in "\n".join(lines)
+    assert any(line.startswith("original, beam 1: BLEU") and "(" not in line for line in lines)
 
 
 def test_other_text_is_translated_again_and_moved_text_is_not(finished: Context) -> None:
