@@ -41,8 +41,9 @@ PAPER = {  # paper 002, Table 2: differences in BLEU of int8 and int4
 
 def measure(model: Path, source: Path, target: Path, out: Path, toy: bool) -> Translation:
     """The stages of the recipe up to its evaluation."""
-    overrides = [f"eval.translation.source={source}", f"eval.translation.target={target}", f"corpus.source={source}"]
+    overrides = [f"eval.translation.source={source}", f"eval.translation.target={target}"]
     if toy:
+        overrides += [f"corpus.source={source}"]
         overrides += ["corpus.sequences=64", "corpus.sequence_length=16", "eval.translation.max_new_tokens=12"]
         overrides += ["eval.translation.batch_size=64"]
     recipe = load_recipe(RECIPE, overrides)

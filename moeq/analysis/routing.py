@@ -110,12 +110,21 @@ class RoutingAnalysis:
 
 
 def analyse(trace: RoutingTrace) -> RoutingAnalysis:
-    """Similarities and activations of a whole trace; every layer's choices are counted once."""
+    """Similarities and activations of a whole trace; one layer's choices are counted at a time."""
     domains = {name: np.array([one == name for one in trace.domains]) for name in dict.fromkeys(trace.domains)}
-    counts = [_phase_counts(trace, layer) for layer in range(trace.num_layers)]
-    by_domain = {name: _similarity(counts, mine) for name, mine in domains.items()}
-    activation = {name: [_shares(layer[:, mine].sum((0, 1))) for layer in counts] for name, mine in domains.items()}
-    chosen = _sample(trace)
+    cosines = {name: _Cosines.of(trace.num_layers, int(mine.sum())) for name, mine in domains.items()}
+    whole: list[FloatArray] = []
+    activation: dict[str, list[FloatArray]] = {name: [] for name in domains}
+    samples = [Sample(sequence=one, domain=trace.domains[one], prefill=[], decode=[]) for one in _sample(trace)]
+    for layer in range(trace.num_layers):
+        counts = _phase_counts(trace, layer)
+        whole.append(_shares(counts.sum((0, 1))))
+        for name, mine in domains.items():
+            cosines[name].add(layer, counts[:, mine])
+            activation[name].append(_shares(counts[:, mine].sum((0, 1))))
+        for one in samples:
+            one.prefill.append(_shares(counts[0, one.sequence]))
+            one.decode.append(_shares(counts[1, one.sequence]))
     modalities = _modalities(trace)
     return RoutingAnalysis(
         model=trace.model,
@@ -123,23 +132,59 @@ def analyse(trace: RoutingTrace) -> RoutingAnalysis:
         layers=trace.layers,
         tokens=trace.num_tokens,
         sequences={name: int(mine.sum()) for name, mine in domains.items()},
-        similarity=_joined(counts, list(by_domain.values())),
-        by_domain=by_domain,
-        activation=[_shares(layer.sum((0, 1))) for layer in counts],
+        similarity=_joined(list(cosines.values())),
+        by_domain={name: _joined([one]) for name, one in cosines.items()},
+        activation=whole,
         domain_activation=activation,
         between={(a, b): _mean_cosine(activation[a], activation[b]) for a, b in combinations(domains, 2)},
-        samples=tuple(
-            Sample(
-                sequence=index,
-                domain=trace.domains[index],
-                prefill=[_shares(layer[0, index]) for layer in counts],
-                decode=[_shares(layer[1, index]) for layer in counts],
-            )
-            for index in chosen
-        ),
+        samples=tuple(samples),
         modalities={name: _activation(trace, tokens) for name, tokens in modalities.items()},
         modality_tokens={name: int(tokens.sum()) for name, tokens in modalities.items()},
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Cosines:
+    """What one domain's S sequences add up to, of every layer [L]: how many chose in both phases, the sum of each one's
+    cosine with its own decode, and of its mean cosine with the others' decodes; seen: which [S] did in any layer.
+    """
+
+    numbers: FloatArray
+    own: FloatArray
+    others: FloatArray
+    seen: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, layers: int, sequences: int) -> _Cosines:
+        numbers, own, others = np.zeros((3, layers))
+        return cls(numbers=numbers, own=own, others=others, seen=np.zeros(sequences, dtype=bool))
+
+    def add(self, layer: int, counts: FloatArray) -> None:
+        """Counts [2, S, E] of a layer."""
+        there = counts.any(-1).all(0)
+        self.seen[there] = True
+        prefill, decode = _unit(counts[:, there])
+        number, own = int(there.sum()), float((prefill * decode).sum())
+        self.numbers[layer], self.own[layer] = number, own
+        if number > 1:  # all pairs of two sequences: the product of the sums, without each one's own
+            self.others[layer] = (float(prefill.sum(0) @ decode.sum(0)) - own) / (number - 1)
+
+
+def _joined(parts: Sequence[_Cosines]) -> Similarity:
+    """Means over the sequences of some domains; those that are alone in their domain have no other to compare with."""
+    numbers = np.stack([part.numbers for part in parts])
+    together = np.where(numbers > 1, numbers, 0)
+    return Similarity(
+        sequences=int(sum(part.seen.sum() for part in parts)),
+        same=_ratio(np.sum([part.own for part in parts], axis=0), numbers.sum(0)),
+        other=_ratio(np.sum([part.others for part in parts], axis=0), together.sum(0)),
+    )
+
+
+def _ratio(sums: FloatArray, numbers: FloatArray) -> FloatArray:
+    """sums / numbers, NaN where there is none."""
+    found: FloatArray = np.divide(sums, numbers, out=np.full(len(sums), np.nan), where=numbers > 0)
+    return found
 
 
 def _phase_counts(trace: RoutingTrace, layer: int) -> FloatArray:
@@ -153,32 +198,6 @@ def _unit(counts: FloatArray) -> FloatArray:
     norms = np.linalg.norm(counts, axis=-1, keepdims=True)
     found: FloatArray = np.divide(counts, norms, out=np.zeros_like(counts), where=norms > 0)
     return found
-
-
-def _similarity(counts: Sequence[FloatArray], mine: NDArray[np.bool_]) -> Similarity:
-    """Of the marked sequences [S]: those that chose in both phases, layer by layer."""
-    same, other = np.full(len(counts), np.nan), np.full(len(counts), np.nan)
-    for index, layer in enumerate(counts):
-        there = mine & layer.any(-1).all(0)
-        prefill, decode = _unit(layer[:, there])
-        number, own = int(there.sum()), float((prefill * decode).sum())
-        if number:
-            same[index] = own / number
-        if number > 1:  # all pairs of two sequences: the product of the sums, without each one's own
-            other[index] = (float(prefill.sum(0) @ decode.sum(0)) - own) / (number * (number - 1))
-    both = np.stack([layer.any(-1).all(0) for layer in counts]).any(0)
-    return Similarity(sequences=int((mine & both).sum()), same=same, other=other)
-
-
-def _joined(counts: Sequence[FloatArray], parts: Sequence[Similarity]) -> Similarity:
-    """Over all sequences: each against its own decode, and against those of its domain alone."""
-    whole = _similarity(counts, np.ones(counts[0].shape[1], dtype=bool))
-    others = np.stack([part.other for part in parts])
-    numbers = np.array([[part.sequences] for part in parts]) * np.isfinite(others)
-    total = numbers.sum(0)
-    unknown = np.full(len(counts), np.nan)
-    other = np.divide((numbers * np.nan_to_num(others)).sum(0), total, out=unknown, where=total > 0)
-    return Similarity(sequences=whole.sequences, same=whole.same, other=other)
 
 
 def _shares(counts: FloatArray) -> FloatArray:
