@@ -418,14 +418,6 @@ class ExportSection(Section):
     max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")
 
 
-class PerplexitySection(Section):
-    source: TextSource = "bundled"
-    text_field: str = "text"
-    sequences: int | None = Field(None, ge=1, description="none: all of the text")
-    sequence_length: int = Field(512, ge=2)
-    batch_size: int = Field(16, ge=1)
-
-
 class LowPrecisionSection(Section):
     """Perplexity while more and more experts of every layer go to a low width: coldest first, hottest first, random."""
 
@@ -467,6 +459,14 @@ class TranslationSection(Section):
         if len(set(self.beams)) != len(self.beams):
             raise ValueError("beams must name none twice")
         return self
+
+
+class PerplexitySection(Section):
+    source: TextSource = "bundled"
+    text_field: str = "text"
+    sequences: int | None = Field(None, ge=1, description="none: all of the text")
+    sequence_length: int = Field(512, ge=2)
+    batch_size: int = Field(16, ge=1)
 
 
 class EvalSection(Section):

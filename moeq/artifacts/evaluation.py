@@ -77,17 +77,14 @@ class Translation(BaseModel):
 
 
 class EvalReport(BaseModel):
-    """`export_logit_error`: relative error of the exported checkpoint's logits against the dequantized weights'.
-
-    translation: where the recipe asks for it.
-    """
+    """`export_logit_error`: relative error of the exported checkpoint's logits against the dequantized weights'."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     rows: tuple[EvalRow, ...]
     tokens: int
     export_logit_error: float
-    translation: Translation | None = None
+    translation: Translation | None = None  # where the recipe asks for it
 
     def row(self, name: str) -> EvalRow | None:
         return next((row for row in self.rows if row.name == name), None)

@@ -186,7 +186,7 @@ class Hours:
         dequantizing += sum(layer.num_experts for layer in sizes.layers) * PACKED_CALLS
         sections = [self.recipe.assign, *self.recipe.eval.compare]
         rounding = sum(RTN in methods(section, self.recipe) for section in sections) * self._rounding()
-        in_place = (1 + compare) * forwards + compare * dequantizing + rounding
+        in_place = (1 + compare) * forwards + compare * dequantizing + rounding + self._low_precision(dequantizing)
         packed = forwards + batches * dequantizing
         reads = 2.0 + compare
         if self.streams:
@@ -195,8 +195,11 @@ class Hours:
             in_place += compare * dequantizing * max(0, walks - 1)
         library = 0 if tasks is None else LIBRARY
         loading = LOADING * (1 if self.streams else 3 + compare)
-        measuring = library + loading + reads * self._reading(sizes.disk) + dequantizing + in_place + packed
-        return measuring + self._low_precision(dequantizing)
+        return library + loading + reads * self._reading(sizes.disk) + dequantizing + in_place + packed
+
+    def _rounding(self) -> float:
+        """Seconds of rounding and packing every expert once at one width."""
+        return WEIGHT_OPERATIONS * self.sizes.expert_parameters / self.rates.losses_flops
 
     def _low_precision(self, dequantizing: float) -> float:
         """Seconds of the curves: a pass for every point, and in every order every expert replaced about once."""
@@ -211,10 +214,6 @@ class Hours:
                 one += self._reading(self.sizes.disk) + dequantizing
             found += orders * (len(section.shares) * one + dequantizing) + self._reading(self.sizes.disk)
         return found
-
-    def _rounding(self) -> float:
-        """Seconds of rounding and packing every expert once at one width."""
-        return WEIGHT_OPERATIONS * self.sizes.expert_parameters / self.rates.losses_flops
 
     def _estimate(self) -> float:
         return self.disk.estimating * (1 + len(self.recipe.eval.compare))

@@ -22,8 +22,8 @@ def render(inputs: ReportInputs) -> str:
         experts.bits(inputs),
         *([] if more is None else [more]),
         summary.size_against_perplexity(inputs),
-        *([] if low is None else [low_precision.low_precision(low)]),
         speed.estimate(inputs),
+        *([] if low is None else [low_precision.low_precision(low)]),
         provenance(inputs),
     ]
     name = inputs.manifest.model.name

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, Translation, read_eval, write_eval
+from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
 from moeq.evaluation.harness import BUNDLED_TASK, headline, run_tasks
@@ -19,11 +19,12 @@ from moeq.models.experts import ExpertLayer, set_expert_weights
 from moeq.models.forward import forward
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.stages import assign, export, low_precision, others, quantize, refine, translation
+from moeq.stages import assign, export, others, quantize, refine
 from moeq.stages.context import Context
+from moeq.stages.low_precision import write_curves
 from moeq.stages.others import Stored
 from moeq.stages.quantize import Replicas
-from moeq.stages.translation import Translating
+from moeq.stages.translation import Translating, check_translation, figures, text_digests
 
 ORIGINAL = "original"
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}  # relative, of logits
@@ -45,16 +46,16 @@ def run(context: Context) -> dict[str, Any]:
         _Variant(name=own.name, assignment=own, exported=True),
         *(_Variant(name=c.name, assignment=assign.make(context, c, c.name)) for c in section.compare),
     ]
+    translating = Translating(context)
     sequences = context.evaluation
     manager = context.task_manager
     batches = (
         0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
     )
+    batches += translating.batches
     rest = others.non_expert_bytes(context)
     rows = []
     error = 0.0
-    translating = Translating(context)
-    batches += translating.batches
     with context.reporter.bar("eval", len(variants) * (batches + bool(section.tasks))) as advance:
         for variant in variants:
             if variant.exported:
@@ -69,7 +70,7 @@ def run(context: Context) -> dict[str, Any]:
     scores = translating.result(ORIGINAL)
     report = EvalReport(rows=tuple(rows), tokens=tokens, export_logit_error=error, translation=scores)
     write_eval(make_directory(context.directory("eval")) / NAME, report)
-    low_precision.run(context)
+    write_curves(context)
     return summarize(report)
 
 
@@ -82,12 +83,12 @@ def check(context: Context) -> None:
     if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
         _ = context.task_manager
     _ = context.evaluation
-    translation.check(context)
+    check_translation(context)
 
 
 def other_inputs(context: Context) -> dict[str, list[str]] | None:
     """Digests of what the evaluation reads beside the recipe, the model and the text; None: of nothing."""
-    found = {"hardware": assign.compared_hardware(context), "translation": translation.digest(context)}
+    found = {"hardware": assign.compared_hardware(context), "translation": text_digests(context)}
     return {name: digests for name, digests in found.items() if digests is not None} or None
 
 
@@ -214,20 +215,7 @@ def summarize(report: EvalReport) -> dict[str, Any]:
             }
             for row in report.rows
         ],
-        **({} if report.translation is None else {"translation": _translated(report.translation)}),
-    }
-
-
-def _translated(found: Translation) -> dict[str, dict[str, float]]:
-    """{variant, beams: scores and what they lose} of the summary."""
-    return {
-        f"{one.name}, beam {one.beams}": {
-            name: value
-            for metric, score in (("bleu", one.bleu), ("chrf", one.chrf))
-            for name, value in ((metric, score.score), (f"{metric}_difference", score.difference))
-            if value is not None
-        }
-        for one in found.scores
+        **({} if report.translation is None else {"translation": figures(report.translation)}),
     }
 
 

@@ -22,7 +22,7 @@ from moeq.stages.context import Context
 from moeq.stages.quantize import Replicas
 
 
-def run(context: Context) -> None:
+def write_curves(context: Context) -> None:
     """Write low_precision.json beside the evaluation; without a sweep in the recipe, take away what is there."""
     path = context.directory("eval") / NAME
     if not context.recipe.eval.low_precision:

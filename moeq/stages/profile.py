@@ -15,7 +15,8 @@ from moeq.artifacts.profile import Coverage, ExpertProfile, read_profile, write_
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import RoutingTrace, join_traces, read_trace, write_trace
 from moeq.errors import ArtifactError
-from moeq.models.corpus import Sequences, image_tokens, join
+from moeq.models.corpus import Sequences, join
+from moeq.models.corpus.images import image_tokens
 from moeq.models.walk import LayerInputs, walk
 from moeq.quantizers.layer import heldout_stride
 from moeq.stages.context import Context

@@ -47,7 +47,7 @@ class Translating:
         return translation.score(self._found, baseline, self.pairs, self.section)
 
 
-def check(context: Context) -> None:
+def check_translation(context: Context) -> None:
     """CorpusError for text that is missing or not parallel, EvaluationError for a model that cannot translate."""
     section = context.recipe.eval.translation
     if section is not None:
@@ -55,10 +55,23 @@ def check(context: Context) -> None:
         translation.read_pairs(section)
 
 
-def digest(context: Context) -> list[str] | None:
+def text_digests(context: Context) -> list[str] | None:
     """SHA-256 of the files of parallel text; None where there are none."""
     section = context.recipe.eval.translation
     if section is None:
         return None
     names = [name for name in (section.source, section.target) if name is not None]
     return [sha256_file(Path(name).expanduser()) for name in names]
+
+
+def figures(found: Translation) -> dict[str, dict[str, float]]:
+    """{variant, beams: scores and what they lose} of the summary."""
+    return {
+        f"{one.name}, beam {one.beams}": {
+            name: value
+            for metric, score in (("bleu", one.bleu), ("chrf", one.chrf))
+            for name, value in ((metric, score.score), (f"{metric}_difference", score.difference))
+            if value is not None
+        }
+        for one in found.scores
+    }
