@@ -38,6 +38,12 @@ class ImageRow:
     where: str
 
 
+def image_tokens(config: Any) -> frozenset[int]:
+    """Token ids that stand for parts of images or videos; none where the model's configuration names none."""
+    found = (getattr(config, name, None) for name in TOKEN_SETTINGS)
+    return frozenset(token for token in found if isinstance(token, int))
+
+
 def image_row(
     value: Any,
     text: str | None,
@@ -91,12 +97,6 @@ def _image(value: Any, where: str, folder: Path | None) -> Path | bytes:
     if not path.is_file():
         raise CorpusError(f"no such image: {path}", where=where, do="give a path relative to the file of the rows")
     return path
-
-
-def image_tokens(config: Any) -> frozenset[int]:
-    """Token ids that stand for parts of images or videos; none where the model's configuration names none."""
-    found = (getattr(config, name, None) for name in TOKEN_SETTINGS)
-    return frozenset(token for token in found if isinstance(token, int))
 
 
 def load_processor(model: Path, trust_remote_code: bool = False) -> Any:
