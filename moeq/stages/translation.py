@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.evaluation import Translation
-from moeq.artifacts.files import sha256_file
+from moeq.artifacts.files import make_directory, sha256_file, write_text
 from moeq.evaluation import translation
 from moeq.stages.context import Context
+
+NAME = "translations.jsonl"
 
 
 class Translating:
@@ -41,10 +44,26 @@ class Translating:
             )
 
     def result(self, baseline: str) -> Translation | None:
-        """The scores of all variants; None where nothing was translated."""
+        """The scores of all variants, None where nothing was translated; the translations go beside the evaluation."""
+        path = self.context.directory("eval") / NAME
         if self.section is None:
+            path.unlink(missing_ok=True)
             return None
+        make_directory(path.parent)
+        write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self._rows()))
         return translation.score(self._found, baseline, self.pairs, self.section)
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """Every sentence with its reference and {variant: {beams: translation}}."""
+        for index, (source, reference) in enumerate(zip(self.pairs.sources, self.pairs.references, strict=True)):
+            yield {
+                "source": source,
+                "reference": reference,
+                "translations": {
+                    name: {str(beams): texts[index] for beams, texts in by_beams.items()}
+                    for name, by_beams in self._found.items()
+                },
+            }
 
 
 def check_translation(context: Context) -> None:

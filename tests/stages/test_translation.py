@@ -88,6 +88,16 @@ def test_every_variant_is_scored_as_its_model_translates(finished: Context) -> N
         assert int8.chrf.difference == pytest.approx(int8.chrf.score - chrf.score)
 
 
+def test_every_translation_is_kept(finished: Context) -> None:
+    lines = (finished.directory("eval") / "translations.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["source"] for row in rows] == (Path(finished.model_name).parent / "source.txt").read_text().splitlines()
+    for one in scores(finished).scores:
+        texts = [row["translations"][one.name][str(one.beams)] for row in rows]
+        found = sacrebleu.corpus_bleu(texts, [[row["reference"] for row in rows]]).score
+        assert found == pytest.approx(one.bleu.score)
+
+
 def test_the_grids_are_the_papers(finished: Context) -> None:
     """Symmetric, one scale a channel, no zero points."""
     layout = json.loads((finished.directory("export") / "placement.json").read_text("utf-8"))["layout"]
