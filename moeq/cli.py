@@ -303,6 +303,14 @@ def report(
         Path | None,
         typer.Option("--maps", help="Folder for every map of the report: NAME.svg, and NAME.csv with its values."),
     ] = None,
+    analysis: Annotated[
+        Path | None,
+        typer.Option(
+            "--analysis",
+            help="Only write routing analyses into this folder (needs `moeq profile` with profile.trace: true): "
+            "similarity of prefill and decode, activation maps, and the curves of eval.low_precision.",
+        ),
+    ] = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -311,6 +319,17 @@ def report(
     from moeq import pipeline, terminal
     from moeq.stages import report as stage
 
+    if analysis is not None:
+        if maps is not None:
+            raise RecipeError("--analysis goes without --maps", do="give one of them")
+        from moeq.stages.analysis import write
+
+        figures = write(context, analysis)
+        if json:
+            _print_json(figures)
+        elif not quiet:
+            terminal.print_summary(figures)
+        return
     outcome = pipeline.run_alone(context, "report")
     written = [] if maps is None else [str(path) for path in stage.write_maps(context, maps)]
     if json:

@@ -183,6 +183,7 @@ def _trace(path: Path) -> dict[str, Any]:
         "sequences_by_domain": dict(Counter(found.domains)),
         "tokens": found.num_tokens,
         "prefill_tokens": int(found.prefill.sum()),
+        **({} if found.images is None else {"image_tokens": int(found.images.sum())}),
         "routing_weights": found.weights is not None,
         "check": "every SHA-256 equals the header",
     }

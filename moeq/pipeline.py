@@ -126,7 +126,7 @@ STAGES = (
         after=("profile", "losses", "assign", "export"),
         text=("evaluation",),
         computes=True,
-        extra=assign.compared_hardware,
+        extra=evaluate.other_inputs,
         check=evaluate.check,
     ),
     Stage(
@@ -185,6 +185,8 @@ def _sections(context: Context, stage: Stage) -> dict[str, Any]:
         del whole["corpus"]["source"]
     if "evaluation" in stage.text and whole["eval"]["perplexity"] is not None:
         del whole["eval"]["perplexity"]["source"]
+    if stage.name == "eval" and whole["eval"]["translation"] is not None:
+        del whole["eval"]["translation"]["source"], whole["eval"]["translation"]["target"]
     return {name: whole[name] for name in stage.sections}
 
 
@@ -296,6 +298,8 @@ def _recipe_text(context: Context) -> str:
         data["eval"]["images"]["source"] = _absolute(data["eval"]["images"]["source"])
     if data["eval"]["perplexity"] is not None:
         data["eval"]["perplexity"]["source"] = _pinned(data["eval"]["perplexity"]["source"], context.evaluation_sources)
+    for key in ("source", "target") if data["eval"]["translation"] is not None else ():
+        data["eval"]["translation"][key] = _absolute(data["eval"]["translation"][key])
     for section, key in (("eval", "include_path"), ("estimate", "hardware"), ("assign", "hardware")):
         data[section][key] = _absolute(data[section][key])
     for compared in data["eval"]["compare"]:

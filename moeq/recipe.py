@@ -483,6 +483,49 @@ class ExportSection(Section):
     max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")
 
 
+class LowPrecisionSection(Section):
+    """Perplexity while more and more experts of every layer go to a low width: coldest first, hottest first, random."""
+
+    bits: Literal[1, 2, 3, 4, 8] = Field(2, description="the low width")
+    high_bits: Literal[2, 3, 4, 8, 16] = Field(16, description="the others' width; 16: as in the checkpoint")
+    shares: list[Annotated[float, Field(ge=0, le=1)]] = Field(
+        [eighth / 8 for eighth in range(9)], min_length=1, description="of each layer's experts at the low width"
+    )
+    seeds: int = Field(3, ge=0, le=100, description="random orders beside those by activation counts of the profile")
+    quantizer: Literal["gptq", "rtn", "signround", "best"] | None = Field(None, description="none: assign.quantizer")
+    sequences: int | None = Field(None, ge=1, description="of eval.perplexity, evenly spaced; none: all")
+
+    @model_validator(mode="after")
+    def _check(self) -> LowPrecisionSection:
+        if self.bits >= self.high_bits:
+            raise ValueError(f"bits is {self.bits}, not below high_bits ({self.high_bits})")
+        if len(set(self.shares)) != len(self.shares):
+            raise ValueError("shares must name none twice")
+        return self
+
+
+class TranslationSection(Section):
+    """BLEU and chrF of an encoder-decoder on parallel text: two files of lines, or one .tsv or .jsonl file of pairs."""
+
+    source: str = Field(description="file of source lines; .tsv, .jsonl: of pairs")
+    target: str | None = Field(None, description="file of reference lines, one for every source line; none: pairs")
+    source_field: str = Field("source", description="of a row of pairs; .tsv: in its first line, else column 1")
+    target_field: str = Field("target", description="of a row of pairs; .tsv: in its first line, else column 2")
+    prefix: str = Field("", description="put before every source line, such as `translate English to German: `")
+    sentences: int | None = Field(None, ge=1, description="the first so many pairs; none: all")
+    beams: list[Annotated[int, Field(ge=1, le=64)]] = Field([1, 2], min_length=1, description="1: greedy")
+    max_new_tokens: int = Field(128, ge=1, description="longest translation")
+    batch_size: int = Field(16, ge=1)
+    tokenize: Literal["13a", "intl", "zh", "char", "none"] = Field("13a", description="sacrebleu's tokenizer of BLEU")
+    resamples: int = Field(1000, ge=100, le=100_000, description="of the bootstrap, for the intervals")
+
+    @model_validator(mode="after")
+    def _check(self) -> TranslationSection:
+        if len(set(self.beams)) != len(self.beams):
+            raise ValueError("beams must name none twice")
+        return self
+
+
 class PerplexitySection(Section):
     source: TextSource = "bundled"
     text_field: str = "text"
@@ -514,6 +557,12 @@ class EvalSection(Section):
     compare: list[NamedAssignSection] = Field(
         [NamedAssignSection(name=f"uniform-{bits}", method="uniform", bits=bits) for bits in (4, 3, 2)],
         description="assignments measured beside the original and the recipe's own",
+    )
+    low_precision: list[LowPrecisionSection] = Field(
+        [], description="perplexity against the share of experts at a low width, a curve for each pair of widths"
+    )
+    translation: TranslationSection | None = Field(
+        None, description="also translate with every assignment (encoder-decoders alone)"
     )
 
 
@@ -650,6 +699,7 @@ class Recipe(Section):
                 raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")
         if self.estimate.popularity == "trace" and not (self.profile.trace and self.estimate.geometry == "model"):
             raise ValueError("estimate.popularity trace needs profile.trace: true and estimate.geometry: model")
+        self._check_low_precision()
         if self.assign.size is not None and self.quantize.replicas == "all":
             raise ValueError(
                 "assign: size counts the placed replicas alone; use expert_bytes with quantize.replicas all"
@@ -664,6 +714,17 @@ class Recipe(Section):
         if len(set(names)) != len(names):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")
         return self
+
+    def _check_low_precision(self) -> None:
+        for index, section in enumerate(self.eval.low_precision):
+            where = f"eval.low_precision {index}"
+            if self.eval.perplexity is None:
+                raise ValueError(f"{where}: it needs eval.perplexity")
+            foreign = sorted({section.bits, section.high_bits} - {16, *self.losses.bits})
+            if foreign:
+                raise ValueError(f"{where}: {', '.join(map(str, foreign))} bits is not among losses.bits")
+            if section.quantizer not in (None, BEST, *self.losses.methods):
+                raise ValueError(f"{where}: quantizer {section.quantizer} is not among losses.methods")
 
 
 def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:

@@ -155,8 +155,27 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
         f"its bandwidth rule / cost-optimal, for {of}.{_error_note(rows)}",
         style="dim",
     )
+    for line in _translation_lines(outcomes):
+        console.print(line, soft_wrap=True, markup=False)
     for name, path in paths.items():
         console.print(f"{name:11}{path}", soft_wrap=True, markup=False)
+
+
+def _translation_lines(outcomes: list[Outcome]) -> list[str]:
+    """BLEU and chrF of every variant with the change against the original; none where nothing was translated."""
+    summary: dict[str, Any] = next((one.record.summary for one in outcomes if one.stage == "eval"), {})
+    lines = []
+    for name, found in summary.get("translation", {}).items():
+        figures = (
+            f"{title} {found[metric]:.2f}{_signed(found.get(f'{metric}_difference'))}"
+            for metric, title in (("bleu", "BLEU"), ("chrf", "chrF"))
+        )
+        lines.append(f"{name}: {', '.join(figures)}")
+    return lines
+
+
+def _signed(difference: float | None) -> str:
+    return "" if difference is None else f" ({difference:+.3f})"
 
 
 def _final_table(rows: list[dict[str, Any]], columns: Sequence[_Column]) -> Table:

@@ -53,6 +53,38 @@ class EvalRow(BaseModel):
         return None if self.total_bytes is None else 8 * self.total_bytes / weights
 
 
+class Score(BaseModel):
+    """A score with its interval of 95 %, and how far it is from the baseline's (None: it is the baseline)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    score: float
+    low: float
+    high: float
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+
+
+class TranslationScore(BaseModel):
+    """BLEU and chrF (0 to 100) of one variant with a number of beams."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    beams: int
+    bleu: Score
+    chrf: Score
+
+
+class Translation(BaseModel):
+    """Translation quality of every variant; signatures: how sacrebleu counted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    sentences: int
+    baseline: str
+    signatures: dict[str, str]
+    scores: tuple[TranslationScore, ...]
+
+
 class EvalReport(BaseModel):
     """`export_logit_error`: relative error of the exported checkpoint's logits against the dequantized weights'.
 
@@ -65,6 +97,7 @@ class EvalReport(BaseModel):
     tokens: int
     images: int = 0
     export_logit_error: float
+    translation: Translation | None = None  # where the recipe asks for it
 
     def row(self, name: str) -> EvalRow | None:
         return next((row for row in self.rows if row.name == name), None)

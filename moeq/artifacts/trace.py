@@ -1,7 +1,8 @@
 """RoutingTrace: which experts every token chose in every layer, in the order in which the tokens came.
 
 On disk one file, trace.safetensors: `experts` int16 [N, L, k], `weights` float16 [N, L, k] (where they were kept),
-`lengths`, `prefill` and `domain` int32 [S]. Its metadata holds, below the key `moeq_trace`, a JSON object (`Header`):
+`images` uint8 [N] (1: stands for a part of an image; where the model was given images), `lengths`, `prefill` and
+`domain` int32 [S]. Its metadata holds, below the key `moeq_trace`, a JSON object (`Header`):
 versions, the model, the digest of the text, the layers, the names that `domain` counts, the SHA-256 of every tensor.
 
 Letters: N tokens of all sequences, S sequences, L MoE layers, k experts a token at most, E experts of a layer.
@@ -36,10 +37,12 @@ BYTES_PER_CHOICE, BYTES_PER_SEQUENCE = 4, 12  # on disk: expert and weight; leng
 _DTYPES: Mapping[str, tuple[str, type]] = {  # of every tensor on disk: as safetensors calls it, as numpy does
     "experts": ("I16", np.int16),
     "weights": ("F16", np.float16),
+    "images": ("U8", np.uint8),
     "lengths": ("I32", np.int32),
     "prefill": ("I32", np.int32),
     "domain": ("I32", np.int32),
 }
+_OPTIONAL = {"weights", "images"}
 NONE = -1  # in `experts`: no expert, of a token that chose fewer or was left out in this layer
 MOST_EXPERTS = 32767  # that int16 can number
 
@@ -48,8 +51,9 @@ MOST_EXPERTS = 32767  # that int16 can number
 class RoutingTrace:
     """A recorded trace: tokens stand sequence after sequence, each in the order of its steps.
 
-    experts: int16 [N, L, k], -1 for none; weights: float16 [N, L, k] routing weights, or None; lengths: int32 [S]
-    tokens of every sequence, N in all; prefill: int32 [S] how many of them, from the front, are its prompt;
+    experts: int16 [N, L, k], -1 for none; weights: float16 [N, L, k] routing weights, or None; images: uint8 [N], 1
+    where a token stands for a part of an image, or None where there were no images or the model cannot tell; lengths:
+    int32 [S] tokens of every sequence, N in all; prefill: int32 [S] how many of them, from the front, are its prompt;
     domains: what kind of text each of the S sequences is; layers: names of the L MoE layers; num_experts: E of each;
     top_k: k; model: which model it was recorded from; text: digest of the sequences.
 
@@ -61,6 +65,7 @@ class RoutingTrace:
     top_k: int
     experts: NDArray[np.int16]
     weights: NDArray[np.float16] | None = None
+    images: NDArray[np.uint8] | None = None
     lengths: NDArray[np.int32]
     prefill: NDArray[np.int32]
     domains: tuple[str, ...]
@@ -115,6 +120,7 @@ def _problem_with(trace: RoutingTrace) -> str | None:
     arrays: Mapping[str, tuple[NDArray[Any] | None, type, tuple[int, ...]]] = {
         "experts": (trace.experts, np.int16, shape),
         "weights": (trace.weights, np.float16, shape),
+        "images": (trace.images, np.uint8, shape[:1]),
         "lengths": (trace.lengths, np.int32, (len(trace.domains),)),
         "prefill": (trace.prefill, np.int32, (len(trace.domains),)),
     }
@@ -129,6 +135,8 @@ def _problem_with(trace: RoutingTrace) -> str | None:
         return f"layers of {sorted(set(trace.num_experts))} experts, {trace.top_k} a token"
     if (trace.lengths < 1).any() or (trace.prefill < 0).any() or (trace.prefill > trace.lengths).any():
         return "a sequence without tokens, or with a longer prefill than it has tokens"
+    if trace.images is not None and trace.images.max() > 1:
+        return f"images are {trace.images.max()} somewhere, neither 0 nor 1"
     bounds = np.array(trace.num_experts)
     highest, lowest = trace.experts.max(axis=(0, 2)), trace.experts.min(axis=(0, 2))
     wrong = np.flatnonzero((highest >= bounds) | (lowest < NONE))
@@ -165,10 +173,12 @@ def join_traces(parts: Sequence[RoutingTrace]) -> RoutingTrace:
     if len(parts) == 1:
         return parts[0]
     weights = [part.weights for part in parts if part.weights is not None]
+    images = [np.zeros(part.num_tokens, np.uint8) if part.images is None else part.images for part in parts]
     return replace(
         parts[0],
         experts=np.concatenate([part.experts for part in parts]),
         weights=np.concatenate(weights) if len(weights) == len(parts) else None,
+        images=np.concatenate(images) if any(part.images is not None for part in parts) else None,
         lengths=np.concatenate([part.lengths for part in parts]),
         prefill=np.concatenate([part.prefill for part in parts]),
         domains=tuple(domain for part in parts for domain in part.domains),
@@ -184,8 +194,9 @@ def write_trace(path: Path, trace: RoutingTrace) -> None:
         "prefill": trace.prefill,
         "domain": np.array([names.index(domain) for domain in trace.domains], dtype=np.int32),
     }
-    if trace.weights is not None:
-        arrays["weights"] = trace.weights
+    arrays |= {
+        name: array for name, array in (("weights", trace.weights), ("images", trace.images)) if array is not None
+    }
     data = {name: _bytes(array) for name, array in arrays.items()}
     header = Header(
         model=trace.model,
@@ -226,6 +237,7 @@ def read_trace(path: Path) -> RoutingTrace:
             top_k=arrays["experts"].shape[-1],
             experts=arrays["experts"],
             weights=arrays.get("weights"),
+            images=arrays.get("images"),
             lengths=arrays["lengths"],
             prefill=arrays["prefill"],
             domains=tuple(header.domains[index] for index in domain.tolist()),
@@ -234,6 +246,25 @@ def read_trace(path: Path) -> RoutingTrace:
         )
     except ArtifactError as error:
         raise ArtifactError(error.what, where=str(path), do=REMEDY) from None
+
+
+def sequence_counts(trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """How often [S, E] each sequence chose every expert of one layer, over the tokens [N] that are marked."""
+    return sequence_sums(trace, layer, tokens, None).astype(np.int64)
+
+
+def sequence_sums(
+    trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_], weights: NDArray[np.float64] | None
+) -> NDArray[Any]:
+    """Sums [S, E] of what the choices of the marked tokens [N] weigh: [marked, k], None: 1 each."""
+    experts = trace.num_experts[layer]
+    chosen = trace.experts[tokens, layer]
+    there = chosen != NONE
+    cell = (trace.sequence[tokens].astype(np.int64)[:, None] * experts + chosen)[there]
+    sums = np.bincount(
+        cell, weights=None if weights is None else weights[there], minlength=trace.num_sequences * experts
+    )
+    return sums.reshape(trace.num_sequences, experts)
 
 
 def is_trace(path: Path) -> bool:
@@ -262,7 +293,7 @@ def _read_header(path: Path, metadata: Mapping[str, str]) -> Header:
 
 def _check_tensors(path: Path, tensors: Mapping[str, TensorHeader], header: Header) -> None:
     """ArtifactError unless the tensors are those of a trace, in type and number of axes."""
-    for name in sorted(set(_DTYPES) - {"weights"} - set(tensors)):
+    for name in sorted(set(_DTYPES) - _OPTIONAL - set(tensors)):
         raise ArtifactError(f"no tensor {name!r} in it", where=str(path), do=REMEDY)
     for name, tensor in tensors.items():
         if name not in _DTYPES:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moeq.artifacts.trace import NONE, RoutingTrace
+from moeq.artifacts.trace import NONE, RoutingTrace, sequence_counts, sequence_sums
 from moeq.errors import EstimateError
 from moeq.estimator.geometry import ModelGeometry
 
@@ -97,11 +97,6 @@ def step_counts(trace: RoutingTrace, rows: IntArray, layer: int) -> IntArray:
     return np.bincount(cell[there], minlength=len(rows) * experts).reshape(len(rows), experts)
 
 
-def sequence_counts(trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_]) -> IntArray:
-    """How often [S, E] each sequence chose every expert of one layer, over the tokens [N] that are marked."""
-    return _by_sequence(trace, layer, tokens, None).astype(np.int64)
-
-
 def sequence_scores(trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_]) -> FloatArray:
     """Sums [S, E] of the routing weights that each sequence gave every expert of one layer, over marked tokens [N].
 
@@ -109,8 +104,7 @@ def sequence_scores(trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_]) 
     """
     if trace.weights is None:
         raise EstimateError("the trace has no routing weights", do="record it again")
-    sums = _by_sequence(trace, layer, tokens, trace.weights[tokens, layer].astype(np.float64))
-    return sums.astype(np.float64)
+    return sequence_sums(trace, layer, tokens, trace.weights[tokens, layer].astype(np.float64))
 
 
 def importance(counts: FloatArray, scores: FloatArray, alpha: float) -> FloatArray:
@@ -126,16 +120,3 @@ def _shares(values: FloatArray) -> FloatArray:
     sums = values.sum(axis=-1, keepdims=True)
     found: FloatArray = np.divide(values, sums, out=np.zeros_like(values), where=sums > 0)
     return found
-
-
-def _by_sequence(
-    trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_], weights: FloatArray | None
-) -> NDArray[np.float64] | IntArray:
-    experts = trace.num_experts[layer]
-    chosen = trace.experts[tokens, layer]
-    there = chosen != NONE
-    cell = (trace.sequence[tokens].astype(np.int64)[:, None] * experts + chosen)[there]
-    sums = np.bincount(
-        cell, weights=None if weights is None else weights[there], minlength=trace.num_sequences * experts
-    )
-    return sums.reshape(trace.num_sequences, experts)

@@ -186,7 +186,7 @@ class Hours:
         dequantizing += sum(layer.num_experts for layer in sizes.layers) * PACKED_CALLS
         sections = [self.recipe.assign, *self.recipe.eval.compare]
         rounding = sum(RTN in methods(section, self.recipe) for section in sections) * self._rounding()
-        in_place = (1 + compare) * forwards + compare * dequantizing + rounding
+        in_place = (1 + compare) * forwards + compare * dequantizing + rounding + self._low_precision(dequantizing)
         packed = forwards + batches * dequantizing
         reads = 2.0 + compare
         if self.streams:
@@ -200,6 +200,20 @@ class Hours:
     def _rounding(self) -> float:
         """Seconds of rounding and packing every expert once at one width."""
         return WEIGHT_OPERATIONS * self.sizes.expert_parameters / self.rates.losses_flops
+
+    def _low_precision(self, dequantizing: float) -> float:
+        """Seconds of the curves: a pass for every point, and in every order every expert replaced about once."""
+        text, found = self.work.evaluation, 0.0
+        if text is None:
+            return found
+        for section in self.recipe.eval.low_precision:
+            orders = 2 + section.seeds
+            share = min(1.0, (section.sequences or text.sequences) / text.sequences)
+            one = share * self._forward(text.batch_tokens, text.batches, head=True)
+            if self.streams:
+                one += self._reading(self.sizes.disk) + dequantizing
+            found += orders * (len(section.shares) * one + dequantizing) + self._reading(self.sizes.disk)
+        return found
 
     def _estimate(self) -> float:
         return self.disk.estimating * (1 + len(self.recipe.eval.compare))

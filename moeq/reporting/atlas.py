@@ -18,7 +18,7 @@ from moeq.artifacts.evaluation import EvalRow
 from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, element, figure, plain
 from moeq.reporting.inputs import ReportInputs
-from moeq.reporting.maps import LOSS_MAP, Quantity, scale_of, value_map, width_map
+from moeq.reporting.maps import LOSS_MAP, Quantity, Scale, scale_of, value_map, width_map
 from moeq.tables import human_bytes
 
 MAP_BITS = 2  # the width whose losses are shown first, where the table has it
@@ -34,7 +34,7 @@ class ExpertMap:
     """One value of every expert. key: its id and file name; reading: how to read it; values: one array [E] a layer.
 
     quantity: None where the values are widths, means where an expert's matrices differ; hot: of widths, which experts
-    are on the GPU; present: all widths that occur.
+    are on the GPU; present: all widths that occur; scale: the colour scale of several maps, None for its own.
     """
 
     key: str
@@ -44,6 +44,7 @@ class ExpertMap:
     quantity: Quantity | None = None
     hot: Sequence[np.ndarray] = ()
     present: Sequence[int] = ()
+    scale: Scale | None = None
 
     @property
     def known(self) -> bool:
@@ -54,7 +55,7 @@ class ExpertMap:
         label = f"{self.title}: map of {size_of(self.values)}. {self._range()}"
         if self.quantity is None:
             return width_map(self.key, label, self.values, self.hot, self.title, room, self.present)
-        return value_map(self.key, label, self.values, self.quantity, self.title, room)
+        return value_map(self.key, label, self.values, self.quantity, self.title, room, self.scale)
 
     def caption(self) -> str:
         """How to read it, and what its colours leave out."""
@@ -85,6 +86,8 @@ class ExpertMap:
     def _outliers(self) -> str:
         if self.quantity is None:
             return ""
+        if self.scale is not None:
+            return "Equal colours are equal values in all of these maps."
         scale = scale_of(self.values, self.quantity)
         if not scale.below + scale.above:
             return ""

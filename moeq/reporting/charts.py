@@ -39,7 +39,8 @@ class Variant:
     exported: bool
 
 
-def _plane(figure: Any) -> Any:
+def plane_of(figure: Any) -> Any:
+    """Axes of a chart of the usual size."""
     return svg.axes(figure, LEFT, BELOW, WIDTH - LEFT - RIGHT, HEIGHT - BELOW - ABOVE)
 
 
@@ -47,7 +48,7 @@ def similarity_chart(name: str, label: str, band: Band) -> Drawing:
     """Cosine of prefill and decode by layer: mean over sequences, 10-90 % of them, mean over layers."""
 
     def fill(figure: Any) -> None:
-        plane, layers = _plane(figure), np.arange(len(band.middle))
+        plane, layers = plane_of(figure), np.arange(len(band.middle))
         known = np.isfinite(band.middle)
         thick, large = (4, 5) if len(layers) <= 40 else (2, 3)
         bars = (layers[known], band.low[known], band.high[known])
@@ -80,7 +81,7 @@ def loss_chart(name: str, label: str, widths: Sequence[int], methods: Mapping[st
     """Relative loss against width, one line a method, logarithmic."""
 
     def fill(figure: Any) -> None:
-        plane, x = _plane(figure), np.arange(len(widths))
+        plane, x = plane_of(figure), np.arange(len(widths))
         for index, (method, band) in enumerate(methods.items()):
             colour, marker = svg.SERIES[index % len(svg.SERIES)], MARKERS[index % len(MARKERS)]
             plane.fill_between(x, _positive(band.low), _positive(band.high), color=colour, alpha=0.18, linewidth=0)

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moeq.analysis.routing import RoutingAnalysis
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.losses import LossTable
+from moeq.artifacts.low_precision import LowPrecisionReport
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.others import OtherTable
 from moeq.artifacts.profile import Coverage, ExpertProfile
@@ -60,6 +62,8 @@ class ReportInputs:
     digests: Mapping[str, str]
     refined: Refined | None = None
     others: OtherTable | None = None  # modules outside of the experts that are packed too
+    routing: RoutingAnalysis | None = None  # of the trace, where one was recorded
+    low_precision: LowPrecisionReport | None = None  # where the recipe asks for it
 
     @property
     def original(self) -> EvalRow | None:

@@ -145,10 +145,16 @@ def stack(rows: Sequence[np.ndarray]) -> NDArray[np.float64]:
 
 
 def value_map(
-    name: str, label: str, rows: Sequence[np.ndarray], quantity: Quantity, title: str = "", room: int = WHOLE
+    name: str,
+    label: str,
+    rows: Sequence[np.ndarray],
+    quantity: Quantity,
+    title: str = "",
+    room: int = WHOLE,
+    scale: Scale | None = None,
 ) -> Drawing:
-    """Values in the colours of their scale; experts without one are grey."""
-    values, scale = stack(rows), scale_of(rows, quantity)
+    """Values in the colours of a scale (None: their own); experts without one are grey."""
+    values, scale = stack(rows), scale or scale_of(rows, quantity)
     parts = scale.parts(values)
     colours = _colours(quantity.colours, parts)
     there = np.isfinite(stack([np.zeros(len(row)) for row in rows]))

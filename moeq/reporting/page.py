@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeq.reporting import experts, formats, others, speed, summary
+from moeq.reporting import experts, formats, low_precision, others, routing, speed, summary, translation
 from moeq.reporting.document import document
 from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, table
 from moeq.reporting.inputs import ReportInputs
@@ -11,15 +11,19 @@ from moeq.reporting.inputs import ReportInputs
 def render(inputs: ReportInputs) -> str:
     """The report as one HTML document; its bytes depend only on the artifacts."""
     more = others.packed_modules(inputs)
+    low, translated = inputs.low_precision, inputs.evaluation.translation
     sections = [
         summary.headline(inputs),
+        *([] if translated is None else [translation.translation(translated)]),
         experts.activation(inputs),
+        *([] if inputs.routing is None else [routing.routing(inputs.routing)]),
         experts.losses(inputs),
         experts.sensitivity(inputs),
         experts.bits(inputs),
         *([] if more is None else [more]),
         summary.size_against_quality(inputs),
         speed.estimate(inputs),
+        *([] if low is None else [low_precision.low_precision(low)]),
         provenance(inputs),
     ]
     name = inputs.manifest.model.name

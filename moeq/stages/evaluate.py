@@ -19,8 +19,10 @@ from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import assign, export, judges, others, quantize, refine
 from moeq.stages.context import Context
+from moeq.stages.low_precision import write_curves
 from moeq.stages.others import Stored
 from moeq.stages.quantize import Replicas
+from moeq.stages.translation import Translating, check_translation, figures, text_digests
 
 ORIGINAL = "original"
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}  # relative, of logits
@@ -43,34 +45,45 @@ def run(context: Context) -> dict[str, Any]:
         *(_Variant(name=c.name, assignment=assign.make(context, c, c.name)) for c in section.compare),
     ]
     judge = judges.judge_of(context)
+    translating = Translating(context)
     rest = others.non_expert_bytes(context)
     rows = []
     error = 0.0
-    with context.reporter.bar("eval", len(variants) * judge.steps) as advance:
+    with context.reporter.bar("eval", len(variants) * (judge.steps + translating.batches)) as advance:
         for variant in variants:
             if variant.exported:
                 model, error = _exported(context, own)
             else:
                 model = _in_place(context, variant.assignment)
-            figures = judge.measure(model, None if variant.exported else context.streamed, advance)
-            rows.append(_row(context, variant, rest, figures))
+            found = judge.measure(model, None if variant.exported else context.streamed, advance)
+            rows.append(_row(context, variant, rest, found))
+            translating.add(variant.name, model, advance)
             del model  # before the next variant's is loaded
     context.drop_model()
-    report = EvalReport(rows=tuple(rows), export_logit_error=error, **judge.sizes)
+    scores = translating.result(ORIGINAL)
+    report = EvalReport(rows=tuple(rows), export_logit_error=error, translation=scores, **judge.sizes)
     write_eval(make_directory(context.directory("eval")) / NAME, report)
+    write_curves(context)
     return summarize(report)
 
 
 def check(context: Context) -> None:
     """EvaluationError or CorpusError for tasks, folders and texts that are not there; CorpusError for too little.
 
-    RecipeError for figures that the model has none of.
+    RecipeError for figures that the model has none of, EvaluationError also for a translation by a model that cannot.
     """
     section = context.recipe.eval
     _ = context.perplexity
     if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
         _ = context.task_manager
     _ = context.evaluation
+    check_translation(context)
+
+
+def other_inputs(context: Context) -> dict[str, list[str]] | None:
+    """Digests of what the evaluation reads beside the recipe, the model and the text; None: of nothing."""
+    found = {"hardware": assign.compared_hardware(context), "translation": text_digests(context)}
+    return {name: digests for name, digests in found.items() if digests is not None} or None
 
 
 def apply_assignment(context: Context, assignment: Assignment, *, exported: bool = False) -> None:
@@ -169,6 +182,7 @@ def summarize(report: EvalReport) -> dict[str, Any]:
             }
             for row in report.rows
         ],
+        **({} if report.translation is None else {"translation": figures(report.translation)}),
     }
 
 

@@ -16,6 +16,7 @@ from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import RoutingTrace, join_traces, read_trace, write_trace
 from moeq.errors import ArtifactError
 from moeq.models.corpus import Sequences, join
+from moeq.models.corpus.images import image_tokens
 from moeq.models.walk import LayerInputs, walk
 from moeq.quantizers.layer import heldout_stride
 from moeq.stages.context import Context
@@ -34,7 +35,7 @@ def run(context: Context) -> dict[str, Any]:
     traces: list[RoutingTrace] = []
     for chunk in [context.calibration] if growth is None else context.calibration_chunks():
         chunks.append(chunk)
-        recorder = Recorder(chunk, _prefill(context, chunk)) if context.recipe.profile.trace else None
+        recorder = _recorder(context, chunk) if context.recipe.profile.trace else None
         parts.append(_count(context, chunk, recorder))
         if recorder is not None:
             traces.append(recorder.trace())
@@ -51,6 +52,14 @@ def run(context: Context) -> dict[str, Any]:
     write_profile(context.directory("profile"), profile, coverage)
     _write_trace(context, traces, profile.text)
     return summarize(profile, coverage)
+
+
+def _recorder(context: Context, chunk: Sequences) -> Recorder:
+    """What records the trace of some sequences; says so where it cannot tell image tokens from others."""
+    known = image_tokens(context.described[0].config)
+    if chunk.extra is not None and not known:
+        context.reporter.say("  [yellow]trace: the configuration does not say which tokens are of images[/yellow]")
+    return Recorder(chunk, _prefill(context, chunk), known)
 
 
 def _write_trace(context: Context, parts: Sequence[RoutingTrace], text: str) -> None:

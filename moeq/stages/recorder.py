@@ -12,11 +12,19 @@ from moeq.models.walk import LayerInputs
 
 
 class Recorder:
-    """Collects what every token chose, layer by layer, of some sequences; prefill: [S] tokens of each prompt."""
+    """Collects what every token chose, layer by layer, of some sequences; prefill: [S] tokens of each prompt.
 
-    def __init__(self, sequences: Sequences, prefill: torch.Tensor) -> None:
+    image_tokens: the ids that stand for parts of images; without any, or where no sequence has images, nothing is said
+    of them.
+    """
+
+    def __init__(self, sequences: Sequences, prefill: torch.Tensor, image_tokens: frozenset[int] = frozenset()) -> None:
         self.lengths, self.prefill, self.domains = sequences.mask.sum(1), prefill, sequences.domains
         self.starts = self.lengths.cumsum(0) - self.lengths
+        self.images: np.ndarray | None = None
+        if image_tokens and sequences.extra is not None:
+            tokens = sequences.ids[sequences.mask]
+            self.images = torch.isin(tokens, torch.tensor(sorted(image_tokens))).numpy().astype(np.uint8)
         self.layers: list[ExpertLayer] = []
         self.chosen: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []
@@ -43,6 +51,7 @@ class Recorder:
             top_k=top_k,
             experts=_stacked(self.chosen, top_k, NONE),
             weights=_stacked(self.weights, top_k, 0),
+            images=self.images,
             lengths=self.lengths.numpy().astype(np.int32),
             prefill=self.prefill.numpy().astype(np.int32),
             domains=self.domains,

@@ -16,12 +16,24 @@ from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Refined, ReportInputs, SpeedInputs
 from moeq.reporting.page import render
 from moeq.runtime.checkpoint import CARD
-from moeq.stages import assign, estimate, evaluate, export, losses, model_card, others, profile, quantize, refine
+from moeq.stages import (
+    analysis,
+    assign,
+    estimate,
+    evaluate,
+    export,
+    losses,
+    model_card,
+    others,
+    profile,
+    quantize,
+    refine,
+)
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 
 NAME = "report.html"
-REVISION = 3  # raised when the same run gives another page
+REVISION = 4  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 
@@ -51,6 +63,8 @@ def collect(context: Context) -> ReportInputs:
         recipe_text=_recipe_text(context),
         others=others.table(context),
         refined=refined(context, assignment),
+        routing=analysis.recorded(context) if context.recipe.profile.trace else None,
+        low_precision=analysis.measured(context),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in STAGES},
     )
 

@@ -30,6 +30,21 @@ def stamped() -> RoutingTrace:
     return replace(made_trace(), model=ModelStamp(name="tiny", revision=None, digest="0" * 64), text="1" * 64)
 
 
+def test_which_tokens_are_of_images_is_kept_and_checked(tmp_path: Path, stamped: RoutingTrace) -> None:
+    images = (np.arange(stamped.num_tokens) % 3 == 0).astype(np.uint8)
+    seeing = replace(stamped, images=images)
+    write_trace(tmp_path / "trace.safetensors", seeing)
+    assert same(read_trace(tmp_path / "trace.safetensors"), seeing)
+    joined = join_traces([stamped, seeing])
+    assert joined.images is not None
+    assert joined.images.tolist() == [0] * stamped.num_tokens + images.tolist()
+    assert join_traces([stamped, stamped]).images is None
+    with pytest.raises(ArtifactError, match="images are 2 somewhere, neither 0 nor 1"):
+        replace(stamped, images=images * 2)
+    with pytest.raises(ArtifactError, match=r"images are uint8 \[1\], not uint8 \[12\]"):
+        replace(stamped, images=images[:1])
+
+
 @pytest.mark.parametrize("weights", [True, False])
 def test_what_was_written_is_read(tmp_path: Path, stamped: RoutingTrace, weights: bool) -> None:
     trace = stamped if weights else replace(stamped, weights=None)

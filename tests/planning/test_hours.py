@@ -19,17 +19,18 @@ RATES = Rates(
 )  # fmt: skip
 
 
+def hours_of(model: Path, *overrides: str, streams: bool = False) -> Hours:
+    recipe = load_recipe(None, ["corpus.sequences=64", "corpus.sequence_length=64", "eval.compare=[]", *overrides])
+    context = Context(recipe=recipe, model_name=str(model), out=model / "run")
+    sizes, work = model_sizes(context), work_sizes(context)
+    return Hours(sizes, work, recipe, Disk(context, sizes, work), RATES, streams=streams, free=1 << 40)
+
+
 def losses_seconds(model: Path, *overrides: str, streams: bool = False) -> float:
     """Seconds of losses beyond those of the recipe without effects."""
 
     def seconds(*more: str) -> float:
-        recipe = load_recipe(
-            None, ["corpus.sequences=64", "corpus.sequence_length=64", "eval.compare=[]", "eval.perplexity=null", *more]
-        )
-        context = Context(recipe=recipe, model_name=str(model), out=model / "run")
-        sizes, work = model_sizes(context), work_sizes(context)
-        hours = Hours(sizes, work, recipe, Disk(context, sizes, work), RATES, streams=streams, free=1 << 40)
-        return float(hours._losses())
+        return float(hours_of(model, "eval.perplexity=null", *more, streams=streams)._losses())
 
     return seconds(*overrides) - seconds()
 
@@ -58,3 +59,19 @@ def test_an_expert_takes_less_than_a_whole_pass(tiny_mixtral: Path) -> None:
     """5 experts in each of 2 layers, from their layer on: less than as many passes of the whole model."""
     layers = losses_seconds(tiny_mixtral, "losses.layer_effects={sequences: 16}")  # 3 whole passes
     assert losses_seconds(tiny_mixtral, "losses.expert_effects={sequences: 16}") < 10 / 3 * layers * 1.2
+
+
+def test_curves_of_low_precision_take_a_pass_for_each_point(tiny_mixtral: Path) -> None:
+    def seconds(section: str, streams: bool = False) -> float:
+        text = "eval.perplexity={sequences: 16, sequence_length: 64, batch_size: 4}"
+        with_curves, without = (
+            hours_of(tiny_mixtral, text, f"eval.low_precision={sections}", streams=streams)._eval()
+            for sections in (f"[{section}]", "[]")
+        )
+        return float(with_curves - without)
+
+    few, many = (seconds(f"{{shares: {shares}}}") for shares in ([0, 1], [0, 0.25, 0.5, 1]))
+    assert 0 < few < many < 2 * few
+    assert seconds("{shares: [0, 1], seeds: 8}") == pytest.approx(2 * few, rel=0.05)
+    assert seconds("{shares: [0, 1], sequences: 4}") < few
+    assert seconds("{shares: [0, 1]}", streams=True) > few

@@ -322,8 +322,9 @@ def _trace() -> RoutingTrace:
     return RoutingTrace(
         layers=("layers.0", "layers.1"), num_experts=(5, 5), top_k=2,
         experts=np.arange(24, dtype=np.int16).reshape(6, 2, 2) % 5,
-        weights=np.full((6, 2, 2), 0.5, dtype=np.float16), lengths=np.array([3, 3], dtype=np.int32),
-        prefill=np.array([1, 2], dtype=np.int32), domains=("a", "b"), text="0" * 64,
+        weights=np.full((6, 2, 2), 0.5, dtype=np.float16), images=np.arange(6, dtype=np.uint8) % 2,
+        lengths=np.array([3, 3], dtype=np.int32), prefill=np.array([1, 2], dtype=np.int32),
+        domains=("a", "b"), text="0" * 64,
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from tiny_models import save_tiny
 from tiny_vision import save_image, vision_model, vision_processor
 
 from moeq import pipeline
+from moeq.artifacts.trace import NAME as TRACE
+from moeq.artifacts.trace import read_trace
 from moeq.errors import ArtifactError
 from moeq.models import corpus
 from moeq.progress import Reporter
@@ -173,9 +175,15 @@ def test_a_vision_model_is_profiled_on_images(tmp_path: Path, monkeypatch: pytes
     rows += [{"text": "words " * (4 + number)} for number in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(corpus, "load_processor", lambda *_: processor)
-    options = (f"corpus.source={tmp_path / 'rows.jsonl'}", "corpus.packed=false", "corpus.sequence_length=64")
+    options = (f"corpus.source={tmp_path / 'rows.jsonl'}", "corpus.packed=false", "corpus.sequence_length=64",
+               "profile.trace=true")  # fmt: skip
     one = context(tmp_path / "model", tmp_path / "run", *options)
     pipeline.run(one, ("profile", "losses"))
+    trace = read_trace(one.directory("profile") / TRACE)
+    image = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    assert trace.images is not None
+    assert trace.images.tolist() == (one.calibration.ids[one.calibration.mask] == image).int().tolist()
+    assert 0 < trace.images.sum() < trace.num_tokens
     found = profile.load(one)
     assert found.tokens.sum() == int(one.calibration.mask.sum())
     for counts in found.counts:

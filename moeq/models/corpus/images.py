@@ -18,6 +18,9 @@ from moeq.models.corpus.chat import rendered
 from moeq.models.source import PROCESSOR_FILES
 
 INSTALL = "pip install 'moeq[vision]'"
+TOKEN_SETTINGS = (
+    "image_token_id", "image_token_index", "video_token_id", "video_token_index", "media_placeholder_token_id",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,12 @@ class ImageRow:
     text: str | None
     plain: bool
     where: str
+
+
+def image_tokens(config: Any) -> frozenset[int]:
+    """Token ids that stand for parts of images or videos; none where the model's configuration names none."""
+    found = (getattr(config, name, None) for name in TOKEN_SETTINGS)
+    return frozenset(token for token in found if isinstance(token, int))
 
 
 def image_row(

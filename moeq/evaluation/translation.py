@@ -1,0 +1,249 @@
+"""Translation quality of an encoder-decoder on local parallel text: BLEU and chrF by sacrebleu, with intervals.
+
+Intervals are of the bootstrap over sentences: 95 % of the scores of resampled sentences, and of the differences to
+another system on the same resamples (paired).
+
+Letters: n sentences, R resamples.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeq.artifacts.evaluation import Score, Translation, TranslationScore
+from moeq.errors import CorpusError, EvaluationError
+from moeq.recipe import TranslationSection
+
+KEY = "eval.translation"
+ENDS = (2.5, 97.5)  # percentiles of an interval of 95 %
+Hypotheses = Mapping[int, Sequence[str]]  # by the number of beams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Parallel text: line i of both is one sentence."""
+
+    sources: tuple[str, ...]
+    references: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+def read_pairs(section: TranslationSection) -> Pairs:
+    """The section's parallel text; CorpusError naming file and line for what is missing, empty or not parallel."""
+    path = Path(section.source).expanduser()
+    if section.target is not None:
+        other = Path(section.target).expanduser()
+        sources, references = _lines(path), _lines(other)
+        if len(sources) != len(references):
+            raise CorpusError(
+                f"{len(references)} lines for the {len(sources)} of {path}",
+                where=str(other),
+                do="give one reference line for every source line",
+            )
+        places = [f"line {number}" for number in range(1, len(sources) + 1)]
+        files = (path, other)
+    else:
+        sources, references, places = _rows(path, section)
+        files = (path, path)
+    for texts, file in zip((sources, references), files, strict=True):
+        empty = next((place for text, place in zip(texts, places, strict=True) if not text.strip()), None)
+        if empty is not None:
+            raise CorpusError("an empty sentence", where=f"{file}, {empty}", do="drop the pair from both sides")
+    if not sources:
+        raise CorpusError("no sentences in it", where=str(path), do="give parallel text")
+    count = section.sentences
+    if count is not None and count > len(sources):
+        raise CorpusError(
+            f"{len(sources)} pairs, {count} are wanted", where=str(path), do=f"lower {KEY}.sentences or give more text"
+        )
+    return Pairs(sources=tuple(sources[:count]), references=tuple(references[:count]))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except FileNotFoundError:
+        raise CorpusError("no such file", where=str(path), do=f"correct {KEY}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"cannot be read ({error})", where=str(path), do="give a file of UTF-8 text") from None
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines as every tool for parallel text counts them: only line feeds end one."""
+    found = _text(path).split("\n")
+    return [line.rstrip("\r") for line in (found[:-1] if found[-1] == "" else found)]
+
+
+def _rows(path: Path, section: TranslationSection) -> tuple[list[str], list[str], list[str]]:
+    """Sources, references and places of the rows of a .tsv or .jsonl file."""
+    names = (section.source_field, section.target_field)
+    if path.suffix == ".jsonl":
+        rows = [(number, _record(path, number, line)) for number, line in enumerate(_lines(path), 1)]
+    elif path.suffix == ".tsv":
+        cells = [*csv.reader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE)]
+        named = bool(cells) and set(names) <= set(cells[0])
+        columns = cells[0] if named else list(names)
+        rows = [(number, dict(zip(columns, row, strict=False))) for number, row in enumerate(cells[named:], 1 + named)]
+    else:
+        raise CorpusError("source lines without references", where=str(path), do=f"set {KEY}.target")
+    for number, row in rows:
+        missing = next((name for name in names if not isinstance(row.get(name), str)), None)
+        if missing is not None:
+            there = ", ".join(map(str, row)) or "nothing"
+            raise CorpusError(
+                f"no text {missing!r} (there are: {there})",
+                where=f"{path}, line {number}",
+                do=f"set {KEY}.source_field and target_field, or mend the line",
+            )
+    places = [f"line {number}" for number, _ in rows]
+    return [row[names[0]] for _, row in rows], [row[names[1]] for _, row in rows], places
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise CorpusError("not a JSON object", where=f"{path}, line {number}", do="mend or drop the line")
+    return found
+
+
+def check_model(config: Any, tokenizer: Any, name: str) -> None:
+    """EvaluationError for a model that is no encoder-decoder, or whose tokenizer cannot pad a batch."""
+    if not config.is_encoder_decoder:
+        raise EvaluationError(
+            f"translation needs an encoder-decoder, this is a decoder alone ({config.model_type})",
+            where=name,
+            do=f"set {KEY}: null",
+        )
+    if tokenizer.pad_token_id is None:
+        raise EvaluationError("the tokenizer has no padding token", where=name, do="set one in tokenizer_config.json")
+
+
+def translate(
+    model: Any,
+    tokenizer: Any,
+    sources: Sequence[str],
+    section: TranslationSection,
+    device: torch.device,
+    advance: Callable[[], None],
+) -> dict[int, list[str]]:
+    """{beams: translation of every source}, likeliest tokens alone; `advance` is called once a batch and width.
+
+    Raises EvaluationError when a source has no tokens.
+    """
+    found: dict[int, list[str]] = {}
+    texts = [f"{section.prefix}{source}" for source in sources]
+    for beams in section.beams:
+        mine: list[str] = []
+        for start in range(0, len(texts), section.batch_size):
+            batch = tokenizer(texts[start : start + section.batch_size], return_tensors="pt", padding=True)
+            _check_tokens(batch["attention_mask"], start)
+            with torch.no_grad():
+                ids = model.generate(
+                    input_ids=batch["input_ids"].to(device),
+                    attention_mask=batch["attention_mask"].to(device),
+                    num_beams=beams,
+                    do_sample=False,
+                    max_new_tokens=section.max_new_tokens,
+                )
+            mine += [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+            advance()
+        found[beams] = mine
+    return found
+
+
+def _check_tokens(mask: Tensor, start: int) -> None:
+    """EvaluationError naming the first source [B, T], counted from `start`, that has no tokens."""
+    empty = (~mask.bool().any(1)).nonzero()
+    if len(empty):
+        raise EvaluationError("a source without tokens", where=f"{KEY}, pair {start + int(empty[0]) + 1}", do="drop it")
+
+
+def score(systems: Mapping[str, Hypotheses], baseline: str, pairs: Pairs, section: TranslationSection) -> Translation:
+    """BLEU and chrF of every system at every number of beams, with their differences to the baseline's.
+
+    The same sentences are resampled for all systems; the seed is fixed, so that equal translations give equal figures.
+    """
+    metrics = _metrics(section.tokenize)
+    generator = np.random.default_rng(0)
+    drawn = generator.multinomial(len(pairs), np.full(len(pairs), 1 / len(pairs)), size=section.resamples)
+    scores: dict[str, dict[int, dict[str, _Scores]]] = {
+        system: {
+            beams: {name: _Scores.of(metric, texts, pairs, drawn) for name, metric in metrics.items()}
+            for beams, texts in hypotheses.items()
+        }
+        for system, hypotheses in systems.items()
+    }
+    return Translation(
+        sentences=len(pairs),
+        baseline=baseline,
+        signatures={name: str(metric.get_signature()) for name, metric in metrics.items()},
+        scores=tuple(
+            TranslationScore(
+                name=system,
+                beams=beams,
+                **{
+                    name: one.against(scores[baseline][beams][name] if system != baseline else None)
+                    for name, one in found.items()
+                },
+            )
+            for system, by_beams in scores.items()
+            for beams, found in by_beams.items()
+        ),
+    )
+
+
+def _metrics(tokenize: str) -> dict[str, Any]:
+    from sacrebleu.metrics import BLEU, CHRF
+
+    return {"bleu": BLEU(tokenize=tokenize), "chrf": CHRF()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scores:
+    """A metric's score of all sentences, and of every resample [R]."""
+
+    score: float
+    resampled: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, metric: Any, texts: Sequence[str], pairs: Pairs, drawn: NDArray[np.int64]) -> _Scores:
+        """drawn: how often [R, n] each sentence is in each resample.
+
+        A metric's counts of single sentences are not public in sacrebleu; its own significance tests use them so.
+        """
+
+        def value(sums: NDArray[np.int64]) -> float:
+            return float(metric._compute_score_from_stats(sums.tolist()).score)
+
+        counts = np.array(metric._extract_corpus_statistics(texts, [pairs.references]))  # [n, counts of a sentence]
+        return cls(score=value(counts.sum(0)), resampled=np.array([value(sums) for sums in drawn @ counts]))
+
+    def against(self, other: _Scores | None) -> Score:
+        """As the artifact has it; other: the baseline's, None for the baseline itself."""
+        low, high = np.percentile(self.resampled, ENDS).tolist()
+        if other is None:
+            return Score(score=self.score, low=low, high=high)
+        ends = np.percentile(self.resampled - other.resampled, ENDS).tolist()
+        return Score(
+            score=self.score,
+            low=low,
+            high=high,
+            difference=self.score - other.score,
+            difference_low=ends[0],
+            difference_high=ends[1],
+        )

@@ -1,0 +1,143 @@
+"""Perplexity against the share of every layer's experts at a low width (paper 001, Figure 4).
+
+A sweep loads the model once. From one point to the next only the experts whose width changes are overwritten, by the
+replicas of the store or by what the checkpoint holds. A streamed model's experts are overwritten whenever they are
+read. What is no routed expert stays as in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moeq.analysis.low_precision import Chosen, low_experts, orders
+from moeq.artifacts.assignment import FULL
+from moeq.artifacts.low_precision import NAME, Curve, LowPrecisionReport, Point, Sweep, write_sweeps
+from moeq.evaluation.perplexity import perplexity
+from moeq.models.corpus import Sequences
+from moeq.models.experts import ExpertLayer, set_expert_weights
+from moeq.recipe import AssignSection, LowPrecisionSection
+from moeq.stages import assign, profile
+from moeq.stages.context import Context
+from moeq.stages.quantize import Replicas
+
+
+def write_curves(context: Context) -> None:
+    """Write low_precision.json beside the evaluation; without a sweep in the recipe, take away what is there."""
+    path = context.directory("eval") / NAME
+    if not context.recipe.eval.low_precision:
+        path.unlink(missing_ok=True)
+        return
+    sweeps = tuple(_sweep(context, section) for section in context.recipe.eval.low_precision)
+    write_sweeps(path, LowPrecisionReport(sweeps=sweeps))
+
+
+def _sweep(context: Context, section: LowPrecisionSection) -> Sweep:
+    """One pair of widths in all orders; points with the same experts at the low width are measured once."""
+    found = profile.load(context)
+    counts = [found.total(layer)[0] for layer in range(len(found.layers))]
+    chosen = {
+        name: [(share, low_experts(order, share)) for share in sorted(section.shares)]
+        for name, order in orders(counts, section.seeds, context.recipe.seed).items()
+    }
+    there = context.evaluation
+    assert there is not None, "the recipe says so"
+    sequences = _some(there, section.sequences)
+    there_and_back = [points[:: -1 if index % 2 else 1] for index, points in enumerate(chosen.values())]
+    measured = _measure(context, section, sequences, [low for points in there_and_back for _, low in points])
+    return Sweep(
+        low_bits=section.bits,
+        high_bits=section.high_bits,
+        quantizer=section.quantizer or context.recipe.assign.quantizer,
+        experts=sum(map(len, counts)),
+        sequences=len(sequences),
+        tokens=int(sequences.mask[:, 1:].sum()),
+        curves=tuple(
+            Curve(
+                order=order,
+                number=number,
+                points=tuple(
+                    Point(share=share, low_experts=sum(map(len, low)), perplexity=measured[low])
+                    for share, low in points
+                ),
+            )
+            for (order, number), points in chosen.items()
+        ),
+    )
+
+
+def _measure(
+    context: Context, section: LowPrecisionSection, sequences: Sequences, wanted: list[Chosen]
+) -> dict[Chosen, float]:
+    """Perplexity of every choice of experts, each measured once."""
+    settings = context.recipe.eval.perplexity
+    assert settings is not None, "the recipe says so"
+    different = list(dict.fromkeys(wanted))
+    batches = -(-len(sequences) // settings.batch_size)
+    name = f"{section.bits} of {section.high_bits} bits"
+    found: dict[Chosen, float] = {}
+    context.drop_model()
+    model = _Swapped(context, section)
+    try:
+        with context.reporter.bar(name, len(different) * batches) as advance:
+            for low in different:
+                model.become(low)
+                found[low] = perplexity(
+                    context.model, sequences, settings.batch_size, context.device, advance, context.streamed
+                )["perplexity"]
+    finally:
+        context.drop_model()
+    return found
+
+
+class _Swapped:
+    """The context's model with some experts at the low width and the others at the high one."""
+
+    def __init__(self, context: Context, section: LowPrecisionSection) -> None:
+        self.context, self.section = context, section
+        quantizer = section.quantizer or context.recipe.assign.quantizer
+        self._replicas: dict[int, list[Replicas]] = {}
+        for bits in (section.bits, section.high_bits):
+            uniform = AssignSection(method="uniform", bits=bits, quantizer=quantizer)
+            made = assign.make(context, uniform, f"uniform-{bits}")
+            self._replicas[bits] = [Replicas(context, made, layer) for layer in context.layers]
+        self.now = [dict.fromkeys(range(layer.num_experts), FULL) for layer in context.layers]
+
+    def become(self, low: Chosen) -> None:
+        """Give every expert its width: now, or, of a streamed model, as layers are read."""
+
+        def replace(model: nn.Module, layer: ExpertLayer) -> None:
+            for expert, bits in self._widths(layer, low).items():
+                if bits != FULL:
+                    set_expert_weights(model, layer, expert, self._weights(layer, expert, bits))
+
+        if self.context.streamed is not None:
+            self.context.streamed.overlay = replace
+            return
+        for layer in self.context.layers:
+            wanted = self._widths(layer, low)
+            for expert, bits in wanted.items():
+                if bits != self.now[layer.index][expert]:
+                    set_expert_weights(self.context.model, layer, expert, self._weights(layer, expert, bits))
+            self.now[layer.index] = wanted
+
+    def _widths(self, layer: ExpertLayer, low: Chosen) -> dict[int, int]:
+        bits, high = self.section.bits, self.section.high_bits
+        return {expert: bits if expert in low[layer.index] else high for expert in range(layer.num_experts)}
+
+    def _weights(self, layer: ExpertLayer, expert: int, bits: int) -> dict[str, Tensor]:
+        """One expert's matrices at a width; 16: as the checkpoint has them."""
+        replicas = self._replicas[bits][layer.index]
+        if bits == FULL:
+            return replicas.original(expert)[0]
+        return {name: packed.dequantize() for name, packed in replicas.packed(expert, bits).items()}
+
+
+def _some(sequences: Sequences, count: int | None) -> Sequences:
+    """At most `count` of the sequences, evenly spaced."""
+    if count is None or count >= len(sequences):
+        return sequences
+    chosen = [index * len(sequences) // count for index in range(count)]
+    at = torch.tensor(chosen)
+    domains = tuple(sequences.domains[index] for index in chosen)
+    return Sequences(ids=sequences.ids[at], mask=sequences.mask[at], domains=domains, pad=sequences.pad)
