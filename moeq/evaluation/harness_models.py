@@ -146,13 +146,14 @@ class ContextAwareLM(StaticLM):
     def _windows(self, text: str) -> Iterator[Window]:
         """As HFLM cuts a text: every token is a target once."""
         cut: Any = get_rolling_token_windows
+        disjoint: Any = make_disjoint_window
         for window in cut(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
             max_seq_len=self.max_length,
             context_len=1,
         ):
-            context, targets = make_disjoint_window(window)
+            context, targets = disjoint(window)
             yield context + targets[:-1], targets
 
     def rolling(self, windows: Sequence[Window]) -> list[torch.Tensor]:

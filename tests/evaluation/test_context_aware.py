@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ from moeq.runtime.routing_counts import RoutingCounts
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of a log-likelihood in nats: float32 sums in another order
-WORDS = "the cat sat on a mat and looked at two green lamps while it rained".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "two", "green", "lamps", "while", "it", "rained"]
 
 
 def sentence(rng: random.Random, count: int) -> str:
