@@ -431,7 +431,12 @@ class EvalSection(Section):
     tasks: list[str] = Field([], description="lm-eval task names, or moeq_continuation (bundled)")
     include_path: str | None = Field(None, description="folder with lm-eval task YAML files")
     limit: int | None = Field(None, ge=1, description="items a task; none: all")
-    batch_size: int = Field(16, ge=1)
+    num_fewshot: int | None = Field(
+        None, ge=0, description="examples in a task's contexts; none: the task's own number"
+    )
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        16, description="requests of tasks at once; auto: as many as free memory takes"
+    )
     compare: list[NamedAssignSection] = Field(
         [NamedAssignSection(name=f"uniform-{bits}", method="uniform", bits=bits) for bits in (4, 3, 2)],
         description="assignments measured beside the original and the recipe's own",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import logging
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from moeq.bundled import bundled_path
-from moeq.errors import EvaluationError, nearest
+from moeq.errors import EvaluationError, MoeqError
+from moeq.evaluation.results import kept, scores_of
 
 BUNDLED_TASK = "moeq_continuation"
 GENERATED = 256  # tokens that lm-eval generates where a task names no limit
@@ -35,11 +38,12 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
         manager = TaskManager(include_path=folders, include_defaults=True)
     for name in names:
         if name not in manager.all_tasks:
-            guess = nearest(name, manager.all_tasks)
-            hint = f"did you mean {guess!r}?" if guess else "see `lm-eval ls tasks`"
+            close = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see `lm-eval ls tasks`"
             raise EvaluationError(f"no lm-eval task {name!r}", do=hint)
-    with _lm_eval_errors(names):
-        manager.load(names)
+    for name in names:
+        with _lm_eval_errors([name]):
+            manager.load([name])
     return manager
 
 
@@ -52,7 +56,17 @@ def _lm_eval_errors(names: list[str]) -> Iterator[None]:
     try:
         with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
             yield
+    except MoeqError:
+        raise
     except Exception as error:  # task code and dataset loaders raise anything
+        away = re.search(r"Couldn't reach '([^']+)'", str(error))
+        if away is not None:
+            raise EvaluationError(
+                f"needs the data set {away[1]} of the hub, which is neither in the cache nor within reach",
+                where=", ".join(names),
+                do="fetch it where there is a network, or give a task file with dataset_path: json and its data_files "
+                "(--include-path)",
+            ) from error
         reason = str(error).strip().split("\n")[0]
         raise EvaluationError(
             f"lm-eval failed ({type(error).__name__}: {reason})",
@@ -78,41 +92,43 @@ def task_requests(manager: Any, names: list[str], limit: int | None) -> list[tup
     return found
 
 
-def run_tasks(
-    model: Any, tokenizer: Any, names: list[str], manager: Any, *, batch_size: int, limit: int | None
-) -> dict[str, dict[str, float]]:
-    """Scores {task: {metric: value}} of a loaded model; stderr rows end in `_stderr`.
+def evaluate_tasks(
+    lm: Any,
+    names: list[str],
+    manager: Any,
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    model: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What lm-eval finds of a model for it (see harness_models), in its own JSON form, samples included.
 
-    Raises EvaluationError when a task cannot be run.
+    num_fewshot: examples in the context, of tasks that do not set it to 0 themselves; model: what stands in the
+    configuration. The same evaluation gives the same JSON. Raises EvaluationError when a task cannot be run.
     """
     import lm_eval
     import lm_eval.evaluator
-    from lm_eval.models.huggingface import HFLM
 
     # these run git and pip, which takes half a second and complains on the user's terminal
     lm_eval.evaluator.get_git_commit_hash = lambda: None
     lm_eval.evaluator.add_env_info = lambda storage: None
     with _lm_eval_errors(names):
-        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         found = lm_eval.simple_evaluate(
-            model=harness,
+            model=lm,
             tasks=names,
             task_manager=manager,
             limit=limit,
+            num_fewshot=num_fewshot,
             bootstrap_iters=BOOTSTRAP,
+            log_samples=True,
             verbosity="ERROR",
         )
-    return {name: _scores(result) for name, result in found["results"].items()}
+    return kept(found, model or {})
 
 
-def _scores(result: dict[str, Any]) -> dict[str, float]:
-    """lm-eval's `metric,filter` keys without the filter when there is one only; values that are numbers."""
-    scores = {}
-    for key, value in result.items():
-        metric, comma, chosen = key.partition(",")
-        if comma and isinstance(value, int | float) and math.isfinite(value):
-            scores[metric if chosen == "none" else f"{metric},{chosen}"] = float(value)
-    return scores
+def task_scores(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Scores {task: {metric: value}} of lm-eval's results; standard errors end in `_stderr`."""
+    return {name: scores_of(result) for name, result in found["results"].items()}
 
 
 def headline(scores: dict[str, dict[str, float]]) -> tuple[float | None, float | None]:

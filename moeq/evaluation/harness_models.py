@@ -94,6 +94,7 @@ class ContextAwareLM(StaticLM):
         self.runtime = runtime
 
     def _rows(self, tokens: int) -> int:
+        """How many pieces of so many tokens go together."""
         return rows_at_once(self.batch_size_per_gpu, self.model, tokens)
 
     def _loglikelihood_tokens(
@@ -119,7 +120,10 @@ class ContextAwareLM(StaticLM):
     def _scored_together(self, fitted: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[tuple[Any, Any]]:
         """(numbers of requests, their scores) of every piece, the longest first; requests that differ in their last
         token alone are one piece."""
-        fed = lambda number: (fitted[number][0], fitted[number][1][:-1])  # noqa: E731
+
+        def fed(number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            return fitted[number][0], fitted[number][1][:-1]
+
         order = sorted(range(len(fitted)), key=lambda number: (-len(fitted[number][0]), fed(number), fitted[number][1]))
         groups = [list(numbers) for _, numbers in groupby(order, key=fed)]
         start = 0
@@ -164,18 +168,16 @@ class ContextAwareLM(StaticLM):
         if not windows:
             return []
         with self.runtime.installed():
-            tokens, answers = windows[0][0], _answers(*windows[0])
+            tokens, wanted = windows[0][0], answers(*windows[0])
             half = max(1, len(tokens) // 2)
-            started = self.runtime.start(tokens[:half], answers[:half])
+            started = self.runtime.start(tokens[:half], wanted[:half])
             keys = self.runtime.choose(started.routing)
             parts = [started.logprobs]
             if half < len(tokens):
-                rest = Piece(
-                    cache=started.cache, length=half, keys=keys, tokens=tokens[half:], targets=[answers[half:]]
-                )
+                rest = Piece(cache=started.cache, length=half, keys=keys, tokens=tokens[half:], targets=[wanted[half:]])
                 parts.append(self.runtime.score([rest])[0][0][0])
             later = [
-                Piece(cache=None, length=0, keys=keys, tokens=one[0], targets=[_answers(*one)]) for one in windows[1:]
+                Piece(cache=None, length=0, keys=keys, tokens=one[0], targets=[answers(*one)]) for one in windows[1:]
             ]
             rows = self._rows(max((len(piece.tokens) for piece in later), default=1))
             batches = (later[at : at + rows] for at in range(0, len(later), rows))
@@ -200,6 +202,6 @@ class ContextAwareLM(StaticLM):
         return torch.cat([context.cpu(), torch.tensor(padded, dtype=context.dtype)], 1)
 
 
-def _answers(tokens: Sequence[int], targets: Sequence[int]) -> list[int]:
+def answers(tokens: Sequence[int], targets: Sequence[int]) -> list[int]:
     """What every token of a window predicts, also those that do not count."""
     return [*tokens[1 : len(tokens) - len(targets) + 1], *targets]

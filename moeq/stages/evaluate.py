@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, read_eval, write_eval
+from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
-from moeq.evaluation.harness import BUNDLED_TASK, headline, run_tasks
+from moeq.evaluation import document
+from moeq.evaluation.harness import BUNDLED_TASK, evaluate_tasks, headline, task_scores
 from moeq.evaluation.perplexity import perplexity
 from moeq.models import corpus
 from moeq.models.experts import ExpertLayer, set_expert_weights
 from moeq.models.forward import forward
 from moeq.models.loading import expert_keys
+from moeq.models.others import OtherModule
 from moeq.runtime.checkpoint import load_checkpoint
+from moeq.runtime.swapping import Place, Replacement, Swapped
 from moeq.stages import assign, export, others, quantize, refine
 from moeq.stages.context import Context
 from moeq.stages.others import Stored
@@ -50,21 +54,41 @@ def run(context: Context) -> dict[str, Any]:
         0 if sequences is None or section.perplexity is None else -(-len(sequences) // section.perplexity.batch_size)
     )
     rest = others.non_expert_bytes(context)
-    rows = []
+    rows, measured = [], []
     error = 0.0
+    swapped: Swapped | None = None
     with context.reporter.bar("eval", len(variants) * (batches + bool(section.tasks))) as advance:
         for variant in variants:
             if variant.exported:
-                model, error = _exported(context, own)
-            else:
+                wanted = _logits(context, own, swapped)
+                swapped = None
+                context.drop_model()
+                model, error = _exported(context, wanted)
+            elif context.streamed is not None:
                 model = _in_place(context, variant.assignment)
-            rows.append(_evaluate(context, model, variant, sequences, manager, rest, advance))
+            else:
+                swapped = swapped or Swapped(context.model, context.layers)
+                swapped.set(replacements(context, variant.assignment))
+                model = swapped.model
+            found, row = _evaluate(context, model, variant, sequences, manager, rest, advance)
+            measured.append(found)
+            rows.append(row)
             del model  # before the next variant's is loaded
     context.drop_model()
     tokens = 0 if sequences is None else int(sequences.mask[:, 1:].sum())
+    directory = make_directory(context.directory("eval"))
+    samples = document.document(measured, section.model_dump(mode="json", include={"tasks", "num_fewshot", "limit"}))
+    document.write(directory / SAMPLES, samples)
+    rows = [_with_changes(row, entry["cells"]) for row, entry in zip(rows, samples["table"], strict=True)]
     report = EvalReport(rows=tuple(rows), tokens=tokens, export_logit_error=error)
-    write_eval(make_directory(context.directory("eval")) / NAME, report)
+    write_eval(directory / NAME, report)
     return summarize(report)
+
+
+def _with_changes(row: EvalRow, cells: dict[str, Any]) -> EvalRow:
+    """The row with its differences from the original."""
+    changes = {name: Change(**cell["change"]) for name, cell in cells.items() if cell["change"] is not None}
+    return row.model_copy(update={"changes": changes})
 
 
 def check(context: Context) -> None:
@@ -81,17 +105,12 @@ def apply_assignment(context: Context, assignment: Assignment, *, exported: bool
     It is done now, or as a streamed model's layers are read. exported: the assignment is the recipe's own, whose
     experts quantize may have refined.
     """
-    directory = context.directory("quantize")
-    made = quantize.quantizers(directory) if exported else {}
     stored = Stored(context)
     stored.apply(context.model, "")
 
     def replace(model: nn.Module, layer: ExpertLayer) -> None:
-        refined = refine.read_refined(directory, layer, assignment, made[layer.name]) if made else None
-        replicas = Replicas(context, assignment, layer, model, refined=refined)
-        for expert in refine.quantized_experts(assignment, layer):
-            values = {name: packed.dequantize() for name, packed in replicas.placed(expert).items()}
-            set_expert_weights(model, layer, expert, values)
+        for (_, expert), one in layer_replacements(context, assignment, layer, exported=exported, model=model).items():
+            set_expert_weights(model, layer, expert, one.make())
 
     if context.streamed is not None:
         context.overwritten = [module.weight for module in stored.by_block.get("", ())]
@@ -103,6 +122,65 @@ def apply_assignment(context: Context, assignment: Assignment, *, exported: bool
         replace(context.model, layer)
 
 
+def layer_replacements(
+    context: Context,
+    assignment: Assignment,
+    layer: ExpertLayer,
+    *,
+    exported: bool = False,
+    model: nn.Module | None = None,
+) -> dict[tuple[str, int], Replacement]:
+    """The dequantized replicas of one layer's experts that are below 16 bits, by module and expert.
+
+    exported: as in `apply_assignment`; model: where weights that are rounded now are taken from, None for the disk.
+    """
+    directory = context.directory("quantize")
+    refined: refine.Experts = {}
+    if exported:
+        made = quantize.quantizers(directory)[layer.name]
+        refined = refine.read_refined(directory, layer, assignment, made)
+    replicas = Replicas(context, assignment, layer, model, refined=refined)
+    found = {}
+    for expert in refine.quantized_experts(assignment, layer):
+        which = replicas.identity(expert, str(directory) if expert in refined else "")
+        found[layer.name, expert] = Replacement(key=which, make=partial(_dequantized, replicas, expert))
+    return found
+
+
+def _dequantized(replicas: Replicas, expert: int) -> dict[str, torch.Tensor]:
+    return {name: packed.dequantize() for name, packed in replicas.placed(expert).items()}
+
+
+def replacements(
+    context: Context, assignment: Assignment | None, *, exported: bool = False
+) -> dict[Place, Replacement]:
+    """What an assignment, and what else the recipe quantizes, puts into a loaded model; nothing for the original."""
+    found: dict[Place, Replacement] = {}
+    if assignment is None:
+        return found
+    found |= other_replacements(context)
+    for layer in context.layers:
+        for place, one in layer_replacements(context, assignment, layer, exported=exported).items():
+            found[place] = one
+    return found
+
+
+def other_replacements(context: Context) -> dict[Place, Replacement]:
+    """What the recipe quantizes outside of the experts, by module."""
+    stored = Stored(context)
+    return {
+        module.name: Replacement(
+            key=f"{stored.index.set} {stored.index.entry_of(module.kind)}",
+            make=partial(_dequantized_module, stored, module),
+        )
+        for module in stored.modules
+    }
+
+
+def _dequantized_module(stored: Stored, module: OtherModule) -> dict[str, torch.Tensor]:
+    return {"weight": stored.packed(module).dequantize()}
+
+
 def _in_place(context: Context, assignment: Assignment | None, *, exported: bool = False) -> Any:
     """The model with one assignment's dequantized experts, from fresh weights."""
     context.drop_model()
@@ -111,20 +189,34 @@ def _in_place(context: Context, assignment: Assignment | None, *, exported: bool
     return context.model
 
 
-def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
-    """The exported checkpoint, loaded as a user would, and its logits' error against the dequantized weights."""
-    dequantized = _in_place(context, assignment, exported=True)
-    generator = torch.Generator().manual_seed(context.recipe.seed)
-    vocabulary = dequantized.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (2, 32), generator=generator).to(context.device)
+def _logits(context: Context, assignment: Assignment, swapped: Swapped | None) -> torch.Tensor:
+    """Logits of random tokens with an assignment's dequantized weights; swapped: the model, where it is loaded whole
+    and was used before."""
+    if swapped is None:
+        model = _in_place(context, assignment, exported=True)
+    else:
+        swapped.set(replacements(context, assignment, exported=True))
+        model = swapped.model
     with torch.no_grad():
-        wanted = forward(dequantized, ids).logits.float()
-        context.drop_model()
-        del dequantized
+        logits: torch.Tensor = forward(model, _random_tokens(context)).logits.float()
+    return logits
+
+
+def _random_tokens(context: Context) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(context.recipe.seed)
+    skeleton: Any = context.described[0]
+    vocabulary = skeleton.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocabulary, (2, 32), generator=generator).to(context.device)
+
+
+def _exported(context: Context, wanted: torch.Tensor) -> tuple[Any, float]:
+    """The exported checkpoint, loaded as a user would, and its logits' error against those of the dequantized
+    weights."""
+    with torch.no_grad():
         packed = load_checkpoint(
             context.directory("export"), context.dtype, context.device, context.recipe.trust_remote_code
         )
-        found = forward(packed, ids).logits.float()
+        found = forward(packed, _random_tokens(context)).logits.float()
     error = float((found - wanted).norm() / wanted.norm())
     if not error <= CHECK_TOLERANCE[context.dtype]:
         raise EvaluationError(
@@ -143,10 +235,11 @@ def _evaluate(
     manager: Any,
     rest: tuple[int, int],
     advance: Any,
-) -> EvalRow:
-    """Measure one variant; rest: bytes beside the experts, of the original and as exported."""
+) -> tuple[document.Row, EvalRow]:
+    """Measure one variant, item by item and together; rest: bytes beside the experts, of the original and as
+    exported."""
     section = context.recipe.eval
-    measured: dict[str, Any] = {"perplexity": None, "by_domain": {}}
+    measured: dict[str, Any] | None = None
     if sequences is not None and section.perplexity is not None:
         measured = perplexity(
             model,
@@ -156,12 +249,15 @@ def _evaluate(
             advance,
             streamed=None if variant.exported else context.streamed,
         )
-    tasks: dict[str, dict[str, float]] = {}
+    results = None
     if section.tasks:
-        tasks = run_tasks(
-            model, context.tokenizer, section.tasks, manager, batch_size=section.batch_size, limit=section.limit
-        )
+        from moeq.evaluation.harness_models import StaticLM  # brings lm-eval in, which takes seconds
+
+        lm = StaticLM(model, context.tokenizer, batch_size=section.batch_size, truncate=True)
+        results = evaluate_tasks(lm, section.tasks, manager, limit=section.limit, num_fewshot=section.num_fewshot)
         advance()
+    tasks = {} if results is None else task_scores(results)
+    found = {"name": variant.name, "lm_eval": results, "perplexity": measured, "cut_requests": {}}
     assignment = variant.assignment
     accuracy, stderr = headline(tasks)
     if assignment is None:
@@ -169,15 +265,15 @@ def _evaluate(
     else:
         size = assign.total_bytes(context, assignment)
     average = None if assignment is None else assignment.average_bits()
-    return EvalRow(
+    return found, EvalRow(
         name=variant.name,
         exported=variant.exported,
         assignment=assignment,
         expert_bytes=size,
         other_bytes=rest[assignment is not None],
         average_bits=None if average is None else float(average),
-        perplexity=measured["perplexity"],
-        perplexity_by_domain=measured["by_domain"],
+        perplexity=None if measured is None else measured["perplexity"],
+        perplexity_by_domain={} if measured is None else measured["by_domain"],
         accuracy=accuracy,
         accuracy_stderr=stderr,
         tasks=tasks,

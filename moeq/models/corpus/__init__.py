@@ -4,7 +4,7 @@ The same files, tokenizer, settings and seed always give the same tokens. Domain
 them: sequences are drawn in equal shares from every domain.
 """
 
-from moeq.models.corpus.documents import Document, Fields, Need, images_digest, read_documents
+from moeq.models.corpus.documents import Document, Fields, Need, encode, images_digest, read_documents
 from moeq.models.corpus.images import Encoder, ImageRow, load_processor
 from moeq.models.corpus.sequences import Pool, Sequences, join, make_sequences
 from moeq.models.corpus.sources import BUNDLED, Source, open_sources, pinned, sources_digest
@@ -19,6 +19,7 @@ __all__ = [
     "Pool",
     "Sequences",
     "Source",
+    "encode",
     "images_digest",
     "join",
     "load_processor",
