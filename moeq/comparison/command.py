@@ -18,7 +18,7 @@ from moeq.evaluation.batching import BatchSize
 from moeq.evaluation.context_options import ContextOptions
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.evaluation.harness_models import StaticLM
-from moeq.evaluation.strided import read_text, score_text
+from moeq.evaluation.strided import read_text, score_text, too_long
 from moeq.models import hub
 from moeq.models.corpus import BUNDLED
 from moeq.progress import Reporter
@@ -115,6 +115,10 @@ def run(asked: Asked) -> dict[str, Any]:
     if asked.out is not None and (asked.out.is_dir() or not asked.out.absolute().parent.is_dir()):
         raise EvaluationError("is no file that can be written", where=str(asked.out), do="give a path in a folder")
     subjects = open_subjects(asked.words, contexts, asked.trust_remote_code)
+    for one in subjects:
+        if isinstance(one, Subject):
+            loaded.check(one)
+            _check_window(asked, one)
     manager = open_tasks(tasks, None if asked.include_path is None else str(asked.include_path)) if tasks else None
     rows = _rows(asked, subjects, settings, manager, reporter)
     whole = document.document(rows, _described(asked, settings))
@@ -134,6 +138,14 @@ def _described(asked: Asked, settings: loaded.Settings) -> dict[str, Any]:
         "window": asked.window,
         "stride": asked.stride,
     }
+
+
+def _check_window(asked: Asked, subject: Subject) -> None:
+    """EvaluationError for windows longer than the model's positions."""
+    config = subject.source.config
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    if asked.window is not None and isinstance(positions, int) and asked.window > positions:
+        raise too_long(asked.window, positions)
 
 
 def _text_source(asked: Asked) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moeq.assigners.prefix_split import WIDTHS
-from moeq.comparison.replicas import RunReplicas
+from moeq.comparison.replicas import RunReplicas, run_widths
 from moeq.comparison.subjects import Subject
 from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize
@@ -85,18 +85,30 @@ def lm_of(loaded: Loaded, subject: Subject, settings: Settings) -> StaticLM:
     return ContextAwareLM(runtime, loaded.tokenizer, **settings.lm_options())
 
 
+def check(subject: Subject) -> None:
+    """EvaluationError, before anything is loaded, for options of a context that its replicas do not allow."""
+    if subject.context is None:
+        return
+    where = str(subject.run.out if subject.run is not None else subject.checkpoint)
+    if subject.run is not None:
+        layers, widths = subject.run.layers, run_widths(subject.run)
+    else:
+        reader = _reader(subject)
+        layers, widths = reader.layers, CheckpointReplicas(reader).widths()
+    check_replicas(subject.context, layers[0].num_experts, widths, where)
+
+
 def _runtime(loaded: Loaded, subject: Subject, options: ContextOptions) -> ContextAwareModel:
     """The context-aware model of a run, or of a checkpoint with its replicas."""
     layers = _layers(loaded, subject)
-    where = str(subject.run.out if subject.run is not None else subject.checkpoint)
     replicas, dequantized, prefills = _replicas(loaded, subject, layers)
-    check_replicas(options, layers[0].num_experts, replicas.widths(), where)
-    needed = options.selector and options.gpu_experts < layers[0].num_experts
-    losses = replicas.losses(WIDTHS) if needed else None
-    if needed and losses is None:
-        raise EvaluationError(
-            "does not say what its replicas lose", where=where, do="export it again, or set selector=false"
-        )
+    losses = None
+    if options.selector and options.gpu_experts < layers[0].num_experts:
+        losses = replicas.losses(WIDTHS)
+        if losses is None:
+            raise EvaluationError(
+                "does not say what its replicas lose", where=subject.name, do="export it again, or set selector=false"
+            )
     return ContextAwareModel(
         loaded.model,
         layers,

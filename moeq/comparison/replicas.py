@@ -16,6 +16,11 @@ from moeq.stages.context import Context
 from moeq.stages.quantize import Replicas
 
 
+def run_widths(run: Context) -> frozenset[int]:
+    """The widths of a run's replicas: those of its recipe, and full precision."""
+    return frozenset({*run.recipe.losses.bits, FULL})
+
+
 class RunReplicas:
     """A ReplicaSource over a run's store; full precision is taken from the loaded model, whose experts must be its own.
 
@@ -29,8 +34,8 @@ class RunReplicas:
         self._replicas = [Replicas(run, assignment, layer) for layer in layers]
 
     def widths(self) -> frozenset[int]:
-        """Those of the recipe, and full precision."""
-        return frozenset({*self.run.recipe.losses.bits, FULL})
+        """The widths that every expert has a replica of."""
+        return run_widths(self.run)
 
     def expert(
         self, layer: ExpertLayer, expert: int, key: int

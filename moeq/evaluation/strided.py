@@ -1,8 +1,8 @@
-"""Perplexity of texts in overlapping windows: what stands before a token is at least `window - stride` tokens.
+"""Perplexity of texts in overlapping windows: at least `window - stride` tokens stand before the token that predicts.
 
-A window starts every `stride` tokens. Of a text's first window every token but the first counts, of every later one the
-last `stride`, so that each token counts once. A context-aware model prefills the first half of the first window, which
-is scored in the prefill's precision, and keeps the decision for the rest of the text.
+A window starts every `stride` tokens and feeds `window` of them. Of a text's first window all predictions count, of
+every later one the last `stride`, so that every token but a text's first counts once. A context-aware model prefills
+the first half of the first window, which is scored in the prefill's precision, and keeps the decision for the rest.
 """
 
 from __future__ import annotations
@@ -62,13 +62,11 @@ def read_text(source: str, tokenizer: Any, window: int, stride: int | None) -> T
 def windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[Window]:
     """(tokens that are fed, targets of the last of them) of one text; every token but the first is a target once."""
     done = 1
-    for start in range(0, len(tokens), stride):
-        end = min(start + window, len(tokens))
-        if end > done:
-            yield tokens[start : end - 1], tokens[done:end]
-            done = end
-        if end == len(tokens):
-            return
+    for start in range(0, len(tokens) - 1, stride):
+        end = min(start + window, len(tokens) - 1)
+        if end >= done:
+            yield tokens[start:end], tokens[done : end + 1]
+            done = end + 1
 
 
 def score_text(lm: StaticLM, text: Text, batch_size: BatchSize) -> dict[str, Any]:
@@ -76,12 +74,8 @@ def score_text(lm: StaticLM, text: Text, batch_size: BatchSize) -> dict[str, Any
 
     Raises EvaluationError when windows are longer than the model's positions or outputs are not finite.
     """
-    if text.window > lm.max_length + 1:
-        raise EvaluationError(
-            f"a window of {text.window} tokens is longer than the model's {lm.max_length} positions",
-            where="--window",
-            do=f"set it to {lm.max_length} or less",
-        )
+    if text.window > lm.max_length:
+        raise too_long(text.window, lm.max_length)
     cut = [list(windows(tokens, text.window, text.stride)) for tokens in text.documents]
     if isinstance(lm, ContextAwareLM):
         logprobs = [lm.rolling(mine) for mine in cut]
@@ -91,6 +85,15 @@ def score_text(lm: StaticLM, text: Text, batch_size: BatchSize) -> dict[str, Any
     if not all(np.isfinite(total) for mine in sums for total, _ in mine):
         raise EvaluationError("the model's outputs are not finite", do="use float32 or check the checkpoint")
     return _report(text, sums, isinstance(lm, ContextAwareLM))
+
+
+def too_long(window: int, positions: int) -> EvaluationError:
+    """What is said of a window that the model has no positions for."""
+    return EvaluationError(
+        f"a window of {window} tokens is longer than the model's {positions} positions",
+        where="--window",
+        do=f"set it to {positions} or less",
+    )
 
 
 def _in_batches(lm: StaticLM, cut: list[list[Window]], batch_size: BatchSize) -> list[list[torch.Tensor]]:
