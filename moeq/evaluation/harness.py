@@ -15,6 +15,7 @@ from typing import Any
 from moeq.bundled import bundled_path
 from moeq.errors import EvaluationError, MoeqError
 from moeq.evaluation.results import kept, scores_of
+from moeq.models.messages import quiet_transformers
 
 BUNDLED_TASK = "moeq_continuation"
 GENERATED = 256  # tokens that lm-eval generates where a task names no limit
@@ -112,7 +113,7 @@ def evaluate_tasks(
     # these run git and pip, which takes half a second and complains on the user's terminal
     lm_eval.evaluator.get_git_commit_hash = lambda: None
     lm_eval.evaluator.add_env_info = lambda storage: None
-    with _lm_eval_errors(names):
+    with _lm_eval_errors(names), quiet_transformers():
         found = lm_eval.simple_evaluate(
             model=lm,
             tasks=names,
@@ -124,6 +125,13 @@ def evaluate_tasks(
             verbosity="ERROR",
         )
     return kept(found, model or {})
+
+
+def guessed_results(names: list[str], manager: Any, limit: int | None, num_fewshot: int | None) -> dict[str, Any]:
+    """What `evaluate_tasks` gives for a model that answers at random, which needs no model."""
+    from moeq.evaluation.guesses import GuessingLM
+
+    return evaluate_tasks(GuessingLM(), names, manager, limit=limit, num_fewshot=num_fewshot)
 
 
 def task_scores(found: dict[str, Any]) -> dict[str, dict[str, float]]:
