@@ -56,9 +56,8 @@ def make_run(model: Path, out: Path, sequences: int) -> list[str]:
 def evaluate(words: list[str], options: list[str]) -> tuple[dict[str, dict[str, Any]], float]:
     """{row: {measure: value}} of one `moeq eval`, and the seconds that it took."""
     started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "moeq", "eval", *words, *options, "--json"], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "moeq", "eval", *words, *options, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     seconds = time.perf_counter() - started
     table = json.loads(done.stdout)["table"]
     return {row["name"]: {name: cell["value"] for name, cell in row["cells"].items()} for row in table}, seconds

@@ -51,7 +51,7 @@ class Subject:
     @property
     def base(self) -> str:
         """What subjects share that can be measured on one loaded model."""
-        return str(self.checkpoint) if self.checkpoint is not None else self.source.stamp().digest
+        return str((self.checkpoint or self.source.path).resolve())
 
     def described(self) -> dict[str, Any]:
         """What was measured, for the results."""

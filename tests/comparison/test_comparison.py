@@ -108,6 +108,18 @@ def test_earlier_results_are_compared_with_new_ones(compared: dict[str, Any], ru
         command.run(asked([compared["out"], saved], **(more | {"stride": 6})))
 
 
+def test_the_command_prints_measures_and_differences(compared: dict[str, Any]) -> None:
+    shown = CliRunner().invoke(app, ["eval", compared["out"]], catch_exceptions=False, env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert "paired bootstrap over items, 95 % percentile interval, two-sided p" in " ".join(shown.output.split())
+    assert "made K=1 2-bit no selector" in shown.output
+    found = json.loads(CliRunner().invoke(app, ["eval", compared["out"], "--json"]).stdout)
+    assert found["table"] == compared["table"]
+    assert all("samples" not in row["lm_eval"] for row in found["rows"])
+    wrong = CliRunner().invoke(app, ["eval", compared["out"], "--num-fewshot", "-1"])
+    assert wrong.exit_code == 2
+
+
 def test_only_experts_that_differ_are_written(run: Path) -> None:
     subjects = [one for one in open_subjects([f"{run}:*"], [], False) if isinstance(one, Subject)]
     settings = loaded.Settings(device="cpu")

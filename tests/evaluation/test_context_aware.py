@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from replicas_made import Made, losses_of
+from tiny_models import save_tiny
 
 from moeq.errors import EvaluationError, RecipeError
 from moeq.evaluation.context_options import ContextOptions, check_replicas, chooser
@@ -19,6 +21,7 @@ from moeq.models import loading
 from moeq.models.experts import set_expert_weights
 from moeq.models.source import open_source
 from moeq.runtime.context_aware import ContextAwareModel
+from moeq.runtime.prefixes import can_join
 from moeq.runtime.routing_counts import RoutingCounts
 
 CPU = torch.device("cpu")
@@ -93,6 +96,24 @@ def test_all_experts_exact_is_hflm(loaded: tuple[Any, Any, Made], kind: str, fir
     asked = requests(kind)
     plain = StaticLM(loaded[0], loaded[1], batch_size=4, max_length=64)
     mine = context_aware(loaded, gpu_experts=experts, first_token=first_token)
+    found = answers(mine, kind, asked)
+    assert_same(kind, found, answers(plain, kind, asked))
+    coarse = context_aware(loaded, gpu_experts=0, average_bits="1", first_token=first_token)
+    with pytest.raises(AssertionError):  # at one bit something changes
+        assert_same(kind, answers(coarse, kind, asked), found)
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "generation"])
+def test_windows_of_attention_have_no_place_for_pads(tmp_path: Path, kind: str) -> None:
+    """Rows whose caches cannot lie beside each other run alone, to the same numbers."""
+    source = open_source(str(save_tiny(tmp_path / "model", "mixtral", sliding_window=6)))
+    model: Any = loading.load_model(source, torch.float32, CPU)
+    sliding = model, loading.load_tokenizer(source), Made(model)
+    mine = context_aware(sliding, gpu_experts=5)
+    with mine.runtime.installed():
+        assert not can_join([mine.runtime.prefill(list(range(4, 20))).cache])
+    plain = StaticLM(*sliding[:2], batch_size=1, max_length=64)
+    asked = requests(kind)
     assert_same(kind, answers(mine, kind, asked), answers(plain, kind, asked))
 
 
