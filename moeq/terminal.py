@@ -300,15 +300,15 @@ def print_comparison(found: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = Console(highlight=False)
     shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    shown.add_column("measure", overflow="fold")
     shown.add_column("", overflow="fold")
     for title in ("value", "difference", "95 %", "p"):
-        shown.add_column(title, justify="right", overflow="fold")
+        shown.add_column(title, justify="right", no_wrap=True)
     for measure in dict.fromkeys(name for row in found["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in found["table"] if measure in row["cells"]]
-        for number, (name, cell) in enumerate(rows):
-            metric = "" if cell["metric"] in (measure, "mean accuracy") else f" {cell['metric']}"
-            shown.add_row(f"{measure}{metric}" if number == 0 else "", name, *_measured(cell))
+        metric = rows[0][1]["metric"]
+        shown.add_row(measure if metric == measure else f"{measure}, {metric}", style="bold")
+        for name, cell in rows:
+            shown.add_row(f"  {name}", *_measured(cell))
     console.print(shown)
     how = found["differences"]
     console.print(
@@ -317,17 +317,25 @@ def print_comparison(found: dict[str, Any]) -> None:
         style="dim",
         markup=False,
     )
+    notes: dict[str, list[str]] = {}
     for row in found["rows"]:
-        text = row["perplexity"]
-        if text is not None:
-            console.print(
-                f"{row['name']}: perplexity of {text['tokens']} tokens of {text['documents']} documents, window "
-                f"{text['window']}, stride {text['stride']}; counted: {text['counted']}.",
-                style="dim",
-                markup=False,
-            )
-        if row["cut_requests"]:
-            console.print(f"{row['name']}: cut from the left: {row['cut_requests']}", style="yellow", markup=False)
+        for note in _notes(row):
+            notes.setdefault(note, []).append(row["name"])
+    for note, names in notes.items():
+        console.print(f"{note} ({', '.join(names)})", style="dim", markup=False)
+
+
+def _notes(row: dict[str, Any]) -> list[str]:
+    """What must be known of how a row was measured."""
+    text, found = row["perplexity"], []
+    if text is not None:
+        found.append(
+            f"perplexity of {text['tokens']:,} tokens of {text['documents']:,} documents, "
+            f"window {text['window']}, stride {text['stride']}; counted: {text['counted']}"
+        )
+    for kind, count in row["cut_requests"].items():
+        found.append(f"{count:,} requests ({kind}) were cut from the left")
+    return found
 
 
 def _measured(cell: dict[str, Any]) -> list[str]:
