@@ -456,9 +456,10 @@ def estimate(
 
 
 def evaluate(
-    words: Annotated[
+    recipe: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="[RECIPE|WHAT...]",
             help="YAML recipe [default: the one in the run directory]; or what is compared, the first with the others: "
             "models, packed checkpoints, runs, RUN:ASSIGNMENT (of its recipe; original; * for all), assignment files, "
             "and results of an earlier --out.",
@@ -519,7 +520,7 @@ def evaluate(
     from moeq.evaluation import document
 
     asked = command.Asked(
-        words=words or [],
+        words=recipe or [],
         model=model,
         out=out,
         overrides=set_ or [],
@@ -540,9 +541,8 @@ def evaluate(
         quiet=quiet,
     )
     if command.needs_a_run(asked):
-        recipe = Path(asked.words[0]) if asked.words else None
         overrides = command.recipe_overrides(asked)
-        _run_stage(_context(recipe, model, out, overrides, quiet, trust_remote_code), "eval", json, quiet)
+        _run_stage(_context(asked.recipe, model, out, overrides, quiet, trust_remote_code), "eval", json, quiet)
         return
     from moeq import terminal
 

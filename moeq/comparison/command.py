@@ -52,6 +52,11 @@ class Asked:
     quiet: bool = False
 
     @property
+    def recipe(self) -> Path | None:
+        """Of a run's stage."""
+        return Path(self.words[0]) if self.words else None
+
+    @property
     def task_names(self) -> list[str]:
         return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
