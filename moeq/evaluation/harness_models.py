@@ -18,6 +18,7 @@ from moeq.runtime.context_aware import ContextAwareModel, Piece
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, continuation
 Answer = tuple[float, bool]
+ROLLING = "the first half of a text's first window is the prefill, what follows runs with its decision"
 Window = tuple[Sequence[int], Sequence[int]]  # tokens that are fed, and the targets of the last of them
 
 
@@ -40,6 +41,10 @@ class StaticLM(HFLM):  # type: ignore[misc]
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
         self.truncate = truncate
         self.cut: Counter[str] = Counter()  # requests that were cut, by their kind
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes of the model; HFLM's own asks the hub for it."""
+        return {"model_num_parameters": self.model.num_parameters(), "model_dtype": str(self.model.dtype)}
 
     def _detect_batch_size(self, requests: Sequence[Request] | None = None, pos: int = 0) -> int:
         length = self.max_length
@@ -92,6 +97,10 @@ class ContextAwareLM(StaticLM):
     def __init__(self, runtime: ContextAwareModel, tokenizer: Any, **options: Any) -> None:
         super().__init__(runtime.model, tokenizer, **options)
         self.runtime = runtime
+
+    def get_model_info(self) -> dict[str, Any]:
+        found: dict[str, Any] = super().get_model_info()
+        return found | {"rolling": ROLLING}
 
     def _rows(self, tokens: int) -> int:
         """How many pieces of so many tokens go together."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeq.artifacts.files import digest_of
 from moeq.errors import EvaluationError
 
 RESAMPLES = 2000
@@ -71,10 +72,11 @@ def compare(
                 where="comparison",
                 do="evaluate both on the same items",
             )
-    rng = np.random.default_rng(seed)
     total = np.zeros(resamples)
     for one, other in zip(mine, first, strict=True):
-        total += np.concatenate([one.measure(counts) - other.measure(counts) for counts in _draws(one, resamples, rng)])
+        total += np.concatenate(
+            [one.measure(counts) - other.measure(counts) for counts in _draws(one, resamples, seed)]
+        )
     drawn = total / len(mine)
     observed = float(np.mean([one.value - other.value for one, other in zip(mine, first, strict=True)]))
     tail = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
@@ -95,12 +97,12 @@ def standard_error(items: Items, *, resamples: int = RESAMPLES, seed: int = SEED
     """Of one measure alone, over resampled items; 0 for a single one."""
     if len(items.names) < 2:
         return 0.0
-    rng = np.random.default_rng(seed)
-    return float(np.concatenate([items.measure(counts) for counts in _draws(items, resamples, rng)]).std(ddof=1))
+    return float(np.concatenate([items.measure(counts) for counts in _draws(items, resamples, seed)]).std(ddof=1))
 
 
-def _draws(items: Items, resamples: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """How often each item is drawn, [b, n] in parts that together have all resamples."""
+def _draws(items: Items, resamples: int, seed: int) -> list[np.ndarray]:
+    """How often each item is drawn, [b, n] in parts that together have all resamples; decided by seed and items."""
+    rng = np.random.default_rng([seed, int(digest_of(items.names)[:15], 16)])
     count = len(items.names)
     step = max(1, _AT_ONCE // count)
     share = np.full(count, 1 / count)

@@ -94,6 +94,9 @@ def test_results_are_in_lm_evals_own_form(compared: dict[str, Any]) -> None:
     rolling = next(row for row in compared["rows"] if row["name"] == "made K=1 2-bit")["perplexity"]
     assert "of which the first half is the prefill" in rolling["counted"]
     assert (rolling["window"], rolling["stride"]) == (24, 12)
+    of_context = next(row for row in compared["rows"] if row["name"] == "made K=1 2-bit")["lm_eval"]["config"]
+    assert "first half of a text's first window is the prefill" in of_context["rolling"]
+    assert of_context["context_aware"]["average_bits"] == "2"
 
 
 def test_earlier_results_are_compared_with_new_ones(compared: dict[str, Any], run: Path, tasks: Path) -> None:
