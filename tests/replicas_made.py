@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from moeq.artifacts.assignment import FULL
-from moeq.models.experts import ExpertLayer, find_expert_layers, stacked_weights
+from moeq.models.experts import ExpertLayer, find_expert_layers, stacked_biases, stacked_weights
 from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.layer import rtn_batch
 from moeq.recipe import LossesSection
@@ -17,7 +17,7 @@ GRID = LossesSection(group_size=16)
 
 
 class Made:
-    """A ReplicaSource over a model in memory; `asked` says which replicas were used."""
+    """A ReplicaSource over a model in memory."""
 
     def __init__(self, model: Any, bits: tuple[int, ...] = (1, 2, 3, 4)) -> None:
         self.layers = find_expert_layers(model)
@@ -26,19 +26,22 @@ class Made:
             layer.index: {name: stack.clone() for name, stack in stacked_weights(model, layer, slice(None)).items()}
             for layer in self.layers
         }
-        self.asked: set[tuple[int, int, int]] = set()
+        self.biases = {
+            layer.index: {name: stack.clone() for name, stack in stacked_biases(model, layer, slice(None)).items()}
+            for layer in self.layers
+        }
 
     def widths(self) -> frozenset[int]:
         return frozenset({*self.bits, FULL})
 
     def expert(self, layer: ExpertLayer, expert: int, key: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        self.asked.add((layer.index, expert, key))
         mine = {name: stack[expert] for name, stack in self.original[layer.index].items()}
+        biases = {name: stack[expert] for name, stack in self.biases[layer.index].items()}
         if key == FULL:
-            return mine, {}
+            return mine, biases
         rounded = rtn_batch({name: one[None].float() for name, one in mine.items()}, GRID, [key])
         packed = {name: PackedWeight.of(one, key, GRID.symmetric, GRID.nested) for name, one in rounded.items()}
-        return {name: one.map(lambda part: part[0]) for name, one in packed.items()}, {}
+        return {name: one.map(lambda part: part[0]) for name, one in packed.items()}, biases
 
 
 def losses_of(layers: list[ExpertLayer]) -> np.ndarray:

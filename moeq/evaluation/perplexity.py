@@ -56,20 +56,24 @@ def perplexity(
         pass
     if not all(math.isfinite(value) for value in total.values()):
         raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")
-    length = sequences.ids.shape[1]
     return {
         "perplexity": math.exp(sum(total.values()) / sum(tokens.values())),
-        "perplexity_stderr": standard_error(
-            Items(kind="perplexity", values=items[:, 0], weights=items[:, 1], names=("",) * len(items))
-        ),
+        "tokens": sum(tokens.values()),
+        "by_domain": {domain: math.exp(total[domain] / tokens[domain]) for domain in total if tokens[domain]},
+    } | _items(items, sequences.ids.shape[1])
+
+
+def _items(items: np.ndarray, length: int) -> dict[str, Any]:
+    """What a perplexity is made of: log-likelihood and number of scored tokens of every sequence, [n, 2]."""
+    whole = Items(kind="perplexity", values=items[:, 0], weights=items[:, 1], names=("",) * len(items))
+    return {
+        "perplexity_stderr": standard_error(whole),
         "documents": len(items),
         "window": length,
         "stride": length,
         "counted": "all tokens but the first of each sequence",
         "unit": "sequence",
         "items": {"logprob": items[:, 0].tolist(), "tokens": [int(one) for one in items[:, 1]]},
-        "tokens": sum(tokens.values()),
-        "by_domain": {domain: math.exp(total[domain] / tokens[domain]) for domain in total if tokens[domain]},
     }
 
 
