@@ -57,6 +57,15 @@ def write(path: Path, whole: Mapping[str, Any]) -> None:
     write_json(path, dict(whole))
 
 
+def summary(path: Path) -> dict[str, Any]:
+    """What a result file holds, in short; ArtifactError for another file."""
+    rows = [
+        {"name": row["name"]} | {name: cell.value for name, cell in row["cells"].items()}
+        for row in table(read_rows(path))
+    ]
+    return {"kind": KIND, "rows": rows}
+
+
 def read_rows(path: Path) -> list[Row]:
     """The rows of a result file; ArtifactError for another file."""
     try:
@@ -64,7 +73,9 @@ def read_rows(path: Path) -> list[Row]:
         if (found["kind"], found["schema_version"]) != (KIND, SCHEMA_VERSION):
             raise ValueError(f"{found['kind']}, schema version {found['schema_version']}")
         rows: list[Row] = [{**row, "name": str(row["name"])} for row in found["rows"]]
+        if not rows:
+            raise ValueError("no rows")
         table(rows)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise ArtifactError(f"not a result of `moeq eval --out` ({error})", where=str(path), do=REMEDY) from None
     return rows

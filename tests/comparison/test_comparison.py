@@ -119,6 +119,8 @@ def test_the_command_prints_measures_and_differences(compared: dict[str, Any]) -
     found = json.loads(CliRunner().invoke(app, ["eval", compared["out"], "--json"]).stdout)
     assert found["table"] == compared["table"]
     assert all("samples" not in row["lm_eval"] for row in found["rows"])
+    inspected = json.loads(CliRunner().invoke(app, ["inspect", compared["out"], "--json"]).stdout)
+    assert inspected["rows"][0] == {"name": "mixtral"} | values(compared)["mixtral"]
     wrong = CliRunner().invoke(app, ["eval", compared["out"], "--num-fewshot", "-1"])
     assert wrong.exit_code == 2
 
@@ -231,6 +233,26 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         command.needs_a_run(asked([], stride=4))
     with pytest.raises(RecipeError, match="--set belongs to a run's stage"):
         command.needs_a_run(asked([run], overrides=["eval.limit=1"]))
+
+
+RESULTS = '{"kind": "moeq evaluation", "schema_version": 1'
+BROKEN = (
+    "[]",
+    RESULTS + "}",
+    RESULTS.replace("1", "2") + "}",
+    RESULTS + ', "rows": []}',
+    RESULTS + ', "rows": [{"name": "a", "perplexity": {"perplexity": 1}}]}',
+    RESULTS + ', "rows": [{"name": "a", "lm_eval": {"results": {"t": []}}}]}',
+)
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_results_that_are_damaged_are_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "found.json"
+    path.write_text(content)
+    with pytest.raises(MoeqError, match="not a result of `moeq eval --out`") as caught:
+        command.run(asked([path]))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_without_replicas_says_so(run: Path, tmp_path: Path) -> None:
