@@ -23,7 +23,7 @@ from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.hf_quantizer import METHOD
-from moeq.stages import assign
+from moeq.stages import assign, quantize
 from moeq.stages.context import Context
 from moeq.stages.evaluate import ORIGINAL
 
@@ -100,8 +100,6 @@ def _by_context(able: Subject, options: ContextOptions) -> Subject:
         name=f"{where} {options.label}",
         source=able.source,
         run=able.run,
-        assignment=able.assignment if able.exported else None,
-        exported=able.exported,
         checkpoint=able.checkpoint,
         context=options,
     )
@@ -173,5 +171,11 @@ def _of_run(run: Context, name: str | None) -> list[Subject]:
         assignment = None
         if one != ORIGINAL:
             assignment = assign.load(run) if one == own else assign.make(run, section[one], one)
-        found.append(Subject(name=shown, source=run.source, run=run, assignment=assignment, exported=one == own))
+        exported = one == own and (run.recipe.quantize.refine is not None or _is_quantized(run))
+        found.append(Subject(name=shown, source=run.source, run=run, assignment=assignment, exported=exported))
     return found
+
+
+def _is_quantized(run: Context) -> bool:
+    """Whether the run has got so far; without refinement its store says the same."""
+    return (run.directory("quantize") / quantize.NAME).is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ def kept(found: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     result = {name: value for name, value in found.items() if name not in VOLATILE}
     result["config"] = {name: value for name, value in result.get("config", {}).items() if name != "device"} | model
     cleaned: dict[str, Any] = _as_json(result)
+    for config in cleaned.get("configs", {}).values():
+        metadata = config.get("metadata") or {}
+        if "config_source" in metadata:  # where it lies on this machine is nobody's business
+            metadata["config_source"] = Path(str(metadata["config_source"])).name
     return cleaned
 
 

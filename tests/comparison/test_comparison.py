@@ -89,6 +89,8 @@ def test_a_run_and_its_checkpoint_agree(compared: dict[str, Any]) -> None:
 def test_results_are_in_lm_evals_own_form(compared: dict[str, Any]) -> None:
     results = compared["rows"][0]["lm_eval"]
     assert {"results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples"} <= set(results)
+    assert str(Path.cwd()) not in json.dumps(results["configs"]["made_choice"]["metadata"])
+    assert results["configs"]["made_choice"]["metadata"]["config_source"] == "choice.yaml"
     assert results["n-shot"] == dict.fromkeys(TASKS.split(","), 0)
     assert len(results["samples"]["made_choice"]) == 5
     rolling = next(row for row in compared["rows"] if row["name"] == "made K=1 2-bit")["perplexity"]
