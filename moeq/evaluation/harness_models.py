@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -38,7 +39,13 @@ class StaticLM(HFLM):  # type: ignore[misc]
         max_length: int | None = None,
         truncate: bool = False,
     ) -> None:
-        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+        logger = logging.getLogger("lm_eval")
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # HFLM warns of every model that is loaded already
+        try:
+            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+        finally:
+            logger.setLevel(level)
         self.truncate = truncate
         self.cut: Counter[str] = Counter()  # requests that were cut, by their kind
 
