@@ -96,6 +96,8 @@ def check(context: Context) -> None:
     section = context.recipe.eval
     if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
         _ = context.task_manager
+    if section.tasks:
+        _ = context.image_processor
     _ = context.evaluation
 
 
@@ -251,9 +253,10 @@ def _evaluate(
         )
     results = None
     if section.tasks:
-        from moeq.evaluation.harness_models import StaticLM  # brings lm-eval in, which takes seconds
+        from moeq.evaluation.multimodal import static_lm  # brings lm-eval in, which takes seconds
 
-        lm = StaticLM(model, context.tokenizer, batch_size=section.batch_size, truncate=True)
+        options = {"batch_size": section.batch_size, "truncate": True}
+        lm = static_lm(model, context.tokenizer, context.image_processor, **options)
         results = evaluate_tasks(lm, section.tasks, manager, limit=section.limit, num_fewshot=section.num_fewshot)
         advance()
     tasks = {} if results is None else task_scores(results)

@@ -5,7 +5,7 @@ them: sequences are drawn in equal shares from every domain.
 """
 
 from moeq.models.corpus.documents import Document, Fields, Need, encode, images_digest, read_documents
-from moeq.models.corpus.images import Encoder, ImageRow, load_processor
+from moeq.models.corpus.images import Encoder, ImageRow, has_processor, load_processor, open_image
 from moeq.models.corpus.sequences import Pool, Sequences, join, make_sequences
 from moeq.models.corpus.sources import BUNDLED, Source, open_sources, pinned, sources_digest
 
@@ -20,10 +20,12 @@ __all__ = [
     "Sequences",
     "Source",
     "encode",
+    "has_processor",
     "images_digest",
     "join",
     "load_processor",
     "make_sequences",
+    "open_image",
     "open_sources",
     "pinned",
     "read_documents",

@@ -90,12 +90,17 @@ def _image(value: Any, where: str, folder: Path | None) -> Path | bytes:
     return path
 
 
+def has_processor(model: Path) -> bool:
+    """Whether the model in a directory brings a processor for more than text."""
+    return any((model / name).is_file() for name in PROCESSOR_FILES)
+
+
 def load_processor(model: Path, trust_remote_code: bool = False) -> Any:
     """The processor of the model in a directory, which may run code of its own only where that is allowed.
 
     Raises CorpusError when it has none or it cannot run here.
     """
-    if not any((model / name).is_file() for name in PROCESSOR_FILES):
+    if not has_processor(model):
         raise CorpusError(
             "rows have images, but the model has no image processor",
             where=str(model),
@@ -128,7 +133,7 @@ class Encoder:
         What follows the last image is cut at `length`. Raises CorpusError when the images alone are longer.
         """
         text = self._text(row)
-        images = [_open(image, row.where) for image in row.images]
+        images = [open_image(image, row.where) for image in row.images]
         try:
             found = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # a processor raises what it likes
@@ -175,7 +180,8 @@ def _cut(value: Tensor, shape: torch.Size, length: int) -> Tensor:
     return value[:, :length] if value.shape[:2] == shape and not value.is_floating_point() else value
 
 
-def _open(image: Path | bytes, where: str) -> Any:
+def open_image(image: Path | bytes, where: str) -> Any:
+    """An image in memory, as RGB; CorpusError when it cannot be read or Pillow is missing."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
