@@ -11,7 +11,7 @@ import torch
 from tiny_vision import save_image, vision_model, vision_processor
 
 from moeq import pipeline
-from moeq.errors import CorpusError, EvaluationError, MoeqError
+from moeq.errors import EvaluationError, MoeqError
 from moeq.evaluation.harness import open_tasks, run_tasks
 from moeq.evaluation.multimodal import check_images, image_tasks
 from moeq.models import corpus
@@ -82,12 +82,141 @@ def plain_score(model: Any, processor: Any, image: Path, question: str, choice: 
 
 def test_choices_are_scored_as_the_model_sees_them(model: Any, processor: Any, folder: Path) -> None:
     manager = open_tasks(["seen"], str(folder))
-    found = run_tasks(
-        model, processor.tokenizer, ["seen"], manager, batch_size=2, limit=None, processor=processor
-    )
+    found = run_tasks(model, processor.tokenizer, ["seen"], manager, batch_size=2, limit=None, processor=processor)
     right = 0
     for number in range(len(COLOURS)):
         question = "What colour is this?" + " Look again." * (number % 2)
         scores = [plain_score(model, processor, folder / f"{number}.png", question, choice) for choice in CHOICES]
         right += scores.index(max(scores)) == number % 3
     assert found["seen"]["acc"] == right / len(COLOURS)
+
+
+def test_answers_do_not_depend_on_batches_or_what_else_is_asked(model: Any, processor: Any, folder: Path) -> None:
+    """Text and images, choices and generation, in one call: as each alone, whatever the batch size."""
+    names = ["seen", "read", "said"]
+    manager = open_tasks(names, str(folder))
+
+    def scores(some: list[str], batch_size: int) -> dict[str, dict[str, float]]:
+        return run_tasks(
+            model, processor.tokenizer, some, manager, batch_size=batch_size, limit=None, processor=processor
+        )
+
+    together = scores(names, 4)
+    assert together == scores(names, 1)
+    for name in names:
+        assert together[name] == scores([name], 2)[name]
+    plain = run_tasks(model, processor.tokenizer, ["read"], manager, batch_size=2, limit=None)
+    assert plain["read"] == together["read"]
+
+
+def test_generation_is_the_models_own(model: Any, processor: Any, folder: Path) -> None:
+    from lm_eval.api.instance import Instance
+    from PIL import Image
+
+    from moeq.evaluation.multimodal import VisionLM
+
+    options = {"max_gen_toks": 5, "do_sample": False, "until": []}
+    names = [str(folder / f"{number}.png") for number in (0, 1)]
+    requests = [
+        Instance("generate_until", {}, ("<image>Say: ", options, {"visual": names[:1]}), 0, ("t", 0, 1)),
+        Instance("generate_until", {}, ("Say: ", options, {"visual": []}), 0, ("t", 1, 1)),
+        Instance("generate_until", {}, ("<image> or <image>? Say: ", options, {"visual": names}), 0, ("t", 2, 1)),
+    ]
+    found = VisionLM(model, processor, batch_size=3).generate_until(requests)
+    token = processor.image_token
+    for answer, text, images in zip(
+        found, (f"{token}Say: ", "Say: ", f"{token} or {token}? Say: "), (names[:1], [], names), strict=True
+    ):
+        pixels = [Image.open(name).convert("RGB") for name in images]
+        inputs = processor(text=[text], images=[pixels] if pixels else None, return_tensors="pt")
+        with torch.no_grad():
+            whole = model.generate(**inputs, max_new_tokens=5, do_sample=False, pad_token_id=2)
+        assert answer == processor.tokenizer.decode(whole[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, model: Any, processor: Any) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "vision"
+    model.save_pretrained(folder)
+    processor.tokenizer.save_pretrained(folder)
+    processor.image_processor.save_pretrained(folder)
+    return folder
+
+
+def context(model: Path, out: Path, *options: str) -> Context:
+    common = ("corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=8", "losses.per_projection=false",
+              "eval.perplexity=null")  # fmt: skip
+    recipe = load_recipe(None, [*common, *options])
+    return Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
+
+
+def test_a_run_measures_original_dequantized_and_packed(
+    saved: Path, processor: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor is given, since the family's own needs torchvision for videos."""
+    monkeypatch.setattr(corpus, "load_processor", lambda *_: processor)
+    one = context(
+        saved, tmp_path / "run", "eval.tasks=[seen, said, read]", f"eval.include_path={folder}",
+        "assign={method: uniform, bits: 1, quantizer: rtn}",
+        "eval.compare=[{name: in-place, method: uniform, bits: 1, quantizer: rtn}]",
+    )  # fmt: skip
+    pipeline.run(one, ("profile", "losses", "assign", "quantize", "export", "eval"))
+    original, packed, in_place = evaluate.load(one).rows
+    assert (packed.exported, in_place.exported) == (True, False)
+    assert packed.tasks == in_place.tasks
+    assert set(original.tasks) == {"seen", "said", "read"}
+    assert original.tasks["seen"]["acc_stderr"] > 0
+    manager = open_tasks(["seen"], str(folder))
+    alone = run_tasks(one.model, processor.tokenizer, ["seen"], manager, batch_size=2, limit=None, processor=processor)
+    assert alone["seen"] == original.tasks["seen"]
+
+
+def test_a_task_with_images_on_a_model_of_text(tiny_mixtral: Path, folder: Path, tmp_path: Path) -> None:
+    one = context(tiny_mixtral, tmp_path / "run", "eval.tasks=[seen]", f"eval.include_path={folder}")
+    with pytest.raises(EvaluationError, match=r"task seen: has images, but the model takes text only .*; leave it out"):
+        pipeline.run(one, ("profile", "losses", "assign", "quantize", "export", "eval"))
+    assert not (tmp_path / "run" / "profile").exists(), "found before anything is made"
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("nowhere.png", r"task seen, item 1: no such image: nowhere\.png; give paths that are absolute"),
+        ("{rows}", r"task seen, item 1: the image .*rows\.jsonl cannot be read"),
+    ],
+)
+def test_images_that_are_missing_or_none(
+    model: Any, processor: Any, folder: Path, tmp_path: Path, image: str, message: str
+) -> None:
+    given = [str(folder / "0.png"), image.format(rows=tmp_path / "rows.jsonl")]
+    rows = [{"image": one, "question": "Which?", "choices": CHOICES, "gold": 0} for one in given]
+    write_tasks(tmp_path, rows)
+    manager = open_tasks(["seen"], str(tmp_path))
+    with pytest.raises(MoeqError, match=message) as caught:  # noqa: PT012
+        check_images(image_tasks(manager, ["seen"], with_images=True), None)
+        run_tasks(model, processor.tokenizer, ["seen"], manager, batch_size=2, limit=None, processor=processor)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_limit_leaves_later_images_alone(folder: Path, tmp_path: Path) -> None:
+    rows = [{"image": one, "question": "?", "choices": CHOICES, "gold": 0} for one in (str(folder / "0.png"), "none")]
+    write_tasks(tmp_path, rows)
+    tasks = image_tasks(open_tasks(["seen"], str(tmp_path)), ["seen"], with_images=True)
+    check_images(tasks, 1)
+    with pytest.raises(EvaluationError, match="item 1: no such image"):
+        check_images(tasks, 2)
+
+
+def test_contexts_are_never_cut(model: Any, processor: Any, folder: Path, tmp_path: Path) -> None:
+    rows = [{"image": str(folder / "0.png"), "question": "word " * 300, "choices": CHOICES, "gold": 0}]
+    write_tasks(tmp_path, rows)
+    for name in ("seen", "said"):
+        manager = open_tasks([name], str(tmp_path))
+        with pytest.raises(EvaluationError, match=r"a context of \d+ tokens with its images, the model has room for 2"):
+            run_tasks(model, processor.tokenizer, [name], manager, batch_size=1, limit=None, processor=processor)
+
+
+def test_sound_is_refused(tmp_path: Path) -> None:
+    write_tasks(tmp_path, [{"image": "a.png", "question": "?", "choices": CHOICES, "gold": 0}], "doc_to_audio: image\n")
+    with pytest.raises(EvaluationError, match="task seen: has audio, which moeq does not evaluate"):
+        image_tasks(open_tasks(["seen"], str(tmp_path)), ["seen"], with_images=True)
