@@ -1,4 +1,4 @@
-"""The papers' tables as recipes: their tasks exist, headers say what they need, twins need nothing but the repository."""
+"""The papers' tables as recipes: their tasks exist, headers say what they need, twins need the repository alone."""
 
 import re
 from pathlib import Path
