@@ -38,12 +38,16 @@ class StaticLM(HFLM):  # type: ignore[misc]
         batch_size: BatchSize = 1,
         max_length: int | None = None,
         truncate: bool = False,
+        **more: Any,
     ) -> None:
+        """more: options of a further class of lm-eval's beside HFLM."""
         logger = logging.getLogger("lm_eval")
         level = logger.level
         logger.setLevel(logging.ERROR)  # HFLM warns of every model that is loaded already
         try:
-            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+            super().__init__(
+                pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length, **more
+            )
         finally:
             logger.setLevel(level)
         self.truncate = truncate

@@ -16,9 +16,9 @@ from lm_eval.models.utils import replace_placeholders
 from torch import Tensor
 
 from moeq.errors import EvaluationError
+from moeq.evaluation.batching import BatchSize, rows_at_once
+from moeq.evaluation.harness_models import Answer, StaticLM
 from moeq.models.corpus import open_image
-
-Answer = tuple[float, bool]
 
 
 def image_tasks(manager: Any, names: Sequence[str], *, with_images: bool) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _opened(image: Any, where: str) -> Any:
     return image if _path(image) is None else open_image(_existing(image, where), where)
 
 
-class VisionLM(HFMultimodalLM):  # type: ignore[misc]
+class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]
     """lm-eval's hf-multimodal on a loaded model; requests without images go through its text-only parts.
 
     Beside generation it scores continuations of contexts with images, one at a time, so that images of any size go.
@@ -96,17 +96,24 @@ class VisionLM(HFMultimodalLM):  # type: ignore[misc]
     it would cut the image.
     """
 
-    def __init__(self, model: Any, processor: Any, *, batch_size: int, max_length: int | None = None) -> None:
-        """processor: the family's, for text and images."""
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        batch_size: BatchSize = 1,
+        max_length: int | None = None,
+        truncate: bool = False,
+    ) -> None:
+        """processor: the family's, for text and images; batch_size auto: for contexts of the model's length."""
         named = any(getattr(model.config, name, None) is not None for name in ("image_token_id", "image_token_index"))
         token = None if named else getattr(processor, "image_token", None)
         if not named and token is None:
             raise EvaluationError(
                 "neither its configuration nor its processor names the image token", where=type(model).__name__
             )
-        super().__init__(
-            pretrained=model, tokenizer=processor, batch_size=batch_size, max_length=max_length, image_string=token
-        )
+        super().__init__(model, processor, max_length=max_length, truncate=truncate, image_string=token)
+        self.batch_size_per_gpu = rows_at_once(batch_size, model, self.max_length)
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **_: Any) -> None:
         self.processor, self.tokenizer = tokenizer, tokenizer.tokenizer
@@ -129,8 +136,9 @@ class VisionLM(HFMultimodalLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        generate = super().generate_until
-        return self._by_images(requests, *[lambda some: generate(some, disable_tqdm=True)] * 2)
+        return self._by_images(
+            requests, lambda some: HFMultimodalLM.generate_until(self, some, disable_tqdm=True), super().generate_until
+        )
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
         """(log-likelihood, whether it is the greedy choice) of every continuation."""
@@ -180,3 +188,8 @@ class VisionLM(HFMultimodalLM):  # type: ignore[misc]
             logits = self.model(input_ids=ids[None], **extra).logits[0, len(before) - 1 : -1]
         logprobs, wanted = logits.float().log_softmax(-1), ids[len(before) :]  # [N, V], [N]
         return float(logprobs.gather(1, wanted[:, None]).sum()), bool((logprobs.argmax(-1) == wanted).all())
+
+
+def static_lm(model: Any, tokenizer: Any, processor: Any, **options: Any) -> StaticLM:
+    """A loaded model for lm-eval; processor: None where no task has images."""
+    return StaticLM(model, tokenizer, **options) if processor is None else VisionLM(model, processor, **options)

@@ -12,8 +12,8 @@ from tiny_vision import save_image, vision_model, vision_processor
 
 from moeq import pipeline
 from moeq.errors import EvaluationError, MoeqError
-from moeq.evaluation.harness import open_tasks, run_tasks
-from moeq.evaluation.multimodal import check_images, image_tasks
+from moeq.evaluation.harness import evaluate_tasks, open_tasks, task_scores
+from moeq.evaluation.multimodal import VisionLM, check_images, image_tasks, static_lm
 from moeq.models import corpus
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -65,6 +65,13 @@ def write_tasks(folder: Path, rows: list[dict[str, Any]], image: str = "doc_to_i
     )
 
 
+def run_tasks(
+    model: Any, processor: Any, names: list[str], manager: Any, batch_size: int
+) -> dict[str, dict[str, float]]:
+    lm = static_lm(model, None, processor, batch_size=batch_size)
+    return task_scores(evaluate_tasks(lm, names, manager))
+
+
 def plain_score(model: Any, processor: Any, image: Path, question: str, choice: str) -> float:
     """Log-likelihood of a choice after an image and a question, written out."""
     from PIL import Image
@@ -82,7 +89,7 @@ def plain_score(model: Any, processor: Any, image: Path, question: str, choice: 
 
 def test_choices_are_scored_as_the_model_sees_them(model: Any, processor: Any, folder: Path) -> None:
     manager = open_tasks(["seen"], str(folder))
-    found = run_tasks(model, processor.tokenizer, ["seen"], manager, batch_size=2, limit=None, processor=processor)
+    found = run_tasks(model, processor, ["seen"], manager, 2)
     right = 0
     for number in range(len(COLOURS)):
         question = "What colour is this?" + " Look again." * (number % 2)
@@ -97,22 +104,19 @@ def test_answers_do_not_depend_on_batches_or_what_else_is_asked(model: Any, proc
     manager = open_tasks(names, str(folder))
 
     def scores(some: list[str], batch_size: int) -> dict[str, dict[str, float]]:
-        return run_tasks(
-            model, processor.tokenizer, some, manager, batch_size=batch_size, limit=None, processor=processor
-        )
+        return run_tasks(model, processor, some, manager, batch_size)
 
     together = scores(names, 4)
     assert together["seen"] == scores(["seen"], 1)["seen"]
     assert together["said"] == scores(["said"], 2)["said"]
-    plain = run_tasks(model, processor.tokenizer, ["read"], manager, batch_size=2, limit=None)
+    text = static_lm(model, processor.tokenizer, None, batch_size=2)
+    plain = task_scores(evaluate_tasks(text, ["read"], manager))
     assert plain["read"] == together["read"]
 
 
 def test_generation_is_the_models_own(model: Any, processor: Any, folder: Path) -> None:
     from lm_eval.api.instance import Instance
     from PIL import Image
-
-    from moeq.evaluation.multimodal import VisionLM
 
     options = {"max_gen_toks": 5, "do_sample": False, "until": []}
     names = [str(folder / f"{number}.png") for number in (0, 1)]
@@ -166,7 +170,7 @@ def test_a_run_measures_original_dequantized_and_packed(
     assert set(original.tasks) == {"seen", "said", "read"}
     assert original.tasks["seen"]["acc_stderr"] > 0
     manager = open_tasks(["seen"], str(folder))
-    alone = run_tasks(one.model, processor.tokenizer, ["seen"], manager, batch_size=2, limit=None, processor=processor)
+    alone = run_tasks(one.model, processor, ["seen"], manager, 2)
     assert alone["seen"] == original.tasks["seen"]
 
 
@@ -193,7 +197,7 @@ def test_images_that_are_missing_or_none(
     manager = open_tasks(["seen"], str(tmp_path))
     with pytest.raises(MoeqError, match=message) as caught:  # noqa: PT012
         check_images(image_tasks(manager, ["seen"], with_images=True), None)
-        run_tasks(model, processor.tokenizer, ["seen"], manager, batch_size=2, limit=None, processor=processor)
+        run_tasks(model, processor, ["seen"], manager, 2)
     assert "\n" not in str(caught.value)
 
 
@@ -212,7 +216,7 @@ def test_contexts_are_never_cut(model: Any, processor: Any, folder: Path, tmp_pa
     for name in ("seen", "said"):
         manager = open_tasks([name], str(tmp_path))
         with pytest.raises(EvaluationError, match=r"a context of \d+ tokens with its images, the model has room for 2"):
-            run_tasks(model, processor.tokenizer, [name], manager, batch_size=1, limit=None, processor=processor)
+            run_tasks(model, processor, [name], manager, 1)
 
 
 def test_sound_is_refused(tmp_path: Path) -> None:
