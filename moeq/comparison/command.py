@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from moeq.evaluation.batching import BatchSize
 from moeq.evaluation.context_options import ContextOptions
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.evaluation.harness_models import StaticLM
+from moeq.evaluation.multimodal import check_images, image_tasks
 from moeq.evaluation.strided import read_text, score_text, too_long
 from moeq.models import hub
-from moeq.models.corpus import BUNDLED
+from moeq.models.corpus import BUNDLED, has_processor
 from moeq.progress import Reporter
 
 RECIPES = (".yaml", ".yml")
@@ -125,11 +126,31 @@ def run(asked: Asked) -> dict[str, Any]:
             loaded.check(one)
             _check_window(asked, one)
     manager = open_tasks(tasks, None if asked.include_path is None else str(asked.include_path)) if tasks else None
+    settings = replace(settings, images=manager is not None and _check_images(asked, subjects, manager))
     rows = _rows(asked, subjects, settings, manager, reporter)
     whole = document.document(rows, _described(asked, settings))
     if asked.out is not None:
         document.write(asked.out, whole)
     return whole
+
+
+def _check_images(asked: Asked, subjects: Sequence[Subject | Earlier], manager: Any) -> bool:
+    """Whether a task has images; EvaluationError when images, or models that take them, are missing."""
+    found = False
+    for subject in subjects:
+        if isinstance(subject, Earlier):
+            continue
+        tasks = image_tasks(manager, asked.task_names, with_images=has_processor(subject.source.path))
+        if tasks and subject.context is not None:
+            raise EvaluationError(
+                "has images, for which precision does not follow the context yet",
+                where=f"task {next(iter(tasks))}",
+                do="leave --context-aware out, or take tasks of text",
+            )
+        if tasks and not found:
+            check_images(tasks, asked.limit)
+        found = found or bool(tasks)
+    return found
 
 
 def _described(asked: Asked, settings: loaded.Settings) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize
 from moeq.evaluation.context_options import ContextOptions, check_replicas, chooser
 from moeq.evaluation.harness_models import ContextAwareLM, StaticLM
+from moeq.evaluation.multimodal import static_lm
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.native_replicas import CheckpointReplicas
-from moeq.models import loading
+from moeq.models import corpus, loading
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.context_aware import ContextAwareModel, PrefillStore
@@ -28,7 +29,7 @@ from moeq.stages.evaluate import other_replacements, replacements
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How models are loaded and run."""
+    """How models are loaded and run; images: whether a task has them."""
 
     dtype: str = "auto"
     device: str = "auto"
@@ -36,6 +37,7 @@ class Settings:
     max_length: int | None = None
     truncate: bool = False
     trust_remote_code: bool = False
+    images: bool = False
 
     def lm_options(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "max_length": self.max_length, "truncate": self.truncate}
@@ -43,11 +45,12 @@ class Settings:
 
 @dataclass
 class Loaded:
-    """A model in memory, its tokenizer, and what subjects made of it so far."""
+    """A model in memory, its tokenizer, and what subjects made of it so far; processor: None where no task has images."""
 
     base: str
     model: Any
     tokenizer: Any
+    processor: Any
     swapped: Swapped | None
     replicas: dict[str, tuple[RunReplicas | CheckpointReplicas, Dequantized, PrefillStore]] = field(
         default_factory=dict
@@ -59,13 +62,17 @@ def load(subject: Subject, settings: Settings) -> Loaded:
     device = loading.resolve_device(settings.device)
     dtype = loading.compute_dtype(subject.source, settings.dtype, device)
     trust = settings.trust_remote_code
-    tokenizer = loading.load_tokenizer(subject.source, trust)
+    texts = {
+        "base": subject.base,
+        "tokenizer": loading.load_tokenizer(subject.source, trust),
+        "processor": corpus.load_processor(subject.source.path, trust) if settings.images else None,
+    }
     if subject.checkpoint is not None:
         packed = load_checkpoint(subject.checkpoint, dtype, device, trust)
-        return Loaded(base=subject.base, model=packed, tokenizer=tokenizer, swapped=None)
+        return Loaded(**texts, model=packed, swapped=None)
     model = loading.load_model(subject.source, dtype, device, trust)
     swapped = Swapped(model, find_expert_layers(model) if subject.run is not None else ())
-    return Loaded(base=subject.base, model=model, tokenizer=tokenizer, swapped=swapped)
+    return Loaded(**texts, model=model, swapped=swapped)
 
 
 def lm_of(loaded: Loaded, subject: Subject, settings: Settings) -> StaticLM:
@@ -80,7 +87,7 @@ def lm_of(loaded: Loaded, subject: Subject, settings: Settings) -> StaticLM:
             loaded.swapped.layers = find_expert_layers(loaded.model)
         loaded.swapped.set(wanted)
     if subject.context is None:
-        return StaticLM(loaded.model, loaded.tokenizer, **settings.lm_options())
+        return static_lm(loaded.model, loaded.tokenizer, loaded.processor, **settings.lm_options())
     runtime = _runtime(loaded, subject, subject.context)
     return ContextAwareLM(runtime, loaded.tokenizer, **settings.lm_options())
 
