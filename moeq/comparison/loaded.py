@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass
 class Loaded:
-    """A model in memory, its tokenizer, and what subjects made of it so far; processor: None where no task has images."""
+    """A model in memory, its tokenizer, and what subjects made of it so far; processor: for images."""
 
     base: str
     model: Any

@@ -11,6 +11,8 @@ import torch
 from tiny_vision import save_image, vision_model, vision_processor
 
 from moeq import pipeline
+from moeq.comparison import command
+from moeq.comparison.command import Asked
 from moeq.errors import EvaluationError, MoeqError
 from moeq.evaluation.harness import evaluate_tasks, open_tasks, task_scores
 from moeq.evaluation.multimodal import VisionLM, check_images, image_tasks, static_lm
@@ -153,25 +155,60 @@ def context(model: Path, out: Path, *options: str) -> Context:
     return Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
 
 
-def test_a_run_measures_original_dequantized_and_packed(
-    saved: Path, processor: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def finished(saved: Path, processor: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Context:
     """The processor is given, since the family's own needs torchvision for videos."""
-    monkeypatch.setattr(corpus, "load_processor", lambda *_: processor)
     one = context(
-        saved, tmp_path / "run", "eval.tasks=[seen, said, read]", f"eval.include_path={folder}",
-        "assign={method: uniform, bits: 1, quantizer: rtn}",
+        saved, tmp_path_factory.mktemp("runs") / "run", "eval.tasks=[seen, read]", f"eval.include_path={folder}",
+        "losses.bits=[1, 2, 3, 4]", "losses.methods=[rtn]", "export.verify=false",
+        "quantize.replicas=all", "assign={method: uniform, bits: 1, quantizer: rtn}",
         "eval.compare=[{name: in-place, method: uniform, bits: 1, quantizer: rtn}]",
     )  # fmt: skip
-    pipeline.run(one, ("profile", "losses", "assign", "quantize", "export", "eval"))
-    original, packed, in_place = evaluate.load(one).rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "load_processor", lambda *_: processor)
+        pipeline.run(one, ("profile", "losses", "assign", "quantize", "export", "eval"))
+    return one
+
+
+def test_a_run_measures_original_dequantized_and_packed(finished: Context, processor: Any, folder: Path) -> None:
+    original, packed, in_place = evaluate.load(finished).rows
     assert (packed.exported, in_place.exported) == (True, False)
     assert packed.tasks == in_place.tasks
-    assert set(original.tasks) == {"seen", "said", "read"}
+    assert set(original.tasks) == {"seen", "read"}
     assert original.tasks["seen"]["acc_stderr"] > 0
     manager = open_tasks(["seen"], str(folder))
-    alone = run_tasks(one.model, processor, ["seen"], manager, 2)
+    alone = run_tasks(finished.model, processor, ["seen"], manager, 2)
     assert alone["seen"] == original.tasks["seen"]
+
+
+def test_models_and_checkpoints_side_by_side(
+    finished: Context, saved: Path, processor: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The original by its folder, the packed checkpoint and the run: the same numbers as in the run's own stage."""
+    monkeypatch.setattr(corpus, "load_processor", lambda *_: processor)
+    words = [str(saved), str(finished.out / "checkpoint"), str(finished.out)]
+    found = command.run(
+        Asked(words=words, overrides=[], context_aware=[], tasks="seen,read", include_path=folder, quiet=True)
+    )
+    original, packed, _ = evaluate.load(finished).rows
+    values = [{name: row["cells"][name]["value"] for name in ("seen", "read")} for row in found["table"]]
+    assert values == [{name: row.tasks[name]["acc"] for name in ("seen", "read")} for row in (original, packed, packed)]
+
+
+def test_precision_follows_a_context_of_text_only(finished: Context, folder: Path) -> None:
+    def asked(tasks: str) -> Asked:
+        options = ["gpu_experts=3,average_bits=2,selector=false", "gpu_experts=7"]
+        words = [f"{finished.out}:original"]
+        return Asked(words=words, overrides=[], tasks=tasks, include_path=folder, context_aware=options, quiet=True)
+
+    with pytest.raises(EvaluationError, match="task seen: has images, for which precision does not follow the context"):
+        command.run(asked("read,seen"))
+    original, mixed, exact = command.run(asked("read"))["rows"]
+    scores = [[one["resps"] for one in row["lm_eval"]["samples"]["read"]] for row in (original, mixed, exact)]
+    assert [len(one) for one in scores] == [5, 5, 5]
+    flat = [[float(answer[0][0]) for item in one for answer in item] for one in scores]
+    assert flat[2] == pytest.approx(flat[0], abs=1e-3), "all experts exact: the model itself"
+    assert flat[1] != pytest.approx(flat[0], abs=1e-2), "two bits are not"
 
 
 def test_a_task_with_images_on_a_model_of_text(tiny_mixtral: Path, folder: Path, tmp_path: Path) -> None:
