@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moeq.evaluation.paired import Difference, Items, compare, standard_error
-from moeq.evaluation.results import items_of, items_of_text, main_metric, scores_of
+from moeq.evaluation.results import items_of, items_of_text, leaves, main_metric, members, pooled, scores_of
 
 AVERAGE, PERPLEXITY = "average", "perplexity"
 AVERAGED = ("acc", "acc_norm", "exact_match")  # metrics that a mean over tasks makes sense of
@@ -54,13 +54,13 @@ class _Measure:
 def _measures(row: Mapping[str, Any]) -> dict[str, _Measure]:
     found = {}
     results = row.get("lm_eval") or {"results": {}}
+    hidden = members(results)
     for task, result in results["results"].items():
         scores = scores_of(result)
         metric = main_metric(scores)
-        if metric is None:
+        if metric is None or task in hidden:
             continue
-        samples = results.get("samples", {}).get(task)
-        items = None if samples is None else items_of(samples, metric)
+        items = _items(results, task, metric, scores[metric])
         name, comma, chosen = metric.partition(",")
         error = scores.get(f"{name}_stderr{comma}{chosen}")
         if error is None and items is not None:
@@ -72,6 +72,13 @@ def _measures(row: Mapping[str, Any]) -> dict[str, _Measure]:
             metric=PERPLEXITY, value=text["perplexity"], stderr=text["perplexity_stderr"], items=items_of_text(text)
         )
     return found
+
+
+def _items(results: Mapping[str, Any], task: str, metric: str, value: float) -> Items | None:
+    """Items of a task, or of all tasks of a group."""
+    samples, parts = results.get("samples", {}), leaves(dict(results), task)
+    found = [items_of(samples[one], metric) if one in samples else None for one in parts]
+    return found[0] if parts == [task] else pooled(found, value)
 
 
 def _cell(mine: _Measure, first: _Measure | None) -> Cell:

@@ -9,7 +9,10 @@ from lm_eval.api.model import LM
 
 
 class GuessingLM(LM):  # type: ignore[misc]
-    """The same answers every time."""
+    """The same answers every time, to texts, images and conversations."""
+
+    MULTIMODAL = True
+    tokenizer_name = "guesses"
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,3 +26,6 @@ class GuessingLM(LM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         return ["a guess" for _ in requests]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return "\n".join(turn["content"] for turn in chat_history)

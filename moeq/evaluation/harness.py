@@ -8,13 +8,13 @@ import io
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moeq.bundled import bundled_path
 from moeq.errors import EvaluationError, MoeqError
-from moeq.evaluation.results import kept, scores_of
+from moeq.evaluation.results import kept, members, scores_of
 from moeq.models.messages import quiet_transformers
 
 BUNDLED_TASK = "moeq_continuation"
@@ -99,13 +99,15 @@ def evaluate_tasks(
     manager: Any,
     *,
     limit: int | None = None,
-    num_fewshot: int | None = None,
+    num_fewshot: int | Mapping[str, int] | None = None,
+    chat_template: bool = False,
     model: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What lm-eval finds of a model for it (see harness_models), in its own JSON form, samples included.
 
-    num_fewshot: examples in the context, of tasks that do not set it to 0 themselves; model: what stands in the
-    configuration. The same evaluation gives the same JSON. Raises EvaluationError when a task cannot be run.
+    num_fewshot: examples in the context, of tasks that do not set it to 0 themselves, or {task or group: examples};
+    chat_template: items are turns of a conversation; model: what stands in the configuration. The same evaluation gives
+    the same JSON. Raises EvaluationError when a task cannot be run.
     """
     import lm_eval
     import lm_eval.evaluator
@@ -116,10 +118,11 @@ def evaluate_tasks(
     with _lm_eval_errors(names), quiet_transformers():
         found = lm_eval.simple_evaluate(
             model=lm,
-            tasks=names,
+            tasks=_with_examples(names, manager, num_fewshot) if isinstance(num_fewshot, Mapping) else names,
             task_manager=manager,
             limit=limit,
-            num_fewshot=num_fewshot,
+            num_fewshot=None if isinstance(num_fewshot, Mapping) else num_fewshot,
+            apply_chat_template=chat_template,
             bootstrap_iters=BOOTSTRAP,
             log_samples=True,
             verbosity="ERROR",
@@ -127,16 +130,29 @@ def evaluate_tasks(
     return kept(found, model or {})
 
 
-def guessed_results(names: list[str], manager: Any, limit: int | None, num_fewshot: int | None) -> dict[str, Any]:
-    """What `evaluate_tasks` gives for a model that answers at random, which needs no model."""
+def guessed_results(names: list[str], manager: Any, **options: Any) -> dict[str, Any]:
+    """What `evaluate_tasks` gives with these options for a model that answers at random, which needs no model."""
     from moeq.evaluation.guesses import GuessingLM
 
-    return evaluate_tasks(GuessingLM(), names, manager, limit=limit, num_fewshot=num_fewshot)
+    return evaluate_tasks(GuessingLM(), names, manager, **options)
+
+
+def _with_examples(names: list[str], manager: Any, num_fewshot: Mapping[str, int]) -> list[Any]:
+    """The tasks and groups of these names with their numbers of examples; others keep their own."""
+    found: list[Any] = []
+    for name in names:
+        loaded = manager.load([name])
+        for task in loaded["tasks"].values():
+            if name in num_fewshot and task.get_config("num_fewshot") != 0:
+                task.set_config(key="num_fewshot", value=num_fewshot[name])
+        found += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
+    return found
 
 
 def task_scores(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Scores {task: {metric: value}} of lm-eval's results; standard errors end in `_stderr`."""
-    return {name: scores_of(result) for name, result in found["results"].items()}
+    """Scores {task: {metric: value}} of lm-eval's results; standard errors end in `_stderr`, groups stand for their
+    members."""
+    return {name: scores_of(result) for name, result in found["results"].items() if name not in members(found)}
 
 
 def headline(scores: dict[str, dict[str, float]]) -> tuple[float | None, float | None]:

@@ -28,6 +28,10 @@ def kept(found: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
         metadata = config.get("metadata") or {}
         if "config_source" in metadata:  # where it lies on this machine is nobody's business
             metadata["config_source"] = Path(str(metadata["config_source"])).name
+    for task, samples in cleaned.get("samples", {}).items():
+        if cleaned["configs"][task].get("doc_to_image") is not None:
+            for sample in samples:  # lm-eval's own hash is of where an image lies in memory; `doc` has its bytes' hash
+                sample["doc_hash"] = digest_of(sample["doc"])
     return cleaned
 
 
@@ -56,6 +60,17 @@ def scores_of(result: dict[str, Any]) -> dict[str, float]:
     return scores
 
 
+def members(found: dict[str, Any]) -> set[str]:
+    """Tasks and groups of lm-eval's results that belong to a group."""
+    return {name for inside in found.get("group_subtasks", {}).values() for name in inside}
+
+
+def leaves(found: dict[str, Any], name: str) -> list[str]:
+    """The tasks of a group, those of its groups included; a task is its own."""
+    inside = found.get("group_subtasks", {}).get(name, [])
+    return [leaf for one in inside for leaf in leaves(found, one)] if inside else [name]
+
+
 def main_metric(scores: dict[str, float]) -> str | None:
     """The metric that stands for a task: the first known one, else the first that there is."""
     plain = [name for name in scores if not name.partition(",")[0].endswith("_stderr")]
@@ -77,6 +92,20 @@ def items_of(samples: list[dict[str, Any]], metric: str) -> Items | None:
     pairs = np.array(known, float)
     names = tuple(digest_of([one["doc_id"], one.get("doc_hash"), one.get("target_hash")])[:16] for one in rows)
     return Items(kind=_KINDS.get(name, "mean"), values=pairs[:, 0], weights=pairs[:, 1], names=names)
+
+
+def pooled(parts: list[Items | None], value: float) -> Items | None:
+    """Items of several tasks as one measure's; None where some are not known, or the mean over them is not `value`."""
+    known = [one for one in parts if one is not None]
+    if not known or len(known) < len(parts) or {one.kind for one in known} != {"mean"}:
+        return None
+    found = Items(
+        kind="mean",
+        values=np.concatenate([one.values for one in known]),
+        weights=np.concatenate([one.weights for one in known]),
+        names=tuple(name for one in known for name in one.names),
+    )
+    return found if math.isclose(found.value, value, rel_tol=1e-9, abs_tol=1e-12) else None
 
 
 def _number(value: Any) -> tuple[float, float] | None:

@@ -630,7 +630,13 @@ class Disk:
         results = None
         if section.tasks:
             manager = self.context.task_manager
-            results = guessed_results(section.tasks, manager, section.limit, section.num_fewshot)
+            results = guessed_results(
+                section.tasks,
+                manager,
+                limit=section.limit,
+                num_fewshot=section.num_fewshot,
+                chat_template=section.chat_template,
+            )
         measured = None
         if text is not None:
             generator = np.random.default_rng(0)
@@ -644,7 +650,7 @@ class Disk:
                           "tokens": [length - 1] * text.sequences},
             }  # fmt: skip
         made = [{"name": row.name, "lm_eval": results, "perplexity": measured, "cut_requests": {}} for row in rows]
-        return samples.document(made, section.model_dump(mode="json", include={"tasks", "num_fewshot", "limit"}))
+        return samples.document(made, section.how_tasks_are_asked())
 
     def _estimate(self) -> dict[str, int]:
         """One estimate of the recipe's own assignment: the others' take as many bytes."""

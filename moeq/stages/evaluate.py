@@ -77,7 +77,7 @@ def run(context: Context) -> dict[str, Any]:
     context.drop_model()
     tokens = 0 if sequences is None else int(sequences.mask[:, 1:].sum())
     directory = make_directory(context.directory("eval"))
-    samples = document.document(measured, section.model_dump(mode="json", include={"tasks", "num_fewshot", "limit"}))
+    samples = document.document(measured, section.how_tasks_are_asked())
     document.write(directory / SAMPLES, samples)
     rows = [_with_changes(row, entry["cells"]) for row, entry in zip(rows, samples["table"], strict=True)]
     report = EvalReport(rows=tuple(rows), tokens=tokens, export_logit_error=error)
@@ -257,7 +257,14 @@ def _evaluate(
 
         options = {"batch_size": section.batch_size, "truncate": True}
         lm = static_lm(model, context.tokenizer, context.image_processor, **options)
-        results = evaluate_tasks(lm, section.tasks, manager, limit=section.limit, num_fewshot=section.num_fewshot)
+        results = evaluate_tasks(
+            lm,
+            section.tasks,
+            manager,
+            limit=section.limit,
+            num_fewshot=section.num_fewshot,
+            chat_template=section.chat_template,
+        )
         advance()
     tasks = {} if results is None else task_scores(results)
     found = {"name": variant.name, "lm_eval": results, "perplexity": measured, "cut_requests": {}}

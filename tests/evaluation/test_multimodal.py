@@ -14,6 +14,7 @@ from moeq import pipeline
 from moeq.comparison import command
 from moeq.comparison.command import Asked
 from moeq.errors import EvaluationError, MoeqError
+from moeq.evaluation.comparison import table
 from moeq.evaluation.harness import evaluate_tasks, open_tasks, task_scores
 from moeq.evaluation.multimodal import VisionLM, check_images, image_tasks, static_lm
 from moeq.models import corpus
@@ -114,6 +115,29 @@ def test_answers_do_not_depend_on_batches_or_what_else_is_asked(model: Any, proc
     text = static_lm(model, processor.tokenizer, None, batch_size=2)
     plain = task_scores(evaluate_tasks(text, ["read"], manager))
     assert plain["read"] == together["read"]
+
+
+def test_images_inside_of_a_dataset(model: Any, processor: Any, folder: Path, tmp_path: Path) -> None:
+    """As on the hub: the same answers as with files, and the same results every time, so that models can be paired."""
+    from datasets import Dataset, Image
+
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    Dataset.from_list(rows).cast_column("image", Image()).to_parquet(tmp_path / "rows.parquet")
+    write_tasks(tmp_path, rows)
+    text = (tmp_path / "seen.yaml").read_text().replace("dataset_path: json", "dataset_path: parquet")
+    (tmp_path / "seen.yaml").write_text(text.replace("rows.jsonl", "rows.parquet"))
+
+    def results(where: Path) -> dict[str, Any]:
+        manager = open_tasks(["seen"], str(where))
+        check_images(image_tasks(manager, ["seen"], with_images=True), None)
+        return evaluate_tasks(static_lm(model, None, processor, batch_size=2), ["seen"], manager)
+
+    (tmp_path / "rows.jsonl").unlink()
+    found, again = results(tmp_path), results(tmp_path)
+    assert found == again
+    assert found["results"] == results(folder)["results"]
+    _, second = table([{"name": name, "lm_eval": one} for name, one in (("a", found), ("b", again))])
+    assert second["cells"]["seen"].change.difference == 0
 
 
 def test_generation_is_the_models_own(model: Any, processor: Any, folder: Path) -> None:
