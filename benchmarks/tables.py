@@ -12,6 +12,11 @@ as many as the recipe says. Perplexity: held-out windows of 256, in equal shares
 Table 000 has its rows once for every share of a layer's experts that stays in full precision, those with the losses as
 printed only for the last share. Every assignment of a table is one run's: the replicas are made once. --keep: where the
 runs stay; a second call goes on there.
+
+Table 000 is then measured once more, every text placed anew by its prefill (`moeq eval RUN --context-aware`), beside
+the one placement for all texts: perplexity of held-out pieces of 640 characters, each alone. Of a piece the first half
+is its context, which placing by context leaves in full precision: compare such rows with one another. Differences with
+and without the bit-width selector are paired, item by item.
 """
 
 from __future__ import annotations
@@ -33,6 +38,9 @@ import yaml
 import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 from moeq import pipeline
 from moeq.artifacts.evaluation import EvalReport, EvalRow
+from moeq.comparison import command
+from moeq.comparison.command import Asked
+from moeq.evaluation import comparison, document
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import evaluate
@@ -41,6 +49,8 @@ from moeq.stages.context import Context
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 TABLES = {"000": "paper-000-table3-tiny.yaml", "001": "paper-001-table1-tiny.yaml", "003": "paper-003-table2-tiny.yaml"}
 TASKS = {"continuation_4way": "continuation", "word_order_4way": "word order"}
+MEASURES = {"perplexity": "perplexity", **TASKS}
+PIECE = 640  # characters, at most 256 tokens of these models
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval")
 NO_SELECTOR = "-no-selector"
 
@@ -105,14 +115,70 @@ def cells(row: EvalRow, domains: list[str]) -> list[str]:
     return [row.name, bits, f"{row.expert_bytes / 1e6:.2f}", *(f"{one:.2f}" for one in perplexities), *accuracy]
 
 
-def selector_wins(report: EvalReport) -> list[bool]:
-    """Whether perplexity is lower with the bit-width selector than without, one a pair of rows."""
-    found = []
-    for row in report.rows:
-        other = report.row(row.name.replace("-K", f"{NO_SELECTOR}-K")) if NO_SELECTOR not in row.name else None
-        if other is not None and other.name != row.name and row.perplexity and other.perplexity:
-            found.append(row.perplexity < other.perplexity)
-    return found
+def windows(script: ModuleType, folder: Path, count: int) -> Path:
+    """Held-out pieces of text, each to be read alone: in equal shares of the domains, evenly drawn."""
+    rows = []
+    for name in script.DOMAINS:
+        text = "".join(script.documents(name, "heldout"))
+        share = max(1, count // len(script.DOMAINS))
+        step = len(text) / share
+        rows += [{"text": text[int(n * step) :][:PIECE], "domain": name} for n in range(share)]
+    path = folder / "pieces.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def by_context(run: Path, text: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of table 000 of a run, placed once for all texts and anew for every text."""
+    recipe = load_recipe(run / "recipe.yaml")
+    sections = {recipe.name: recipe.assign} | {one.name: one for one in recipe.eval.compare}
+    chosen = {name: one for name, one in sections.items() if one.loss_weighting != "none"}
+    asked = Asked(
+        words=[f"{run}:{name}" for name in ("original", *chosen)],
+        overrides=[],
+        context_aware=[
+            f"gpu_experts={one.gpu_experts},average_bits={one.average_bits},selector={str(one.selector).lower()}"
+            for one in chosen.values()
+        ],
+        tasks=",".join(TASKS),
+        include_path=Path("lm_eval_tasks"),
+        limit=options.limit,
+        batch_size="64",
+        text=str(text),
+        window=256,
+        quiet=True,
+        out=run.parent / "by_context.json",
+    )
+    command.run(asked)
+    return document.read_rows(run.parent / "by_context.json")
+
+
+def show_by_context(rows: list[dict[str, Any]]) -> None:
+    """A Markdown table, and the paired differences that the selector makes."""
+    domains = list(rows[0]["perplexity"]["by_domain"])
+    head = ["", *domains, "all", *TASKS.values()]
+    print(f"\n| {' | '.join(head)} |")
+    print(f"|---|{'---:|' * (len(head) - 1)}")
+    for row, entry in zip(rows, comparison.table(rows), strict=True):
+        found = row["perplexity"]
+        values = [*(found["by_domain"][domain] for domain in domains), found["perplexity"]]
+        shown = [entry["cells"][name] for name in TASKS]
+        accuracy = [f"{100 * cell.value:.1f} ± {100 * (cell.stderr or 0):.1f}" for cell in shown]
+        print(f"| {' | '.join([row['name'], *(f'{one:.2f}' for one in values), *accuracy])} |")
+    names = {row["name"]: row for row in rows}
+    print("\nwith the selector minus without, 95 % interval and p of a paired bootstrap:")
+    for name, row in names.items():
+        other = names.get(name.replace(" no selector", "") if " no selector" in name else name.replace(NO_SELECTOR, ""))
+        if other is not None and other is not row:
+            cells = comparison.table([row, other])[1]["cells"]
+            shown = [difference(label, cells[key].change) for key, label in MEASURES.items()]
+            print(f"{other['name']}: {'; '.join(shown)}")
+
+
+def difference(name: str, change: Any) -> str:
+    scale = 1 if name == "perplexity" else 100
+    values = [scale * one for one in (change.difference, change.low, change.high)]
+    return f"{name} {values[0]:+.2f} [{values[1]:+.2f}, {values[2]:+.2f}] p {change.p:.3f}"
 
 
 def load_script(path: Path) -> ModuleType:
@@ -146,11 +212,10 @@ def main() -> int:
         return 0
     models, keep = options.models.resolve(), options.keep and options.keep.resolve()
     script = load_script(models / "train_tiny.py")
-    wins: list[bool] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        text = texts(script, folder)
+        text, pieces = texts(script, folder), windows(script, folder, options.sequences)
         os.chdir(options.data)
         for table in options.tables:
             for name in options.names:
@@ -158,8 +223,8 @@ def main() -> int:
                 report = measure(table, models / name, text, folder / f"{table}-{name}", options)
                 print(f"\n{TABLES[table]}, {name}: {time.monotonic() - started:.0f} s", flush=True)
                 show(report)
-                wins += selector_wins(report)
-    print(f"\nperplexity is lower with the bit-width selector than without in {sum(wins)} of {len(wins)} cases")
+                if table == "000":
+                    show_by_context(by_context(folder / f"{table}-{name}" / "run", pieces, options))
     return 0
 
 
