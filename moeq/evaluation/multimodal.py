@@ -18,7 +18,7 @@ from torch import Tensor
 from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.harness_models import Answer, StaticLM
-from moeq.models.corpus import open_image
+from moeq.models.corpus import opened
 
 
 def image_tasks(manager: Any, names: Sequence[str], *, with_images: bool) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def _existing(image: Any, where: str) -> Path:
 def _opened(image: Any, where: str) -> Any:
     """An image in memory, of a path, of {bytes, path}, or as it is."""
     if isinstance(image, dict) and isinstance(image.get("bytes"), bytes):
-        return open_image(image["bytes"], where)
-    return image if _path(image) is None else open_image(_existing(image, where), where)
+        return opened(image["bytes"], where)
+    return image if _path(image) is None else opened(_existing(image, where), where)
 
 
 class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]

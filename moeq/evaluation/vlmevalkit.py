@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from moeq.errors import EvaluationError, MoeqError
-from moeq.models.corpus import has_processor, load_processor, open_image
+from moeq.models.corpus import has_processor, load_processor, opened
 from moeq.models.loading import compute_dtype, load_model, resolve_device
 from moeq.models.source import open_source
 
@@ -77,7 +77,7 @@ class KitModel:
         for part in parts:
             if part["type"] == "image":
                 content.append({"type": "image"})
-                images.append(open_image(Path(part["value"]), where))
+                images.append(opened(Path(part["value"]), where))
             elif part["type"] == "text":
                 content.append({"type": "text", "text": part["value"]})
             else:

@@ -5,7 +5,7 @@ them: sequences are drawn in equal shares from every domain.
 """
 
 from moeq.models.corpus.documents import Document, Fields, Need, encode, images_digest, read_documents
-from moeq.models.corpus.images import Encoder, ImageRow, has_processor, load_processor, open_image
+from moeq.models.corpus.images import Encoder, ImageRow, has_processor, load_processor, opened
 from moeq.models.corpus.sequences import Pool, Sequences, join, make_sequences
 from moeq.models.corpus.sources import BUNDLED, Source, open_sources, pinned, sources_digest
 
@@ -25,8 +25,8 @@ __all__ = [
     "join",
     "load_processor",
     "make_sequences",
-    "open_image",
     "open_sources",
+    "opened",
     "pinned",
     "read_documents",
     "sources_digest",

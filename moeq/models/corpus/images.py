@@ -133,7 +133,7 @@ class Encoder:
         What follows the last image is cut at `length`. Raises CorpusError when the images alone are longer.
         """
         text = self._text(row)
-        images = [open_image(image, row.where) for image in row.images]
+        images = [opened(image, row.where) for image in row.images]
         try:
             found = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # a processor raises what it likes
@@ -180,15 +180,15 @@ def _cut(value: Tensor, shape: torch.Size, length: int) -> Tensor:
     return value[:, :length] if value.shape[:2] == shape and not value.is_floating_point() else value
 
 
-def open_image(image: Path | bytes, where: str) -> Any:
-    """An image in memory, as RGB; CorpusError when it cannot be read or Pillow is missing."""
+def opened(image: Path | bytes, where: str, channels: int = 3) -> Any:
+    """A picture of three colours, or of grey levels alone; CorpusError where it cannot be read."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise CorpusError("images need Pillow", where=where, do=INSTALL) from None
     try:
-        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            return opened.convert("RGB")
+        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as picture:
+            return picture.convert("L" if channels == 1 else "RGB")
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         named = "" if isinstance(image, bytes) else f" {image}"
         raise CorpusError(f"the image{named} cannot be read ({error})", where=where, do="check it") from None
