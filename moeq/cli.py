@@ -214,7 +214,8 @@ STAGE_HELP = {
     "assign": "Decide which expert gets which precision and where it lives.",
     "quantize": "Make the replicas that the assignment names.",
     "export": "Write the packed checkpoint, its placement manifest and its model card.",
-    "eval": "Perplexity and lm-eval of the original, the export and other assignments.",
+    "eval": "Perplexity and lm-eval of a run's original, export and other assignments, or of any models, checkpoints "
+    "and runs.",
     "estimate": "Estimate speed on GPU + near-data-memory hardware: of a run, of a recipe's figures, or of any model's "
     "sizes.",
     "report": "Write the HTML report.",
@@ -474,6 +475,104 @@ def estimate(
     _run_stage(_context(asked.recipe, model, out, overrides, quiet, trust_remote_code), "estimate", json, quiet)
 
 
+def evaluate(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE|WHAT...]",
+            help="YAML recipe [default: the one in the run directory]; or what is compared, the first with the others: "
+            "models, packed checkpoints, runs, RUN:ASSIGNMENT (of its recipe; original; * for all), assignment files, "
+            "and results of an earlier --out.",
+        ),
+    ] = None,
+    model: ModelOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Run directory [default: moeq-out/NAME of the recipe]; of a comparison, the JSON file for its "
+            "results, every sample included [default: none].",
+        ),
+    ] = None,
+    set_: SetOption = None,
+    tasks: Annotated[str | None, typer.Option("--tasks", help="lm-eval tasks, separated by commas.")] = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", help="Folder of lm-eval task YAML files.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", min=0, help="Examples in a context [default: the task's own].")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items a task [default: all].")] = None,
+    batch_size: Annotated[
+        str | None, typer.Option("--batch-size", help="Sequences at once, or auto: by free memory [default: 16].")
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option("--text", help="Perplexity of a file, or bundled [default: bundled, where no task is named]."),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option("--window", min=2, help="Tokens of a window of --text [default: 512, or fewer].")
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", min=1, help="The last tokens of a window that count [default: the window]."),
+    ] = None,
+    context_aware: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--context-aware",
+            help="A row for every run and checkpoint named, whose experts are placed and quantized by each sequence's "
+            "prefill: gpu_experts=2,average_bits=2.5,alpha=0.5,selector=true; may be given several times.",
+        ),
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Cut too long contexts from the left, as lm-eval does, and count them.")
+    ] = False,
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"], typer.Option(help="Type that a comparison computes in.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Of a comparison: auto, cpu or cuda.")] = "auto",
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    from moeq.comparison import command
+    from moeq.evaluation import document
+
+    asked = command.Asked(
+        words=recipe or [],
+        model=model,
+        out=out,
+        overrides=set_ or [],
+        tasks=tasks,
+        include_path=include_path,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=batch_size,
+        text=text,
+        window=window,
+        stride=stride,
+        context_aware=context_aware or [],
+        truncate=truncate,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        json=json,
+        quiet=quiet,
+    )
+    if command.needs_a_run(asked):
+        overrides = command.recipe_overrides(asked)
+        _run_stage(_context(asked.recipe, model, out, overrides, quiet, trust_remote_code), "eval", json, quiet)
+        return
+    from moeq import terminal
+
+    found = document.short(command.run(asked))
+    if json:
+        _print_json(found)
+    elif not quiet:
+        terminal.print_comparison(found)
+
+
 def _run_stage(context: Context, name: str, json: bool, quiet: bool) -> None:
     """One stage on what is there, and what came of it."""
     from moeq import pipeline, terminal
@@ -503,6 +602,7 @@ def _assign_overrides(method: str | None, given: dict[str, str | None]) -> list[
 OWN_COMMANDS: dict[str, Callable[..., None]] = {  # stages with options of their own
     "assign": assign,
     "estimate": estimate,
+    "eval": evaluate,
     "report": report,
 }
 

@@ -19,6 +19,7 @@ from moeq.artifacts.stage import RECORD, current_digest, read_record
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError
+from moeq.evaluation import document
 from moeq.exporters.gguf_families import stack_name
 from moeq.exporters.readers import holds_gguf
 from moeq.exporters.readers.gguf import open_gguf
@@ -249,6 +250,8 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
                 "kind": "evaluation",
                 "rows": [row.model_dump(include=columns) | row.image_figures() for row in report.rows],
             }
+        if isinstance(data, dict) and data.get("kind") == document.KIND:
+            return document.summary(path)
         if isinstance(data, dict) and "schema_version" in data:
             return {"kind": f"moeq {path.stem}", "schema_version": data["schema_version"], "keys": sorted(data)}
     raise ArtifactError("not a file that moeq knows", where=str(path), do="give a checkpoint, a run or an artifact")

@@ -553,7 +553,13 @@ class EvalSection(Section):
     tasks: list[str] = Field([], description="lm-eval task names, or moeq_continuation (bundled)")
     include_path: str | None = Field(None, description="folder with lm-eval task YAML files")
     limit: int | None = Field(None, ge=1, description="items a task; none: all")
-    batch_size: int = Field(16, ge=1)
+    num_fewshot: Annotated[int, Field(ge=0)] | dict[str, Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="examples in a task's contexts, or {task: examples}; none: the task's own number"
+    )
+    chat_template: bool = Field(False, description="items of tasks as turns of a conversation, by the chat template")
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        16, description="requests of tasks at once; auto: as many as free memory takes"
+    )
     compare: list[NamedAssignSection] = Field(
         [NamedAssignSection(name=f"uniform-{bits}", method="uniform", bits=bits) for bits in (4, 3, 2)],
         description="assignments measured beside the original and the recipe's own",
@@ -564,6 +570,17 @@ class EvalSection(Section):
     translation: TranslationSection | None = Field(
         None, description="also translate with every assignment (encoder-decoders alone)"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> EvalSection:
+        foreign = sorted(set(self.num_fewshot) - set(self.tasks)) if isinstance(self.num_fewshot, dict) else []
+        if foreign:
+            raise ValueError(f"num_fewshot: {foreign[0]} is not among tasks")
+        return self
+
+    def how_tasks_are_asked(self) -> dict[str, Any]:
+        """What decides the items of the tasks."""
+        return self.model_dump(mode="json", include={"tasks", "num_fewshot", "chat_template", "limit"})
 
 
 class GridSection(Section):

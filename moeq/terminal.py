@@ -20,6 +20,7 @@ from moeq.verification.verify import Verdict
 BESIDE = 108  # columns from which the final table has sizes beside quality
 NARROW = 78  # columns below which tables leave out what the others imply
 WIDE = 130  # columns from which the table of families shows everything
+SIGNIFICANT = 0.05  # p below which a difference is bold
 SMALL = 56  # columns below which it leaves out the speed-up, too
 
 
@@ -321,6 +322,64 @@ def print_frontier(found: dict[str, Any], plot: Path) -> None:
         )
     console.print(table)
     console.print(f"plot       {plot}", soft_wrap=True, markup=False)
+
+
+def print_comparison(found: dict[str, Any]) -> None:
+    """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
+    console = Console(highlight=False)
+    shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    shown.add_column("", overflow="fold")
+    for title in ("value", "difference", "95 %", "p"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for measure in dict.fromkeys(name for row in found["table"] for name in row["cells"]):
+        rows = [(row["name"], row["cells"][measure]) for row in found["table"] if measure in row["cells"]]
+        metric = rows[0][1]["metric"]
+        shown.add_row(measure if metric == measure else f"{measure}, {metric}", style="bold")
+        for name, cell in rows:
+            shown.add_row(f"  {name}", *_measured(cell))
+    console.print(shown)
+    how = found["differences"]
+    console.print(
+        f"differences from {how['from']}: {how['how']}, {how['resamples']} resamples, seed {how['seed']}; "
+        "value \u00b1 standard error.",
+        style="dim",
+        markup=False,
+    )
+    notes: dict[str, list[str]] = {}
+    for row in found["rows"]:
+        for note in _notes(row):
+            notes.setdefault(note, []).append(row["name"])
+    for note, names in notes.items():
+        console.print(f"{note} ({', '.join(names)})", style="dim", markup=False)
+
+
+def _notes(row: dict[str, Any]) -> list[str]:
+    """What must be known of how a row was measured."""
+    text, found = row["perplexity"], []
+    if text is not None:
+        found.append(
+            f"perplexity of {text['tokens']:,} tokens of {text['documents']:,} documents, "
+            f"window {text['window']}, stride {text['stride']}; counted: {text['counted']}"
+        )
+    for kind, count in row["cut_requests"].items():
+        found.append(f"{count:,} requests ({kind}) were cut from the left")
+    return found
+
+
+def _measured(cell: dict[str, Any]) -> list[str]:
+    """Value, difference, interval and p of one measure, as text."""
+    error = "" if cell["stderr"] is None else f" \u00b1 {cell['stderr']:.4f}"
+    value = f"{cell['value']:.4f}{error}"
+    change = cell["change"]
+    if change is None:
+        return [value, "", "", ""]
+    p = f"{change['p']:.3f}"
+    return [
+        value,
+        f"{change['difference']:+.4f}",
+        f"{change['low']:+.4f} to {change['high']:+.4f}",
+        f"[bold]{p}[/bold]" if change["p"] < SIGNIFICANT else p,
+    ]
 
 
 def print_freed(found: dict[str, Any]) -> None:

@@ -20,7 +20,10 @@ COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
     "run": STAGE | {"--quantizer", "--refine", "--verify"},
-    **dict.fromkeys(("profile", "eval", "reparam"), STAGE),
+    **dict.fromkeys(("profile", "reparam"), STAGE),
+    "eval": STAGE
+    | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}
+    | {"--context-aware", "--truncate", "--dtype", "--device"},
     "estimate": STAGE
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
     | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"},

@@ -12,11 +12,28 @@ from moeq.artifacts.stage import read_model
 
 SCHEMA_VERSION = 1
 NAME = "eval.json"
+SAMPLES = "samples.json"  # every item of every variant, beside it
 REMEDY = "run `moeq eval` again"
+
+
+class Change(BaseModel):
+    """A measure minus the original's on the same items: 95 % interval and two-sided p of a paired bootstrap."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    difference: float
+    low: float
+    high: float
+    p: float
+    stderr: float
+    items: int
+    resamples: int
+    seed: int
 
 
 class EvalRow(BaseModel):
     """One evaluated variant. `assignment` is None for the original; accuracy is the mean over tasks, with its error.
+
+    changes: {task, average or perplexity: how it differs from the original's}.
 
     other_bytes: of everything but the routed experts (None: written before moeq counted them). Of image classifiers
     alone: cross_entropy in nats an image, and logit_error, ||z - z0|| / ||z0|| against the original's logits; `tasks`
@@ -35,6 +52,7 @@ class EvalRow(BaseModel):
     accuracy: float | None
     accuracy_stderr: float | None = None
     tasks: dict[str, dict[str, float]]
+    changes: dict[str, Change] = {}
     cross_entropy: float | None = None
     logit_error: float | None = None
 

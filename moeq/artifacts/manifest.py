@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moeq.artifacts.assignment import WIDTHS, Tier, Width
 from moeq.artifacts.files import write_json
@@ -75,6 +75,8 @@ class Replica(BaseModel):
     projections: the widths of its matrices where they differ, which only a placed replica's do; `bits` is the widest.
     quantizer: the method that made it, or those of its matrices (and `+refined`: trained further with its layer); None:
     the checkpoint's own weights, or made before moeq wrote it down.
+    loss: mean squared error of the expert's output on held-out tokens (before it was refined), where all replicas are
+    stored; None: the checkpoint's own weights, matrices of several widths, or not written down.
     leading_bits_of: the width of the stored replica whose tensors this one reads, None when it has its own; `bytes` and
     `sha256` are then that one's.
     """
@@ -84,6 +86,7 @@ class Replica(BaseModel):
     projections: dict[str, int] | None = None
     placed: bool
     quantizer: str | None = None
+    loss: float | None = Field(None, ge=0, allow_inf_nan=False)
     file: PlainName
     key_prefix: str
     index: int | None = None

@@ -33,13 +33,15 @@ def decide(
     gpu_experts: int = 0,
     alpha: float = 0.5,
     weighted: bool = True,
+    selector: bool = True,
 ) -> Decision:
     """Placement and widths for one sequence (paper 000, Algorithm 1, lines 9 to 22).
 
     counts, scores: [L, E] how often prefill chose every expert, and the sum of its routing weights; losses: [L, E, 4]
     at 1, 2, 3 and 4 bits, measured once; average: bits of the experts on NDP, 1 to 4; weighted: multiply losses by the
-    share of the routing weight (False: as the paper prints them). Raises AssignmentError for shapes that do not match
-    or a budget that cannot be met.
+    share of the routing weight (False: as the paper prints them); selector: False gives all experts on NDP the average,
+    which must then be a whole number (the paper's ablation). Raises AssignmentError for shapes that do not match or a
+    budget that cannot be met.
     """
     layers, experts = counts.shape
     if scores.shape != counts.shape or losses.shape != (layers, experts, 4):
@@ -54,6 +56,9 @@ def decide(
     order = np.argsort(-importance, axis=1, kind="stable")
     hot = np.zeros((layers, experts), bool)
     np.put_along_axis(hot, order[:, :gpu_experts], True, 1)
+    if not selector:
+        bits = np.where(hot, FULL, _whole(Fraction(average)))
+        return Decision(hot=hot, bits=bits, importance=importance)
     cold = order[:, gpu_experts:]
     ordered = np.take_along_axis(losses * mass[..., None] if weighted else losses, cold[..., None], 1)
     count = experts - gpu_experts
@@ -63,6 +68,12 @@ def decide(
     bits = np.full((layers, experts), FULL)
     np.put_along_axis(bits, cold, widths, 1)
     return Decision(hot=hot, bits=bits, importance=importance)
+
+
+def _whole(average: Fraction) -> int:
+    if average.denominator != 1 or not 1 <= average <= 4:
+        raise AssignmentError(f"average of {average} bits without the selector", do="choose 1, 2, 3 or 4")
+    return int(average)
 
 
 def _shares(values: np.ndarray) -> np.ndarray:

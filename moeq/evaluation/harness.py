@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import logging
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moeq.bundled import bundled_path
-from moeq.errors import EvaluationError, nearest
+from moeq.errors import EvaluationError, MoeqError
+from moeq.evaluation.results import kept, members, scores_of
+from moeq.models.messages import quiet_transformers
 
 BUNDLED_TASK = "moeq_continuation"
 GENERATED = 256  # tokens that lm-eval generates where a task names no limit
@@ -35,11 +39,12 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
         manager = TaskManager(include_path=folders, include_defaults=True)
     for name in names:
         if name not in manager.all_tasks:
-            guess = nearest(name, manager.all_tasks)
-            hint = f"did you mean {guess!r}?" if guess else "see `lm-eval ls tasks`"
+            close = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see `lm-eval ls tasks`"
             raise EvaluationError(f"no lm-eval task {name!r}", do=hint)
-    with _lm_eval_errors(names):
-        manager.load(names)
+    for name in names:
+        with _lm_eval_errors([name]):
+            manager.load([name])
     return manager
 
 
@@ -52,7 +57,17 @@ def _lm_eval_errors(names: list[str]) -> Iterator[None]:
     try:
         with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
             yield
+    except MoeqError:
+        raise
     except Exception as error:  # task code and dataset loaders raise anything
+        away = re.search(r"Couldn't reach '([^']+)'", str(error))
+        if away is not None:
+            raise EvaluationError(
+                f"needs the data set {away[1]} of the hub, which is neither in the cache nor within reach",
+                where=", ".join(names),
+                do="fetch it where there is a network, or give a task file with dataset_path: json and its data_files "
+                "(--include-path)",
+            ) from error
         reason = str(error).strip().split("\n")[0]
         raise EvaluationError(
             f"lm-eval failed ({type(error).__name__}: {reason})",
@@ -78,41 +93,66 @@ def task_requests(manager: Any, names: list[str], limit: int | None) -> list[tup
     return found
 
 
-def run_tasks(
-    model: Any, tokenizer: Any, names: list[str], manager: Any, *, batch_size: int, limit: int | None
-) -> dict[str, dict[str, float]]:
-    """Scores {task: {metric: value}} of a loaded model; stderr rows end in `_stderr`.
+def evaluate_tasks(
+    lm: Any,
+    names: list[str],
+    manager: Any,
+    *,
+    limit: int | None = None,
+    num_fewshot: int | Mapping[str, int] | None = None,
+    chat_template: bool = False,
+    model: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What lm-eval finds of a model for it (see harness_models), in its own JSON form, samples included.
 
-    Raises EvaluationError when a task cannot be run.
+    num_fewshot: examples in the context, of tasks that do not set it to 0 themselves, or {task or group: examples};
+    chat_template: items are turns of a conversation; model: what stands in the configuration. The same evaluation gives
+    the same JSON. Raises EvaluationError when a task cannot be run.
     """
     import lm_eval
     import lm_eval.evaluator
-    from lm_eval.models.huggingface import HFLM
 
     # these run git and pip, which takes half a second and complains on the user's terminal
     lm_eval.evaluator.get_git_commit_hash = lambda: None
     lm_eval.evaluator.add_env_info = lambda storage: None
-    with _lm_eval_errors(names):
-        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    with _lm_eval_errors(names), quiet_transformers():
         found = lm_eval.simple_evaluate(
-            model=harness,
-            tasks=names,
+            model=lm,
+            tasks=_with_examples(names, manager, num_fewshot) if isinstance(num_fewshot, Mapping) else names,
             task_manager=manager,
             limit=limit,
+            num_fewshot=None if isinstance(num_fewshot, Mapping) else num_fewshot,
+            apply_chat_template=chat_template,
             bootstrap_iters=BOOTSTRAP,
+            log_samples=True,
             verbosity="ERROR",
         )
-    return {name: _scores(result) for name, result in found["results"].items()}
+    return kept(found, model or {})
 
 
-def _scores(result: dict[str, Any]) -> dict[str, float]:
-    """lm-eval's `metric,filter` keys without the filter when there is one only; values that are numbers."""
-    scores = {}
-    for key, value in result.items():
-        metric, comma, chosen = key.partition(",")
-        if comma and isinstance(value, int | float) and math.isfinite(value):
-            scores[metric if chosen == "none" else f"{metric},{chosen}"] = float(value)
-    return scores
+def guessed_results(names: list[str], manager: Any, **options: Any) -> dict[str, Any]:
+    """What `evaluate_tasks` gives with these options for a model that answers at random, which needs no model."""
+    from moeq.evaluation.guesses import GuessingLM
+
+    return evaluate_tasks(GuessingLM(), names, manager, **options)
+
+
+def _with_examples(names: list[str], manager: Any, num_fewshot: Mapping[str, int]) -> list[Any]:
+    """The tasks and groups of these names with their numbers of examples; others keep their own."""
+    found: list[Any] = []
+    for name in names:
+        loaded = manager.load([name])
+        for task in loaded["tasks"].values():
+            if name in num_fewshot and task.get_config("num_fewshot") != 0:
+                task.set_config(key="num_fewshot", value=num_fewshot[name])
+        found += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
+    return found
+
+
+def task_scores(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Scores {task: {metric: value}} of lm-eval's results; standard errors end in `_stderr`, groups stand for their
+    members."""
+    return {name: scores_of(result) for name, result in found["results"].items() if name not in members(found)}
 
 
 def headline(scores: dict[str, dict[str, float]]) -> tuple[float | None, float | None]:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moeq.errors import EvaluationError
+from moeq.evaluation.paired import Items, standard_error
 from moeq.models.corpus import Sequences
 from moeq.models.forward import ahead
 from moeq.models.streaming import StreamedModel
@@ -26,11 +28,14 @@ def perplexity(
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of every token but each sequence's first; pads do not count.
 
-    Returns {"perplexity", "tokens", "by_domain": {domain: perplexity}}. `advance` is called once a batch; a streamed
-    model is read once for all batches. Raises EvaluationError when the model's outputs are not finite.
+    Returns {"perplexity", "perplexity_stderr", "tokens", "by_domain": {domain: perplexity}} and the `items` that it is
+    made of, as `strided.score_text` does: windows of `window` tokens that do not overlap. `advance` is called once a
+    batch; a streamed model is read once for all batches. Raises EvaluationError when the model's outputs are not
+    finite.
     """
     total: dict[str, float] = {}
     tokens: dict[str, int] = {}
+    items = np.zeros((len(sequences), 2))
 
     def finish(batch: Batch, output: Any) -> None:
         if output.logits.shape[-1] <= int(batch.input_ids.max()):
@@ -42,6 +47,7 @@ def perplexity(
         nll, counted = _score(output.logits, batch.input_ids.to(device), batch.mask.to(device), ahead(model))
         for row, index in enumerate(batch.sequences.tolist()):
             domain = sequences.domains[index]
+            items[index] = -float(nll[row]), int(counted[row])
             total[domain] = total.get(domain, 0.0) + float(nll[row])
             tokens[domain] = tokens.get(domain, 0) + int(counted[row])
         advance()
@@ -54,6 +60,20 @@ def perplexity(
         "perplexity": math.exp(sum(total.values()) / sum(tokens.values())),
         "tokens": sum(tokens.values()),
         "by_domain": {domain: math.exp(total[domain] / tokens[domain]) for domain in total if tokens[domain]},
+    } | _items(items, sequences.ids.shape[1])
+
+
+def _items(items: np.ndarray, length: int) -> dict[str, Any]:
+    """What a perplexity is made of: log-likelihood and number of scored tokens of every sequence, [n, 2]."""
+    whole = Items(kind="perplexity", values=items[:, 0], weights=items[:, 1], names=("",) * len(items))
+    return {
+        "perplexity_stderr": standard_error(whole),
+        "documents": len(items),
+        "window": length,
+        "stride": length,
+        "counted": "all tokens but the first of each sequence",
+        "unit": "sequence",
+        "items": {"logprob": items[:, 0].tolist(), "tokens": [int(one) for one in items[:, 1]]},
     }
 
 

@@ -66,7 +66,8 @@ def others_name(number: int) -> str:
 class ExportInputs:
     """What an exporter is given: the source, what to place, and the quantized files of every layer.
 
-    quantizers: who made each replica, {layer: [{bits, or MIXED: method} of every expert]}. others: the packed modules
+    quantizers: who made each replica, {layer: [{bits, or MIXED: method} of every expert]}; losses: what each of them
+    loses, {layer: [{bits: loss} of every expert]}, where all replicas are exported. others: the packed modules
     outside of the experts, and other_keys: the tensors on disk that they replace. own_code: the model is made by code
     that the checkpoint brings along, not by a class of transformers.
     """
@@ -78,6 +79,7 @@ class ExportInputs:
     expert_keys: set[str]
     expert_files: list[Path]
     quantizers: dict[str, list[dict[int, str]]]
+    losses: dict[str, list[dict[int, float]]] | None = None
     max_shard_bytes: int
     stamp: Any
     digests: dict[str, str]
@@ -172,13 +174,16 @@ def _placed_layer(
     experts = []
     for number, choice in enumerate(choices.experts):
         prefix, made_by = f"{layer.name}.{number}.", inputs.quantizers[layer.name][number]
+        replicas = _replicas(prefix, choice, by_expert[prefix], headers, made_by)
+        if inputs.losses is not None:
+            replicas = _with_losses(replicas, inputs.losses[layer.name][number])
         experts.append(
             PlacedExpert(
                 expert=number,
                 tier=choice.tier,
                 bits=choice.bits,
                 importance=choice.importance,
-                replicas=_replicas(prefix, choice, by_expert[prefix], headers, made_by),
+                replicas=replicas,
             )
         )
     return PlacedLayer(
@@ -251,6 +256,14 @@ def _replicas(
         update = {"bits": width, "leading_bits_of": wide, "quantizer": made_by[width]}
         found.append(stored[wide].model_copy(update=update))
     return tuple(found)
+
+
+def _with_losses(replicas: tuple[Replica, ...], losses: dict[int, float]) -> tuple[Replica, ...]:
+    """Replicas whose matrices have one width, with what is lost at it."""
+    return tuple(
+        one if one.projections is not None else one.model_copy(update={"loss": losses.get(one.bits)})
+        for one in replicas
+    )
 
 
 def _stored(width: int, start: str, keys: list[str], headers: dict[str, TensorHeader]) -> Replica:

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from moeq.artifacts.assignment import FULL, width_of
+from moeq.artifacts.assignment import FULL, MIXED, width_of
 from moeq.artifacts.manifest import PlacedModule, Replica, read_manifest
 from moeq.errors import ArtifactError
 from moeq.exporters.packed_source import Matrices
@@ -24,6 +24,7 @@ from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
 
 REMEDY = "export the checkpoint again"
+ALL_REPLICAS = "export with quantize.replicas: all"
 
 
 class NativeReader:
@@ -52,16 +53,35 @@ class NativeReader:
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
         """Matrices and biases of one expert as it is placed."""
-        replica = next(one for one in self._placed[layer.name].experts[expert].replicas if one.placed)
+        return self.replica(layer, expert, MIXED)
+
+    def replicas(self, layer: ExpertLayer, expert: int) -> dict[int, Replica]:
+        """The replicas of an expert by their width; the placed one also under MIXED."""
+        there = self._placed[layer.name].experts[expert].replicas
+        placed = next(one for one in there if one.placed)
+        return {MIXED: placed} | {one.bits: one for one in there if one.projections is None}
+
+    def replica(self, layer: ExpertLayer, expert: int, key: int) -> tuple[Matrices, dict[str, Tensor]]:
+        """Matrices and biases of one of an expert's replicas; ArtifactError when the checkpoint has it not."""
+        found = self.replicas(layer, expert).get(key)
+        if found is None:
+            raise ArtifactError(
+                f"no replica of {key} bits", where=self._where(f"{layer.name}, expert {expert}"), do=ALL_REPLICAS
+            )
+        stored = found if found.leading_bits_of is None else found.model_copy(update={"bits": found.leading_bits_of})
         matrices = {
-            projection: self._matrix(replica, layer, projection, f"{layer.name}, expert {expert}, {projection}")
+            projection: self._matrix(stored, layer, projection, f"{layer.name}, expert {expert}, {projection}")
             for projection in layer.projections
         }
+        if stored is not found:
+            matrices = {
+                name: one.leading(found.bits) for name, one in matrices.items() if isinstance(one, PackedWeight)
+            }
         biases = {}
         if layer.biased:
             for projection in layer.projections:
-                key = f"{replica.key_prefix}{projection}.bias"
-                biases[projection] = self._tensor(replica.file, key, f"{layer.name}, expert {expert}, {projection}")
+                key_of = f"{found.key_prefix}{projection}.bias"
+                biases[projection] = self._tensor(found.file, key_of, f"{layer.name}, expert {expert}, {projection}")
         return matrices, biases
 
     def other_names(self) -> list[str]:

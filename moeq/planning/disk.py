@@ -21,13 +21,16 @@ import torch
 
 from moeq.artifacts import effects, evaluation, expert_effects, losses, manifest, profile, replicas, trace
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, ExpertChoice, Width, width_of
-from moeq.artifacts.evaluation import EvalReport, EvalRow
+from moeq.artifacts.evaluation import Change, EvalReport, EvalRow
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.targets import LOADED_BY, grids_of, loadable_grid, widest_of
 from moeq.estimator import load_hardware
+from moeq.evaluation import document as samples
+from moeq.evaluation.harness import guessed_results
+from moeq.evaluation.paired import RESAMPLES, SEED
 from moeq.exporters.moeq import extra_name, layer_name, other_widths
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
@@ -63,6 +66,9 @@ REPORT = 61_800  # bytes of the page without its maps
 MEASURES, CAPTION = 5, 400  # maps beside those of losses and widths; bytes of what is written around one
 REPORT_LAYER = 1_000  # of the charts and tables, a layer
 REPORT_ASSIGNMENT = 1_000
+CHANGE = Change(
+    difference=TYPICAL, low=TYPICAL, high=TYPICAL, p=TYPICAL, stderr=TYPICAL, items=400, resamples=RESAMPLES, seed=SEED
+)
 
 
 def stack_bits(layer: ExpertLayer, projection: str, widths: Sequence[int], recipe: Recipe) -> float:
@@ -579,6 +585,7 @@ class Disk:
                     file=layer_name(layer.index) if placed else extra_name(layer.index),
                     key_prefix=prefix,
                     tensors=tensors,
+                    loss=TYPICAL if others and width not in (FULL, MIXED) else None,
                     bytes=sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in shapes.values()),
                     sha256=DIGEST,
                 )
@@ -605,10 +612,49 @@ class Disk:
                     accuracy=TYPICAL,
                     accuracy_stderr=TYPICAL,
                     tasks=scores,
+                    changes={} if section is None else dict.fromkeys(self._measures(), CHANGE),
                 )
             )
         report = EvalReport(rows=tuple(rows), tokens=10**6, export_logit_error=1.2345678901234567e-07)
-        return {evaluation.NAME: len(canonical_json(report.model_dump(mode="json")).encode())}
+        found = {evaluation.NAME: report.model_dump(mode="json")}
+        if not self.context.takes_images:
+            found[evaluation.SAMPLES] = self._samples(rows)
+        return {name: len(canonical_json(one).encode()) for name, one in found.items()}
+
+    def _measures(self) -> list[str]:
+        """What eval compares with the original, item by item, of every assignment."""
+        if self.context.takes_images:
+            return []
+        tasks = self.recipe.eval.tasks
+        return [*tasks, *(["average"] if len(tasks) > 1 else []), *(["perplexity"] if self.work.evaluation else [])]
+
+    def _samples(self, rows: Sequence[EvalRow]) -> dict[str, Any]:
+        """Every item of every assignment, of a model that answers at random."""
+        section, text = self.recipe.eval, self.work.evaluation
+        results = None
+        if section.tasks:
+            manager = self.context.task_manager
+            results = guessed_results(
+                section.tasks,
+                manager,
+                limit=section.limit,
+                num_fewshot=section.num_fewshot,
+                chat_template=section.chat_template,
+            )
+        measured = None
+        if text is not None:
+            generator = np.random.default_rng(0)
+            length = text.length
+            measured = {
+                "perplexity": 12.345678901234567, "perplexity_stderr": TYPICAL, "documents": text.sequences,
+                "window": length, "stride": length, "tokens": text.tokens, "unit": "sequence",
+                "counted": "all tokens but the first of each sequence",
+                "by_domain": dict.fromkeys(("math", "prose", "python"), 12.345678901234567),
+                "items": {"logprob": (-300 - generator.random(text.sequences)).tolist(),
+                          "tokens": [length - 1] * text.sequences},
+            }  # fmt: skip
+        made = [{"name": row.name, "lm_eval": results, "perplexity": measured, "cut_requests": {}} for row in rows]
+        return samples.document(made, section.how_tasks_are_asked())
 
     def _estimate(self) -> dict[str, int]:
         """One estimate of the recipe's own assignment: the others' take as many bytes."""

@@ -188,13 +188,13 @@ class Hours:
         rounding = sum(RTN in methods(section, self.recipe) for section in sections) * self._rounding()
         in_place = (1 + compare) * forwards + compare * dequantizing + rounding + self._low_precision(dequantizing)
         packed = forwards + batches * dequantizing
-        reads = 2.0 + compare
+        reads = 2.0 + (compare > 0)
         if self.streams:
             walks = (0 if text is None else 1) + (0 if tasks is None else tasks.batches * tasks.steps)
             reads = (1 + compare) * walks + 1
             in_place += compare * dequantizing * max(0, walks - 1)
         library = 0 if tasks is None else LIBRARY
-        loading = LOADING * (1 if self.streams else 3 + compare)
+        loading = LOADING * (1 if self.streams else 2 + (compare > 0))
         return library + loading + reads * self._reading(sizes.disk) + dequantizing + in_place + packed
 
     def _rounding(self) -> float:

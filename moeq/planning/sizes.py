@@ -15,6 +15,7 @@ from torch import nn
 
 from moeq.errors import CorpusError
 from moeq.estimator import geometry_from_config
+from moeq.evaluation.batching import MOST_ROWS
 from moeq.evaluation.harness import task_requests
 from moeq.models import loading
 from moeq.models.corpus import ImageSet, Source
@@ -245,7 +246,7 @@ def _tasks(context: Context, characters_per_token: float) -> Tasks | None:
         mean_tokens=sum(lengths) / len(lengths),
         most_tokens=int(max(lengths)) + 1,
         steps=sum(max(1, generated) for _, generated in requests) / len(requests),
-        batch=section.batch_size,
+        batch=MOST_ROWS if section.batch_size == "auto" else section.batch_size,
     )
 
 

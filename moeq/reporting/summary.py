@@ -23,6 +23,9 @@ def headline(inputs: ReportInputs) -> Section:
     tasks = sorted({name for row in inputs.evaluation.rows for name in row.tasks})
     if len(tasks) > 1:
         parts.append(_by_task(inputs, tasks))
+    measures = list(dict.fromkeys(name for row in inputs.evaluation.rows for name in row.changes))
+    if measures:
+        parts.append(_changes(inputs, measures))
     return Section(anchor="summary", title="What it cost and what it gains", parts=[*parts, _checks(inputs)])
 
 
@@ -185,6 +188,27 @@ def _by_task(inputs: ReportInputs, tasks: Sequence[str]) -> Raw:
         return formats.percent(scores.get("acc", scores.get("acc_norm")))
 
     return _by("Accuracy by task; the table above has their mean.", inputs, tasks, cell)
+
+
+def _changes(inputs: ReportInputs, measures: Sequence[str]) -> Raw:
+    """How sure the differences from the original are."""
+    first = next(change for row in inputs.evaluation.rows for change in row.changes.values())
+
+    def cell(row: EvalRow, measure: str) -> str:
+        change = row.changes.get(measure)
+        if change is None:
+            return formats.MISSING
+        return _with_note(formats.difference(change.difference), f"{formats.interval(change.low, change.high)}, "
+                          f"p = {formats.p_value(change.p)}")  # fmt: skip
+
+    return _by(
+        "Difference from the original on the same items, with the 95 % interval and the two-sided p value of a paired "
+        f"bootstrap ({first.resamples:,} resamples, seed {first.seed}): a p value above 0.05 is no evidence of any "
+        "difference.",
+        inputs,
+        measures,
+        cell,
+    )
 
 
 def _by(caption: str, inputs: ReportInputs, names: Sequence[str], cell: Callable[[EvalRow, str], str]) -> Raw:

@@ -137,6 +137,14 @@ class PackedExperts(nn.Module):
         nested: bool = False,
     ) -> None:
         super().__init__()
+        self.take_over(layer, original)
+        for expert, width in enumerate(bits):
+            self.add_module(str(expert), PackedExpert(layer, width, group_size, symmetric, dtype, nested))
+        for name, shape in guard_shapes(layer).items():
+            _register(self, name, torch.zeros(shape, dtype=GUARD_DTYPE))
+
+    def take_over(self, layer: ExpertLayer, original: nn.Module) -> None:
+        """What the original module computes and holds beside its experts' weights."""
         self.num_experts = layer.num_experts
         self.math = ExpertMath(gate=layer.kind.gate(original), finish=layer.kind.finish(original))
         self.identity_beyond = layer.kind.identity_beyond(original)
@@ -147,13 +155,9 @@ class PackedExperts(nn.Module):
         for name, parameter in original.named_parameters(recurse=False):
             if name not in experts:
                 self.register_parameter(name, parameter)
-        for expert, width in enumerate(bits):
-            self.add_module(str(expert), PackedExpert(layer, width, group_size, symmetric, dtype, nested))
-        for name, shape in guard_shapes(layer).items():
-            _register(self, name, torch.zeros(shape, dtype=GUARD_DTYPE))
 
-    def expert(self, number: int, rows: Tensor) -> Tensor:
-        """Output [T, H] of one expert for rows [T, H]."""
+    def expert(self, number: int, rows: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Output [T, H] of one expert for rows [T, H]; tokens: [T] which of the device's tokens they are."""
         return self.get_submodule(str(number)).run(rows, self.math)  # type: ignore[operator, no-any-return]
 
     def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
@@ -192,7 +196,7 @@ class PackedExperts(nn.Module):
             if beyond and not self.identity_beyond:
                 continue  # the sentinel of expert parallelism, or a token over capacity
             token, place = torch.where(experts == expert)
-            output = hidden[token] if beyond else self.expert(expert, hidden[token])
+            output = hidden[token] if beyond else self.expert(expert, hidden[token], token)
             result.index_add_(0, token, (output * weights[token, place, None]).to(result.dtype))
         return result
 
@@ -214,7 +218,8 @@ class PackedLlama4(PackedExperts):
         for device, numbers in self.by_device(used, rows.device).items():
             sent = torch.cat([rows[expert, chosen[expert]] for expert in numbers]).to(device)
             parts = sent.split([len(chosen[expert]) for expert in numbers])
-            outputs = [self.expert(expert, part) for expert, part in zip(numbers, parts, strict=True)]
+            each = zip(numbers, parts, strict=True)
+            outputs = [self.expert(expert, part, chosen[expert]) for expert, part in each]
             back = torch.cat(outputs).to(rows.device).split([len(part) for part in parts])
             for expert, output in zip(numbers, back, strict=True):
                 result.view_as(rows)[expert, chosen[expert]] = output

@@ -18,7 +18,7 @@ from moeq.artifacts.files import digest_of
 from moeq.artifacts.profile import read_profile
 from moeq.artifacts.stage import ModelStamp, read_record
 from moeq.errors import ArtifactError, CorpusError, RecipeError
-from moeq.evaluation.harness import open_tasks
+from moeq.evaluation.harness import BUNDLED_TASK, open_tasks
 from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.forward import takes_images
@@ -356,6 +356,21 @@ class Context:
         """lm-eval's task manager with the recipe's tasks, None when the recipe names none."""
         section = self.recipe.eval
         return open_tasks(section.tasks, section.include_path) if section.tasks else None
+
+    @cached_property
+    def image_processor(self) -> Any:
+        """The model's processor where a task of the recipe has images, else None.
+
+        Raises EvaluationError for such a task on a model that takes text only, and for images that are not there.
+        """
+        section = self.recipe.eval
+        if not section.tasks or section.tasks == [BUNDLED_TASK]:
+            return None
+        from moeq.evaluation.multimodal import check_images, image_tasks
+
+        tasks = image_tasks(self.task_manager, section.tasks, with_images=corpus.has_processor(self.source.path))
+        check_images(tasks, section.limit)
+        return corpus.load_processor(self.source.path, self.recipe.trust_remote_code) if tasks else None
 
     def check_length(self, length: int, key: str) -> None:
         """CorpusError when sequences are longer than the positions that the model knows."""

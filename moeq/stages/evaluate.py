@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.evaluation import NAME, EvalReport, EvalRow, read_eval, write_eval
+from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
+from moeq.evaluation import document
 from moeq.evaluation.harness import BUNDLED_TASK
 from moeq.models.experts import ExpertLayer, set_expert_weights
 from moeq.models.forward import drawn_inputs
 from moeq.models.loading import expert_keys
+from moeq.models.others import OtherModule
 from moeq.runtime.checkpoint import load_checkpoint
+from moeq.runtime.swapping import Place, Replacement, Swapped
 from moeq.stages import assign, export, judges, others, quantize, refine
 from moeq.stages.context import Context
 from moeq.stages.low_precision import write_curves
@@ -47,24 +52,55 @@ def run(context: Context) -> dict[str, Any]:
     judge = judges.judge_of(context)
     translating = Translating(context)
     rest = others.non_expert_bytes(context)
-    rows = []
+    rows: list[EvalRow] = []
+    measured: list[document.Row | None] = []
     error = 0.0
+    swapped: Swapped | None = None
     with context.reporter.bar("eval", len(variants) * (judge.steps + translating.batches)) as advance:
         for variant in variants:
             if variant.exported:
-                model, error = _exported(context, own)
-            else:
+                wanted = _logits(context, own, swapped)
+                swapped = None
+                context.drop_model()
+                model, error = _exported(context, wanted)
+            elif context.streamed is not None:
                 model = _in_place(context, variant.assignment)
-            found = judge.measure(model, None if variant.exported else context.streamed, advance)
-            rows.append(_row(context, variant, rest, found))
+            else:
+                swapped = swapped or Swapped(context.model, context.layers)
+                swapped.set(replacements(context, variant.assignment))
+                model = swapped.model
+            found = judge.measure(variant.name, model, None if variant.exported else context.streamed, advance)
+            measured.append(found.items)
+            rows.append(_row(context, variant, rest, found.figures))
             translating.add(variant.name, model, advance)
             del model  # before the next variant's is loaded
     context.drop_model()
+    directory = make_directory(context.directory("eval"))
+    rows = _with_samples(directory / SAMPLES, rows, measured, section.how_tasks_are_asked())
     scores = translating.result(ORIGINAL)
     report = EvalReport(rows=tuple(rows), export_logit_error=error, translation=scores, **judge.sizes)
-    write_eval(make_directory(context.directory("eval")) / NAME, report)
+    write_eval(directory / NAME, report)
     write_curves(context)
     return summarize(report)
+
+
+def _with_samples(
+    path: Path, rows: list[EvalRow], measured: list[document.Row | None], settings: dict[str, Any]
+) -> list[EvalRow]:
+    """Keep every item of every variant in a file; the rows with their differences from the original, item by item."""
+    items = [one for one in measured if one is not None]
+    if not items:
+        path.unlink(missing_ok=True)
+        return rows
+    samples = document.document(items, settings)
+    document.write(path, samples)
+    return [_with_changes(row, entry["cells"]) for row, entry in zip(rows, samples["table"], strict=True)]
+
+
+def _with_changes(row: EvalRow, cells: dict[str, Any]) -> EvalRow:
+    """The row with its differences from the original."""
+    changes = {name: Change(**cell["change"]) for name, cell in cells.items() if cell["change"] is not None}
+    return row.model_copy(update={"changes": changes})
 
 
 def check(context: Context) -> None:
@@ -76,6 +112,8 @@ def check(context: Context) -> None:
     _ = context.perplexity
     if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
         _ = context.task_manager
+    if section.tasks:
+        _ = context.image_processor
     _ = context.evaluation
     check_translation(context)
 
@@ -92,17 +130,12 @@ def apply_assignment(context: Context, assignment: Assignment, *, exported: bool
     It is done now, or as a streamed model's layers are read. exported: the assignment is the recipe's own, whose
     experts quantize may have refined.
     """
-    directory = context.directory("quantize")
-    made = quantize.quantizers(directory) if exported else {}
     stored = Stored(context)
     stored.apply(context.model, "")
 
     def replace(model: nn.Module, layer: ExpertLayer) -> None:
-        refined = refine.read_refined(directory, layer, assignment, made[layer.name]) if made else None
-        replicas = Replicas(context, assignment, layer, model, refined=refined)
-        for expert in refine.quantized_experts(assignment, layer):
-            values = {name: packed.dequantize() for name, packed in replicas.placed(expert).items()}
-            set_expert_weights(model, layer, expert, values)
+        for (_, expert), one in layer_replacements(context, assignment, layer, exported=exported, model=model).items():
+            set_expert_weights(model, layer, expert, one.make())
 
     if context.streamed is not None:
         context.overwritten = [module.weight for module in stored.by_block.get("", ())]
@@ -114,6 +147,65 @@ def apply_assignment(context: Context, assignment: Assignment, *, exported: bool
         replace(context.model, layer)
 
 
+def layer_replacements(
+    context: Context,
+    assignment: Assignment,
+    layer: ExpertLayer,
+    *,
+    exported: bool = False,
+    model: nn.Module | None = None,
+) -> dict[tuple[str, int], Replacement]:
+    """The dequantized replicas of one layer's experts that are below 16 bits, by module and expert.
+
+    exported: as in `apply_assignment`; model: where weights that are rounded now are taken from, None for the disk.
+    """
+    directory = context.directory("quantize")
+    refined: refine.Experts = {}
+    if exported:
+        made = quantize.quantizers(directory)[layer.name]
+        refined = refine.read_refined(directory, layer, assignment, made)
+    replicas = Replicas(context, assignment, layer, model, refined=refined)
+    found = {}
+    for expert in refine.quantized_experts(assignment, layer):
+        which = replicas.identity(expert, str(directory) if expert in refined else "")
+        found[layer.name, expert] = Replacement(key=which, make=partial(_dequantized, replicas, expert))
+    return found
+
+
+def _dequantized(replicas: Replicas, expert: int) -> dict[str, torch.Tensor]:
+    return {name: packed.dequantize() for name, packed in replicas.placed(expert).items()}
+
+
+def replacements(
+    context: Context, assignment: Assignment | None, *, exported: bool = False
+) -> dict[Place, Replacement]:
+    """What an assignment, and what else the recipe quantizes, puts into a loaded model; nothing for the original."""
+    found: dict[Place, Replacement] = {}
+    if assignment is None:
+        return found
+    found |= other_replacements(context)
+    for layer in context.layers:
+        for place, one in layer_replacements(context, assignment, layer, exported=exported).items():
+            found[place] = one
+    return found
+
+
+def other_replacements(context: Context) -> dict[Place, Replacement]:
+    """What the recipe quantizes outside of the experts, by module."""
+    stored = Stored(context)
+    return {
+        module.name: Replacement(
+            key=f"{stored.index.set} {stored.index.entry_of(module.kind)}",
+            make=partial(_dequantized_module, stored, module),
+        )
+        for module in stored.modules
+    }
+
+
+def _dequantized_module(stored: Stored, module: OtherModule) -> dict[str, torch.Tensor]:
+    return {"weight": stored.packed(module).dequantize()}
+
+
 def _in_place(context: Context, assignment: Assignment | None, *, exported: bool = False) -> Any:
     """The model with one assignment's dequantized experts, from fresh weights."""
     context.drop_model()
@@ -122,22 +214,35 @@ def _in_place(context: Context, assignment: Assignment | None, *, exported: bool
     return context.model
 
 
-def _exported(context: Context, assignment: Assignment) -> tuple[Any, float]:
-    """The exported checkpoint, loaded as a user would, and its logits' error against the dequantized weights."""
-    dequantized = _in_place(context, assignment, exported=True)
-    drawn = drawn_inputs(dequantized, 2, 32, context.recipe.seed)
-    inputs = {
+def _logits(context: Context, assignment: Assignment, swapped: Swapped | None) -> torch.Tensor:
+    """Logits of random inputs with an assignment's dequantized weights; swapped: the model, where it is loaded whole
+    and was used before."""
+    if swapped is None:
+        model = _in_place(context, assignment, exported=True)
+    else:
+        swapped.set(replacements(context, assignment, exported=True))
+        model = swapped.model
+    with torch.no_grad():
+        logits: torch.Tensor = model(**_random_inputs(context), use_cache=False).logits.float()
+    return logits
+
+
+def _random_inputs(context: Context) -> dict[str, torch.Tensor]:
+    drawn = drawn_inputs(context.described[0], 2, 32, context.recipe.seed)
+    return {
         name: value.to(context.device, context.dtype if value.is_floating_point() else None)
         for name, value in drawn.items()
     }
+
+
+def _exported(context: Context, wanted: torch.Tensor) -> tuple[Any, float]:
+    """The exported checkpoint, loaded as a user would, and its logits' error against those of the dequantized
+    weights."""
     with torch.no_grad():
-        wanted = dequantized(**inputs, use_cache=False).logits.float()
-        context.drop_model()
-        del dequantized
         packed = load_checkpoint(
             context.directory("export"), context.dtype, context.device, context.recipe.trust_remote_code
         )
-        found = packed(**inputs, use_cache=False).logits.float()
+        found = packed(**_random_inputs(context), use_cache=False).logits.float()
     error = float((found - wanted).norm() / wanted.norm())
     if not error <= CHECK_TOLERANCE[context.dtype]:
         raise EvaluationError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.assignment import MIXED, Assignment
 from moeq.artifacts.files import digest_of, sha256_file, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
@@ -19,7 +19,7 @@ from moeq.exporters.native_reader import NativeReader
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
-from moeq.stages import assign, model_card, others, profile, quantize
+from moeq.stages import assign, losses, model_card, others, profile, quantize, refine
 from moeq.stages.context import Context
 from moeq.verification.written import check_written
 
@@ -40,6 +40,7 @@ def run(context: Context) -> dict[str, Any]:
         expert_keys=expert_keys(context.source, skeleton, layers),
         expert_files=quantize.files(directory),
         quantizers=quantize.quantizers(directory),
+        losses=_losses(context) if context.recipe.quantize.replicas == "all" else None,
         max_shard_bytes=context.recipe.export.max_shard,
         stamp=context.stamp,
         others=others.table(context),
@@ -57,6 +58,24 @@ def run(context: Context) -> dict[str, Any]:
     for name in context.recipe.export.formats:
         write_format(context, name)
     return manifest.totals.model_dump() | {"original_expert_bytes": original_bytes(context, inputs.expert_keys)}
+
+
+def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
+    """{layer: [{bits: loss} of every expert]} of the replicas that quantize wrote, by who made them."""
+    table = losses.load(context)
+    made = quantize.quantizers(context.directory("quantize"))
+    methods = {name: table.matrix(name) for name in table.methods()}
+    found: dict[str, list[dict[int, float]]] = {}
+    for index, (layer, experts) in enumerate(made.items()):
+        found[layer] = [
+            {
+                bits: float(methods[method.removesuffix(refine.REFINED)][index][bits][expert])
+                for bits, method in mine.items()
+                if bits != MIXED
+            }
+            for expert, mine in enumerate(experts)
+        ]
+    return found
 
 
 def format_directory(out: Path, name: str) -> Path:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from moeq.errors import EvaluationError
+from moeq.evaluation import document
 from moeq.evaluation.classification import classify, logit_error
-from moeq.evaluation.harness import headline, run_tasks
+from moeq.evaluation.harness import evaluate_tasks, headline, task_scores
 from moeq.evaluation.perplexity import perplexity
 from moeq.models.corpus import ImageSequences
 from moeq.models.streaming import StreamedModel
 from moeq.stages.context import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One variant: figures by the fields of EvalRow; items: what answers and texts it gave, for `document`.
+
+    items is None where nothing is kept item by item (image classifiers).
+    """
+
+    figures: dict[str, Any]
+    items: document.Row | None
 
 
 class Judge(Protocol):
@@ -22,8 +35,8 @@ class Judge(Protocol):
     steps: int
     sizes: dict[str, int]
 
-    def measure(self, model: Any, streamed: StreamedModel | None, advance: Callable[[], None]) -> dict[str, Any]:
-        """The figures of one variant, by the fields of EvalRow; the original comes first."""
+    def measure(self, name: str, model: Any, streamed: StreamedModel | None, advance: Callable[[], None]) -> Measured:
+        """The variant called `name`; the original comes first."""
         ...
 
 
@@ -44,32 +57,43 @@ class TextJudge:
             self.steps += -(-len(self.sequences) // self.section.batch_size)
             self.sizes["tokens"] = int(self.sequences.mask[:, 1:].sum())
 
-    def measure(self, model: Any, streamed: StreamedModel | None, advance: Callable[[], None]) -> dict[str, Any]:
-        context, section = self.context, self.context.recipe.eval
-        measured: dict[str, Any] = {"perplexity": None, "by_domain": {}}
+    def measure(self, name: str, model: Any, streamed: StreamedModel | None, advance: Callable[[], None]) -> Measured:
+        measured: dict[str, Any] | None = None
         if self.sequences is not None and self.section is not None:
             measured = perplexity(
-                model, self.sequences, self.section.batch_size, context.device, advance, streamed=streamed
+                model, self.sequences, self.section.batch_size, self.context.device, advance, streamed=streamed
             )
-        tasks: dict[str, dict[str, float]] = {}
-        if section.tasks:
-            tasks = run_tasks(
-                model,
-                context.tokenizer,
-                section.tasks,
-                self.manager,
-                batch_size=section.batch_size,
-                limit=section.limit,
-            )
+        results = None
+        if self.context.recipe.eval.tasks:
+            results = self._tasks(model)
             advance()
+        tasks = {} if results is None else task_scores(results)
         accuracy, stderr = headline(tasks)
-        return {
-            "perplexity": measured["perplexity"],
-            "perplexity_by_domain": measured["by_domain"],
-            "accuracy": accuracy,
-            "accuracy_stderr": stderr,
-            "tasks": tasks,
-        }
+        return Measured(
+            figures={
+                "perplexity": None if measured is None else measured["perplexity"],
+                "perplexity_by_domain": {} if measured is None else measured["by_domain"],
+                "accuracy": accuracy,
+                "accuracy_stderr": stderr,
+                "tasks": tasks,
+            },
+            items={"name": name, "lm_eval": results, "perplexity": measured, "cut_requests": {}},
+        )
+
+    def _tasks(self, model: Any) -> dict[str, Any]:
+        """lm-eval's results with every sample."""
+        from moeq.evaluation.multimodal import static_lm  # brings lm-eval in, which takes seconds
+
+        context, section = self.context, self.context.recipe.eval
+        options = {"batch_size": section.batch_size, "truncate": True}
+        return evaluate_tasks(
+            static_lm(model, context.tokenizer, context.image_processor, **options),
+            section.tasks,
+            self.manager,
+            limit=section.limit,
+            num_fewshot=section.num_fewshot,
+            chat_template=section.chat_template,
+        )
 
 
 class ImageJudge:
@@ -84,10 +108,10 @@ class ImageJudge:
         self.sizes = {"tokens": 0, "images": len(found)}
         self.wanted: Tensor | None = None
 
-    def measure(self, model: Any, streamed: StreamedModel | None, advance: Callable[[], None]) -> dict[str, Any]:
+    def measure(self, name: str, model: Any, streamed: StreamedModel | None, advance: Callable[[], None]) -> Measured:
         found = classify(model, self.images, self.batch, self.context.device, advance, streamed=streamed)
         self.wanted = found.logits if self.wanted is None else self.wanted
-        return {
+        figures = {
             "perplexity": None,
             "perplexity_by_domain": {},
             "accuracy": found.accuracy,
@@ -96,3 +120,4 @@ class ImageJudge:
             "cross_entropy": found.cross_entropy,
             "logit_error": logit_error(found.logits, self.wanted),
         }
+        return Measured(figures=figures, items=None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, matrix_widths, width_of
-from moeq.artifacts.files import make_directory, read_json, write_json, write_tensors
+from moeq.artifacts.files import digest_of, make_directory, read_json, write_json, write_tensors
 from moeq.artifacts.replicas import LayerReplicas, ReplicaIndex
 from moeq.artifacts.stage import check_schema_version
 from moeq.exporters.moeq import extra_name, layer_name, others_name
@@ -224,6 +224,15 @@ class Replicas:
     def placed(self, expert: int) -> dict[str, PackedWeight]:
         """The matrices of one expert's placed replica that are below 16 bits."""
         return self.packed(expert, self.choices[expert].key)
+
+    def identity(self, expert: int, refined_in: str = "") -> str:
+        """What tells an expert's placed replica from others of the same model; refined_in: where it was refined."""
+        choice = self.choices[expert]
+        methods = {bits: self.method(expert, bits) for bits in matrix_widths(choice.widths) if bits != FULL}
+        section = self.context.recipe.losses
+        grid = [section.group_size, section.symmetry(), section.nested, section.clip]
+        stored = "" if set(methods.values()) <= losses.ON_DEMAND else self.index.set
+        return digest_of([str(self.context.store), stored, grid, choice.widths, methods, refined_in])
 
     def packed(self, expert: int, key: int) -> dict[str, PackedWeight]:
         """The matrices of one of an expert's replicas that are below 16 bits."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moeq.errors import EvaluationError
-from moeq.evaluation.harness import headline, open_tasks, run_tasks
+from moeq.evaluation.harness import evaluate_tasks, headline, open_tasks, task_scores
+from moeq.evaluation.harness_models import StaticLM
 from moeq.evaluation.perplexity import perplexity
 from moeq.models import loading
 from moeq.models.corpus import Sequences
@@ -50,7 +51,7 @@ def test_a_local_task_runs(tiny_mixtral: Path, tmp_path: Path) -> None:
     source = open_source(str(tiny_mixtral))
     model, tokenizer = loading.load_model(source, torch.float32, CPU), loading.load_tokenizer(source)
     manager = open_tasks(["own_task"], str(tmp_path))
-    scores = run_tasks(model, tokenizer, ["own_task"], manager, batch_size=4, limit=None)
+    scores = task_scores(evaluate_tasks(StaticLM(model, tokenizer, batch_size=4), ["own_task"], manager))
     assert scores["own_task"]["acc"] in {n / 6 for n in range(7)}
     mean, error = headline(scores)
     assert mean == scores["own_task"]["acc"]

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice
-from moeq.artifacts.evaluation import EvalRow
+from moeq.artifacts.evaluation import Change, EvalRow
 from moeq.artifacts.others import OtherRow, OtherTable
 from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.reporting.atlas import atlas, own_widths
@@ -141,6 +141,16 @@ def test_the_headline_names_original_and_exported(page: str) -> None:
     assert "6.67× smaller" in text
     assert "30.00 → 32.00" in text
     assert "+6.7\N{NARROW NO-BREAK SPACE}% on 1,234 tokens" in text
+
+
+def test_differences_from_the_original_stand_with_their_intervals(make: Make, with_rows: Make) -> None:
+    change = Change(difference=-0.02, low=-0.05, high=0.01, p=0.213, stderr=0.02, items=400, resamples=2000, seed=7)
+    rows = make().evaluation.rows
+    rows = (rows[0], *(row.model_copy(update={"changes": {"arc": change}}) for row in rows[1:]))
+    text = parsed(render(with_rows(make(), rows))).text
+    assert "(2,000 resamples, seed 7)" in text
+    assert "\N{MINUS SIGN}0.0200 \N{MINUS SIGN}0.0500 to +0.0100, p = 0.213" in text
+    assert "resamples" not in parsed(render(make())).text, "where nothing was compared"
 
 
 @pytest.mark.parametrize("missing", [{"perplexity": None, "perplexity_by_domain": {}}, {"accuracy": None, "tasks": {}}])

@@ -4,10 +4,10 @@ The same files, tokenizer, settings and seed always give the same tokens. Domain
 them: sequences are drawn in equal shares from every domain.
 """
 
-from moeq.models.corpus.documents import Document, Fields, Need, images_digest, read_documents
+from moeq.models.corpus.documents import Document, Fields, Need, encode, images_digest, read_documents
 from moeq.models.corpus.image_files import ImageFiles
 from moeq.models.corpus.image_sequences import ImagePool, ImageSequences
-from moeq.models.corpus.images import Encoder, ImageRow, load_processor
+from moeq.models.corpus.images import Encoder, ImageRow, has_processor, load_processor, opened
 from moeq.models.corpus.labelled import ImageSet, ImageTask, open_image_sets
 from moeq.models.corpus.sequences import Pool, Sequences, join, make_sequences
 from moeq.models.corpus.sources import BUNDLED, DIGITS, Source, open_sources, pinned, sources_digest
@@ -28,12 +28,15 @@ __all__ = [
     "Pool",
     "Sequences",
     "Source",
+    "encode",
+    "has_processor",
     "images_digest",
     "join",
     "load_processor",
     "make_sequences",
     "open_image_sets",
     "open_sources",
+    "opened",
     "pinned",
     "read_documents",
     "sources_digest",

@@ -100,13 +100,18 @@ def image_of(value: Any, where: str, folder: Path | None) -> Path | bytes:
     return path
 
 
+def has_processor(model: Path) -> bool:
+    """Whether the model in a directory brings a processor for more than text."""
+    return any((model / name).is_file() for name in PROCESSOR_FILES)
+
+
 def load_processor(model: Path, trust_remote_code: bool = False, *, images_alone: bool = False) -> Any:
     """The processor of the model in a directory, which may run code of its own only where that is allowed.
 
     images_alone: of a model that takes no text.
     Raises CorpusError when it has none or it cannot run here.
     """
-    if not any((model / name).is_file() for name in PROCESSOR_FILES):
+    if not has_processor(model):
         raise CorpusError(
             "rows have images, but the model has no image processor",
             where=str(model),

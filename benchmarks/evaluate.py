@@ -1,0 +1,105 @@
+"""Ten assignments of one model in one `moeq eval`, against ten runs of it.
+
+    python benchmarks/evaluate.py [--model DIR] [--tasks moeq_continuation] [--include-path DIR] [--limit 40]
+                                  [--sequences 32] [--by-context]
+
+Makes a run of the model with ten assignments, then measures them one after the other, each by a `moeq eval` of its own,
+and all by one that loads the model once and swaps replicas in place. --by-context: instead, ten ways of placing experts
+by context, whose prefills are shared. The rows must have the same values. Goal: at most a third of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from moeq import pipeline
+from moeq.bundled import bundled_path
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages.context import Context
+
+GOAL = 1 / 3
+ASSIGNMENTS = [
+    *({"method": "uniform", "bits": bits} for bits in (2, 3, 4)),
+    *({"method": "prefix-split", "average_bits": bits, "gpu_experts": k} for bits in ("2", "5/2") for k in (0, 2)),
+    *({"method": "optimal", "average_bits": bits} for bits in ("2", "5/2", "3")),
+]
+BY_CONTEXT = [
+    f"gpu_experts={k},average_bits={bits},selector={selector}"
+    for bits, counts in ((2, (0, 1, 2)), (3, (1, 2)))
+    for k in counts
+    for selector in ("true", "false")
+]
+
+
+def make_run(model: Path, out: Path, sequences: int) -> list[str]:
+    """A run with its replicas; returns the names of its assignments."""
+    compare = [{"name": f"a{number}", **one} for number, one in enumerate(ASSIGNMENTS)]
+    overrides = [
+        f"corpus.sequences={sequences}", "corpus.sequence_length=256", "losses.bits=[1,2,3,4]", "losses.methods=[gptq]",
+        "losses.group_size=64", "losses.per_projection=false", f"eval.compare={json.dumps(compare)}", "dtype=float32",
+    ]  # fmt: skip
+    context = Context(
+        recipe=load_recipe(None, overrides), model_name=str(model), out=out, reporter=Reporter(quiet=True)
+    )
+    pipeline.run(context, ("profile", "losses", "assign"))
+    return [f"{out}:{one['name']}" for one in compare]
+
+
+def evaluate(words: list[str], options: list[str]) -> tuple[dict[str, dict[str, Any]], float]:
+    """{row: {measure: value}} of one `moeq eval`, and the seconds that it took."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "moeq", "eval", *words, *options, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    seconds = time.perf_counter() - started
+    table = json.loads(done.stdout)["table"]
+    return {row["name"]: {name: cell["value"] for name, cell in row["cells"].items()} for row in table}, seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=bundled_path("tiny-mixtral"))
+    parser.add_argument("--tasks", default="moeq_continuation")
+    parser.add_argument("--include-path", type=Path)
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--by-context", action="store_true")
+    asked = parser.parse_args()
+    options = ["--tasks", asked.tasks, "--limit", str(asked.limit)]
+    options += ["--include-path", str(asked.include_path)] if asked.include_path is not None else []
+    with tempfile.TemporaryDirectory(prefix="moeq-evaluate-") as folder:
+        out = Path(folder) / "run"
+        names = make_run(asked.model, out, asked.sequences)
+        several = [[name] for name in names]
+        whole = names
+        if asked.by_context:
+            several = [[str(out), "--context-aware", one] for one in BY_CONTEXT]
+            whole = [str(out), *(part for one in BY_CONTEXT for part in ("--context-aware", one))]
+        apart: dict[str, dict[str, Any]] = {}
+        total = 0.0
+        for words in several:
+            found, seconds = evaluate(words, options)
+            apart |= found
+            total += seconds
+            print(f"  {list(found)[-1]:40} {seconds:6.1f} s  {list(found.values())[-1]}", flush=True)
+        together, seconds = evaluate(whole, options)
+    if together != apart:
+        print("the values differ:", {name: (one, apart.get(name)) for name, one in together.items()})
+        return 1
+    ratio = seconds / total
+    print(
+        f"{len(several)} assignments at once {seconds:.1f} s, one by one {total:.1f} s: {ratio:.2f} of the time, "
+        f"goal at most {GOAL:.2f}"
+    )
+    return 0 if ratio <= GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

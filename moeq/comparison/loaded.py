@@ -1,0 +1,152 @@
+"""One loaded model for all subjects that share its weights: replicas are swapped in place, prefills are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moeq.assigners.prefix_split import WIDTHS
+from moeq.comparison.replicas import RunReplicas, run_widths
+from moeq.comparison.subjects import Subject
+from moeq.errors import EvaluationError
+from moeq.evaluation.batching import BatchSize
+from moeq.evaluation.context_options import ContextOptions, check_replicas, chooser
+from moeq.evaluation.harness_models import ContextAwareLM, StaticLM
+from moeq.evaluation.multimodal import static_lm
+from moeq.exporters.native_reader import NativeReader
+from moeq.exporters.native_replicas import CheckpointReplicas
+from moeq.models import corpus, loading
+from moeq.models.experts import ExpertLayer, find_expert_layers
+from moeq.runtime.checkpoint import load_checkpoint
+from moeq.runtime.context_aware import ContextAwareModel, PrefillStore
+from moeq.runtime.experts_by_row import Dequantized
+from moeq.runtime.swapping import Swapped
+from moeq.stages.assign import load as load_assignment
+from moeq.stages.evaluate import other_replacements, replacements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How models are loaded and run; images: whether a task has them."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    batch_size: BatchSize = 16
+    max_length: int | None = None
+    truncate: bool = False
+    trust_remote_code: bool = False
+    images: bool = False
+
+    def lm_options(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "max_length": self.max_length, "truncate": self.truncate}
+
+
+@dataclass
+class Loaded:
+    """A model in memory, its tokenizer, and what subjects made of it so far; processor: for images."""
+
+    base: str
+    model: Any
+    tokenizer: Any
+    processor: Any
+    swapped: Swapped | None
+    replicas: dict[str, tuple[RunReplicas | CheckpointReplicas, Dequantized, PrefillStore]] = field(
+        default_factory=dict
+    )
+
+
+def load(subject: Subject, settings: Settings) -> Loaded:
+    """Load what a subject is measured on; ModelError or ArtifactError for what cannot be loaded."""
+    device = loading.resolve_device(settings.device)
+    dtype = loading.compute_dtype(subject.source, settings.dtype, device)
+    trust = settings.trust_remote_code
+    texts = {
+        "base": subject.base,
+        "tokenizer": loading.load_tokenizer(subject.source, trust),
+        "processor": corpus.load_processor(subject.source.path, trust) if settings.images else None,
+    }
+    if subject.checkpoint is not None:
+        packed = load_checkpoint(subject.checkpoint, dtype, device, trust)
+        return Loaded(**texts, model=packed, swapped=None)
+    model = loading.load_model(subject.source, dtype, device, trust)
+    swapped = Swapped(model, find_expert_layers(model) if subject.run is not None else ())
+    return Loaded(**texts, model=model, swapped=swapped)
+
+
+def lm_of(loaded: Loaded, subject: Subject, settings: Settings) -> StaticLM:
+    """The subject for lm-eval, on a model that is loaded; what the subject before did to it is undone."""
+    if loaded.swapped is not None:
+        run, wanted = subject.run, {}
+        if run is not None and subject.context is not None:
+            wanted = other_replacements(run)
+        elif run is not None:
+            wanted = replacements(run, subject.assignment, exported=subject.exported)
+        if run is not None and not loaded.swapped.layers:
+            loaded.swapped.layers = find_expert_layers(loaded.model)
+        loaded.swapped.set(wanted)
+    if subject.context is None:
+        return static_lm(loaded.model, loaded.tokenizer, loaded.processor, **settings.lm_options())
+    runtime = _runtime(loaded, subject, subject.context)
+    return ContextAwareLM(runtime, loaded.tokenizer, **settings.lm_options())
+
+
+def check(subject: Subject) -> None:
+    """EvaluationError, before anything is loaded, for options of a context that its replicas do not allow."""
+    if subject.context is None:
+        return
+    where = str(subject.run.out if subject.run is not None else subject.checkpoint)
+    if subject.run is not None:
+        layers, widths = subject.run.layers, run_widths(subject.run)
+    else:
+        reader = _reader(subject)
+        layers, widths = reader.layers, CheckpointReplicas(reader).widths()
+    check_replicas(subject.context, layers[0].num_experts, widths, where)
+
+
+def _runtime(loaded: Loaded, subject: Subject, options: ContextOptions) -> ContextAwareModel:
+    """The context-aware model of a run, or of a checkpoint with its replicas."""
+    layers = _layers(loaded, subject)
+    replicas, dequantized, prefills = _replicas(loaded, subject, layers)
+    losses = None
+    if options.selector and options.gpu_experts < layers[0].num_experts:
+        losses = replicas.losses(WIDTHS)
+        if losses is None:
+            raise EvaluationError(
+                "does not say what its replicas lose", where=subject.name, do="export it again, or set selector=false"
+            )
+    return ContextAwareModel(
+        loaded.model,
+        layers,
+        dequantized,
+        chooser(options, losses),
+        placed=np.stack(replicas.placed()) if options.prefill == "placed" else None,
+        exact_start=options.first_token == "prefill",
+        prefills=prefills,
+    )
+
+
+def _layers(loaded: Loaded, subject: Subject) -> list[ExpertLayer]:
+    return find_expert_layers(loaded.model) if subject.run is not None else _reader(subject).layers
+
+
+def _reader(subject: Subject) -> NativeReader:
+    assert subject.checkpoint is not None, "neither a run nor a checkpoint"
+    return NativeReader(subject.checkpoint)
+
+
+def _replicas(
+    loaded: Loaded, subject: Subject, layers: list[ExpertLayer]
+) -> tuple[RunReplicas | CheckpointReplicas, Dequantized, PrefillStore]:
+    """Replicas and prefills, shared by all subjects of a run or a checkpoint."""
+    key = str(subject.run.out.resolve() if subject.run is not None else subject.checkpoint)
+    if key not in loaded.replicas:
+        source: RunReplicas | CheckpointReplicas
+        if subject.run is not None:
+            source = RunReplicas(subject.run, load_assignment(subject.run), loaded.model, layers)
+        else:
+            source = CheckpointReplicas(_reader(subject))
+        device = next(loaded.model.parameters()).device
+        loaded.replicas[key] = source, Dequantized(source, loaded.model.dtype, device), PrefillStore()
+    return loaded.replicas[key]

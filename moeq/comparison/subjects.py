@@ -1,0 +1,181 @@
+"""What `moeq eval` can measure, by how it is written on the command line.
+
+MODEL              a directory, hub id or bundled:NAME in full precision
+CHECKPOINT         a directory that moeq exported
+RUN                a run directory: its own assignment, on the model that it was made of
+RUN:NAME           another assignment of its recipe (eval.compare), or `original`; RUN:* stands for all of them
+ASSIGNMENT.json    an assignment in a folder of a run
+RESULTS.json       what an earlier `moeq eval --out` wrote
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeq.artifacts.assignment import Assignment, read_assignment
+from moeq.errors import EvaluationError, nearest
+from moeq.evaluation.context_options import ContextOptions
+from moeq.models.source import ModelSource, open_source
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.runtime.hf_quantizer import METHOD
+from moeq.stages import assign, quantize
+from moeq.stages.context import Context
+from moeq.stages.evaluate import ORIGINAL
+
+RECIPE = "recipe.yaml"
+ALL = "*"
+ASSIGNMENT_KEYS = {"method", "layers", "group_size"}  # of an assignment, not of results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One row of the comparison: what is loaded, and what is then done to it.
+
+    run: the run that it belongs to; assignment: of the run, None for the original; exported: the run's own, whose
+    experts may have been refined; checkpoint: packed, as exported; context: experts placed and quantized by context.
+    """
+
+    name: str
+    source: ModelSource
+    run: Context | None = None
+    assignment: Assignment | None = None
+    exported: bool = False
+    checkpoint: Path | None = None
+    context: ContextOptions | None = None
+
+    @property
+    def base(self) -> str:
+        """What subjects share that can be measured on one loaded model."""
+        return str((self.checkpoint or self.source.path).resolve())
+
+    def described(self) -> dict[str, Any]:
+        """What was measured, for the results."""
+        found: dict[str, Any] = {"subject": self.name, "model": self.source.name}
+        if self.assignment is not None:
+            found["assignment"] = {"name": self.assignment.name, "method": self.assignment.method}
+        if self.context is not None:
+            found["context_aware"] = self.context.model_dump(mode="json")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """Rows of a result file."""
+
+    path: Path
+
+
+def open_subjects(words: Sequence[str], contexts: Sequence[ContextOptions], trust: bool) -> list[Subject | Earlier]:
+    """The rows that the command line names, in order; `contexts` add rows to every run and checkpoint.
+
+    Raises EvaluationError for two rows of one name, and what opening a model, run or file raises.
+    """
+    found: list[Subject | Earlier] = []
+    runs: dict[Path, Context] = {}
+    for word in words:
+        mine = _opened(word, runs, trust)
+        found += mine
+        able = next((one for one in mine if isinstance(one, Subject) and (one.run or one.checkpoint)), None)
+        if able is not None:
+            found += [_by_context(able, options) for options in contexts if not _has(found, able, options)]
+    if contexts and not any(isinstance(one, Subject) and one.context is not None for one in found):
+        raise EvaluationError(
+            "no replicas of its experts", where=words[0], do="--context-aware needs a run, or a checkpoint with them"
+        )
+    names = [one.name for one in found if isinstance(one, Subject)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise EvaluationError("is there twice", where=twice, do="name every subject once")
+    return found
+
+
+def _by_context(able: Subject, options: ContextOptions) -> Subject:
+    where = able.run.out.name if able.run is not None else able.name
+    return Subject(
+        name=f"{where} {options.label}",
+        source=able.source,
+        run=able.run,
+        checkpoint=able.checkpoint,
+        context=options,
+    )
+
+
+def _has(found: Sequence[Subject | Earlier], able: Subject, options: ContextOptions) -> bool:
+    """Whether a run that is named twice has its row of these options already."""
+    return any(
+        isinstance(one, Subject) and one.context == options and one.run is able.run and able.run is not None
+        for one in found
+    )
+
+
+def _opened(word: str, runs: dict[Path, Context], trust: bool) -> list[Subject | Earlier]:
+    path = Path(word).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return _of_json(path, runs, trust)
+    folder, colon, name = word.rpartition(":")
+    if colon and (Path(folder).expanduser() / RECIPE).is_file():
+        return list(_of_run(_run(Path(folder).expanduser(), runs, trust), name))
+    if (path / RECIPE).is_file():
+        return list(_of_run(_run(path, runs, trust), None))
+    source = open_source(word, trust_remote_code=trust)
+    if (source.config.get("quantization_config") or {}).get("quant_method") == METHOD:
+        shown = f"{source.path.resolve().parent.name}/{source.name}"
+        return [Subject(name=shown, source=source, checkpoint=source.path)]
+    return [Subject(name=source.name, source=source)]
+
+
+def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject | Earlier]:
+    """An assignment of the run whose folder it lies in, or earlier results."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"cannot be read as JSON ({error})", where=str(path), do="check the file") from None
+    if not isinstance(data, dict) or not set(data) >= ASSIGNMENT_KEYS:
+        return [Earlier(path=path)]
+    folder = next((one for one in path.resolve().parents if (one / RECIPE).is_file()), None)
+    if folder is None:
+        raise EvaluationError("an assignment outside of a run", where=str(path), do="put it into its run's directory")
+    run = _run(folder, runs, trust)
+    assignment = read_assignment(path)
+    shown = f"{run.out.name}:{assignment.name}"
+    return [Subject(name=shown, source=run.source, run=run, assignment=assignment)]
+
+
+def _run(folder: Path, runs: dict[Path, Context], trust: bool) -> Context:
+    key = folder.resolve()
+    if key not in runs:
+        recipe = load_recipe(folder / RECIPE, ["trust_remote_code=true"] if trust else [])
+        if recipe.model is None:
+            raise EvaluationError("names no model", where=str(folder / RECIPE), do="give the model in the recipe")
+        runs[key] = Context(recipe=recipe, model_name=recipe.model, out=folder, reporter=Reporter(quiet=True))
+    return runs[key]
+
+
+def _of_run(run: Context, name: str | None) -> list[Subject]:
+    """The run's own assignment, or one by its name, or all."""
+    section = {one.name: one for one in run.recipe.eval.compare}
+    own = run.recipe.name
+    known = [ORIGINAL, own, *section]
+    if name is not None and name not in (*known, ALL):
+        guess = nearest(name, known)
+        hint = f"did you mean {guess!r}?" if guess else f"it has {', '.join(known)}"
+        raise EvaluationError(f"no assignment {name!r}", where=str(run.out), do=hint)
+    found = []
+    for one in known if name == ALL else [name or own]:
+        shown = run.out.name if one == own and name is None else f"{run.out.name}:{one}"
+        assignment = None
+        if one != ORIGINAL:
+            assignment = assign.load(run) if one == own else assign.make(run, section[one], one)
+        exported = one == own and (run.recipe.quantize.refine is not None or _is_quantized(run))
+        found.append(Subject(name=shown, source=run.source, run=run, assignment=assignment, exported=exported))
+    return found
+
+
+def _is_quantized(run: Context) -> bool:
+    """Whether the run has got so far; without refinement its store says the same."""
+    return (run.directory("quantize") / quantize.NAME).is_file()

@@ -1,0 +1,103 @@
+"""Evaluations side by side: measures with standard errors, and paired differences from the first one.
+
+A row is {"name", "lm_eval": lm-eval's results with samples or None, "perplexity": what `score_text` found or None}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moeq.evaluation.paired import Difference, Items, compare, standard_error
+from moeq.evaluation.results import items_of, items_of_text, leaves, main_metric, members, pooled, scores_of
+
+AVERAGE, PERPLEXITY = "average", "perplexity"
+AVERAGED = ("acc", "acc_norm", "exact_match")  # metrics that a mean over tasks makes sense of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measure of one row; change: from the first row's, None for that itself and where items are not known."""
+
+    metric: str
+    value: float
+    stderr: float | None
+    change: Difference | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One entry a row: {"name", "cells": {task, average or perplexity: Cell}}; EvaluationError where items differ."""
+    measures = [_measures(row) for row in rows]
+    found = []
+    for number, (row, mine) in enumerate(zip(rows, measures, strict=True)):
+        first = measures[0] if number else {}
+        cells = {name: _cell(one, first.get(name)) for name, one in mine.items()}
+        average = _average(mine, first)
+        if average is not None:
+            cells = {AVERAGE: average} | cells
+        found.append({"name": row["name"], "cells": cells})
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measure:
+    metric: str
+    value: float
+    stderr: float | None
+    items: Items | None
+
+
+def _measures(row: Mapping[str, Any]) -> dict[str, _Measure]:
+    found = {}
+    results = row.get("lm_eval") or {"results": {}}
+    hidden = members(results)
+    for task, result in results["results"].items():
+        scores = scores_of(result)
+        metric = main_metric(scores)
+        if metric is None or task in hidden:
+            continue
+        items = _items(results, task, metric, scores[metric])
+        name, comma, chosen = metric.partition(",")
+        error = scores.get(f"{name}_stderr{comma}{chosen}")
+        if error is None and items is not None:
+            error = standard_error(items)
+        found[task] = _Measure(metric=metric, value=scores[metric], stderr=error, items=items)
+    text = row.get("perplexity")
+    if text is not None:
+        found[PERPLEXITY] = _Measure(
+            metric=PERPLEXITY, value=text["perplexity"], stderr=text["perplexity_stderr"], items=items_of_text(text)
+        )
+    return found
+
+
+def _items(results: Mapping[str, Any], task: str, metric: str, value: float) -> Items | None:
+    """Items of a task, or of all tasks of a group."""
+    samples, parts = results.get("samples", {}), leaves(dict(results), task)
+    found = [items_of(samples[one], metric) if one in samples else None for one in parts]
+    return found[0] if parts == [task] else pooled(found, value)
+
+
+def _cell(mine: _Measure, first: _Measure | None) -> Cell:
+    change = None
+    if first is not None and mine.items is not None and first.items is not None and mine.metric == first.metric:
+        change = compare([mine.items], [first.items])
+    return Cell(metric=mine.metric, value=mine.value, stderr=mine.stderr, change=change)
+
+
+def _average(mine: Mapping[str, _Measure], first: Mapping[str, _Measure]) -> Cell | None:
+    """The mean over tasks with an accuracy, where there are several; changes only where the first row has the same."""
+    chosen = {name: one for name, one in mine.items() if one.metric.partition(",")[0] in AVERAGED}
+    if len(chosen) < 2:
+        return None
+    errors = [one.stderr for one in chosen.values()]
+    known = [error for error in errors if error is not None]
+    stderr = sum(error**2 for error in known) ** 0.5 / len(chosen) if len(known) == len(errors) else None
+    pairs = [(one.items, first[name].items) for name, one in chosen.items() if name in first]
+    both = [(one, other) for one, other in pairs if one is not None and other is not None]
+    change = compare([one for one, _ in both], [other for _, other in both]) if len(both) == len(chosen) else None
+    value = sum(one.value for one in chosen.values()) / len(chosen)
+    return Cell(metric="mean accuracy", value=value, stderr=stderr, change=change)

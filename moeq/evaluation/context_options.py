@@ -1,0 +1,141 @@
+"""The options of context-aware evaluation, and the decision that they make of a sequence's routing statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moeq.artifacts.assignment import FULL
+from moeq.assigners.online import decide
+from moeq.assigners.prefix_split import WIDTHS
+from moeq.errors import EvaluationError, RecipeError, nearest
+from moeq.recipe import Rational
+from moeq.runtime.routing_counts import RoutingCounts
+
+
+class ContextOptions(BaseModel):
+    """How a sequence's experts are placed and quantized after its prefill (paper 000, Algorithm 1).
+
+    gpu_experts: K, experts a layer in full precision; average_bits: of the others, not needed where K is all of them;
+    selector: False gives all of those the same width, the paper's ablation; loss_weighting: mass multiplies losses by
+    the expert's share of the routing weight, none leaves them as printed; prefill: full precision, or the placed
+    replicas of the run's assignment; first_token: whether the first new token comes out of the first decode step, whose
+    input is the context's last token, or of the prefill.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    gpu_experts: int = Field(0, ge=0)
+    average_bits: Rational | None = None
+    alpha: float = Field(0.5, ge=0, le=1)
+    selector: bool = True
+    loss_weighting: Literal["mass", "none"] = "mass"
+    prefill: Literal["full", "placed"] = "full"
+    first_token: Literal["decode", "prefill"] = "decode"
+
+    @model_validator(mode="after")
+    def _check(self) -> ContextOptions:
+        if self.average_bits is not None:
+            average = Fraction(self.average_bits)
+            if not 1 <= average <= 4:
+                raise ValueError(f"average_bits must lie between 1 and 4, not {self.average_bits}")
+            if not self.selector and average.denominator != 1:
+                raise ValueError("selector off gives every expert the same width: average_bits must be 1, 2, 3 or 4")
+        return self
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], where: str = "--context-aware") -> ContextOptions:
+        """Options by name; RecipeError naming the option that is unknown or cannot be."""
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            guess = nearest(name, OPTION_NAMES)
+            hint = f"did you mean {guess!r}?" if guess else f"known are {', '.join(OPTION_NAMES)}"
+            raise RecipeError(f"unknown option {name!r}", where=where, do=hint)
+        message = first["msg"].removeprefix("Value error, ")
+        raise RecipeError(f"{name}: {message}" if name else message, where=where, do="mend the value")
+
+    @classmethod
+    def parse(cls, text: str) -> ContextOptions:
+        """Options written as `gpu_experts=2,average_bits=2.5`; RecipeError for what is not."""
+        given = {}
+        for part in filter(None, (one.strip() for one in text.split(","))):
+            name, equals, value = part.partition("=")
+            if not equals:
+                raise RecipeError(f"{part!r} is not OPTION=VALUE", where="--context-aware", do=EXAMPLE)
+            given[name.strip()] = value.strip()
+        return cls.of(given)
+
+    @property
+    def label(self) -> str:
+        """A short name: what differs from other options."""
+        bits = "full" if self.average_bits is None else f"{float(Fraction(self.average_bits)):g}-bit"
+        parts = [f"K={self.gpu_experts}", bits, *([] if self.selector else ["no selector"])]
+        parts += [f"alpha={self.alpha:g}"] if self.alpha != 0.5 else []
+        parts += ["placed prefill"] if self.prefill == "placed" else []
+        parts += ["first token of prefill"] if self.first_token == "prefill" else []
+        return " ".join([*parts, *(["unweighted"] if self.loss_weighting == "none" else [])])
+
+    def needed_widths(self, experts: int) -> frozenset[int]:
+        """The widths of replicas that a decision may name, of layers of so many experts."""
+        full = {FULL} if self.gpu_experts or self.prefill == "full" or self.first_token == "prefill" else set()
+        if self.gpu_experts >= experts:
+            return frozenset({FULL})
+        if self.selector:
+            return frozenset(full | set(WIDTHS))
+        return frozenset(full | {int(Fraction(self.average_bits or 0))})
+
+
+OPTION_NAMES = tuple(ContextOptions.model_fields)
+EXAMPLE = "write for example gpu_experts=2,average_bits=2.5"
+
+
+def check_replicas(options: ContextOptions, experts: int, there: frozenset[int], where: str) -> None:
+    """EvaluationError when a budget is missing, or its replicas are."""
+    if options.gpu_experts > experts:
+        raise EvaluationError(
+            f"gpu_experts is {options.gpu_experts}, a layer has {experts} experts", where=where, do="lower gpu_experts"
+        )
+    if options.gpu_experts < experts and options.average_bits is None:
+        raise EvaluationError(
+            f"{experts - options.gpu_experts} experts a layer have no width", where=where, do="give average_bits"
+        )
+    missing = sorted(options.needed_widths(experts) - there)
+    if missing:
+        raise EvaluationError(
+            f"holds no replicas of every expert at {', '.join(map(str, missing))} bits, which {options.label} needs",
+            where=where,
+            do="give the run, or export it with quantize.replicas: all",
+        )
+
+
+def chooser(options: ContextOptions, losses: np.ndarray | None) -> Callable[[RoutingCounts], np.ndarray]:
+    """The decision [L, E] of every sequence: widths, 16 on the GPU. losses: [L, E, 4] at 1 to 4 bits.
+
+    Raises EvaluationError where losses are needed and None.
+    """
+
+    def choose(routing: RoutingCounts) -> np.ndarray:
+        layers, experts = routing.counts.shape
+        if options.gpu_experts == experts:
+            return np.full((layers, experts), FULL)
+        if options.selector and losses is None:
+            raise EvaluationError("the selector needs losses", do="run `moeq losses`, or set selector=false")
+        return decide(
+            routing.counts,
+            routing.scores,
+            np.zeros((layers, experts, len(WIDTHS))) if losses is None else losses,
+            options.average_bits or "0",
+            gpu_experts=options.gpu_experts,
+            alpha=options.alpha,
+            weighted=options.loss_weighting == "mass",
+            selector=options.selector,
+        ).bits
+
+    return choose

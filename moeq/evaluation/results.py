@@ -1,0 +1,127 @@
+"""lm-eval's own results without what changes from run to run, and the items of each task's measure."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeq.artifacts.files import digest_of
+from moeq.evaluation.paired import Items
+
+VOLATILE = (
+    "date", "git_hash", "pretty_env_info", "transformers_version", "lm_eval_version", "upper_git_hash",
+    "total_evaluation_time_seconds", "start_time", "end_time", "system_info",
+)  # fmt: skip
+MAIN = ("acc", "acc_norm", "exact_match", "word_perplexity", "perplexity", "byte_perplexity", "bits_per_byte")
+_KINDS = {"word_perplexity": "perplexity", "byte_perplexity": "perplexity", "bits_per_byte": "bits"}
+
+
+def kept(found: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """lm-eval's results as JSON, samples included; `model` stands in the configuration as what was evaluated."""
+    result = {name: value for name, value in found.items() if name not in VOLATILE}
+    result["config"] = {name: value for name, value in result.get("config", {}).items() if name != "device"} | model
+    cleaned: dict[str, Any] = _as_json(result)
+    for config in cleaned.get("configs", {}).values():
+        metadata = config.get("metadata") or {}
+        if "config_source" in metadata:  # where it lies on this machine is nobody's business
+            metadata["config_source"] = Path(str(metadata["config_source"])).name
+    for task, samples in cleaned.get("samples", {}).items():
+        if cleaned["configs"][task].get("doc_to_image") is not None:
+            for sample in samples:  # lm-eval's own hash is of where an image lies in memory; `doc` has its bytes' hash
+                sample["doc_hash"] = digest_of(sample["doc"])
+    return cleaned
+
+
+def _as_json(value: Any) -> Any:
+    """Values that JSON has; functions by their name, numbers that are none as null."""
+    if isinstance(value, dict):
+        return {str(name): _as_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    if isinstance(value, np.generic):
+        return _as_json(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    return getattr(value, "__name__", str(value))
+
+
+def scores_of(result: dict[str, Any]) -> dict[str, float]:
+    """lm-eval's `metric,filter` keys without the filter when there is one only; values that are numbers."""
+    scores = {}
+    for key, value in result.items():
+        metric, comma, chosen = key.partition(",")
+        if comma and isinstance(value, int | float) and math.isfinite(value):
+            scores[metric if chosen == "none" else f"{metric},{chosen}"] = float(value)
+    return scores
+
+
+def members(found: dict[str, Any]) -> set[str]:
+    """Tasks and groups of lm-eval's results that belong to a group."""
+    return {name for inside in found.get("group_subtasks", {}).values() for name in inside}
+
+
+def leaves(found: dict[str, Any], name: str) -> list[str]:
+    """The tasks of a group, those of its groups included; a task is its own."""
+    inside = found.get("group_subtasks", {}).get(name, [])
+    return [leaf for one in inside for leaf in leaves(found, one)] if inside else [name]
+
+
+def main_metric(scores: dict[str, float]) -> str | None:
+    """The metric that stands for a task: the first known one, else the first that there is."""
+    plain = [name for name in scores if not name.partition(",")[0].endswith("_stderr")]
+    known = (name for wanted in MAIN for name in plain if name.partition(",")[0] == wanted)
+    return next(known, next(iter(plain), None))
+
+
+def items_of(samples: list[dict[str, Any]], metric: str) -> Items | None:
+    """A metric's items, in the order of the documents; None where samples have no number for it."""
+    name, _, chosen = metric.partition(",")
+    rows = sorted(
+        (one for one in samples if name in one and (not chosen or one.get("filter", chosen) == chosen)),
+        key=lambda one: int(one["doc_id"]),
+    )
+    values = [_number(one[name]) for one in rows]
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None
+    pairs = np.array(known, float)
+    names = tuple(digest_of([one["doc_id"], one.get("doc_hash"), one.get("target_hash")])[:16] for one in rows)
+    return Items(kind=_KINDS.get(name, "mean"), values=pairs[:, 0], weights=pairs[:, 1], names=names)
+
+
+def pooled(parts: list[Items | None], value: float) -> Items | None:
+    """Items of several tasks as one measure's; None where some are not known, or the mean over them is not `value`."""
+    known = [one for one in parts if one is not None]
+    if not known or len(known) < len(parts) or {one.kind for one in known} != {"mean"}:
+        return None
+    found = Items(
+        kind="mean",
+        values=np.concatenate([one.values for one in known]),
+        weights=np.concatenate([one.weights for one in known]),
+        names=tuple(name for one in known for name in one.names),
+    )
+    return found if math.isclose(found.value, value, rel_tol=1e-9, abs_tol=1e-12) else None
+
+
+def _number(value: Any) -> tuple[float, float] | None:
+    """(value, weight) of one sample: a number, or a log-likelihood with the number of its words or bytes."""
+    if isinstance(value, bool | int | float):
+        return float(value), 1.0
+    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, int | float) for one in value):
+        return float(value[0]), float(value[1])
+    return None
+
+
+def items_of_text(found: dict[str, Any]) -> Items:
+    """The items that a perplexity is made of."""
+    values, weights = (np.array(found["items"][name], float) for name in ("logprob", "tokens"))
+    settings = f"of window {found['window']}, stride {found['stride']}"
+    names = tuple(
+        f"{found['unit']} {number} of {int(weight)} tokens, {settings}" for number, weight in enumerate(weights)
+    )
+    return Items(kind="perplexity", values=values, weights=weights, names=names)

@@ -1,0 +1,149 @@
+"""Perplexity of texts in overlapping windows: at least `window - stride` tokens stand before the token that predicts.
+
+A window starts every `stride` tokens and feeds `window` of them. Of a text's first window all predictions count, of
+every later one the last `stride`, so that every token but a text's first counts once. A context-aware model prefills
+the first half of the first window, which is scored in the prefill's precision, and keeps the decision for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeq.errors import CorpusError, EvaluationError
+from moeq.evaluation.batching import BatchSize, rows_at_once
+from moeq.evaluation.harness_models import ContextAwareLM, StaticLM, Window, answers
+from moeq.evaluation.paired import Items, standard_error
+from moeq.models import corpus
+
+FEWEST_DOCUMENTS = 10  # below that the items that are drawn are windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Documents as tokens, by domain, and how they are cut. name: as the user gave it."""
+
+    name: str
+    documents: tuple[tuple[int, ...], ...]
+    domains: tuple[str, ...]
+    window: int
+    stride: int
+
+
+def read_text(source: str, tokenizer: Any, window: int, stride: int | None) -> Text:
+    """The documents of a file, or of the bundled evaluation text; those of one token are left out.
+
+    stride: none for the window's own length. Raises CorpusError for text that is not there or too short, and
+    EvaluationError for windows that cannot be.
+    """
+    stride = window if stride is None else stride
+    if window < 2 or not 1 <= stride <= window:
+        raise EvaluationError(
+            f"window {window}, stride {stride}", where="--text", do="give 1 <= stride <= window, window at least 2"
+        )
+    documents = corpus.read_documents(corpus.open_sources(source, "evaluation"), corpus.Fields(), tokenizer)
+    tokens = corpus.encode(documents, tokenizer)
+    kept = [(tuple(ids), one.domain) for ids, one in zip(tokens, documents, strict=True) if len(ids) > 1]
+    if not kept:
+        raise CorpusError("no document has two tokens", where=source, do="give more text")
+    return Text(
+        name=source,
+        documents=tuple(ids for ids, _ in kept),
+        domains=tuple(domain for _, domain in kept),
+        window=window,
+        stride=stride,
+    )
+
+
+def windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[Window]:
+    """(tokens that are fed, targets of the last of them) of one text; every token but the first is a target once."""
+    done = 1
+    for start in range(0, len(tokens) - 1, stride):
+        end = min(start + window, len(tokens) - 1)
+        if end >= done:
+            yield tokens[start:end], tokens[done : end + 1]
+            done = end + 1
+
+
+def score_text(lm: StaticLM, text: Text, batch_size: BatchSize) -> dict[str, Any]:
+    """Perplexity with its standard error, by domain and together, and the items that it is made of.
+
+    Raises EvaluationError when windows are longer than the model's positions or outputs are not finite.
+    """
+    if text.window > lm.max_length:
+        raise too_long(text.window, lm.max_length)
+    cut = [list(windows(tokens, text.window, text.stride)) for tokens in text.documents]
+    if isinstance(lm, ContextAwareLM):
+        logprobs = [lm.rolling(mine) for mine in cut]
+    else:
+        logprobs = _in_batches(lm, cut, batch_size)
+    sums = [[(float(one.double().sum()), len(one)) for one in mine] for mine in logprobs]
+    if not all(np.isfinite(total) for mine in sums for total, _ in mine):
+        raise EvaluationError("the model's outputs are not finite", do="use float32 or check the checkpoint")
+    return _report(text, sums, isinstance(lm, ContextAwareLM))
+
+
+def too_long(window: int, positions: int) -> EvaluationError:
+    """What is said of a window that the model has no positions for."""
+    return EvaluationError(
+        f"a window of {window} tokens is longer than the model's {positions} positions",
+        where="--window",
+        do=f"set it to {positions} or less",
+    )
+
+
+def _in_batches(lm: StaticLM, cut: list[list[Window]], batch_size: BatchSize) -> list[list[torch.Tensor]]:
+    """Log-probabilities of every text's windows; windows of all texts go together, the longest first."""
+    places = [(text, number) for text, mine in enumerate(cut) for number in range(len(mine))]
+    places.sort(key=lambda place: -len(cut[place[0]][place[1]][0]))
+    found: list[list[torch.Tensor]] = [[torch.empty(0)] * len(mine) for mine in cut]
+    start = 0
+    while start < len(places):
+        longest = len(cut[places[start][0]][places[start][1]][0])
+        some = places[start : start + rows_at_once(batch_size, lm.model, longest)]
+        start += len(some)
+        ids = torch.zeros(len(some), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, (text, number) in enumerate(some):
+            tokens = cut[text][number][0]
+            ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
+        padded = {} if bool(mask.all()) else {"attention_mask": mask.to(lm.device)}
+        with torch.no_grad():
+            logits = lm.model(input_ids=ids.to(lm.device), use_cache=False, **padded).logits
+        for row, (text, number) in enumerate(some):
+            tokens, targets = cut[text][number]
+            wanted = torch.tensor(answers(tokens, targets), device=logits.device)
+            scores = torch.log_softmax(logits[row, : len(tokens)].float(), -1).gather(1, wanted[:, None]).squeeze(1)
+            found[text][number] = scores[-len(targets) :].cpu()
+    return found
+
+
+def _report(text: Text, sums: list[list[tuple[float, int]]], context_aware: bool) -> dict[str, Any]:
+    by_document = len(sums) >= FEWEST_DOCUMENTS
+    rows = [np.array(mine).sum(0) for mine in sums] if by_document else [np.array(one) for mine in sums for one in mine]
+    items = Items(
+        kind="perplexity",
+        values=np.array([row[0] for row in rows]),
+        weights=np.array([row[1] for row in rows]),
+        names=tuple(f"{'document' if by_document else 'window'} {number}" for number in range(len(rows))),
+    )
+    totals: dict[str, np.ndarray] = {}
+    for domain, mine in zip(text.domains, sums, strict=True):
+        totals[domain] = totals.get(domain, np.zeros(2)) + np.array(mine).sum(0)
+    first = ", of which the first half is the prefill" if context_aware else ""
+    return {
+        "perplexity": items.value,
+        "perplexity_stderr": standard_error(items),
+        "by_domain": {domain: float(np.exp(-total[0] / total[1])) for domain, total in totals.items()},
+        "tokens": int(items.weights.sum()),
+        "documents": len(sums),
+        "window": text.window,
+        "stride": text.stride,
+        "counted": f"all tokens but the first of a text's first window{first}; of later windows the last {text.stride}",
+        "unit": "document" if by_document else "window",
+        "items": {"logprob": items.values.tolist(), "tokens": [int(one) for one in items.weights]},
+    }

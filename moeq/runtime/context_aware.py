@@ -1,0 +1,267 @@
+"""Decoding whose experts' precision follows the context (paper 000, Algorithm 1, lines 9 to 32).
+
+A context is prefilled alone, without a pad, so that its routing statistics are the same bits whatever else is run; from
+them a `Choose` decides which replica every expert has from then on. Contexts with different decisions then go through
+the model together, each on its own keys and values.
+
+The last token of a context is the first decode step by default: every score is that of the fixed mix, also of
+continuations of one token, which would else never meet a quantized expert. With exact_start it runs as the prefill
+does, as where a runtime takes the first new token from there.
+
+Letters: L MoE layers, E experts of a layer, B rows, C tokens of a context, F tokens fed after it, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeq.artifacts.assignment import FULL
+from moeq.errors import EvaluationError, ModelError
+from moeq.models.experts import ExpertLayer
+from moeq.runtime.experts_by_row import Dequantized, ReplicaSource, Rows, by_row
+from moeq.runtime.prefixes import cache_bytes, can_join, join
+from moeq.runtime.routing_counts import RoutingCounts, counting
+
+Choose = Callable[[RoutingCounts], np.ndarray]  # -> keys of replicas [L, E]
+Stopping = Callable[[int, int], Any]
+PREFILL_BYTES = 1 << 30  # of prefilled contexts that are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefilled:
+    """A context that has been run: its tokens, what its routers chose, the cache of all but its last token (None: it
+    has one token only)."""
+
+    tokens: tuple[int, ...]
+    routing: RoutingCounts
+    cache: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """The beginning of a text that has been run whole: log-probabilities of the targets and whether they are the
+    likeliest, [C] each, what the routers chose, and the cache."""
+
+    logprobs: Tensor
+    greedy: Tensor
+    routing: RoutingCounts
+    cache: Any
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Tokens fed after a cache (None: from the start), and what they should predict: several answers of F tokens each.
+
+    keys: replicas [L, E]; length: tokens in the cache; exact_start: the first token runs as the prefill does.
+    """
+
+    cache: Any
+    length: int
+    keys: np.ndarray
+    tokens: Sequence[int]
+    targets: Sequence[Sequence[int]]
+    exact_start: bool = False
+
+
+class PrefillStore:
+    """Prefilled contexts, the last used ones kept up to a number of bytes; models of the same weights may share it."""
+
+    def __init__(self, limit: int = PREFILL_BYTES) -> None:
+        self.limit = limit
+        self._kept: OrderedDict[Any, Any] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What is kept under a key, or what `make` gives."""
+        if key not in self._kept:
+            self._kept[key] = made = make()
+            self._bytes += cache_bytes(made.cache)
+            while self._bytes > self.limit and len(self._kept) > 1:
+                self._bytes -= cache_bytes(self._kept.popitem(last=False)[1].cache)
+            return made
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+
+class ContextAwareModel:
+    """A causal language model whose experts have, for every sequence, the replicas that `choose` names.
+
+    placed: replicas [L, E] that prefill runs with, None for full precision.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[ExpertLayer],
+        replicas: ReplicaSource | Dequantized,
+        choose: Choose,
+        *,
+        placed: np.ndarray | None = None,
+        exact_start: bool = False,
+        prefills: PrefillStore | None = None,
+    ) -> None:
+        """Raises ModelError for an encoder-decoder, and for layers with different numbers of experts."""
+        where = type(model).__name__
+        if model.config.is_encoder_decoder:
+            raise ModelError("an encoder-decoder has no prefill", where=where, do="give a decoder-only model")
+        if len({layer.num_experts for layer in layers}) > 1:
+            raise ModelError("its layers have different numbers of experts", where=where, do="evaluate it without")
+        self.model, self.layers, self.choose, self.exact_start = model, list(layers), choose, exact_start
+        self.device = next(model.parameters()).device
+        if not isinstance(replicas, Dequantized):
+            replicas = Dequantized(replicas, model.dtype, self.device)
+        self.replicas = replicas
+        shape = len(self.layers), self.layers[0].num_experts
+        self.prefill_keys = np.full(shape, FULL) if placed is None else placed
+        self.prefills = prefills or PrefillStore()
+        self._rows = Rows(keys=self._keys([self.prefill_keys]))
+
+    def _keys(self, each: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.stack(each).astype(np.int64)).to(self.device)
+
+    def _rows_of(self, each: Sequence[np.ndarray], exact_start: bool) -> Rows:
+        start = self._keys([self.prefill_keys])[0] if exact_start else None
+        return Rows(keys=self._keys(each), start=start)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The model with this class's experts; everything else of this class works within."""
+        with by_row(self.model, self.layers, self.replicas, lambda: self._rows), torch.no_grad():
+            yield
+
+    def prefill(self, context: Sequence[int]) -> Prefilled:
+        """Run a context, or find it among those that were; it must have a token."""
+        tokens = tuple(context)
+        key = ("context", self.exact_start, self.prefill_keys.tobytes(), tokens)
+        found: Prefilled = self.prefills.get(key, lambda: self._prefill(tokens))
+        return found
+
+    def _prefill(self, tokens: tuple[int, ...]) -> Prefilled:
+        routing = RoutingCounts.none(self.layers)
+        cache = None
+        with counting(self.model, self.layers, routing):
+            if len(tokens) > 1:
+                cache = self._exactly(tokens[:-1], None)[1]
+            if self.exact_start or cache is None:
+                self._exactly(tokens[-1:], cache)
+        return Prefilled(tokens=tokens, routing=routing, cache=cache)
+
+    def start(self, tokens: Sequence[int], targets: Sequence[int]) -> Started:
+        """Run the beginning of a text, the token that each of its tokens should predict given."""
+        key = ("start", self.prefill_keys.tobytes(), tuple(tokens), tuple(targets))
+        found: Started = self.prefills.get(key, lambda: self._start(tuple(tokens), targets))
+        return found
+
+    def _start(self, tokens: tuple[int, ...], targets: Sequence[int]) -> Started:
+        routing = RoutingCounts.none(self.layers)
+        with counting(self.model, self.layers, routing):
+            logits, cache = self._exactly(tokens, None)
+        logprobs, greedy = _scored(logits[0], targets)
+        return Started(logprobs=logprobs, greedy=greedy, routing=routing, cache=cache, length=len(tokens))
+
+    def _exactly(self, tokens: tuple[int, ...], cache: Any) -> tuple[Tensor, Any]:
+        """Logits [1, F, V] and cache of one row with the replicas of the prefill; the given cache stays as it is."""
+        self._rows = Rows(keys=self._keys([self.prefill_keys]))
+        ids = torch.tensor([tokens], device=self.device)
+        output = self.model(input_ids=ids, past_key_values=deepcopy(cache), use_cache=True)
+        return output.logits, output.past_key_values
+
+    def continuation(self, prefilled: Prefilled, continuations: Sequence[Sequence[int]]) -> Piece:
+        """What is fed to score continuations after a context, of at least one token, which differ in the last one."""
+        return Piece(
+            cache=prefilled.cache,
+            length=len(prefilled.tokens) - 1,
+            keys=self.choose(prefilled.routing),
+            tokens=(prefilled.tokens[-1], *continuations[0][:-1]),
+            targets=continuations,
+            exact_start=self.exact_start,
+        )
+
+    def score(self, pieces: Sequence[Piece]) -> list[list[tuple[Tensor, Tensor]]]:
+        """Log-probabilities of the targets and whether they are the likeliest, [F] each, of every piece and answer.
+
+        The pieces go through the model together, but for those whose caches have no place for pads.
+        """
+        cached = [piece.cache for piece in pieces if piece.cache is not None]
+        alike = len(cached) in (0, len(pieces)) and len({piece.exact_start for piece in pieces}) == 1
+        if len(pieces) > 1 and not (alike and can_join(cached)):
+            return [one for piece in pieces for one in self.score([piece])]
+        self._rows = self._rows_of([piece.keys for piece in pieces], pieces[0].exact_start)
+        logits = self._fed(pieces, join(cached) if cached else None)
+        return [
+            [_scored(row[: len(piece.tokens)], answer) for answer in piece.targets]
+            for row, piece in zip(logits, pieces, strict=True)
+        ]
+
+    def _fed(self, pieces: Sequence[Piece], cache: Any) -> Tensor:
+        """Logits [B, F, V] of the fed tokens, padded on the right."""
+        most = max(len(piece.tokens) for piece in pieces)
+        before = max(piece.length for piece in pieces)
+        ids = torch.zeros(len(pieces), most, dtype=torch.long)
+        mask = torch.zeros(len(pieces), before + most, dtype=torch.long)
+        for row, piece in enumerate(pieces):
+            ids[row, : len(piece.tokens)] = torch.tensor(piece.tokens)
+            mask[row, before - piece.length : before + len(piece.tokens)] = 1
+        more: dict[str, Any] = {}
+        if not bool(mask.all()):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, before:]
+            more = {"attention_mask": mask.to(self.device), "position_ids": positions.to(self.device)}
+        kept = {"past_key_values": cache, "use_cache": cache is not None}
+        logits: Tensor = self.model(input_ids=ids.to(self.device), **kept, **more).logits
+        return logits
+
+    def generate(
+        self, contexts: Sequence[Sequence[int]], pad: int, *, stopping: Stopping | None = None, **options: Any
+    ) -> list[list[int]]:
+        """New tokens after every context, `options` as transformers' generate takes them; ends of rows are pads.
+
+        stopping: criteria for so many rows, whose contexts end at a length. Raises EvaluationError for beams and
+        several answers.
+        """
+        if options.get("num_beams", 1) != 1 or options.get("num_return_sequences", 1) != 1:
+            raise EvaluationError("beams and several answers have no assignment each", do="generate with num_beams: 1")
+        prefilled = [self.prefill(context) for context in contexts]
+        caches = [one.cache for one in prefilled]
+        if len(caches) > 1 and not can_join(caches):
+            return [self.generate([context], pad, stopping=stopping, **options)[0] for context in contexts]
+        self._rows = self._rows_of([self.choose(one.routing) for one in prefilled], self.exact_start)
+        longest = max(map(len, contexts))
+        ids = torch.full((len(contexts), longest), pad)
+        mask = torch.zeros_like(ids)
+        for row, context in enumerate(contexts):
+            ids[row, longest - len(context) :], mask[row, longest - len(context) :] = torch.tensor(list(context)), 1
+        cache = None if caches[0] is None else join(caches)
+        hook = self.model.register_forward_hook(lambda *_: self._after_first())
+        try:
+            found = self.model.generate(
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                past_key_values=cache,
+                pad_token_id=pad,
+                stopping_criteria=None if stopping is None else stopping(len(contexts), longest),
+                **options,
+            )
+        finally:
+            hook.remove()
+        return [row[longest:].tolist() for row in found]
+
+    def _after_first(self) -> None:
+        """Only the first decode step may run as the prefill does."""
+        self._rows.start = None
+
+
+def _scored(logits: Tensor, targets: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and greedy matches [F] of targets after logits [F, V]."""
+    wanted = torch.tensor(list(targets), device=logits.device)
+    logprobs = torch.log_softmax(logits.float(), -1).gather(1, wanted[:, None]).squeeze(1)
+    return logprobs.cpu(), (logits.argmax(-1) == wanted).cpu()

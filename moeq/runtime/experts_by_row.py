@@ -1,0 +1,179 @@
+"""Experts whose replica differs from row to row of a batch: tokens go together by expert and replica.
+
+A model's experts modules are replaced by ones that compute with replicas of any width, taken from a `ReplicaSource`.
+Which one a token's row uses stands in `Rows`, which all layers share. Replicas go by their width; the placed one of an
+expert whose matrices differ goes by MIXED.
+
+Letters: B rows of a batch, L MoE layers, E experts of a layer, T tokens of a call (B rows of equal length), H hidden.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moeq.models.experts import DOWN, ExpertLayer
+from moeq.numerics.packed import PackedWeight
+from moeq.runtime.packed_experts import PACKED, PackedExperts
+
+Matrices = dict[str, Tensor]
+CACHE_BYTES = 4 << 30  # of dequantized replicas that are kept
+
+
+class ReplicaSource(Protocol):
+    """Where replicas come from."""
+
+    def widths(self) -> frozenset[int]:
+        """The widths that every expert has a replica of, 16 for full precision."""
+
+    def expert(
+        self, layer: ExpertLayer, expert: int, key: int
+    ) -> tuple[dict[str, PackedWeight | Tensor], dict[str, Tensor]]:
+        """Matrices {projection: [rows, inputs]} and biases {projection: [rows]} of one replica."""
+
+
+@dataclass
+class Rows:
+    """The replica of every expert that each row of the next forward pass uses.
+
+    keys: [B, L, E]; start: [L, E] of the first token of every row, None for those of its row.
+    """
+
+    keys: Tensor
+    start: Tensor | None = None
+
+    def of(self, layer: int, expert: int, tokens: Tensor, length: int) -> Tensor:
+        """Keys [T] of one expert for tokens [T] of rows of `length` tokens."""
+        at = tokens.to(self.keys.device)
+        found = self.keys[at // length, layer, expert]
+        return found if self.start is None else torch.where(at % length == 0, self.start[layer, expert], found)
+
+
+class Dequantized:
+    """Replicas as they are computed with, the last used ones kept up to a number of bytes."""
+
+    def __init__(self, source: ReplicaSource, dtype: torch.dtype, device: torch.device, limit: int = CACHE_BYTES):
+        self.source, self.dtype, self.device, self.limit = source, dtype, device, limit
+        self._kept: OrderedDict[tuple[int, int, int], tuple[Matrices, Matrices]] = OrderedDict()
+        self._bytes = 0
+
+    def __call__(self, layer: ExpertLayer, expert: int, key: int) -> tuple[Matrices, Matrices]:
+        """Matrices and biases of one replica."""
+        place = (layer.index, expert, key)
+        if place in self._kept:
+            self._kept.move_to_end(place)
+            return self._kept[place]
+        stored, biases = self.source.expert(layer, expert, key)
+        found = ({name: self._values(one) for name, one in stored.items()},
+                 {name: self._values(one) for name, one in biases.items()})  # fmt: skip
+        self._keep(place, found)
+        return found
+
+    def _values(self, stored: PackedWeight | Tensor) -> Tensor:
+        if isinstance(stored, Tensor):
+            return stored.to(self.device, self.dtype)
+        return stored.map(lambda part: part.to(self.device)).dequantize(self.dtype)
+
+    def _keep(self, place: tuple[int, int, int], found: tuple[Matrices, Matrices]) -> None:
+        self._kept[place] = found
+        self._bytes += _size(found)
+        while self._bytes > self.limit and len(self._kept) > 1:
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+
+
+def _size(found: tuple[Matrices, Matrices]) -> int:
+    return sum(tensor.nbytes for part in found for tensor in part.values())
+
+
+class ExpertsByRow(PackedExperts):
+    """Mixed into the packed module of a family's kind, which says how the module is called."""
+
+    def __init__(
+        self, layer: ExpertLayer, original: nn.Module, replicas: Dequantized, rows: Callable[[], Rows]
+    ) -> None:
+        nn.Module.__init__(self)
+        self.layer, self.replicas, self.rows = layer, replicas, rows
+        self.length = 0
+        self.take_over(layer, original)
+
+    def take_over(self, layer: ExpertLayer, original: nn.Module) -> None:
+        """As a packed module does; of a packed module, what it took over."""
+        if not isinstance(original, PackedExperts):
+            super().take_over(layer, original)
+            return
+        self.num_experts, self.math = original.num_experts, original.math
+        self.identity_beyond = original.identity_beyond
+        for name, child in original.named_children():
+            if not name.isdigit():
+                self.add_module(name, child)
+        for name, parameter in original.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
+        """All where the tokens are."""
+        return {home: list(experts)}
+
+    def expert(self, number: int, rows: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Output [T, H] of one expert, each token's with the replica of its row."""
+        assert tokens is not None, "rows without their places"
+        keys = self.rows().of(self.layer.index, number, tokens, self.length)
+        present = torch.unique(keys).tolist()
+        if len(present) == 1:
+            return self._output(number, present[0], rows)
+        result = torch.empty_like(rows)
+        for key in present:
+            mine = (keys == key).nonzero().squeeze(1).to(rows.device)
+            result[mine] = self._output(number, key, rows[mine]).to(result.dtype)
+        return result
+
+    def _output(self, number: int, key: int, rows: Tensor) -> Tensor:
+        weights, biases = self.replicas(self.layer, number, key)
+        return self.math.output(self.math.intermediate(rows, weights, biases), weights[DOWN], biases.get(DOWN))
+
+    def _measure(self, tokens: int) -> None:
+        self.length = tokens // len(self.rows().keys)
+
+    def weighted_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        self._measure(len(hidden))
+        return super().weighted_sum(hidden, experts, weights)
+
+
+class Llama4ByRow(ExpertsByRow):
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        self._measure(len(hidden_states) // self.num_experts)
+        return super().forward(hidden_states)  # type: ignore[call-arg]
+
+
+BY_ROW: dict[str, type[ExpertsByRow]] = {
+    name: type(f"{kind.__name__}ByRow", (Llama4ByRow if name == "llama4" else ExpertsByRow, kind), {})
+    for name, kind in PACKED.items()
+}
+
+
+@contextmanager
+def by_row(
+    model: nn.Module, layers: Sequence[ExpertLayer], replicas: Dequantized, rows: Callable[[], Rows]
+) -> Iterator[None]:
+    """The model with experts by row; the modules that it had are back at the end."""
+    before: dict[str, nn.Module] = {}
+    try:
+        for layer in layers:
+            original = model.get_submodule(layer.name)
+            module = BY_ROW[layer.kind.name](layer, original, replicas, rows)
+            before[layer.name] = original
+            _put(model, layer.name, module.train(original.training))
+        yield
+    finally:
+        for name, original in before.items():
+            _put(model, name, original)
+
+
+def _put(model: Any, name: str, module: nn.Module) -> None:
+    parent, _dot, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -1,0 +1,52 @@
+"""Routing statistics of one sequence while a model runs: what paper 000's importance is made of.
+
+Letters: L MoE layers, E experts of a layer, T tokens, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moeq.models.experts import ExpertLayer
+from moeq.models.walk import tap
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingCounts:
+    """[L, E] each. counts: how often every expert was chosen; scores: the sum of its routing weights."""
+
+    counts: np.ndarray
+    scores: np.ndarray
+
+    @classmethod
+    def none(cls, layers: Sequence[ExpertLayer]) -> RoutingCounts:
+        """Of no token; every layer has as many experts as the first."""
+        shape = (len(layers), layers[0].num_experts)
+        return cls(counts=np.zeros(shape, np.int64), scores=np.zeros(shape))
+
+
+@contextmanager
+def counting(model: nn.Module, layers: Sequence[ExpertLayer], into: RoutingCounts) -> Iterator[None]:
+    """Add what the routers choose for every token of the forward passes within; no token may be a pad.
+
+    Sums are taken on the CPU in float64, in the order of the tokens, so that the same passes give the same bits.
+    """
+
+    def see(layer: ExpertLayer, seen: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, experts, weights = seen
+        chosen, share = experts.detach().reshape(-1).cpu().long(), weights.detach().reshape(-1).cpu().double()
+        real = chosen < layer.num_experts
+        chosen, share = chosen[real], share[real]
+        into.counts[layer.index] += torch.bincount(chosen, minlength=layer.num_experts).numpy()
+        into.scores[layer.index] += torch.bincount(chosen, share, minlength=layer.num_experts).numpy()
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(tap(model, layer, see))
+        yield

@@ -1,0 +1,289 @@
+"""`moeq eval` of models, checkpoints, runs and assignments side by side, and lm-eval's own command line."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moeq.cli import app
+from moeq.comparison import command, loaded
+from moeq.comparison.subjects import Subject, open_subjects
+from moeq.errors import EvaluationError, MoeqError, RecipeError
+from moeq.evaluation import document
+from moeq.evaluation.harness import evaluate_tasks, open_tasks
+from moeq.lm_eval import make_model, register
+from moeq.runtime.checkpoint import load_checkpoint
+from moeq.stages import evaluate
+
+TASKS = "made_choice,made_text,made_generate"
+
+
+def asked(words: list[Any], **more: Any) -> command.Asked:
+    given = {"overrides": [], "context_aware": [], "quiet": True, "batch_size": "4"} | more
+    return command.Asked(words=[str(word) for word in words], **given)
+
+
+def values(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    return {row["name"]: {name: cell["value"] for name, cell in row["cells"].items()} for row in found["table"]}
+
+
+@pytest.fixture(scope="module")
+def compared(run: Path, tiny_mixtral: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The original, all assignments of a run, its checkpoint, and rows by context, some with all experts exact."""
+    out = tmp_path_factory.mktemp("results") / "found.json"
+    words = [tiny_mixtral, f"{run}:*", run / "checkpoint"]
+    contexts = ["gpu_experts=5", "gpu_experts=1,average_bits=2", "gpu_experts=1,average_bits=2,selector=false"]
+    more = {"tasks": TASKS, "include_path": tasks, "text": str(text_of(out.parent)), "window": 24, "stride": 12}
+    command.run(asked(words, context_aware=contexts, out=out, **more))
+    found: dict[str, Any] = json.loads(out.read_text("utf-8"))
+    return found | {"out": str(out)}
+
+
+def text_of(folder: Path) -> Path:
+    path = folder / "text.jsonl"
+    lines = [
+        {"text": f"number {n}: " + " ".join(f"word {n * k}" for k in range(12)), "domain": "ab"[n % 2]}
+        for n in range(4)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_all_that_is_exact_is_the_original(compared: dict[str, Any]) -> None:
+    found = values(compared)
+    original = found["mixtral"]
+    assert set(original) == {"average", "made_choice", "made_text", "made_generate", "perplexity"}
+    for name in ("made:original", "made K=5 full", "made/checkpoint K=5 full"):
+        assert found[name] == pytest.approx(original, rel=1e-4), name
+    changed = compared["table"][1]["cells"]["perplexity"]["change"]
+    assert (changed["difference"], changed["seed"], changed["items"]) == (
+        0,
+        1234,
+        pytest.approx(len(windows(compared))),
+    )
+
+
+def windows(compared: dict[str, Any]) -> list[Any]:
+    return list(compared["rows"][0]["perplexity"]["items"]["tokens"])
+
+
+def test_a_run_by_context_and_its_checkpoint_agree(compared: dict[str, Any]) -> None:
+    found = values(compared)
+    for options in ("K=1 2-bit", "K=1 2-bit no selector"):
+        assert found[f"made {options}"] == pytest.approx(found[f"made/checkpoint {options}"], rel=1e-4)
+    assert found["made K=1 2-bit"]["perplexity"] != pytest.approx(found["made K=1 2-bit no selector"]["perplexity"])
+
+
+def test_a_run_and_its_checkpoint_agree(compared: dict[str, Any]) -> None:
+    found = values(compared)
+    assert found["made:run"] == pytest.approx(found["made/checkpoint"], rel=1e-3)
+    assert found["made:uniform-2"]["perplexity"] != pytest.approx(found["made:run"]["perplexity"], rel=1e-3)
+
+
+def test_results_are_in_lm_evals_own_form(compared: dict[str, Any]) -> None:
+    results = compared["rows"][0]["lm_eval"]
+    assert {"results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples"} <= set(results)
+    assert str(Path.cwd()) not in json.dumps(results["configs"]["made_choice"]["metadata"])
+    assert results["configs"]["made_choice"]["metadata"]["config_source"] == "choice.yaml"
+    assert results["n-shot"] == dict.fromkeys(TASKS.split(","), 0)
+    assert len(results["samples"]["made_choice"]) == 5
+    rolling = next(row for row in compared["rows"] if row["name"] == "made K=1 2-bit")["perplexity"]
+    assert "of which the first half is the prefill" in rolling["counted"]
+    assert (rolling["window"], rolling["stride"]) == (24, 12)
+    of_context = next(row for row in compared["rows"] if row["name"] == "made K=1 2-bit")["lm_eval"]["config"]
+    assert "first half of a text's first window is the prefill" in of_context["rolling"]
+    assert of_context["context_aware"]["average_bits"] == "2"
+
+
+def test_earlier_results_are_compared_with_new_ones(compared: dict[str, Any], run: Path, tasks: Path) -> None:
+    more = {"tasks": TASKS, "include_path": tasks, "text": str(text_of(tasks)), "window": 24, "stride": 12}
+    saved = run / "assign" / "saved.json"
+    saved.write_text((run / "assign" / "assignment.json").read_text("utf-8").replace('"name": "run"', '"name": "mine"'))
+    found = command.run(asked([compared["out"], saved], **more))
+    assert len(found["table"]) == len(compared["table"]) + 1
+    assert found["table"][-1]["name"] == "made:mine"
+    assert values(found)["made:mine"] == pytest.approx(values(compared)["made:run"], rel=1e-6)
+    with pytest.raises(EvaluationError, match="made of other items"):
+        command.run(asked([compared["out"], saved], **(more | {"stride": 6})))
+
+
+def test_the_command_prints_measures_and_differences(compared: dict[str, Any]) -> None:
+    shown = CliRunner().invoke(app, ["eval", compared["out"]], catch_exceptions=False, env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert "paired bootstrap over items, 95 % percentile interval, two-sided p" in " ".join(shown.output.split())
+    assert "made K=1 2-bit no selector" in shown.output
+    found = json.loads(CliRunner().invoke(app, ["eval", compared["out"], "--json"]).stdout)
+    assert found["table"] == compared["table"]
+    assert all("samples" not in row["lm_eval"] for row in found["rows"])
+    inspected = json.loads(CliRunner().invoke(app, ["inspect", compared["out"], "--json"]).stdout)
+    assert inspected["rows"][0] == {"name": "mixtral"} | values(compared)["mixtral"]
+    wrong = CliRunner().invoke(app, ["eval", compared["out"], "--num-fewshot", "-1"])
+    assert wrong.exit_code == 2
+
+
+def test_only_experts_that_differ_are_written(run: Path) -> None:
+    subjects = [one for one in open_subjects([f"{run}:*"], [], False) if isinstance(one, Subject)]
+    settings = loaded.Settings(device="cpu")
+    model = loaded.load(subjects[0], settings)
+    own, uniform = subjects[1].assignment, subjects[2].assignment
+    written = []
+    for subject in (*subjects, subjects[0]):
+        loaded.lm_of(model, subject, settings)
+        written.append(model.swapped.written)
+    pairs = list(zip(*(chain.from_iterable(one.expert_widths()) for one in (own, uniform)), strict=True))
+    steps = [later - before for before, later in pairwise(written)]
+    assert steps[0] == sum(one != 16 for one, _ in pairs)
+    assert steps[1] == sum(one != other for one, other in pairs)
+    assert steps[2] == len(pairs)
+    fresh = loaded.load(subjects[0], settings).model
+    assert all(torch.equal(one, other) for one, other in zip(model.model.parameters(), fresh.parameters(), strict=True))
+
+
+def test_lm_evals_command_line_knows_moeq(
+    run: Path, tasks: Path, compared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.__main__ import cli_evaluate
+
+    register()
+    arguments = f"pretrained={run},gpu_experts=1,average_bits=2,alpha=0.5,selector=true"
+    line = f"lm-eval --model moeq --model_args {arguments} --tasks made_choice --include_path {tasks} --batch_size 3"
+    monkeypatch.setattr("sys.argv", [*line.split(), "--output_path", str(tmp_path)])
+    monkeypatch.setattr("lm_eval.tasks.TaskManager.__init__", _without_defaults())
+    cli_evaluate()
+    written = next(tmp_path.rglob("results*.json"))
+    found = json.loads(written.read_text("utf-8"))["results"]["made_choice"]["acc,none"]
+    assert found == values(compared)["made K=1 2-bit"]["made_choice"]
+
+
+def _without_defaults() -> Any:
+    """lm-eval's own fourteen thousand tasks take seconds to index."""
+    from lm_eval.tasks import TaskManager
+
+    before = TaskManager.__init__
+
+    def init(self: Any, *arguments: Any, **given: Any) -> None:
+        before(self, *arguments, **(given | {"include_defaults": False}))
+
+    return init
+
+
+def test_a_static_checkpoint_runs_as_moeq_and_through_the_hook(
+    run: Path, tasks: Path, compared: dict[str, Any]
+) -> None:
+    from lm_eval.api.registry import get_model
+
+    manager = open_tasks(["made_choice"], str(tasks))
+    checkpoint = str(run / "checkpoint")
+    plain = get_model("hf").create_from_arg_string(
+        f"pretrained={checkpoint},trust_remote_code=True", {"batch_size": 2, "device": "cpu"}
+    )
+    for lm in (make_model(pretrained=checkpoint, device="cpu"), plain):
+        found = evaluate_tasks(lm, ["made_choice"], manager)["results"]["made_choice"]["acc,none"]
+        assert found == values(compared)["made/checkpoint"]["made_choice"]
+
+
+def test_the_stage_takes_shots_and_auto_and_keeps_samples(run: Path, tasks: Path) -> None:
+    more = ("--tasks", "made_choice", "--include-path", str(tasks), "--batch-size", "auto", "--num-fewshot", "0")
+    sets = ("--set", "eval.perplexity={sequences: 4, sequence_length: 16}")
+    result = CliRunner().invoke(app, ["eval", "--out", str(run), *more, *sets, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = evaluate.read_eval(run / "eval" / evaluate.NAME)
+    assert [row.name for row in report.rows] == ["original", "run", "uniform-2"]
+    assert set(report.rows[2].changes) == {"made_choice", "perplexity"}
+    change = report.rows[2].changes["perplexity"]
+    assert change.difference == pytest.approx(report.rows[2].perplexity - report.rows[0].perplexity)
+    rows = document.read_rows(run / "eval" / evaluate.SAMPLES)
+    assert len(rows[1]["lm_eval"]["samples"]["made_choice"]) == 5
+
+
+WRONG = {
+    "gpu_experts=6": ("gpu_experts is 6, a layer has 5 experts", EvaluationError),
+    "gpu_experts=1": ("4 experts a layer have no width", EvaluationError),
+    "gpus=1": ("unknown option 'gpus'", RecipeError),
+}
+
+
+@pytest.mark.parametrize("text", list(WRONG))
+def test_wrong_options_are_one_line(run: Path, text: str) -> None:
+    message, kind = WRONG[text]
+    with pytest.raises(kind, match=message) as caught:
+        command.run(asked([run], context_aware=[text]))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text("{}")
+    for words, more, message in (
+        ([f"{run}:uniform-3"], {}, "no assignment 'uniform-3'; did you mean 'uniform-2'"),
+        ([run, run], {}, "is there twice"),
+        ([tmp_path / "odd.json"], {}, "not a result of `moeq eval --out`"),
+        ([tiny_mixtral], {"context_aware": ["gpu_experts=5"]}, "--context-aware needs a run"),
+        ([tiny_mixtral], {"window": 600}, "a window of 600 tokens is longer than the model's 128 positions"),
+        ([tiny_mixtral], {"batch_size": "many"}, "give a number of at least 1, or auto"),
+        ([tiny_mixtral], {"out": tmp_path}, "is no file that can be written"),
+    ):
+        with pytest.raises(MoeqError, match=message.replace("(", r"\(")) as caught:
+            command.run(asked(words, **more))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RecipeError, match="--stride belongs to models"):
+        command.needs_a_run(asked([], stride=4))
+    with pytest.raises(RecipeError, match="--set belongs to a run's stage"):
+        command.needs_a_run(asked([run], overrides=["eval.limit=1"]))
+
+
+RESULTS = '{"kind": "moeq evaluation", "schema_version": 1'
+BROKEN = (
+    "[]",
+    RESULTS + "}",
+    RESULTS.replace("1", "2") + "}",
+    RESULTS + ', "rows": []}',
+    RESULTS + ', "rows": [{"name": "a", "perplexity": {"perplexity": 1}}]}',
+    RESULTS + ', "rows": [{"name": "a", "lm_eval": {"results": {"t": []}}}]}',
+)
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_results_that_are_damaged_are_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "found.json"
+    path.write_text(content)
+    with pytest.raises(MoeqError, match="not a result of `moeq eval --out`") as caught:
+        command.run(asked([path]))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_replicas_says_so(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(run / "checkpoint", copy)
+    manifest = json.loads((copy / "placement.json").read_text("utf-8"))
+    for layer in manifest["layers"]:
+        for expert in layer["experts"]:
+            expert["replicas"] = [one for one in expert["replicas"] if one["placed"]]
+    (copy / "placement.json").write_text(json.dumps(manifest))
+    with pytest.raises(EvaluationError, match="holds no replicas of every expert at 1, 2, 3, 4, 16 bits"):
+        command.run(asked([copy], context_aware=["gpu_experts=1,average_bits=2"]))
+    assert load_checkpoint(copy, torch.float32, torch.device("cpu")) is not None
+
+
+def test_unknown_tasks_name_the_nearest_and_missing_data_its_name(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager.__init__", _without_defaults())
+    with pytest.raises(EvaluationError, match="no lm-eval task 'made_chois'; did you mean 'made_choice'"):
+        open_tasks(["made_chois"], str(tasks))
+    (tmp_path / "away.yaml").write_text(
+        "task: away\ndataset_path: nobody/nothing\noutput_type: multiple_choice\nvalidation_split: validation\n"
+        "doc_to_text: q\ndoc_to_choice: [a, b]\ndoc_to_target: gold\nmetric_list: [{metric: acc}]\n"
+    )
+    with pytest.raises(
+        EvaluationError, match=r"away: needs the data set nobody/nothing of the hub.*--include-path"
+    ) as caught:
+        open_tasks(["away"], str(tmp_path))
+    assert "\n" not in str(caught.value)

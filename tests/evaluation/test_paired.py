@@ -1,0 +1,85 @@
+"""The paired bootstrap against what is known of differences, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moeq.errors import EvaluationError
+from moeq.evaluation.comparison import AVERAGE, PERPLEXITY, table
+from moeq.evaluation.paired import Items, compare, standard_error
+
+
+def items(values: np.ndarray, weights: np.ndarray | None = None, kind: str = "mean") -> Items:
+    counted = np.ones(len(values)) if weights is None else weights
+    return Items(kind=kind, values=values, weights=counted, names=tuple(map(str, range(len(values)))))
+
+
+def test_the_interval_is_that_of_the_paired_differences() -> None:
+    rng = np.random.default_rng(0)
+    first = (rng.random(400) < 0.6).astype(float)
+    mine = np.where(rng.random(400) < 0.1, 1 - first, first)
+    found = compare([items(mine)], [items(first)])
+    differences = mine - first
+    error = differences.std(ddof=1) / 20
+    assert found.difference == pytest.approx(differences.mean())
+    assert found.stderr == pytest.approx(error, rel=0.1)
+    assert (found.low, found.high) == pytest.approx(
+        (differences.mean() - 1.96 * error, differences.mean() + 1.96 * error), abs=0.2 * error
+    )
+    unpaired = (first.var() / 400 + mine.var() / 400) ** 0.5
+    assert found.stderr < 0.6 * unpaired, "what is common to an item cancels"
+
+
+def test_p_values_of_no_difference_are_uniform_and_of_a_real_one_small() -> None:
+    rng = np.random.default_rng(1)
+    below = 0
+    for _ in range(100):
+        first, mine = rng.normal(size=80), rng.normal(size=80)
+        below += compare([items(mine)], [items(first)], resamples=400).p < 0.1
+    assert 3 <= below <= 20
+    first = rng.normal(size=200)
+    assert compare([items(first + 0.3 + 0.2 * rng.normal(size=200))], [items(first)]).p < 0.002
+    same = compare([items(first)], [items(first)])
+    assert (same.difference, same.low, same.high, same.p) == (0, 0, 0, 1)
+
+
+def test_perplexity_is_of_all_tokens_together() -> None:
+    sums, tokens = np.array([-10.0, -6.0, -40.0]), np.array([5.0, 3.0, 16.0])
+    one = items(sums, tokens, "perplexity")
+    assert one.value == pytest.approx(np.exp(56 / 24))
+    assert items(sums, tokens, "bits").value == pytest.approx(56 / 24 / np.log(2))
+    assert standard_error(one) > 0
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_others() -> None:
+    rng = np.random.default_rng(2)
+    pair = [items(rng.normal(size=50))], [items(rng.normal(size=50))]
+    assert compare(*pair) == compare(*pair)
+    assert compare(*pair, seed=1).low != compare(*pair, seed=2).low
+
+
+def row(name: str, values: list[float], perplexity: float) -> dict[str, object]:
+    samples = [{"doc_id": n, "doc_hash": str(n), "acc": value} for n, value in enumerate(values)]
+    results = {task: {"acc,none": float(np.mean(values)), "acc_stderr,none": 0.1} for task in ("a", "b")}
+    text = {
+        "perplexity": perplexity, "perplexity_stderr": 0.1, "unit": "window", "window": 8, "stride": 4,
+        "items": {"logprob": [-np.log(perplexity) * 4] * 3, "tokens": [4] * 3},
+    }  # fmt: skip
+    return {"name": name, "lm_eval": {"results": results, "samples": {"a": samples, "b": samples}}, "perplexity": text}
+
+
+def test_the_table_has_every_measure_and_differences_from_the_first() -> None:
+    first, second = table([row("one", [1, 0, 1, 0], 10.0), row("two", [1, 1, 1, 0], 12.0)])
+    assert list(second["cells"]) == [AVERAGE, "a", "b", PERPLEXITY]
+    assert all(cell.change is None for cell in first["cells"].values())
+    assert second["cells"]["a"].change.difference == pytest.approx(0.25)
+    assert second["cells"][AVERAGE].value == pytest.approx(0.75)
+    assert second["cells"][AVERAGE].change.difference == pytest.approx(0.25)
+    assert second["cells"][PERPLEXITY].change.difference == pytest.approx(2.0)
+    assert second["cells"][PERPLEXITY].change.low == pytest.approx(2.0), "every item differs alike"
+
+
+def test_other_items_are_refused() -> None:
+    with pytest.raises(EvaluationError, match="made of other items \\(4 and 3\\)"):
+        table([row("one", [1, 0, 1], 10.0), row("two", [1, 1, 1, 0], 12.0)])
