@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts import evaluation, replicas
+from moeq.artifacts import evaluation, integer_report, reparam, replicas
 from moeq.artifacts import losses as loss_table
 from moeq.artifacts.assignment import count_matrices, count_widths, read_assignment
 from moeq.artifacts.files import read_json
@@ -206,6 +206,29 @@ def _gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     }
 
 
+def _integer_figures(path: Path) -> dict[str, Any]:
+    """What was measured of integer forwards."""
+    report = integer_report.read_report(path.parent).model_dump(mode="json")
+    return {"kind": "integer forward of a vision transformer, measured", **report["tasks"]}
+
+
+def _folded_norms(path: Path) -> dict[str, Any]:
+    report = reparam.read_reparam(path.parent)
+    shown = report.model_dump(mode="json", exclude={"schema_version", "norms", "left", "float32", "stored"})
+    return {
+        "kind": "folded norms",
+        **shown,
+        "float32_error": report.float32.error,
+        "stored_error": report.stored.error,
+        "sequences_left_out": report.float32.left_out,
+        "norms": [
+            {"norm": norm.path, "mode": norm.mode, "weights": len(norm.consumers), "scale": norm.scale}
+            for norm in report.norms
+        ],
+        "left": report.left,
+    }
+
+
 def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         if path.name == TRACE or is_trace(path):
@@ -243,6 +266,10 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
                 "experts_by_bits": count_widths(flat),
                 **({"mixed_experts_matrices_by_bits": matrices} if matrices else {}),
             }
+        if path.name == integer_report.NAME:
+            return _integer_figures(path)
+        if path.name == reparam.NAME:
+            return _folded_norms(path)
         if path.name == evaluation.NAME:
             report = evaluation.read_eval(path)
             columns = {"name", "average_bits", "expert_bytes", "perplexity", "accuracy"}

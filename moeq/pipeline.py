@@ -72,6 +72,7 @@ STAGES = (
     Stage(
         name="reparam",
         run=reparam.run,
+        revision=2,
         sections=("corpus",),
         text=("calibration",),
         extra=reparam.inputs,
@@ -144,6 +145,7 @@ STAGES = (
         revision=report.REVISION,
         sections=tuple(name for name in Recipe.model_fields if name not in {"model", "store"}),
         after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),
+        extra=report.own_inputs,
         intact=report.is_intact,
     ),
 )
@@ -322,7 +324,9 @@ def _absolute(name: Any) -> Any:
 
 def result_paths(context: Context) -> dict[str, Path]:
     """Where a finished run put what the user came for."""
+    section = context.recipe.reparam
     return {
+        **({"integer": context.directory(REPARAM) / integer_forward.FOLDER} if section and section.integer else {}),
         "checkpoint": context.directory("export"),
         **{
             f"checkpoint in {name}": export.format_directory(context.out, name)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from moeq.models.support import Support
 from moeq.pipeline import Outcome
@@ -403,11 +405,31 @@ def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
             print_summary(value, indent + 2)
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             console.print(label)
-            for entry in value:
-                line = ", ".join(f"{k.replace('_', ' ')} {_plain(k, v)}" for k, v in entry.items())
-                console.print(f"{' ' * indent}  {line}", soft_wrap=True)
+            _print_entries(console, value, indent + 2)
         else:
             console.print(f"{label}: {_plain(str(key), value)}", soft_wrap=True, markup=False)
+
+
+def _print_entries(console: Console, entries: list[dict[str, Any]], indent: int) -> None:
+    """Entries with the same figures as a table; others, and those too wide for the window, a line each."""
+    keys = list(entries[0])
+    rows = [[_plain(key, value) for key, value in entry.items()] for entry in entries]
+    heads = [key.replace("_", " ") for key in keys]
+    least = [
+        max(len(text) for text in (*head.split(), *column))
+        for head, column in zip(heads, zip(*rows, strict=False), strict=False)
+    ]
+    if all(list(entry) == keys for entry in entries) and indent + sum(least) + 2 * len(keys) <= console.width:
+        table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+        for head, width in zip(heads, least, strict=True):
+            table.add_column(head, min_width=width, justify="left" if head == heads[0] else "right")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(Padding(table, (0, 0, 0, indent), expand=False))
+        return
+    for entry in entries:
+        line = ", ".join(f"{key.replace('_', ' ')} {_plain(key, value)}" for key, value in entry.items())
+        console.print(f"{' ' * indent}{line}", soft_wrap=True, markup=False)
 
 
 def _plain(key: str, value: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.integer import Value
+from moeq.artifacts.integer_report import IntegerFigures
 from moeq.artifacts.stage import ModelStamp
 from moeq.errors import InternalError, QuantizationError
 from moeq.integer import files
@@ -22,7 +23,7 @@ from moeq.integer.ranges import measured
 from moeq.integer.reference import check_description, folded
 from moeq.integer.replay import replay
 from moeq.integer.run import run
-from moeq.integer.schemes import BATCH, Row, float_logits, schemes, table
+from moeq.integer.schemes import BATCH, float_logits, schemes, table
 from moeq.integer.settings import Settings
 from moeq.integer.simulate import simulate
 
@@ -38,7 +39,7 @@ def make(
     norm_scales: dict[str, float] | None = None,
     original: nn.Module | None = None,
     stamp: ModelStamp | None = None,
-) -> dict[str, Any]:
+) -> IntegerFigures:
     """Write the integer forward of a model to a folder and say how it does.
 
     calibration, images: what the model is given, [B, C, H, W], of the first only settings.calibration; labels: of the
@@ -62,18 +63,19 @@ def make(
         rows = None
         if settings.schemes:
             before = vit if original is None else describe(original, settings.task)
-            rows = [row.as_json() for row in schemes(before, calibration, images, labels, settings)]
-    return {
-        "widths": settings.widths,
-        "softmax": settings.softmax,
-        "denominator": settings.denominator,
-        "calibration_images": len(calibration),
-        "description_error": error,
+            rows = tuple(schemes(before, calibration, images, labels, settings))
+    return IntegerFigures(
+        widths=settings.widths,
+        softmax=settings.softmax,
+        denominator=settings.denominator,
+        calibration_images=len(calibration),
+        images=len(images),
+        description_error=error,
         **found,
-        "vectors": checked["images"],
-        "replay": checked["check"],
-        "schemes": rows,
-    }
+        vectors=checked["images"],
+        replay=checked["check"],
+        schemes=rows,
+    )
 
 
 def _logits(model: Any, images: Tensor, settings: Settings) -> Tensor:
@@ -120,7 +122,6 @@ def _evaluate(program: Program, images: Tensor, reference: Tensor, labels: Tenso
     assert scale is not None
     whole, real = [], []
     differing = dict.fromkeys(_code_values(program), 0)
-    stream = [one.outputs["out"] for one in program.operations if one.kind in {"tokens", "add"}]
     counts, saturated, overflows = dict.fromkeys(differing, 0), 0, 0
     for codes in pixel_codes(program, images).split(BATCH):
         found, wanted = run(program, codes), simulate(program, codes)
@@ -132,14 +133,14 @@ def _evaluate(program: Program, images: Tensor, reference: Tensor, labels: Tenso
             differing[name] += int((found[name] != freely[name]).sum())
             counts[name] += found[name].numel()
             saturated += _at_end(found[name], program.values[name])
-        overflows += sum(_at_end(found[name], program.values[name]) for name in stream)
+        overflows += sum(_at_end(found[name], program.values[name]) for name in _wide_values(program))
         whole.append(found[program.logits].double() * scale)
         real.append(freely[program.logits] * scale)
     logits, free = torch.cat(whole), torch.cat(real)
     return {
-        "integer": quality(logits, reference, labels).as_json(),
-        "float": quality(reference, reference, labels).as_json(),
-        "real_factors": quality(free, reference, labels).as_json(),
+        "integer": quality(logits, reference, labels),
+        "folded": quality(reference, reference, labels),
+        "real_factors": quality(free, reference, labels),
         "equal_to_simulation": True,
         "differing_code_share": sum(differing.values()) / sum(counts.values()),
         "differing_code_share_first": differing["blocks.0.norm1"] / counts["blocks.0.norm1"],
@@ -159,6 +160,16 @@ def _code_values(program: Program) -> list[str]:
     ]
 
 
+def _wide_values(program: Program) -> list[str]:
+    """Values with headroom over calibration: the residual stream, what is added to it, and logits of routers and head.
+
+    One at the end of its register was clipped there.
+    """
+    roles = {"tokens": "out", "add": "out", "linear": "out", "router": "logits", "experts": "outputs"}
+    names = [one.outputs[roles[one.kind]] for one in program.operations if one.kind in roles]
+    return [name for name in names if program.values[name].bits > 10]
+
+
 def _at_end(codes: Tensor, held: Value) -> int:
     """How many codes are the least or the largest that their register holds."""
     top = 2 ** (held.bits - 1) - 1 if held.signed else 2**held.bits - 1
@@ -166,21 +177,19 @@ def _at_end(codes: Tensor, held: Value) -> int:
     return int(((codes == top) | (codes == bottom)).sum())
 
 
-def lines(summary: dict[str, Any]) -> list[str]:
-    """What `make` found, as lines of at most 80 columns."""
-    whole, real = summary["integer"], summary["float"]
-    differing, first = summary["differing_code_share"], summary["differing_code_share_first"]
-    found = [
-        f"integer forward {summary['widths']}, {summary['softmax']} softmax: accuracy {whole['accuracy']:.2%}",
-        f"  (float {real['accuracy']:.2%}), cross-entropy {whole['cross_entropy']:.4f} (float "
-        f"{real['cross_entropy']:.4f}), logit error {whole['logit_error']:.4f}",
-        "  equal to its simulation in every value; against real-valued factors",
-        f"  {differing:.2%} of codes differ ({first:.2%} after the first norm), logits by "
-        f"{summary['logit_error_of_factors']:.4f}",
-        f"  {summary['saturated_code_share']:.2%} of codes at the ends of their range; vectors of "
-        f"{summary['vectors']} images",
+def lines(found: IntegerFigures) -> list[str]:
+    """What `make` found, as lines of at most 70 columns."""
+    whole, real = found.integer, found.folded
+    said = [
+        f"integer forward {found.widths}, {found.softmax} softmax, on {found.images:,} images:",
+        f"  accuracy {whole.accuracy:.2%}, cross-entropy {whole.cross_entropy:.4f} "
+        f"(float {real.accuracy:.2%}, {real.cross_entropy:.4f}),",
+        f"  logit error {whole.logit_error:.4f}; equal to its simulation in every value",
+        f"  against real-valued factors {found.differing_code_share:.2%} of codes differ, "
+        f"{found.differing_code_share_first:.2%} behind",
+        f"  the first norm (the rest is rounding carried on), logits by {found.logit_error_of_factors:.4f}",
+        f"  {found.saturated_code_share:.2%} of codes at the ends of their range; vectors of {found.vectors} images",
     ]
-    if summary["saturated_residuals"]:
-        found.append(f"  {summary['saturated_residuals']} numbers of the residual stream were clipped to its range")
-    rows = summary["schemes"]
-    return found if rows is None else found + table([Row.of(row) for row in rows]).splitlines()
+    if found.saturated_residuals:
+        said.append(f"  {found.saturated_residuals:,} numbers of residual stream or logits were clipped to their range")
+    return said if found.schemes is None else [*said, *table(found.schemes).splitlines()]

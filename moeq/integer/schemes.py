@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from moeq.artifacts.integer_report import QualityRow, SchemeRow
 from moeq.integer.description import ViT
 from moeq.integer.lower import lower
-from moeq.integer.measure import Quality, quality
+from moeq.integer.measure import quality
 from moeq.integer.program import Program, pixel_codes
 from moeq.integer.ranges import measured
 from moeq.integer.reference import folded, forward
@@ -30,23 +31,6 @@ class Scheme:
     attention: int
     softmax: Softmax
     fold: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One scheme measured; widths: W/A/Attn."""
-
-    name: str
-    widths: str
-    quality: Quality
-
-    def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "widths": self.widths, **self.quality.as_json()}
-
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> Row:
-        """The inverse of `as_json`."""
-        return cls(name=found["name"], widths=found["widths"], quality=Quality.of(found))
 
 
 def _scheme(name: str, widths: tuple[int, int, int], softmax: Softmax, fold: bool = True) -> Scheme:
@@ -88,13 +72,13 @@ def simulated_logits(program: Program, images: Tensor) -> Tensor:
     return torch.cat([simulate(program, part)[program.logits] for part in codes.split(BATCH)]) * scale
 
 
-def schemes(vit: ViT, calibration: Tensor, images: Tensor, labels: Tensor, settings: Settings) -> list[Row]:
+def schemes(vit: ViT, calibration: Tensor, images: Tensor, labels: Tensor, settings: Settings) -> list[SchemeRow]:
     """Every scheme on images [B, C, H, W], the float model first; settings: range and denominator of them all.
 
     vit: not folded yet, so that the scheme without the fold is what it says.
     """
     reference = float_logits(vit, images)
-    rows = [Row(name="float", widths="64/64/64", quality=quality(reference, reference, labels))]
+    rows = [_row("float", "64/64/64", quality(reference, reference, labels))]
     for scheme in SCHEMES:
         mine = replace(
             settings,
@@ -104,16 +88,19 @@ def schemes(vit: ViT, calibration: Tensor, images: Tensor, labels: Tensor, setti
             softmax=scheme.softmax,
         )
         logits = simulated_logits(program_of(vit, calibration, mine, scheme.fold), images)
-        rows.append(Row(name=scheme.name, widths=mine.widths, quality=quality(logits, reference, labels)))
+        rows.append(_row(scheme.name, mine.widths, quality(logits, reference, labels)))
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    """The schemes as text, at most 80 columns."""
-    lines = [f"{'scheme':<26}{'W/A/Attn':>10}{'accuracy':>11}{'cross-entropy':>16}{'logit error':>14}"]
-    for row in rows:
-        found = row.quality
-        lines.append(
-            f"{row.name:<26}{row.widths:>10}{found.accuracy:>11.4f}{found.cross_entropy:>16.4f}{found.logit_error:>14.4f}"
-        )
+def _row(name: str, widths: str, found: QualityRow) -> SchemeRow:
+    return SchemeRow(name=name, widths=widths, **found.model_dump())
+
+
+def table(rows: Sequence[SchemeRow]) -> str:
+    """The schemes as text, at most 70 columns."""
+    lines = [f"{'scheme':<24}{'W/A/Attn':>9}{'accuracy':>10}{'cross-ent.':>12}{'logit error':>13}"]
+    lines += [
+        f"{row.name:<24}{row.widths:>9}{row.accuracy:>10.4f}{row.cross_entropy:>12.4f}{row.logit_error:>13.4f}"
+        for row in rows
+    ]
     return "\n".join(lines)

@@ -9,11 +9,13 @@ from typing import Any
 from moeq.analysis.routing import RoutingAnalysis
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
+from moeq.artifacts.integer_report import IntegerReport
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.low_precision import LowPrecisionReport
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.others import OtherTable
 from moeq.artifacts.profile import Coverage, ExpertProfile
+from moeq.artifacts.reparam import ReparamReport
 from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.estimator.result import Estimate
 
@@ -64,6 +66,8 @@ class ReportInputs:
     others: OtherTable | None = None  # modules outside of the experts that are packed too
     routing: RoutingAnalysis | None = None  # of the trace, where one was recorded
     low_precision: LowPrecisionReport | None = None  # where the recipe asks for it
+    reparam: ReparamReport | None = None  # where norms were folded first
+    integer: IntegerReport | None = None  # where the folded model was made a forward in whole numbers
 
     @property
     def original(self) -> EvalRow | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeq.reporting import experts, formats, low_precision, others, routing, speed, summary, translation
+from moeq.reporting import experts, formats, low_precision, others, reparam, routing, speed, summary, translation
 from moeq.reporting.document import document
 from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, table
 from moeq.reporting.inputs import ReportInputs
@@ -12,6 +12,7 @@ def render(inputs: ReportInputs) -> str:
     """The report as one HTML document; its bytes depend only on the artifacts."""
     more = others.packed_modules(inputs)
     low, translated = inputs.low_precision, inputs.evaluation.translation
+    folded = inputs.reparam
     sections = [
         summary.headline(inputs),
         *([] if translated is None else [translation.translation(translated)]),
@@ -24,6 +25,7 @@ def render(inputs: ReportInputs) -> str:
         summary.size_against_quality(inputs),
         speed.estimate(inputs),
         *([] if low is None else [low_precision.low_precision(low)]),
+        *([] if folded is None else [reparam.reparam(folded, inputs.integer)]),
         provenance(inputs),
     ]
     name = inputs.manifest.model.name

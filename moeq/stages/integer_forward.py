@@ -10,7 +10,7 @@ import torch
 from rich.markup import escape
 from torch import nn
 
-from moeq.artifacts.files import write_json
+from moeq.artifacts.integer_report import NAME, SCHEMA, IntegerFigures, IntegerReport, read_report, write_report
 from moeq.errors import RecipeError
 from moeq.integer.description import KNOWN, is_known
 from moeq.integer.make import lines, make
@@ -21,8 +21,7 @@ from moeq.models.source import ModelSource, open_source
 from moeq.recipe import IntegerSection
 from moeq.stages.context import FOLDED, Context
 
-FOLDER, REPORT = "integer", "integer.json"
-SCHEMA_VERSION = 1
+FOLDER = "integer"
 WHERE = "reparam.integer"
 
 
@@ -45,13 +44,14 @@ def inputs(context: Context) -> dict[str, Any]:
 def remove(directory: Path) -> None:
     """Take away what an earlier run of the stage left."""
     shutil.rmtree(directory / FOLDER, ignore_errors=True)
-    (directory / REPORT).unlink(missing_ok=True)
+    for name in (NAME, SCHEMA):
+        (directory / name).unlink(missing_ok=True)
 
 
 def write(context: Context, section: IntegerSection, scales: dict[str, float], directory: Path) -> dict[str, Any]:
     """Write integer/ (of a model with several tasks integer/task-0 and so on) and integer.json into the stage's folder.
 
-    scales: s~ of the folded norms by module path. Returns what `make` found, by task.
+    scales: s~ of the folded norms by module path. Returns what `make` found, by task, without the schemes.
     """
     calibration, images = context.calibration, context.evaluation
     if not isinstance(calibration, ImageSequences) or not isinstance(images, ImageSequences):
@@ -59,7 +59,7 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
     folded = open_source(str(directory / FOLDED), trust_remote_code=context.recipe.trust_remote_code)
     model, original = _load(context, folded), _load(context, context.source)
     tasks = getattr(model.config, "num_tasks", 1)
-    found: dict[str, Any] = {}
+    found: dict[str, IntegerFigures] = {}
     for task in range(tasks):
         folder = directory / FOLDER if tasks == 1 else directory / FOLDER / f"task-{task}"
         found[f"task-{task}"] = make(
@@ -76,8 +76,14 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
         for line in lines(found[f"task-{task}"]):
             context.reporter.say(f"  {escape(line)}")
         context.reporter.say(f"  {escape(str(folder))}")
-    write_json(directory / REPORT, {"schema_version": SCHEMA_VERSION, "tasks": found})
-    return found
+    write_report(directory, IntegerReport(tasks=found))
+    return {task: one.model_dump(mode="json", exclude={"schemes", "replay"}) for task, one in found.items()}
+
+
+def load(context: Context) -> IntegerReport | None:
+    """What was measured; None where the recipe wants no integer forward."""
+    section = context.recipe.reparam
+    return None if section is None or section.integer is None else read_report(context.directory("reparam"))
 
 
 def _load(context: Context, source: ModelSource) -> nn.Module:

@@ -325,20 +325,15 @@ def _say(context: Context, report: ReparamReport) -> None:
     say = context.reporter.say
     full = sum(norm.mode == "asymmetric" for norm in report.norms)
     say(
-        f"  {len(report.norms)} norms folded ({full} with zero points, {len(report.norms) - full} scales alone) into "
-        f"{sum(len(norm.consumers) for norm in report.norms)} weights; {len(report.left)} norms left"
+        f"  norms folded: {len(report.norms)}, {full} of them with zero points, into "
+        f"{sum(len(norm.consumers) for norm in report.norms)} weights; left: {len(report.left)}"
     )
-    left_out = f", {report.float32.left_out} of {report.float32.sequences} sequences left out for ties in routing"
-    say(
-        f"  relative error of logits before quantization: {report.float32.error:.1e} in float32, "
-        f"{report.stored.error:.1e} as stored{left_out if report.float32.left_out else ''}"
-    )
+    say(f"  relative error of logits: {report.float32.error:.1e} before quantization, {report.stored.error:.1e} stored")
+    if report.float32.left_out:
+        say(f"  left out for ties in routing: {report.float32.left_out} of {report.float32.sequences} sequences")
     if report.perplexity is not None:
         found = report.perplexity
-        say(
-            f"  perplexity: original {found.original:.4f}, W8A8 {found.w8a8:.4f}, "
-            f"W8A8 of the folded {found.w8a8_folded:.4f} ({found.tokens:,} tokens)"
-        )
+        say(f"  perplexity: original {found.original:.4f}, W8A8 {found.w8a8:.4f}, W8A8 folded {found.w8a8_folded:.4f}")
     say(f"  {escape(str(context.directory('reparam') / FOLDED))}")
 
 

@@ -11,7 +11,7 @@ from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
 from moeq.artifacts.manifest import read_manifest
-from moeq.artifacts.stage import read_record
+from moeq.artifacts.stage import current_digest, read_record
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Refined, ReportInputs, SpeedInputs
 from moeq.reporting.page import render
@@ -22,18 +22,20 @@ from moeq.stages import (
     estimate,
     evaluate,
     export,
+    integer_forward,
     losses,
     model_card,
     others,
     profile,
     quantize,
     refine,
+    reparam,
 )
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 
 NAME = "report.html"
-REVISION = 4  # raised when the same run gives another page
+REVISION = 5  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 
@@ -65,8 +67,20 @@ def collect(context: Context) -> ReportInputs:
         refined=refined(context, assignment),
         routing=analysis.recorded(context) if context.recipe.profile.trace else None,
         low_precision=analysis.measured(context),
-        digests={stage: read_record(context.directory(stage), stage).digest for stage in STAGES},
+        reparam=reparam.load(context) if context.folds else None,
+        integer=integer_forward.load(context),
+        digests={stage: read_record(context.directory(stage), stage).digest for stage in stages_of(context)},
     )
+
+
+def stages_of(context: Context) -> tuple[str, ...]:
+    """The stages whose figures the page shows, in their order."""
+    return ("reparam", *STAGES) if context.folds else STAGES
+
+
+def own_inputs(context: Context) -> str | None:
+    """The digest of what was folded first, beside the stages that are always there."""
+    return current_digest(context.directory("reparam"), "reparam") if context.folds else None
 
 
 def refined(context: Context, assignment: Assignment) -> Refined | None:

@@ -1,0 +1,85 @@
+"""IntegerReport: how an integer forward does beside the float model and other schemes (integer.json, its schema)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from moeq.artifacts.files import write_json
+from moeq.artifacts.stage import read_model
+
+SCHEMA_VERSION = 1
+NAME = "integer.json"
+SCHEMA = "integer.schema.json"
+REMEDY = "run `moeq reparam` again"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class QualityRow(_Model):
+    """accuracy: a share; cross_entropy in nats; logit_error: ||z - z0|| / ||z0|| of the float model's z0."""
+
+    accuracy: float
+    cross_entropy: float
+    logit_error: float
+
+
+class SchemeRow(_Model):
+    """A scheme of paper 004's Table 1 with its quality; widths: W/A/Attn in bits."""
+
+    name: str
+    widths: str
+    accuracy: float
+    cross_entropy: float
+    logit_error: float
+
+
+class IntegerFigures(_Model):
+    """What was measured of one integer forward.
+
+    integer: of the forward in whole numbers; folded: of the float model that it was made of; real_factors: of
+    simulation with the real numbers that multipliers and shifts stand for, from which `differing_code_share` of the
+    codes differ and the logits by `logit_error_of_factors`. description_error: relative, of the logits of the
+    description that was lowered. schemes: None where they were not wanted.
+    """
+
+    widths: str
+    softmax: Literal["log-sqrt2", "log2", "uniform"]
+    denominator: Literal["quantized", "exact"]
+    calibration_images: int
+    images: int
+    description_error: float
+    integer: QualityRow
+    folded: QualityRow
+    real_factors: QualityRow
+    equal_to_simulation: bool
+    differing_code_share: float
+    differing_code_share_first: float
+    logit_error_of_factors: float
+    saturated_code_share: float
+    saturated_residuals: int
+    vectors: int
+    replay: str
+    schemes: tuple[SchemeRow, ...] | None
+
+
+class IntegerReport(_Model):
+    """tasks: {"task-0": figures} and so on, of models with several tasks one each."""
+
+    schema_version: int = SCHEMA_VERSION
+    tasks: dict[str, IntegerFigures]
+
+
+def write_report(directory: Path, report: IntegerReport) -> None:
+    """Write integer.json and its schema."""
+    write_json(directory / SCHEMA, IntegerReport.model_json_schema())
+    write_json(directory / NAME, report.model_dump(mode="json"))
+
+
+def read_report(directory: Path) -> IntegerReport:
+    """Read integer.json; ArtifactError when it is missing or damaged."""
+    return read_model(directory / NAME, IntegerReport, SCHEMA_VERSION, remedy=REMEDY)
