@@ -12,7 +12,9 @@ import torch
 from transformers import AutoModelForImageClassification
 
 from moeq import pipeline, results
+from moeq.artifacts.integer_report import read_report
 from moeq.artifacts.manifest import read_manifest
+from moeq.artifacts.stage import read_record
 from moeq.errors import CorpusError, ModelError, MoeqError, RecipeError
 from moeq.generation import generate
 from moeq.inspection import inspect
@@ -22,6 +24,7 @@ from moeq.planning.make import error_of, make_plan
 from moeq.planning.sizes import Text, Work, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.reporting import formats
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import evaluate, losses, profile
 from moeq.stages.context import Context
@@ -33,8 +36,9 @@ QUICK = (
     "losses.expert_effects={bits: 2, sequences: 16, experts: 3}",
     "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
     "eval.compare=[{name: uniform-2, method: uniform, bits: 2}, {name: uniform-8, method: uniform, bits: 8}]",
+    "reparam.integer=null",
 )  # fmt: skip
-TO_EXPORT = ("profile", "losses", "assign", "quantize", "export")
+TO_EXPORT = ("reparam", "profile", "losses", "assign", "quantize", "export")
 CPU = torch.device("cpu")
 
 
@@ -45,7 +49,8 @@ def context_of(out: Path, *settings: str, model: str = "bundled:tiny-moe-vit") -
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Context:
-    context = context_of(tmp_path_factory.mktemp("image") / "run", "export.verify=false")
+    integer = "reparam.integer={vectors: 1, schemes: false}"
+    context = context_of(tmp_path_factory.mktemp("image") / "run", "export.verify=false", integer)
     pipeline.run(context)
     return context
 
@@ -116,6 +121,10 @@ def test_the_report_shows_what_was_measured(whole: Context) -> None:
     assert "Size against logit error" in page
     assert "cross-entropy, over original" in page
     assert "perplexity, over original" not in page
+    assert "8 norms folded into 10 weights, 8 with zero points" in page
+    found = read_report(whole.directory("reparam")).tasks["task-0"]
+    assert f'<td class="number">{formats.share(found.integer.logit_error)}</td>' in page
+    assert read_record(whole.directory("reparam"), "reparam").digest in page
     rows = inspect(whole.directory("eval") / "eval.json")["rows"]
     assert all("logit_error" in row for row in rows)
 
@@ -143,7 +152,9 @@ def test_a_dequantized_copy_is_verified_by_the_moeq_that_brings_the_model(tmp_pa
     context = context_of(tmp_path / "run", "export.formats=[dequantized]", "losses.expert_effects.experts=1")
     pipeline.run(context, TO_EXPORT)
     plain = loading.load_model(
-        context_of(tmp_path, model=str(tmp_path / "run" / "checkpoint-dequantized")).source, torch.float32, CPU
+        context_of(tmp_path, "reparam=null", model=str(tmp_path / "run" / "checkpoint-dequantized")).source,
+        torch.float32,
+        CPU,
     )
     packed = load_checkpoint(context.directory("export"), torch.float32, CPU)
     images = context.evaluation
@@ -156,7 +167,7 @@ def test_the_plan_knows_the_work_of_images(tmp_path: Path) -> None:
     found = make_plan(context_of(tmp_path / "run"), probe=False)
     assert error_of(found) is None
     assert found.model["top_k"] == 2
-    assert work_sizes(context_of(tmp_path / "run")) == Work(
+    assert work_sizes(context_of(tmp_path / "run").given()) == Work(
         calibration=Text(sequences=64, length=17, batch=64, whole=1437 * 17),
         evaluation=Text(sequences=360, length=17, batch=128, whole=360 * 17),
         tasks=None,
@@ -215,6 +226,6 @@ def test_a_set_that_was_not_split_needs_another_to_be_measured_on(tmp_path: Path
     with pytest.raises(CorpusError, match="there is nothing left to be measured on"):
         pipeline.run(context_of(tmp_path / "run", *settings))
     context = context_of(tmp_path / "run", *settings, "eval.images.source=digits", "eval.images.images=40")
-    pipeline.run(context, ("profile",))
+    pipeline.run(context, ("reparam", "profile"))
     assert profile.load(context).corpus == ("own.safetensors",)
     assert json.loads((context.out / "profile" / "stage.json").read_text())["summary"]["tokens"] == 32 * 17

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from integer_reader import replay as independent_replay
 
+from moeq.artifacts.integer_report import read_report
 from moeq.artifacts.reparam import read_reparam
 from moeq.artifacts.stage import read_record
 from moeq.errors import RecipeError
@@ -25,12 +26,15 @@ def test_the_integer_forward_lies_beside_the_folded_checkpoint(tmp_path: Path) -
     differing, _ = independent_replay(folder)
     assert differing == []
     assert inspect(folder)["model"] == "model"
-    report = json.loads((run / "reparam" / "integer.json").read_text("utf-8"))
-    record = read_record(run / "reparam", "reparam")
-    assert report["tasks"] == record.summary["integer"]
-    assert list(report["tasks"]) == ["task-0"]
-    assert report["tasks"]["task-0"]["calibration_images"] == 24
-    assert {"integer/manifest.json", "integer/vectors.safetensors", "integer.json"} <= set(record.files)
+    report, record = read_report(run / "reparam"), read_record(run / "reparam", "reparam")
+    assert list(report.tasks) == list(record.summary["integer"]) == ["task-0"]
+    assert (report.tasks["task-0"].calibration_images, report.tasks["task-0"].images) == (24, 12)
+    names = {"integer/manifest.json", "integer/vectors.safetensors", "integer.json", "integer.schema.json"}
+    assert names <= set(record.files)
+    assert inspect(run / "reparam" / "integer.json")["task-0"]["widths"] == "8/8/4"
+    assert [row["norm"] for row in inspect(run / "reparam" / "reparam.json")["norms"]][:2] == [
+        "blocks.0.norm1", "blocks.0.norm2",
+    ]  # fmt: skip
     manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
     scales = {value["name"]: value["scale"] for value in manifest["values"]}
     for norm in read_reparam(run / "reparam").norms:
@@ -43,7 +47,7 @@ def test_the_integer_forward_lies_beside_the_folded_checkpoint(tmp_path: Path) -
     assert (folder / "manifest.json").read_bytes() != before
     reparam(model, run)
     assert not folder.exists()
-    assert not (run / "reparam" / "integer.json").exists()
+    assert not list((run / "reparam").glob("integer*"))
 
 
 def test_every_task_has_its_own(tmp_path: Path) -> None:
