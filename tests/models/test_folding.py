@@ -10,10 +10,12 @@ import torch
 import transformers
 from family_models import FAMILIES, build, inputs
 from folded_models import eager, edges_of, fold
+from integer_models import made, pixels
 from torch import nn
 
 from moeq.errors import MoeqError, NotFiniteError, QuantizationError
 from moeq.models.edges import Edge
+from moeq.models.gained import gain_router_biases
 
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-9}
 CHOSEN = ("mixtral", "qwen3_next", "deepseek_v2", "qwen2_moe", "gpt_oss", "aria_text", "llama4_text", "dbrx", "jetmoe")
@@ -98,6 +100,24 @@ def test_a_vision_transformer_takes_zero_points_everywhere(kind: str, dtype: tor
     assert 0 < error < LIMITS[dtype]
     assert [folded.why for folded in folds] == [None] * 5
     assert not edges.refused
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("kind", ["moe", "tasks"])
+def test_a_mixture_of_vision_experts_takes_zero_points_everywhere(kind: str, dtype: torch.dtype) -> None:
+    """Routers gain biases where they have none, and every task's router is a consumer."""
+    model = made(kind)
+    images = pixels(model, 12)
+    gained = gain_router_biases(model)
+    assert gained == (["blocks.1.moe.router.bias"] if kind == "moe" else [])
+    tasks = range(model.config.num_tasks)
+    edges = edges_of(model, *(lambda task=task: model(images, task=task) for task in tasks))
+    model.to(dtype)
+    error, folds = fold(model, lambda: model(images.to(dtype), task=tasks[-1]), edges)
+    assert 0 < error < LIMITS[dtype]
+    assert [folded.why for folded in folds] == [None] * (5 if kind == "moe" else 4)  # a mean takes the last one's
+    routers = [one.weight for edge in edges.edges for one in edge.consumers if "router" in one.weight]
+    assert len(routers) == len(tasks)
 
 
 def test_experts_without_tokens_are_consumers() -> None:

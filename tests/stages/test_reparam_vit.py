@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageClassification
 
@@ -83,6 +83,21 @@ def test_scales_alone_leave_routers_without_biases(tmp_path: Path) -> None:
     assert {norm.mode for norm in read_reparam(tmp_path / "run" / "reparam").norms} == {"scale-only"}
     assert json.loads((folded / "config.json").read_text("utf-8"))["router_bias"] is False
     assert relative(logits(folded), logits(model)) < 1e-5
+
+
+def test_images_whose_routing_ties_are_counted_and_left_out(tmp_path: Path) -> None:
+    """Two experts whose logits differ by rounding alone: the fold may change their places, and nothing else."""
+    model = model_of(tmp_path / "model")
+    held = load_file(model / "model.safetensors")
+    for block in (1, 2):
+        router = held[f"blocks.{block}.moe.router.weight"]
+        router[3] = router[1] * (1 + 1e-7)
+    save_file(held, model / "model.safetensors", {"format": "pt"})
+    reparam(model, tmp_path / "run")
+    found = read_reparam(tmp_path / "run" / "reparam").float32
+    assert 0 < found.left_out < found.sequences == 20
+    assert found.changed_tokens >= found.left_out
+    assert found.error < 1e-5
 
 
 @pytest.mark.parametrize("biased", [False, True])
