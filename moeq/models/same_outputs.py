@@ -90,7 +90,7 @@ def _real(logits: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Tensor]:
 def compare(before: Outputs, after: Outputs) -> Difference:
     """The difference between two versions, over the sequences in which no tie was broken another way.
 
-    Raises ModelError when there is none.
+    Raises ModelError when there is none, and where all logits are 0.
     """
     out: set[int] = set()
     changed = 0
@@ -106,11 +106,13 @@ def compare(before: Outputs, after: Outputs) -> Difference:
         everything |= set(sequence.tolist())
         difference += float((logits[keep] - others[keep]).double().square().sum())
         size += float(logits[keep].double().square().sum())
-    if not size:
+    if everything <= out:
         raise ModelError(
             "routing changed in ties in all sequences: nothing is left to compare",
             where=f"{len(everything)} sequences",
             do="use more reparam.samples",
         )
+    if not size:
+        raise ModelError("all logits of the model are 0", do="check the weights of its head and last norm")
     error = math.sqrt(difference / size)
     return Difference(error=error, sequences=len(everything), left_out=len(out), changed_tokens=changed)

@@ -48,3 +48,8 @@ def test_ties_everywhere_leave_nothing_to_compare() -> None:
     logits = torch.randn(5, 7)
     with pytest.raises(ModelError, match="nothing is left to compare"):
         compare(outputs(logits), outputs(logits, torch.tensor([[0, 1]] * 5)))
+
+
+def test_logits_that_are_all_zero_are_named_as_such() -> None:
+    with pytest.raises(ModelError, match="all logits of the model are 0; check the weights"):
+        compare(outputs(torch.zeros(5, 7)), outputs(torch.zeros(5, 7)))
