@@ -65,7 +65,7 @@ class TextJudge:
             )
         results = None
         if self.context.recipe.eval.tasks:
-            results = self._tasks(model)
+            results = self._tasks(name, model)
             advance()
         tasks = {} if results is None else task_scores(results)
         accuracy, stderr = headline(tasks)
@@ -80,8 +80,8 @@ class TextJudge:
             items={"name": name, "lm_eval": results, "perplexity": measured, "cut_requests": {}},
         )
 
-    def _tasks(self, model: Any) -> dict[str, Any]:
-        """lm-eval's results with every sample."""
+    def _tasks(self, name: str, model: Any) -> dict[str, Any]:
+        """lm-eval's results with every sample; of the model they hold its name alone, the same wherever the run is."""
         from moeq.evaluation.multimodal import static_lm  # brings lm-eval in, which takes seconds
 
         context, section = self.context, self.context.recipe.eval
@@ -93,6 +93,7 @@ class TextJudge:
             limit=section.limit,
             num_fewshot=section.num_fewshot,
             chat_template=section.chat_template,
+            model={"model": name},
         )
 
 

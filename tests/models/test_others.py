@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from accelerate import init_empty_weights
-from family_models import FAMILIES, build, configuration, save
+from family_models import FAMILIES, build, configuration, of_name, save
 from torch import nn
 
 from moeq.models import loading
@@ -106,7 +105,7 @@ LEFT = {
 
 def structure(family: str) -> nn.Module:
     with init_empty_weights(include_buffers=False):
-        model: nn.Module = getattr(transformers, FAMILIES[family].model)._from_config(configuration(family))
+        model: nn.Module = of_name(FAMILIES[family].model)._from_config(configuration(family))
     return model
 
 

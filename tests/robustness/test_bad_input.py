@@ -500,7 +500,7 @@ def test_estimate(
 def test_unknown_task(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     finished = moeq.run("run", recipe, "--out", out, "--set", "eval.tasks=[moeq_continuatio]", "--quiet")
-    assert_refused(finished, EVALUATION, "moeq_continuatio", "did you mean 'moeq_continuation'?")
+    assert_refused(finished, EVALUATION, "moeq_continuatio", "did you mean 'moeq_continuation'")
     assert not (out / "losses").exists()
 
 
