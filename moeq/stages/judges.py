@@ -63,9 +63,10 @@ class TextJudge:
             measured = perplexity(
                 model, self.sequences, self.section.batch_size, self.context.device, advance, streamed=streamed
             )
-        results = None
+        results: dict[str, Any] | None = None
+        cut: dict[str, int] = {}
         if self.context.recipe.eval.tasks:
-            results = self._tasks(model)
+            results, cut = self._tasks(model)
             advance()
         tasks = {} if results is None else task_scores(results)
         accuracy, stderr = headline(tasks)
@@ -77,23 +78,25 @@ class TextJudge:
                 "accuracy_stderr": stderr,
                 "tasks": tasks,
             },
-            items={"name": name, "lm_eval": results, "perplexity": measured, "cut_requests": {}},
+            items={"name": name, "lm_eval": results, "perplexity": measured, "cut_requests": cut},
         )
 
-    def _tasks(self, model: Any) -> dict[str, Any]:
-        """lm-eval's results with every sample."""
+    def _tasks(self, model: Any) -> tuple[dict[str, Any], dict[str, int]]:
+        """lm-eval's results with every sample, and how many requests were cut, by their kind."""
         from moeq.evaluation.multimodal import static_lm  # brings lm-eval in, which takes seconds
 
         context, section = self.context, self.context.recipe.eval
         options = {"batch_size": section.batch_size, "truncate": True}
-        return evaluate_tasks(
-            static_lm(model, context.tokenizer, context.image_processor, **options),
+        lm = static_lm(model, context.tokenizer, context.image_processor, **options)
+        results = evaluate_tasks(
+            lm,
             section.tasks,
             self.manager,
             limit=section.limit,
             num_fewshot=section.num_fewshot,
             chat_template=section.chat_template,
         )
+        return results, dict(lm.cut)
 
 
 class ImageJudge:
