@@ -63,9 +63,9 @@ def compare(
 ) -> Difference | None:
     """The difference of the mean over several measures (of one alone: its own), items of each drawn with replacement.
 
-    The same draws go to both, so that what is common to an item cancels. p is never below that of a test that flips
-    the signs of n differences, 2 ** (1 - n), which few items alone cannot be surer than. None of a single item, which
-    says nothing of how sure it is. Raises EvaluationError when the items differ.
+    The same draws go to both, so that what is common to an item cancels. p is never below 2 ** (1 - n) of n items
+    whose values differ, the least that flipping the signs of n differences can give: resamples alone are too sure of
+    few. None of a single item, which says nothing of how sure it is. Raises EvaluationError when the items differ.
     """
     for one, other in zip(mine, first, strict=True):
         if one.names != other.names or one.kind != other.kind:
@@ -77,6 +77,7 @@ def compare(
     items = sum(len(one.names) for one in mine)
     if items < 2:
         return None
+    differing = sum(int((one.values != other.values).sum()) for one, other in zip(mine, first, strict=True))
     total = np.zeros(resamples)
     for one, other in zip(mine, first, strict=True):
         total += np.concatenate(
@@ -90,7 +91,7 @@ def compare(
         difference=observed,
         low=float(low),
         high=float(high),
-        p=min(1.0, max(2 * (tail + 1) / (resamples + 1), 2.0 ** (1 - items))),
+        p=min(1.0, max(2 * (tail + 1) / (resamples + 1), 2.0 ** (1 - differing))),
         stderr=float(drawn.std(ddof=1)),
         items=items,
         resamples=resamples,

@@ -93,6 +93,11 @@ def test_other_items_are_refused() -> None:
 
 
 def test_few_items_are_never_sure() -> None:
+    first = np.zeros(100)
+    for count, least in ((4, 0.125), (12, 0.001)):
+        found = compare([items((np.arange(100) < count).astype(float))], [items(first)])
+        assert found.low > 0, "the interval alone is sure already"
+        assert found.p == pytest.approx(least, abs=2e-4), "as the exact test of signs, down to the resamples' own least"
     two, one = items(np.array([0.0, 0.0])), items(np.array([0.0]))
     assert compare([items(np.array([1.0, 1.0]))], [two]).p == 0.5
     assert compare([items(np.array([1.0]))], [one]) is None
