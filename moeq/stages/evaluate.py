@@ -104,9 +104,16 @@ def _with_changes(row: EvalRow, cells: dict[str, Any]) -> EvalRow:
 
 
 def check(context: Context) -> None:
-    """EvaluationError or CorpusError for tasks, folders and texts that are not there; CorpusError for too little.
+    """What `check_asked` raises, and CorpusError for texts that are not there or too little of them."""
+    check_asked(context)
+    _ = context.evaluation
 
-    RecipeError for figures that the model has none of, EvaluationError also for a translation by a model that cannot.
+
+def check_asked(context: Context) -> None:
+    """EvaluationError for tasks, images and folders that are not there; no text is tokenized.
+
+    RecipeError for figures that the model has none of; EvaluationError also for a translation by a model that cannot,
+    CorpusError for parallel text that is not there or not parallel.
     """
     section = context.recipe.eval
     _ = context.perplexity
@@ -114,7 +121,6 @@ def check(context: Context) -> None:
         _ = context.task_manager
     if section.tasks:
         _ = context.image_processor
-    _ = context.evaluation
     check_translation(context)
 
 
