@@ -44,7 +44,7 @@ def measure(model: Path, source: Path, target: Path, out: Path, toy: bool) -> Tr
     overrides = [f"eval.translation.source={source}", f"eval.translation.target={target}"]
     if toy:
         overrides += [f"corpus.source={source}"]
-        overrides += ["corpus.sequences=64", "corpus.sequence_length=16", "eval.translation.max_new_tokens=12"]
+        overrides += ["corpus.sequences=16", "corpus.sequence_length=16", "eval.translation.max_new_tokens=12"]
         overrides += ["eval.translation.batch_size=64"]
     recipe = load_recipe(RECIPE, overrides)
     context = Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
