@@ -53,6 +53,7 @@ class TextJudge:
         self.manager = context.task_manager
         self.steps = int(bool(context.recipe.eval.tasks))
         self.sizes = {"tokens": 0}
+        self._said_cut = False
         if self.sequences is not None and self.section is not None:
             self.steps += -(-len(self.sequences) // self.section.batch_size)
             self.sizes["tokens"] = int(self.sequences.mask[:, 1:].sum())
@@ -67,6 +68,7 @@ class TextJudge:
         cut: dict[str, int] = {}
         if self.context.recipe.eval.tasks:
             results, cut = self._tasks(model)
+            self._say_cut(cut)
             advance()
         tasks = {} if results is None else task_scores(results)
         accuracy, stderr = headline(tasks)
@@ -80,6 +82,12 @@ class TextJudge:
             },
             items={"name": name, "lm_eval": results, "perplexity": measured, "cut_requests": cut},
         )
+
+    def _say_cut(self, cut: dict[str, int]) -> None:
+        """Once, as every variant is asked the same."""
+        if cut and not self._said_cut:
+            self._said_cut = True
+            self.context.reporter.say(f"  [yellow]{sum(cut.values())} requests were cut from the left[/yellow]")
 
     def _tasks(self, model: Any) -> tuple[dict[str, Any], dict[str, int]]:
         """lm-eval's results with every sample, and how many requests were cut, by their kind."""
