@@ -358,7 +358,8 @@ def _notes(row: dict[str, Any]) -> list[str]:
     text, found = row["perplexity"], []
     if text is not None:
         found.append(
-            f"perplexity of {text['tokens']:,} tokens of {text['documents']:,} document{'s'[: text['documents'] != 1]}, "
+            f"perplexity of {text['tokens']:,} tokens of {text['documents']:,} "
+            f"{'document' if text['documents'] == 1 else 'documents'}, "
             f"window {text['window']}, stride {text['stride']}, errors over {text['unit']}s; "
             f"counted: {text['counted']}"
         )

@@ -246,6 +246,20 @@ def test_too_long_a_request_is_one_line_or_cut(loaded: tuple[Any, Any, Made]) ->
     assert_same("generation", *(answers(lm, "generation", named) for lm in pair))
 
 
+@pytest.mark.parametrize("kind", ["loglikelihood", "rolling"])
+def test_outputs_that_are_no_numbers_are_no_answers(loaded: tuple[Any, Any, Made], kind: str) -> None:
+    pair = context_aware(loaded, gpu_experts=1, average_bits="2"), StaticLM(loaded[0], loaded[1], max_length=64)
+    weight = loaded[0].get_input_embeddings().weight
+    before = weight.detach().clone()
+    try:
+        weight.data.fill_(float("nan"))
+        for lm in pair:
+            with pytest.raises(EvaluationError, match="outputs are not finite"):
+                answers(lm, kind, requests(kind))
+    finally:
+        weight.data.copy_(before)
+
+
 def test_options_that_cannot_be() -> None:
     assert ContextOptions.parse("gpu_experts=2, average_bits=2.5,selector=true").average_bits == "5/2"
     for text, message in {
