@@ -284,3 +284,19 @@ def test_the_selector_off_gives_one_width() -> None:
     routing = RoutingCounts(counts=np.array([[5, 1, 3]]), scores=np.array([[2.0, 0.5, 1.0]]))
     found = chooser(ContextOptions.parse("gpu_experts=1,average_bits=2,selector=false"), None)(routing)
     assert found.tolist() == [[16, 2, 2]]
+
+
+def test_alpha_and_the_weighting_of_losses_decide() -> None:
+    """Expert 0 is chosen often with little weight, expert 1 seldom with much; unweighted, all lose alike."""
+    routing = RoutingCounts(counts=np.array([[9, 2, 1, 1]]), scores=np.array([[0.5, 4.0, 0.3, 0.2]]))
+    losses = np.tile(np.array([8.0, 4.0, 2.0, 1.0]), (1, 4, 1)) * np.array([1.0, 1.0, 1.0, 9.0])[None, :, None]
+
+    def decided(text: str) -> list[int]:
+        found: list[list[int]] = chooser(ContextOptions.parse(text), losses)(routing).tolist()
+        return found[0]
+
+    hot = [decided(f"gpu_experts=1,average_bits=2,alpha={alpha}").index(16) for alpha in (0, 1)]
+    assert sorted(hot) == [0, 1], "by weight and by count"
+    mass, plain = (decided(f"average_bits=2,alpha=1,loss_weighting={one}") for one in ("mass", "none"))
+    assert sum(mass) == sum(plain) == 8
+    assert mass != plain
