@@ -55,6 +55,9 @@ def test_a_twin_compares_the_methods_of_its_paper(path: Path) -> None:
 
     def kinds(one: Path) -> set[tuple[object, ...]]:
         recipe = load_recipe(one)
+        if recipe.reparam is not None:  # the rows are the schemes
+            assert recipe.reparam.integer is not None
+            return {tuple(recipe.reparam.integer.model_dump(exclude={"vectors"}).values())}
         every = [recipe.assign, *recipe.eval.compare]
         return {(row.method, row.bits, row.metric, row.scope, row.selector, row.loss_weighting) for row in every}
 
