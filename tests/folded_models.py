@@ -53,6 +53,7 @@ def fold(
         found = Ranges(None, lambda output: output.flatten(0, -2))
         with found.watching(model, [folded.edge.norm.name for folded in folds]):
             after = call().logits
+    assert not any(module._forward_hooks for module in model.modules())
     for folded in folds:
         check_scale(folded, found)
     assert before.dtype == next(model.parameters()).dtype
