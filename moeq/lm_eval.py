@@ -34,14 +34,20 @@ def make_model(pretrained: str | None = None, **given: Any) -> Any:
     asked = {name: value for name, value in given.items() if name not in (*SETTINGS, *PASSED)}
     contexts = [ContextOptions.of(asked, "--model_args")] if asked else []
     settings = loaded.Settings(**(own | {"batch_size": _rows(own.get("batch_size", 1))}))
-    subject = open_subjects([pretrained], contexts, settings.trust_remote_code)[-1]
-    if not isinstance(subject, Subject):
-        raise EvaluationError("is no model", where=pretrained, do="give a run or a checkpoint")
+    opened = open_subjects([pretrained], contexts, settings.trust_remote_code)
+    subject = opened[-1]
+    if len(opened) != 1 + len(contexts) or not isinstance(subject, Subject):
+        raise EvaluationError(
+            "is no single model", where=pretrained, do="give a run, one of its assignments or a checkpoint"
+        )
     loaded.check(subject)
     return loaded.lm_of(loaded.load(subject, settings), subject, settings)
 
 
 def _rows(batch_size: Any) -> Any:
+    """The batch size; RecipeError unless it is a number or auto."""
+    if batch_size != "auto" and not (str(batch_size).isdigit() and int(batch_size) > 0):
+        raise RecipeError(f"batch size {batch_size}", where="--batch_size", do="give a number of at least 1, or auto")
     return batch_size if batch_size == "auto" else int(batch_size)
 
 

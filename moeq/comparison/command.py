@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from moeq.evaluation.context_options import ContextOptions
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.evaluation.harness_models import StaticLM
 from moeq.evaluation.multimodal import check_images, image_tasks
-from moeq.evaluation.strided import read_text, score_text, too_long
+from moeq.evaluation.strided import check_windows, read_text, score_text, too_long
 from moeq.models import hub
 from moeq.models.corpus import BUNDLED, has_processor
 from moeq.progress import Reporter
@@ -80,6 +80,8 @@ def needs_a_run(asked: Asked) -> bool:
         "--stride": asked.stride,
         "--context-aware": asked.context_aware or None,
         "--truncate": asked.truncate or None,
+        "--dtype": None if asked.dtype == "auto" else asked.dtype,
+        "--device": None if asked.device == "auto" else asked.device,
     }
     of_a_run = {"--model": asked.model, "--set": asked.overrides or None}
     wrong = [name for name, value in (beyond if stage else of_a_run).items() if value is not None]
@@ -110,6 +112,7 @@ def run(asked: Asked) -> dict[str, Any]:
         hub.be_quiet()
     reporter = Reporter(quiet=asked.quiet or asked.json)
     tasks = asked.task_names
+    _check_options(asked)
     contexts = [ContextOptions.parse(text) for text in asked.context_aware]
     settings = loaded.Settings(
         dtype=asked.dtype,
@@ -121,6 +124,10 @@ def run(asked: Asked) -> dict[str, Any]:
     if asked.out is not None and (asked.out.is_dir() or not asked.out.absolute().parent.is_dir()):
         raise EvaluationError("is no file that can be written", where=str(asked.out), do="give a path in a folder")
     subjects = open_subjects(asked.words, contexts, asked.trust_remote_code)
+    if (tasks or asked.text) and not any(isinstance(one, Subject) for one in subjects):
+        raise EvaluationError(
+            "nothing to measure, earlier results alone are named", where="moeq eval", do="name a model"
+        )
     for one in subjects:
         if isinstance(one, Subject):
             loaded.check(one)
@@ -132,6 +139,23 @@ def run(asked: Asked) -> dict[str, Any]:
     if asked.out is not None:
         document.write(asked.out, whole)
     return whole
+
+
+def _check_options(asked: Asked) -> None:
+    """RecipeError for options that nothing would follow, EvaluationError for windows that cannot be."""
+    of_tasks = {
+        "--include-path": asked.include_path,
+        "--num-fewshot": asked.num_fewshot,
+        "--limit": asked.limit,
+        "--truncate": asked.truncate or None,
+    }
+    of_text = {"--window": asked.window, "--stride": asked.stride}
+    if _text_source(asked) is not None:
+        check_windows(asked.window or WINDOW, asked.stride)
+    for given, missing, there in ((of_tasks, "--tasks", asked.task_names), (of_text, "--text", _text_source(asked))):
+        wrong = [name for name, value in given.items() if value is not None]
+        if wrong and not there:
+            raise RecipeError(f"{wrong[0]} without {missing}", where="moeq eval", do=f"give {missing} too")
 
 
 def _check_images(asked: Asked, subjects: Sequence[Subject | Earlier], manager: Any) -> bool:
@@ -189,16 +213,22 @@ def _rows(
             if isinstance(one, Earlier):
                 measured[number] = document.read_rows(one.path)
                 advance()
+        _check_names(subjects, measured)
         for number, subject, model in _by_base(subjects, settings):
             reporter.say(f"  {subject.name}")
             measured[number] = [_measure(asked, subject, model, settings, manager)]
+            del model  # the next one may be of another base
             advance()
-    found = [row for number in sorted(measured) for row in measured[number]]
-    names = [row["name"] for row in found]
+    return [row for number in sorted(measured) for row in measured[number]]
+
+
+def _check_names(subjects: Sequence[Subject | Earlier], earlier: Mapping[int, Sequence[document.Row]]) -> None:
+    """EvaluationError for a name that two rows would have, those of earlier results counted."""
+    names = [one.name for one in subjects if isinstance(one, Subject)]
+    names += [row["name"] for rows in earlier.values() for row in rows]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise EvaluationError("is there twice", where=twice, do="compare files and subjects of different names")
-    return found
 
 
 def _by_base(
@@ -221,6 +251,9 @@ def _measure(
     torch.manual_seed(0)
     lm = loaded.lm_of(model, subject, settings)
     row: document.Row = {"name": subject.name, "of": subject.described(), "lm_eval": None, "perplexity": None}
+    source = _text_source(asked)
+    if source is not None:
+        row["perplexity"] = _perplexity(asked, lm, model.tokenizer, source, settings)
     if manager is not None:
         row["lm_eval"] = evaluate_tasks(
             lm,
@@ -230,9 +263,6 @@ def _measure(
             num_fewshot=asked.num_fewshot,
             model=subject.described(),
         )
-    source = _text_source(asked)
-    if source is not None:
-        row["perplexity"] = _perplexity(asked, lm, model.tokenizer, source, settings)
     row["cut_requests"] = dict(lm.cut)
     row["seconds"] = round(time.monotonic() - started, 3)
     return row

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moeq.evaluation.paired import Difference, Items, compare, standard_error
-from moeq.evaluation.results import items_of, items_of_text, leaves, main_metric, members, pooled, scores_of
+from moeq.evaluation.results import checked, items_of, items_of_text, leaves, main_metric, members, pooled, scores_of
 
 AVERAGE, PERPLEXITY = "average", "perplexity"
 AVERAGED = ("acc", "acc_norm", "exact_match")  # metrics that a mean over tasks makes sense of
@@ -78,7 +78,9 @@ def _items(results: Mapping[str, Any], task: str, metric: str, value: float) -> 
     """Items of a task, or of all tasks of a group."""
     samples, parts = results.get("samples", {}), leaves(dict(results), task)
     found = [items_of(samples[one], metric) if one in samples else None for one in parts]
-    return found[0] if parts == [task] else pooled(found, value)
+    if parts != [task]:
+        return pooled(found, value)
+    return None if found[0] is None else checked(found[0], value)
 
 
 def _cell(mine: _Measure, first: _Measure | None) -> Cell:

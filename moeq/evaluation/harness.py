@@ -28,7 +28,9 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
     Raises EvaluationError for an unknown task or folder, and for data that cannot be had.
     """
     if include_path is not None and not Path(include_path).expanduser().is_dir():
-        raise EvaluationError("no such folder of tasks", where=include_path, do="correct eval.include_path")
+        raise EvaluationError(
+            "no such folder of tasks", where=include_path, do="correct --include-path (eval.include_path)"
+        )
     from lm_eval.tasks import TaskManager
 
     folders = [str(bundled_path("corpus/lm_eval_tasks"))]
@@ -41,6 +43,8 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
         if name not in manager.all_tasks:
             close = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see `lm-eval ls tasks`"
+            if Path(name).suffix in (".yaml", ".yml"):
+                hint = "give the `task:` that the file names, and its folder with --include-path"
             raise EvaluationError(f"no lm-eval task {name!r}", do=hint)
     for name in names:
         with _lm_eval_errors([name]):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -67,14 +68,14 @@ class StaticLM(HFLM):  # type: ignore[misc]
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
         for _, context, continuation in requests:
-            self.check_length(len(context) + len(continuation) - 1, "loglikelihood")
+            self.check_pair(context, continuation)
         found: list[Answer] = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         for request in requests:
             context, options = request.args
-            new = int(options.get("max_gen_toks", self.max_gen_toks))
+            new = int(normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"])
             if new >= self.max_length:
                 raise EvaluationError(
                     f"{new} new tokens leave no room for a context in {self.max_length} positions",
@@ -84,6 +85,16 @@ class StaticLM(HFLM):  # type: ignore[misc]
             self.check_length(len(self.tok_encode(context)) + new, "generation")
         found: list[str] = super().generate_until(requests, disable_tqdm=True)
         return found
+
+    def check_pair(self, context: Sequence[int], continuation: Sequence[int]) -> None:
+        """`check_length` of a context with its continuation, which is never cut: EvaluationError where it alone is too
+        long."""
+        if len(continuation) > self.max_length:
+            raise EvaluationError(
+                f"a continuation of {len(continuation)} tokens is longer than the model's {self.max_length} positions",
+                do="leave the task out",
+            )
+        self.check_length(len(context) + len(continuation) - 1, "loglikelihood")
 
     def check_length(self, tokens: int, kind: str) -> None:
         """EvaluationError for more tokens than the model has positions, unless they may be cut: then it is counted."""
@@ -133,7 +144,7 @@ class ContextAwareLM(StaticLM):
 
     def _fitted(self, context: list[int], continuation: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Context and continuation within the model's positions, cut as HFLM cuts them."""
-        self.check_length(len(context) + len(continuation) - 1, "loglikelihood")
+        self.check_pair(context, continuation)
         left = self.max_length + 1 - len(continuation)
         return tuple(context[-left:]), tuple(continuation)
 

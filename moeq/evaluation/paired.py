@@ -60,10 +60,12 @@ class Difference:
 
 def compare(
     mine: Sequence[Items], first: Sequence[Items], *, resamples: int = RESAMPLES, seed: int = SEED
-) -> Difference:
+) -> Difference | None:
     """The difference of the mean over several measures (of one alone: its own), items of each drawn with replacement.
 
-    The same draws go to both, so that what is common to an item cancels. Raises EvaluationError when the items differ.
+    The same draws go to both, so that what is common to an item cancels. p is never below 2 ** (1 - n) of n items
+    whose values differ, the least that flipping the signs of n differences can give: resamples alone are too sure of
+    few. None of a single item, which says nothing of how sure it is. Raises EvaluationError when the items differ.
     """
     for one, other in zip(mine, first, strict=True):
         if one.names != other.names or one.kind != other.kind:
@@ -72,6 +74,10 @@ def compare(
                 where="comparison",
                 do="evaluate both on the same items",
             )
+    items = sum(len(one.names) for one in mine)
+    if items < 2:
+        return None
+    differing = sum(int((one.values != other.values).sum()) for one, other in zip(mine, first, strict=True))
     total = np.zeros(resamples)
     for one, other in zip(mine, first, strict=True):
         total += np.concatenate(
@@ -85,18 +91,18 @@ def compare(
         difference=observed,
         low=float(low),
         high=float(high),
-        p=min(1.0, 2 * (tail + 1) / (resamples + 1)),
+        p=min(1.0, max(2 * (tail + 1) / (resamples + 1), 2.0 ** (1 - differing))),
         stderr=float(drawn.std(ddof=1)),
-        items=sum(len(one.names) for one in mine),
+        items=items,
         resamples=resamples,
         seed=seed,
     )
 
 
-def standard_error(items: Items, *, resamples: int = RESAMPLES, seed: int = SEED) -> float:
-    """Of one measure alone, over resampled items; 0 for a single one."""
+def standard_error(items: Items, *, resamples: int = RESAMPLES, seed: int = SEED) -> float | None:
+    """Of one measure alone, over resampled items; None for a single one."""
     if len(items.names) < 2:
-        return 0.0
+        return None
     return float(np.concatenate([items.measure(counts) for counts in _draws(items, resamples, seed)]).std(ddof=1))
 
 

@@ -28,10 +28,10 @@ def perplexity(
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of every token but each sequence's first; pads do not count.
 
-    Returns {"perplexity", "perplexity_stderr", "tokens", "by_domain": {domain: perplexity}} and the `items` that it is
-    made of, as `strided.score_text` does: windows of `window` tokens that do not overlap. `advance` is called once a
-    batch; a streamed model is read once for all batches. Raises EvaluationError when the model's outputs are not
-    finite.
+    Returns {"perplexity", "perplexity_stderr", "tokens", "by_domain": {domain: perplexity}}, the digest of the `text`
+    as tokens, and the `items` that it is made of, as `strided.score_text` does: windows of `window` tokens that do not
+    overlap. `advance` is called once a batch; a streamed model is read once for all batches. Raises EvaluationError
+    when the model's outputs are not finite.
     """
     total: dict[str, float] = {}
     tokens: dict[str, int] = {}
@@ -60,6 +60,7 @@ def perplexity(
         "perplexity": math.exp(sum(total.values()) / sum(tokens.values())),
         "tokens": sum(tokens.values()),
         "by_domain": {domain: math.exp(total[domain] / tokens[domain]) for domain in total if tokens[domain]},
+        "text": sequences.digest(),
     } | _items(items, sequences.ids.shape[1])
 
 

@@ -16,7 +16,12 @@ VOLATILE = (
     "total_evaluation_time_seconds", "start_time", "end_time", "system_info",
 )  # fmt: skip
 MAIN = ("acc", "acc_norm", "exact_match", "word_perplexity", "perplexity", "byte_perplexity", "bits_per_byte")
-_KINDS = {"word_perplexity": "perplexity", "byte_perplexity": "perplexity", "bits_per_byte": "bits"}
+_KINDS = {
+    "word_perplexity": "perplexity",
+    "perplexity": "perplexity",
+    "byte_perplexity": "perplexity",
+    "bits_per_byte": "bits",
+}
 
 
 def kept(found: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +87,7 @@ def items_of(samples: list[dict[str, Any]], metric: str) -> Items | None:
     """A metric's items, in the order of the documents; None where samples have no number for it."""
     name, _, chosen = metric.partition(",")
     rows = sorted(
-        (one for one in samples if name in one and (not chosen or one.get("filter", chosen) == chosen)),
+        (one for one in samples if name in one and one.get("filter", chosen or "none") == (chosen or "none")),
         key=lambda one: int(one["doc_id"]),
     )
     values = [_number(one[name]) for one in rows]
@@ -105,7 +110,14 @@ def pooled(parts: list[Items | None], value: float) -> Items | None:
         weights=np.concatenate([one.weights for one in known]),
         names=tuple(name for one in known for name in one.names),
     )
-    return found if math.isclose(found.value, value, rel_tol=1e-9, abs_tol=1e-12) else None
+    return checked(found, value)
+
+
+def checked(items: Items, value: float) -> Items | None:
+    """The items, None where the measure made of them is not `value`: a metric of all of them at once, such as F1."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = items.value
+    return items if math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9) else None
 
 
 def _number(value: Any) -> tuple[float, float] | None:
@@ -120,7 +132,7 @@ def _number(value: Any) -> tuple[float, float] | None:
 def items_of_text(found: dict[str, Any]) -> Items:
     """The items that a perplexity is made of."""
     values, weights = (np.array(found["items"][name], float) for name in ("logprob", "tokens"))
-    settings = f"of window {found['window']}, stride {found['stride']}"
+    settings = f"of window {found['window']}, stride {found['stride']}, text {found['text']}"
     names = tuple(
         f"{found['unit']} {number} of {int(weight)} tokens, {settings}" for number, weight in enumerate(weights)
     )

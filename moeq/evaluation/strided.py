@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moeq.artifacts.files import digest_of
 from moeq.errors import CorpusError, EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.harness_models import ContextAwareLM, StaticLM, Window, answers
@@ -40,11 +41,7 @@ def read_text(source: str, tokenizer: Any, window: int, stride: int | None) -> T
     stride: none for the window's own length. Raises CorpusError for text that is not there or too short, and
     EvaluationError for windows that cannot be.
     """
-    stride = window if stride is None else stride
-    if window < 2 or not 1 <= stride <= window:
-        raise EvaluationError(
-            f"window {window}, stride {stride}", where="--text", do="give 1 <= stride <= window, window at least 2"
-        )
+    stride = check_windows(window, stride)
     documents = corpus.read_documents(corpus.open_sources(source, "evaluation"), corpus.Fields(), tokenizer)
     tokens = corpus.encode(documents, tokenizer)
     kept = [(tuple(ids), one.domain) for ids, one in zip(tokens, documents, strict=True) if len(ids) > 1]
@@ -57,6 +54,16 @@ def read_text(source: str, tokenizer: Any, window: int, stride: int | None) -> T
         window=window,
         stride=stride,
     )
+
+
+def check_windows(window: int, stride: int | None) -> int:
+    """The stride, none for the window's own length; EvaluationError for windows that cannot be."""
+    stride = window if stride is None else stride
+    if window < 2 or not 1 <= stride <= window:
+        raise EvaluationError(
+            f"window {window}, stride {stride}", where="--text", do="give 1 <= stride <= window, window at least 2"
+        )
+    return stride
 
 
 def windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[Window]:
@@ -140,6 +147,7 @@ def _report(text: Text, sums: list[list[tuple[float, int]]], context_aware: bool
         "perplexity_stderr": standard_error(items),
         "by_domain": {domain: float(np.exp(-total[0] / total[1])) for domain, total in totals.items()},
         "tokens": int(items.weights.sum()),
+        "text": digest_of([text.documents, text.domains]),
         "documents": len(sums),
         "window": text.window,
         "stride": text.stride,

@@ -33,6 +33,9 @@ def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, fl
     for name, size in found.items():
         if not 0 < size < float("inf"):
             problem = "always zero" if size == 0 else "not finite"
-            do = "check images and weights, or set integer: null"
-            raise QuantizationError(f"{name} is {problem} in calibration", where="integer", do=do)
+            raise QuantizationError(
+                f"{name} is {problem} in calibration",
+                where="integer",
+                do="check images and weights, or set integer: null",
+            )
     return found

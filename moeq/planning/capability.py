@@ -17,6 +17,7 @@ from moeq.numerics.packing import SUPPORTED_BITS
 from moeq.pipeline import STAGES
 from moeq.quantizers.layer import heldout_stride
 from moeq.recipe import Recipe
+from moeq.stages import evaluate
 from moeq.stages.context import Context
 
 
@@ -75,11 +76,12 @@ RULES: dict[str, Rule] = {NATIVE: native}
 def check_stages(context: Context) -> None:
     """What the stages themselves would refuse before the first write, in their own words; text is not tokenized.
 
-    The checks of eval are those of `planning.sizes.work_sizes`: files, lengths and tasks.
+    The texts of eval are those of `planning.sizes.work_sizes`: files and lengths.
     """
     for stage in STAGES:
-        if stage.check is not None and stage.name != "eval":
-            stage.check(context)
+        check = evaluate.check_asked if stage.name == "eval" else stage.check
+        if check is not None:
+            check(context)
 
 
 def refusals(context: Context, asked: Asked) -> list[str]:

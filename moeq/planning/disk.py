@@ -647,6 +647,7 @@ class Disk:
             length = text.length
             measured = {
                 "perplexity": 12.345678901234567, "perplexity_stderr": TYPICAL, "documents": text.sequences,
+                "text": "0" * 64,
                 "window": length, "stride": length, "tokens": text.tokens, "unit": "sequence",
                 "counted": "all tokens but the first of each sequence",
                 "by_domain": dict.fromkeys(("math", "prose", "python"), 12.345678901234567),

@@ -33,7 +33,7 @@ from moeq.planning.effects import heldout, kept
 from moeq.planning.placed import methods
 from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import RTN, SAMPLE_TOKENS, SIGNROUND, STORED, expert_batches
+from moeq.quantizers.layer import RTN, SAMPLE_TOKENS, SIGNROUND, STORED, expert_batches, part_rows
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import WEIGHT_BYTES
 from moeq.recipe import Recipe
@@ -179,7 +179,8 @@ class Memory:
         rows = loss_rows(self.sizes, self.recipe)
         whole = rows // (1 + len(largest.projections) if section.per_projection else 1)
         tokens = text.tokens * self.sizes.hidden_size * 4
-        floats = (0 if self.d == 4 else tokens) + int(tokens * (1 - section.heldout_fraction))
+        part = 4 * self.sizes.hidden_size * part_rows(self.sizes.hidden_size)
+        floats = (0 if self.d == 4 else tokens) + min(part, int(tokens * (1 - section.heldout_fraction)))
         return [
             [*self._loading(), self._stopped(2)],
             [
@@ -379,7 +380,8 @@ def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int) -> int:
     count: int = first.stop - first.start
     hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
     weights = layer.parameters_per_expert
-    tokens = 4 * (routed + SAMPLE_TOKENS) * (hidden + 3 * inner)
+    given = routed + SAMPLE_TOKENS
+    tokens = 4 * (given * hidden + min(given, part_rows(inner)) * 3 * inner)
     codes = count * widths * weights
     batch = 4 * count * weights
     moments = [tokens + batch]

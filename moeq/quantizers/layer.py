@@ -6,7 +6,7 @@ Letters: T tokens, E experts, e experts of one batch, H hidden size, I intermedi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from moeq.recipe import LossesSection
 SAMPLE_TOKENS = 1024  # of a layer's tokens, run through every expert for what a rarely routed one borrows
 GPTQ, RTN, SIGNROUND = "gptq", "rtn", "signround"
 MSE = "mse"  # losses.clip
+PART_BYTES = 2**30  # of rows that are multiplied at once: all tokens' can be more than a GPU holds
 STORED = (GPTQ, SIGNROUND)  # methods whose replicas are kept
 
 
@@ -69,10 +70,9 @@ class _Tokens:
                 do="use dtype: float32, or more corpus.sequences",
             )
         scores = inputs.weights.to(hidden) if inputs.layer.kind.scales_inputs else None
-        samples = []
-        for side in (~heldout, heldout):
-            rows = thin(side.nonzero().squeeze(1), SAMPLE_TOKENS)
-            samples.append(hidden[rows] if scores is None else hidden[rows] * scores[rows].mean(1, keepdim=True))
+        samples = [
+            _weighed(hidden, scores, thin(side.nonzero().squeeze(1), SAMPLE_TOKENS)) for side in (~heldout, heldout)
+        ]
         return cls(
             hidden=hidden,
             experts=inputs.experts,
@@ -111,9 +111,14 @@ class _Tokens:
 
     def shared(self) -> Tensor:
         """Mean of x x^T over the calibration tokens, [H, H]."""
-        rows = self.hidden if self.scores is None else self.hidden * self.scores.mean(1, keepdim=True)
-        rows = rows[~self.heldout]
-        return rows.T @ rows / len(rows)
+        mine = (~self.heldout).nonzero().squeeze(1)
+        parts = mine.split(part_rows(self.hidden.shape[1]))
+        return _products(_weighed(self.hidden, self.scores, part) for part in parts) / len(mine)
+
+
+def _weighed(hidden: Tensor, scores: Tensor | None, rows: Tensor) -> Tensor:
+    """Tokens [n, H] at some rows [n], times the mean of what multiplies an expert's input, where a family does that."""
+    return hidden[rows] if scores is None else hidden[rows] * scores[rows].mean(1, keepdim=True)
 
 
 def heldout_stride(fraction: float) -> int:
@@ -281,10 +286,10 @@ def _gptq_batch(
     lend = config.borrow_tokens
     for index, expert in enumerate(batch.numbers()):
         mine = tokens.routed(expert, heldout=False)
-        own, borrowed = (batch.math.intermediate(rows, *batch.one(index)) for rows in (mine, tokens.sample))
+        own, borrowed = (_inner_products(batch, index, rows) for rows in (mine, tokens.sample))
         total = max(len(mine) + lend, 1e-9)
         first.append((mine.T @ mine + lend * shared) / total)
-        second.append((own.T @ own + lend * (borrowed.T @ borrowed) / len(borrowed)) / total)
+        second.append((own + lend * borrowed / len(tokens.sample)) / total)
         stood_in = {"borrowed_hessian": len(mine) < config.min_tokens, "left_out_tokens": tokens.left_out > 0}
         notes[index]["fallback"] = [name for name, here in stood_in.items() if here]
         notes[index]["hessian_trace"] = [float(one[-1].diagonal().sum()) for one in (first, second)]
@@ -294,6 +299,28 @@ def _gptq_batch(
     found = {DOWN: _gptq(batch.weights[DOWN], torch.stack(second), config, notes)}
     rows = stack.shape[1] // len(names)
     return {name: _rows(both, slice(i * rows, (i + 1) * rows)) for i, name in enumerate(names)} | found
+
+
+def part_rows(features: int) -> int:
+    """Rows of so many float32 features that are multiplied at once; a gated product has them three times over."""
+    return max(1, PART_BYTES // (3 * 4 * features))
+
+
+def _products(parts: Iterable[Tensor]) -> Tensor:
+    """Sum [K, K] of x x^T over rows that come in parts [n, K], at least one."""
+    rest = iter(parts)
+    first = next(rest)
+    total = first.T @ first
+    for part in rest:
+        total.addmm_(part.T, part)
+    return total
+
+
+def _inner_products(batch: _Experts, index: int, rows: Tensor) -> Tensor:
+    """Sum [I, I] of y y^T over what an expert's down projection is given at some rows [n, H]."""
+    weights, biases = batch.one(index)
+    parts = rows.split(part_rows(weights[DOWN].shape[1]))
+    return _products(batch.math.intermediate(part, weights, biases) for part in parts)
 
 
 def _gptq(weight: Tensor, hessian: Tensor, config: LossesSection, notes: list[dict[str, Any]]) -> gptq.Quantized:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moeq.models.experts import ExpertLayer, set_expert_weights, stacked_weights
 
-Place = tuple[str, int] | str  # (module of experts, expert), or the name of another module
+ExpertPlace = tuple[str, int]  # module of experts, expert
+Place = ExpertPlace | str  # the name of another module
 Weights = dict[str, Tensor]
 
 
@@ -64,3 +65,9 @@ class Swapped:
                 weight.copy_(values["weight"])
             return
         set_expert_weights(self.model, self._layer(place[0]), place[1], values)
+
+
+def overwrite(model: nn.Module, layer: ExpertLayer, replacements: Mapping[ExpertPlace, Replacement]) -> None:
+    """Put one layer's replacements into weights that nobody gives back, such as those of a layer that was just read."""
+    for (_, expert), one in replacements.items():
+        set_expert_weights(model, layer, expert, one.make())

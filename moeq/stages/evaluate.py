@@ -16,12 +16,12 @@ from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
 from moeq.evaluation import document
 from moeq.evaluation.harness import BUNDLED_TASK
-from moeq.models.experts import ExpertLayer, set_expert_weights
+from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.loading import expert_keys
 from moeq.models.others import OtherModule
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.runtime.swapping import Place, Replacement, Swapped
+from moeq.runtime.swapping import ExpertPlace, Place, Replacement, Swapped, overwrite
 from moeq.stages import assign, export, judges, others, quantize, refine
 from moeq.stages.context import Context
 from moeq.stages.low_precision import write_curves
@@ -104,9 +104,16 @@ def _with_changes(row: EvalRow, cells: dict[str, Any]) -> EvalRow:
 
 
 def check(context: Context) -> None:
-    """EvaluationError or CorpusError for tasks, folders and texts that are not there; CorpusError for too little.
+    """What `check_asked` raises, and CorpusError for texts that are not there or too little of them."""
+    check_asked(context)
+    _ = context.evaluation
 
-    RecipeError for figures that the model has none of, EvaluationError also for a translation by a model that cannot.
+
+def check_asked(context: Context) -> None:
+    """EvaluationError for tasks, images and folders that are not there; no text is tokenized.
+
+    RecipeError for figures that the model has none of; EvaluationError also for a translation by a model that cannot,
+    CorpusError for parallel text that is not there or not parallel.
     """
     section = context.recipe.eval
     _ = context.perplexity
@@ -114,7 +121,6 @@ def check(context: Context) -> None:
         _ = context.task_manager
     if section.tasks:
         _ = context.image_processor
-    _ = context.evaluation
     check_translation(context)
 
 
@@ -134,8 +140,7 @@ def apply_assignment(context: Context, assignment: Assignment, *, exported: bool
     stored.apply(context.model, "")
 
     def replace(model: nn.Module, layer: ExpertLayer) -> None:
-        for (_, expert), one in layer_replacements(context, assignment, layer, exported=exported, model=model).items():
-            set_expert_weights(model, layer, expert, one.make())
+        overwrite(model, layer, layer_replacements(context, assignment, layer, exported=exported, model=model))
 
     if context.streamed is not None:
         context.overwritten = [module.weight for module in stored.by_block.get("", ())]
@@ -154,7 +159,7 @@ def layer_replacements(
     *,
     exported: bool = False,
     model: nn.Module | None = None,
-) -> dict[tuple[str, int], Replacement]:
+) -> dict[ExpertPlace, Replacement]:
     """The dequantized replicas of one layer's experts that are below 16 bits, by module and expert.
 
     exported: as in `apply_assignment`; model: where weights that are rounded now are taken from, None for the disk.
@@ -167,13 +172,8 @@ def layer_replacements(
     replicas = Replicas(context, assignment, layer, model, refined=refined)
     found = {}
     for expert in refine.quantized_experts(assignment, layer):
-        which = replicas.identity(expert, str(directory) if expert in refined else "")
-        found[layer.name, expert] = Replacement(key=which, make=partial(_dequantized, replicas, expert))
+        found[layer.name, expert] = replicas.replacement(expert, str(directory) if expert in refined else "")
     return found
-
-
-def _dequantized(replicas: Replicas, expert: int) -> dict[str, torch.Tensor]:
-    return {name: packed.dequantize() for name, packed in replicas.placed(expert).items()}
 
 
 def replacements(

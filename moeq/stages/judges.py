@@ -63,9 +63,10 @@ class TextJudge:
             measured = perplexity(
                 model, self.sequences, self.section.batch_size, self.context.device, advance, streamed=streamed
             )
-        results = None
+        results: dict[str, Any] | None = None
+        cut: dict[str, int] = {}
         if self.context.recipe.eval.tasks:
-            results = self._tasks(name, model)
+            results, cut = self._tasks(name, model)
             advance()
         tasks = {} if results is None else task_scores(results)
         accuracy, stderr = headline(tasks)
@@ -77,17 +78,21 @@ class TextJudge:
                 "accuracy_stderr": stderr,
                 "tasks": tasks,
             },
-            items={"name": name, "lm_eval": results, "perplexity": measured, "cut_requests": {}},
+            items={"name": name, "lm_eval": results, "perplexity": measured, "cut_requests": cut},
         )
 
-    def _tasks(self, name: str, model: Any) -> dict[str, Any]:
-        """lm-eval's results with every sample; of the model they hold its name alone, the same wherever the run is."""
+    def _tasks(self, name: str, model: Any) -> tuple[dict[str, Any], dict[str, int]]:
+        """lm-eval's results with every sample, and how many requests were cut, by their kind.
+
+        Of the model the results hold the name alone: they are the same wherever the run lies.
+        """
         from moeq.evaluation.multimodal import static_lm  # brings lm-eval in, which takes seconds
 
         context, section = self.context, self.context.recipe.eval
         options = {"batch_size": section.batch_size, "truncate": True}
-        return evaluate_tasks(
-            static_lm(model, context.tokenizer, context.image_processor, **options),
+        lm = static_lm(model, context.tokenizer, context.image_processor, **options)
+        results = evaluate_tasks(
+            lm,
             section.tasks,
             self.manager,
             limit=section.limit,
@@ -95,6 +100,7 @@ class TextJudge:
             chat_template=section.chat_template,
             model={"model": name},
         )
+        return results, dict(lm.cut)
 
 
 class ImageJudge:

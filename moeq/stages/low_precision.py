@@ -1,22 +1,24 @@
 """Perplexity against the share of every layer's experts at a low width (paper 001, Figure 4).
 
-A sweep loads the model once. From one point to the next only the experts whose width changes are overwritten, by the
-replicas of the store or by what the checkpoint holds. A streamed model's experts are overwritten whenever they are
-read. What is no routed expert stays as in the checkpoint.
+A sweep loads the model once. From one point to the next only the experts whose width changes are overwritten. A
+streamed model's experts are overwritten whenever they are read. What is no routed expert stays as in the checkpoint.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
-from torch import Tensor, nn
 
 from moeq.analysis.low_precision import Chosen, low_experts, orders
 from moeq.artifacts.assignment import FULL
 from moeq.artifacts.low_precision import NAME, Curve, LowPrecisionReport, Point, Sweep, write_sweeps
 from moeq.evaluation.perplexity import perplexity
 from moeq.models.corpus import Sequences
-from moeq.models.experts import ExpertLayer, set_expert_weights
+from moeq.models.experts import ExpertLayer
 from moeq.recipe import AssignSection, LowPrecisionSection
+from moeq.runtime.swapping import ExpertPlace, Replacement, Swapped, overwrite
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
 from moeq.stages.quantize import Replicas
@@ -77,11 +79,12 @@ def _measure(
     name = f"{section.bits} of {section.high_bits} bits"
     found: dict[Chosen, float] = {}
     context.drop_model()
-    model = _Swapped(context, section)
+    widths = _Widths(context, section)
+    swapped = None if context.streamed is not None else Swapped(context.model, context.layers)
     try:
         with context.reporter.bar(name, len(different) * batches) as advance:
             for low in different:
-                model.become(low)
+                _become(context, swapped, partial(widths.of, low=low))
                 found[low] = perplexity(
                     context.model, sequences, settings.batch_size, context.device, advance, context.streamed
                 )["perplexity"]
@@ -90,47 +93,37 @@ def _measure(
     return found
 
 
-class _Swapped:
-    """The context's model with some experts at the low width and the others at the high one."""
+def _become(
+    context: Context, swapped: Swapped | None, wanted: Callable[[ExpertLayer], dict[ExpertPlace, Replacement]]
+) -> None:
+    """Give every expert its width: now, or, of a streamed model, as layers are read."""
+    if swapped is not None:
+        swapped.set({place: one for layer in context.layers for place, one in wanted(layer).items()})
+    elif context.streamed is not None:
+        context.streamed.overlay = lambda model, layer: overwrite(model, layer, wanted(layer))
+
+
+class _Widths:
+    """What gives a layer's experts the low width or the high one."""
 
     def __init__(self, context: Context, section: LowPrecisionSection) -> None:
-        self.context, self.section = context, section
+        self.section = section
         quantizer = section.quantizer or context.recipe.assign.quantizer
         self._replicas: dict[int, list[Replicas]] = {}
-        for bits in (section.bits, section.high_bits):
+        for bits in {section.bits, section.high_bits} - {FULL}:
             uniform = AssignSection(method="uniform", bits=bits, quantizer=quantizer)
             made = assign.make(context, uniform, f"uniform-{bits}")
             self._replicas[bits] = [Replicas(context, made, layer) for layer in context.layers]
-        self.now = [dict.fromkeys(range(layer.num_experts), FULL) for layer in context.layers]
 
-    def become(self, low: Chosen) -> None:
-        """Give every expert its width: now, or, of a streamed model, as layers are read."""
-
-        def replace(model: nn.Module, layer: ExpertLayer) -> None:
-            for expert, bits in self._widths(layer, low).items():
-                if bits != FULL:
-                    set_expert_weights(model, layer, expert, self._weights(layer, expert, bits))
-
-        if self.context.streamed is not None:
-            self.context.streamed.overlay = replace
-            return
-        for layer in self.context.layers:
-            wanted = self._widths(layer, low)
-            for expert, bits in wanted.items():
-                if bits != self.now[layer.index][expert]:
-                    set_expert_weights(self.context.model, layer, expert, self._weights(layer, expert, bits))
-            self.now[layer.index] = wanted
-
-    def _widths(self, layer: ExpertLayer, low: Chosen) -> dict[int, int]:
+    def of(self, layer: ExpertLayer, low: Chosen) -> dict[ExpertPlace, Replacement]:
+        """The replicas of one layer's experts; none of those in full precision."""
         bits, high = self.section.bits, self.section.high_bits
-        return {expert: bits if expert in low[layer.index] else high for expert in range(layer.num_experts)}
-
-    def _weights(self, layer: ExpertLayer, expert: int, bits: int) -> dict[str, Tensor]:
-        """One expert's matrices at a width; 16: as the checkpoint has them."""
-        replicas = self._replicas[bits][layer.index]
-        if bits == FULL:
-            return replicas.original(expert)[0]
-        return {name: packed.dequantize() for name, packed in replicas.packed(expert, bits).items()}
+        widths = {expert: bits if expert in low[layer.index] else high for expert in range(layer.num_experts)}
+        return {
+            (layer.name, expert): self._replicas[width][layer.index].replacement(expert)
+            for expert, width in widths.items()
+            if width != FULL
+        }
 
 
 def _some(sequences: Sequences, count: int | None) -> Sequences:

@@ -30,6 +30,7 @@ from moeq.quantizers.layer import GPTQ, rtn_batch
 from moeq.recipe import BEST
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
+from moeq.runtime.swapping import Replacement
 from moeq.stages import assign, losses, refine
 from moeq.stages.context import Context
 from moeq.stages.others import Stored
@@ -224,6 +225,14 @@ class Replicas:
     def placed(self, expert: int) -> dict[str, PackedWeight]:
         """The matrices of one expert's placed replica that are below 16 bits."""
         return self.packed(expert, self.choices[expert].key)
+
+    def replacement(self, expert: int, refined_in: str = "") -> Replacement:
+        """One expert's placed replica, dequantized when it is needed; refined_in: where it was refined."""
+
+        def make() -> dict[str, Tensor]:
+            return {name: packed.dequantize() for name, packed in self.placed(expert).items()}
+
+        return Replacement(key=self.identity(expert, refined_in), make=make)
 
     def identity(self, expert: int, refined_in: str = "") -> str:
         """What tells an expert's placed replica from others of the same model; refined_in: where it was refined."""

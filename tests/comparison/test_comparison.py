@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,21 @@ def values(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 def compared(run: Path, tiny_mixtral: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The original, all assignments of a run, its checkpoint, and rows by context, some with all experts exact."""
     out = tmp_path_factory.mktemp("results") / "found.json"
+    bases: list[weakref.ref[Any]] = []
+
+    def load(*given: Any, before: Any = loaded.load) -> Any:
+        assert all(one() is None for one in bases), "two models in memory"
+        found = before(*given)
+        bases.append(weakref.ref(found.model))
+        return found
+
     words = [tiny_mixtral, f"{run}:*", run / "checkpoint"]
     contexts = ["gpu_experts=5", "gpu_experts=1,average_bits=2", "gpu_experts=1,average_bits=2,selector=false"]
     more = {"tasks": TASKS, "include_path": tasks, "text": str(text_of(out.parent)), "window": 24, "stride": 12}
-    command.run(asked(words, context_aware=contexts, out=out, **more))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loaded, "load", load)
+        command.run(asked(words, context_aware=contexts, out=out, **more))
+    assert len(bases) == 2
     found: dict[str, Any] = json.loads(out.read_text("utf-8"))
     return found | {"out": str(out)}
 
@@ -225,6 +237,8 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         ([tmp_path / "odd.json"], {}, "not a result of `moeq eval --out`"),
         ([tiny_mixtral], {"context_aware": ["gpu_experts=5"]}, "--context-aware needs a run"),
         ([tiny_mixtral], {"window": 600}, "a window of 600 tokens is longer than the model's 128 positions"),
+        ([tiny_mixtral], {"limit": 2}, "--limit without --tasks"),
+        ([tiny_mixtral], {"tasks": "made_choice", "stride": 2}, "--stride without --text"),
         ([tiny_mixtral], {"batch_size": "many"}, "give a number of at least 1, or auto"),
         ([tiny_mixtral], {"out": tmp_path}, "is no file that can be written"),
     ):
@@ -233,6 +247,11 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         assert "\n" not in str(caught.value)
     with pytest.raises(RecipeError, match="--stride belongs to models"):
         command.needs_a_run(asked([], stride=4))
+    with pytest.raises(RecipeError, match="--dtype belongs to models"):
+        command.needs_a_run(asked([], dtype="float16"))
+    for wrong, message in (({"pretrained": f"{run}:*"}, "no single model"), ({"batch_size": "auto:4"}, "auto:4")):
+        with pytest.raises(MoeqError, match=message):
+            make_model(**({"pretrained": str(run)} | wrong))
     with pytest.raises(RecipeError, match="--set belongs to a run's stage"):
         command.needs_a_run(asked([run], overrides=["eval.limit=1"]))
 
@@ -278,6 +297,10 @@ def test_unknown_tasks_name_the_nearest_and_missing_data_its_name(
     monkeypatch.setattr("lm_eval.tasks.TaskManager.__init__", _without_defaults())
     with pytest.raises(EvaluationError, match="no lm-eval task 'made_chois'; did you mean 'made_choice'"):
         open_tasks(["made_chois"], str(tasks))
+    with pytest.raises(
+        EvaluationError, match="give the `task:` that the file names, and its folder with --include-path"
+    ):
+        open_tasks([str(tasks / "choice.yaml")], None)
     (tmp_path / "away.yaml").write_text(
         "task: away\ndataset_path: nobody/nothing\noutput_type: multiple_choice\nvalidation_split: validation\n"
         "doc_to_text: q\ndoc_to_choice: [a, b]\ndoc_to_target: gold\nmetric_list: [{metric: acc}]\n"

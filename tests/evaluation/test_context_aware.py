@@ -238,6 +238,12 @@ def test_too_long_a_request_is_one_line_or_cut(loaded: tuple[Any, Any, Made]) ->
     found, wanted = (answers(lm, "loglikelihood", asked) for lm in pair)
     assert_same("loglikelihood", found, wanted)
     assert [lm.cut["loglikelihood"] for lm in pair] == [1, 1]
+    long = [SimpleNamespace(args=("a", asked[0].args[0]), task_name="made")]
+    for lm in pair:
+        with pytest.raises(EvaluationError, match=r"a continuation of \d+ tokens is longer"):
+            answers(lm, "loglikelihood", long)
+    named = [SimpleNamespace(args=("a cat", {"until": ["."], "max_new_tokens": 5}), task_name="made")]
+    assert_same("generation", *(answers(lm, "generation", named) for lm in pair))
 
 
 def test_options_that_cannot_be() -> None:

@@ -59,14 +59,19 @@ def test_the_same_seed_gives_the_same_numbers_and_another_others() -> None:
     assert compare(*pair, seed=1).low != compare(*pair, seed=2).low
 
 
-def row(name: str, values: list[float], perplexity: float) -> dict[str, object]:
+def row(name: str, values: list[float], perplexity: float, text: str = "one") -> dict[str, object]:
     samples = [{"doc_id": n, "doc_hash": str(n), "acc": value} for n, value in enumerate(values)]
     results = {task: {"acc,none": float(np.mean(values)), "acc_stderr,none": 0.1} for task in ("a", "b")}
-    text = {
+    scores = {
         "perplexity": perplexity, "perplexity_stderr": 0.1, "unit": "window", "window": 8, "stride": 4,
+        "text": text,
         "items": {"logprob": [-np.log(perplexity) * 4] * 3, "tokens": [4] * 3},
     }  # fmt: skip
-    return {"name": name, "lm_eval": {"results": results, "samples": {"a": samples, "b": samples}}, "perplexity": text}
+    return {
+        "name": name,
+        "lm_eval": {"results": results, "samples": {"a": samples, "b": samples}},
+        "perplexity": scores,
+    }
 
 
 def test_the_table_has_every_measure_and_differences_from_the_first() -> None:
@@ -83,3 +88,31 @@ def test_the_table_has_every_measure_and_differences_from_the_first() -> None:
 def test_other_items_are_refused() -> None:
     with pytest.raises(EvaluationError, match="made of other items \\(4 and 3\\)"):
         table([row("one", [1, 0, 1], 10.0), row("two", [1, 1, 1, 0], 12.0)])
+    with pytest.raises(EvaluationError, match="made of other items \\(3 and 3\\)"):  # as many windows, another text
+        table([row("one", [1, 0], 10.0), row("two", [1, 1], 12.0, text="another")])
+
+
+def test_few_items_are_never_sure() -> None:
+    first = np.zeros(100)
+    for count, least in ((4, 0.125), (12, 0.001)):
+        found = compare([items((np.arange(100) < count).astype(float))], [items(first)])
+        assert found.low > 0, "the interval alone is sure already"
+        assert found.p == pytest.approx(least, abs=2e-4), "as the exact test of signs, down to the resamples' own least"
+    two, one = items(np.array([0.0, 0.0])), items(np.array([0.0]))
+    assert compare([items(np.array([1.0, 1.0]))], [two]).p == 0.5
+    assert compare([items(np.array([1.0]))], [one]) is None
+    assert standard_error(one) is None
+
+
+def test_items_stand_for_a_figure_only_where_it_is_made_of_them() -> None:
+    """Pairs of gold and answer are no values with weights; the answers of another filter are no items."""
+    pairs = [{"doc_id": n, "f1": [1, n % 2], "exact_match": 1.0, "filter": "none"} for n in range(4)]
+    others = [one | {"exact_match": 0.0, "filter": "loose"} for one in pairs]
+    names = ("f1", "exact_match")
+    results = [
+        {"results": {name: {f"{name},none": value}}, "samples": {name: pairs + others}}
+        for name, value in zip(names, (0.667, 1.0), strict=True)
+    ]
+    cells = [table([{"name": "a", "lm_eval": one}, {"name": "b", "lm_eval": one}])[1]["cells"] for one in results]
+    assert cells[0]["f1"].change is None
+    assert cells[1]["exact_match"].change.items == 4

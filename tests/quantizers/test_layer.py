@@ -1,5 +1,6 @@
 """Replicas and losses of one layer: held-out measuring, borrowing, batching, and GPTQ against RTN on a real model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer, ExpertMath
-from moeq.models.kinds import GATED
+from moeq.models.kinds import GATED, KINDS
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
 from moeq.numerics.packed import packed_bytes
@@ -120,6 +121,21 @@ def test_batches_of_experts_change_nothing() -> None:
             b["projection"],
             b["method"],
         )
+
+
+@pytest.mark.parametrize("scales_inputs", [False, True])
+def test_sums_in_parts_are_the_sums_of_all(monkeypatch: pytest.MonkeyPatch, scales_inputs: bool) -> None:
+    """More tokens than are multiplied at once: the Hessians, and what an expert without tokens borrows of them."""
+    inputs, weights = layer_inputs(), layer_weights()
+    if scales_inputs:
+        kind = next(one for one in KINDS if one.scales_inputs)
+        inputs = replace(inputs, layer=replace(LAYER, kind=kind))
+    whole = quantize_layer(inputs, weights, SILU, CONFIG)
+    monkeypatch.setattr("moeq.quantizers.layer.PART_BYTES", 3 * 4 * LAYER.hidden_size * 7)
+    parts = quantize_layer(inputs, weights, SILU, CONFIG)
+    traces = [[one["hessian_trace"] for one in found.rows if one["hessian_trace"]] for found in (whole, parts)]
+    assert traces[1] == pytest.approx(traces[0], rel=1e-5)
+    assert [one["loss"] for one in parts.rows] == pytest.approx([one["loss"] for one in whole.rows], rel=2e-2)
 
 
 def test_a_loss_that_is_not_a_number_names_the_expert() -> None:

@@ -14,6 +14,7 @@ import torch
 from moeq import pipeline, results
 from moeq.artifacts.evaluation import Translation
 from moeq.errors import EvaluationError
+from moeq.planning.make import make_plan
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
@@ -148,6 +149,7 @@ def test_a_decoder_is_refused_before_anything_is_written(finished: Context, tiny
         out=tmp_path / "run",
         reporter=Reporter(quiet=True),
     )
-    with pytest.raises(EvaluationError, match="translation needs an encoder-decoder"):
-        pipeline.run(one)
+    for made in (lambda: make_plan(one, probe=False), lambda: pipeline.run(one)):
+        with pytest.raises(EvaluationError, match="translation needs an encoder-decoder"):
+            made()
     assert not (tmp_path / "run" / "profile").exists()
