@@ -12,8 +12,6 @@ from typing import Any
 from moeq.errors import EvaluationError, MoeqError, RecipeError
 
 NAME = "moeq"
-
-
 SETTINGS = ("batch_size", "device", "dtype", "max_length", "truncate", "trust_remote_code")
 PASSED = ("max_batch_size",)  # what lm-eval passes to every model
 
@@ -33,7 +31,7 @@ def make_model(pretrained: str | None = None, **given: Any) -> Any:
     own = {name: given[name] for name in SETTINGS if given.get(name) is not None}
     asked = {name: value for name, value in given.items() if name not in (*SETTINGS, *PASSED)}
     contexts = [ContextOptions.of(asked, "--model_args")] if asked else []
-    settings = loaded.Settings(**(own | {"batch_size": _rows(own.get("batch_size", 1))}))
+    settings = loaded.Settings(**_checked(own))
     opened = open_subjects([pretrained], contexts, settings.trust_remote_code)
     subject = opened[-1]
     if len(opened) != 1 + len(contexts) or not isinstance(subject, Subject):
@@ -44,11 +42,27 @@ def make_model(pretrained: str | None = None, **given: Any) -> Any:
     return loaded.lm_of(loaded.load(subject, settings), subject, settings)
 
 
-def _rows(batch_size: Any) -> Any:
-    """The batch size; RecipeError unless it is a number or auto."""
-    if batch_size != "auto" and not (str(batch_size).isdigit() and int(batch_size) > 0):
-        raise RecipeError(f"batch size {batch_size}", where="--batch_size", do="give a number of at least 1, or auto")
-    return batch_size if batch_size == "auto" else int(batch_size)
+def _checked(own: dict[str, Any]) -> dict[str, Any]:
+    """Settings with a batch size; RecipeError for a value that cannot be."""
+    from moeq.models.loading import DTYPES
+
+    found = own | {"batch_size": _count("--batch_size", own.get("batch_size", 1), "auto")}
+    if "max_length" in own:
+        found["max_length"] = _count("max_length", own["max_length"])
+    choices = {"dtype": ("auto", *DTYPES), "truncate": (True, False), "trust_remote_code": (True, False)}
+    for name, allowed in choices.items():
+        if own.get(name, allowed[0]) not in allowed:
+            raise RecipeError(f"{name}={own[name]}", where="--model_args", do=f"give {', '.join(map(str, allowed))}")
+    return found
+
+
+def _count(name: str, given: Any, *words: str) -> Any:
+    """A number of at least 1, or one of the words; RecipeError for anything else."""
+    if given in words:
+        return given
+    if not str(given).isdigit() or int(given) < 1:
+        raise RecipeError(f"{name} {given}", do=f"give {', or '.join(('a number of at least 1', *words))}")
+    return int(given)
 
 
 def register() -> None:

@@ -360,8 +360,10 @@ def _notes(row: dict[str, Any]) -> list[str]:
     text, found = row["perplexity"], []
     if text is not None:
         found.append(
-            f"perplexity of {text['tokens']:,} tokens of {text['documents']:,} documents, "
-            f"window {text['window']}, stride {text['stride']}; counted: {text['counted']}"
+            f"perplexity of {text['tokens']:,} tokens of {text['documents']:,} "
+            f"{'document' if text['documents'] == 1 else 'documents'}, "
+            f"window {text['window']}, stride {text['stride']}, errors over {text['unit']}s; "
+            f"counted: {text['counted']}"
         )
     for kind, count in row["cut_requests"].items():
         found.append(f"{count:,} requests ({kind}) were cut from the left")

@@ -50,9 +50,28 @@ def fold(
         seen = [(edge, ranges.of(edge.norm.name)) for edge in edges.edges]
         folds = [make_fold(edge, *one, bits, shift=shift) for edge, one in seen if one is not None]
         apply_folds(model, folds)
-        after = call().logits
+        found = Ranges(None, lambda output: output.flatten(0, -2))
+        with found.watching(model, [folded.edge.norm.name for folded in folds]):
+            after = call().logits
+    assert not any(module._forward_hooks for module in model.modules())
+    for folded in folds:
+        check_scale(folded, found)
     assert before.dtype == next(model.parameters()).dtype
     return float((after - before).double().norm() / before.double().norm()), folds
+
+
+def check_scale(folded: FoldedNorm, found: Ranges) -> None:
+    """Every channel of the folded norm fills the codes of its one scale, which is what the fold is for."""
+    ends = found.of(folded.edge.norm.name)
+    assert ends is not None
+    low, high = (end / folded.fold.scale for end in ends)
+    bits, name = folded.fold.bits, folded.edge.norm.name
+    width, wanted = (high - low, 2**bits - 1) if folded.why is None else (
+        torch.maximum(low.abs(), high.abs()), 2 ** (bits - 1) - 1
+    )  # fmt: skip
+    assert torch.allclose(width, torch.full_like(width, wanted), rtol=1e-3), name
+    if folded.why is None:
+        assert float((low + 2 ** (bits - 1)).abs().max()) <= 0.51, name
 
 
 def eager(model: Any) -> Any:

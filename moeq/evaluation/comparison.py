@@ -35,7 +35,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for number, (row, mine) in enumerate(zip(rows, measures, strict=True)):
         first = measures[0] if number else {}
-        cells = {name: _cell(one, first.get(name)) for name, one in mine.items()}
+        cells = {name: _cell(one, first.get(name), f"{row['name']}, {name}") for name, one in mine.items()}
         average = _average(mine, first)
         if average is not None:
             cells = {AVERAGE: average} | cells
@@ -83,10 +83,10 @@ def _items(results: Mapping[str, Any], task: str, metric: str, value: float) -> 
     return None if found[0] is None else checked(found[0], value)
 
 
-def _cell(mine: _Measure, first: _Measure | None) -> Cell:
+def _cell(mine: _Measure, first: _Measure | None, where: str) -> Cell:
     change = None
     if first is not None and mine.items is not None and first.items is not None and mine.metric == first.metric:
-        change = compare([mine.items], [first.items])
+        change = compare([mine.items], [first.items], where=where)
     return Cell(metric=mine.metric, value=mine.value, stderr=mine.stderr, change=change)
 
 

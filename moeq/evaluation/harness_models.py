@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -70,6 +71,7 @@ class StaticLM(HFLM):  # type: ignore[misc]
         for _, context, continuation in requests:
             self.check_pair(context, continuation)
         found: list[Answer] = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+        check_finite(one[0] for one in found)
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -136,11 +138,13 @@ class ContextAwareLM(StaticLM):
         with self.runtime.installed():
             for numbers, scores in self._scored_together(fitted):
                 for number, (logprobs, greedy) in zip(numbers, scores, strict=True):
-                    found[number] = answer = (float(logprobs.sum()), bool(greedy.all()))
+                    found[number] = answer = (float(logprobs.double().sum()), bool(greedy.all()))
                     texts = requests[number][0]
                     if texts is not None:
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return [one for one in found if one is not None]
+        answered = [one for one in found if one is not None]
+        check_finite(one[0] for one in answered)
+        return answered
 
     def _fitted(self, context: list[int], continuation: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Context and continuation within the model's positions, cut as HFLM cuts them."""
@@ -173,7 +177,8 @@ class ContextAwareLM(StaticLM):
         windows = [list(self._windows(request.args[0])) for request in requests]
         found = []
         for request, mine in zip(requests, windows, strict=True):
-            total = sum(float(part.sum()) for part in self.rolling(mine))
+            total = sum(float(part.double().sum()) for part in self.rolling(mine))
+            check_finite([total])
             found.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return found
@@ -231,6 +236,12 @@ class ContextAwareLM(StaticLM):
         most = max(map(len, new))
         padded = [row + [self.tokenizer.pad_token_id] * (most - len(row)) for row in new]
         return torch.cat([context.cpu(), torch.tensor(padded, dtype=context.dtype)], 1)
+
+
+def check_finite(logprobs: Iterable[float]) -> None:
+    """EvaluationError where a log-likelihood is not finite: what a task would make of it looks like chance."""
+    if not all(map(math.isfinite, logprobs)):
+        raise EvaluationError("the model's outputs are not finite", do="use float32 or check the checkpoint")
 
 
 def answers(tokens: Sequence[int], targets: Sequence[int]) -> list[int]:

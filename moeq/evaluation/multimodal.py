@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
-from moeq.evaluation.harness_models import Answer, StaticLM
+from moeq.evaluation.harness_models import Answer, StaticLM, check_finite
 from moeq.models.corpus import opened
 
 
@@ -143,9 +143,11 @@ class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
         """(log-likelihood, whether it is the greedy choice) of every continuation."""
         score = super().loglikelihood
-        return self._by_images(
+        found: list[Answer] = self._by_images(
             requests, lambda some: [self._scored(one) for one in some], lambda some: score(some, disable_tqdm=True)
         )
+        check_finite(one[0] for one in found)
+        return found
 
     def tok_batch_multimodal_encode(
         self,

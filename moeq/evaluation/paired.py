@@ -59,7 +59,12 @@ class Difference:
 
 
 def compare(
-    mine: Sequence[Items], first: Sequence[Items], *, resamples: int = RESAMPLES, seed: int = SEED
+    mine: Sequence[Items],
+    first: Sequence[Items],
+    *,
+    where: str = "comparison",
+    resamples: int = RESAMPLES,
+    seed: int = SEED,
 ) -> Difference | None:
     """The difference of the mean over several measures (of one alone: its own), items of each drawn with replacement.
 
@@ -71,8 +76,8 @@ def compare(
         if one.names != other.names or one.kind != other.kind:
             raise EvaluationError(
                 f"made of other items ({len(one.names)} and {len(other.names)})",
-                where="comparison",
-                do="evaluate both on the same items",
+                where=where,
+                do="evaluate both on the same items, text and windows",
             )
     items = sum(len(one.names) for one in mine)
     if items < 2:

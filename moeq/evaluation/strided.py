@@ -17,7 +17,7 @@ import torch
 from moeq.artifacts.files import digest_of
 from moeq.errors import CorpusError, EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
-from moeq.evaluation.harness_models import ContextAwareLM, StaticLM, Window, answers
+from moeq.evaluation.harness_models import ContextAwareLM, StaticLM, Window, answers, check_finite
 from moeq.evaluation.paired import Items, standard_error
 from moeq.models import corpus
 
@@ -89,8 +89,7 @@ def score_text(lm: StaticLM, text: Text, batch_size: BatchSize) -> dict[str, Any
     else:
         logprobs = _in_batches(lm, cut, batch_size)
     sums = [[(float(one.double().sum()), len(one)) for one in mine] for mine in logprobs]
-    if not all(np.isfinite(total) for mine in sums for total, _ in mine):
-        raise EvaluationError("the model's outputs are not finite", do="use float32 or check the checkpoint")
+    check_finite(total for mine in sums for total, _ in mine)
     return _report(text, sums, isinstance(lm, ContextAwareLM))
 
 

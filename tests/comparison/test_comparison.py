@@ -249,7 +249,12 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         command.needs_a_run(asked([], stride=4))
     with pytest.raises(RecipeError, match="--dtype belongs to models"):
         command.needs_a_run(asked([], dtype="float16"))
-    for wrong, message in (({"pretrained": f"{run}:*"}, "no single model"), ({"batch_size": "auto:4"}, "auto:4")):
+    for wrong, message in (
+        ({"pretrained": f"{run}:*"}, "no single model"),
+        ({"batch_size": "auto:4"}, "auto:4"),
+        ({"dtype": "foo"}, "dtype=foo"),
+        ({"max_length": "x"}, "max_length x"),
+    ):
         with pytest.raises(MoeqError, match=message):
             make_model(**({"pretrained": str(run)} | wrong))
     with pytest.raises(RecipeError, match="--set belongs to a run's stage"):

@@ -246,6 +246,20 @@ def test_too_long_a_request_is_one_line_or_cut(loaded: tuple[Any, Any, Made]) ->
     assert_same("generation", *(answers(lm, "generation", named) for lm in pair))
 
 
+@pytest.mark.parametrize("kind", ["loglikelihood", "rolling"])
+def test_outputs_that_are_no_numbers_are_no_answers(loaded: tuple[Any, Any, Made], kind: str) -> None:
+    pair = context_aware(loaded, gpu_experts=1, average_bits="2"), StaticLM(loaded[0], loaded[1], max_length=64)
+    weight = loaded[0].get_input_embeddings().weight
+    before = weight.detach().clone()
+    try:
+        weight.data.fill_(float("nan"))
+        for lm in pair:
+            with pytest.raises(EvaluationError, match="outputs are not finite"):
+                answers(lm, kind, requests(kind))
+    finally:
+        weight.data.copy_(before)
+
+
 def test_options_that_cannot_be() -> None:
     assert ContextOptions.parse("gpu_experts=2, average_bits=2.5,selector=true").average_bits == "5/2"
     for text, message in {
@@ -270,3 +284,19 @@ def test_the_selector_off_gives_one_width() -> None:
     routing = RoutingCounts(counts=np.array([[5, 1, 3]]), scores=np.array([[2.0, 0.5, 1.0]]))
     found = chooser(ContextOptions.parse("gpu_experts=1,average_bits=2,selector=false"), None)(routing)
     assert found.tolist() == [[16, 2, 2]]
+
+
+def test_alpha_and_the_weighting_of_losses_decide() -> None:
+    """Expert 0 is chosen often with little weight, expert 1 seldom with much; unweighted, all lose alike."""
+    routing = RoutingCounts(counts=np.array([[9, 2, 1, 1]]), scores=np.array([[0.5, 4.0, 0.3, 0.2]]))
+    losses = np.tile(np.array([8.0, 4.0, 2.0, 1.0]), (1, 4, 1)) * np.array([1.0, 1.0, 1.0, 9.0])[None, :, None]
+
+    def decided(text: str) -> list[int]:
+        found: list[list[int]] = chooser(ContextOptions.parse(text), losses)(routing).tolist()
+        return found[0]
+
+    hot = [decided(f"gpu_experts=1,average_bits=2,alpha={alpha}").index(16) for alpha in (0, 1)]
+    assert sorted(hot) == [0, 1], "by weight and by count"
+    mass, plain = (decided(f"average_bits=2,alpha=1,loss_weighting={one}") for one in ("mass", "none"))
+    assert sum(mass) == sum(plain) == 8
+    assert mass != plain

@@ -12,6 +12,7 @@ from moeq.models.edges.memory import ParameterMap
 from moeq.models.experts import find_expert_layers
 from moeq.models.others import find_others
 from moeq.models.static_int8 import StaticInputs, linears, round_experts, round_rows, scale_of
+from moeq.models.streaming import blocks_of
 
 
 class Two(nn.Module):
@@ -62,9 +63,10 @@ def test_experts_and_linears_of_layers_are_chosen_and_routers_are_not() -> None:
     assert "model.layers.1.mlp.shared_expert.down_proj.weight" in chosen
     assert "model.layers.1.self_attn.o_proj.weight" in chosen
     assert not any("gate.weight" in name or "embed" in name or "lm_head" in name for name in chosen)
-    with torch.no_grad(), StaticInputs(model, (), chosen) as noted:
+    with torch.no_grad(), StaticInputs(model, blocks_of(model), chosen) as noted:
         model(**inputs("qwen2_moe"))
     assert set(noted.largest) == chosen
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     before = model.model.layers[1].mlp.experts.down_proj.clone()
     with torch.no_grad():
         round_experts(model, layers[0])

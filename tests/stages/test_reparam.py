@@ -92,6 +92,9 @@ def test_the_report_says_what_was_done(tiny_mixtral: Path, tmp_path: Path) -> No
     assert report.left == {"model.norm": "not among reparam.norms"}
     assert 0 < report.float32.error < 1e-5
     assert (report.percentile, report.samples, report.tokens) == (99, 8, 256)
+    reparam(tiny_mixtral, tmp_path / "whole", QUICK)
+    whole = read_reparam(tmp_path / "whole" / "reparam")
+    assert all(cut.scale < 0.95 * norm.scale for cut, norm in zip(report.norms, whole.norms, strict=True))
     assert report.perplexity is not None
     assert abs(report.perplexity.w8a8_folded / report.perplexity.w8a8 - 1) < 0.05
     assert report.perplexity.tokens == 4 * 31
@@ -143,6 +146,30 @@ def test_a_checkpoint_that_is_dequantized_while_loading(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((folded / "config.json").read_text("utf-8"))
     assert {one.dtype for one in tensors(folded).values()} == {torch.float32}
     assert relative(logits(folded), logits(plain)) < 1e-5
+
+
+def copied(folder: Path, target: Path) -> dict[str, Tensor]:
+    """Copy a model's folder; its tensors, which the caller changes and saves there."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return load_file(target / "model.safetensors")
+
+
+def test_padding_is_no_sample(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """The padding token lies along one channel, where it would stand out."""
+    model = tmp_path / "model"
+    held = copied(tiny_mixtral, model)
+    held["model.embed_tokens.weight"][2] = 0
+    held["model.embed_tokens.weight"][2, 5] = 1
+    save_file(held, model / "model.safetensors", {"format": "pt"})
+    text = tmp_path / "short.jsonl"
+    text.write_text("".join(json.dumps({"text": "one two three " * count}) + "\n" for count in (1, 2, 3, 4)))
+    settings = (f"corpus.source={text}", "corpus.packed=false", "corpus.sequences=4")
+    reparam(model, tmp_path / "run", QUICK, *settings)
+    report = read_reparam(tmp_path / "run" / "reparam")
+    assert (report.samples, report.tokens) == (4, 42)
+    assert report.norms[0].high[1] < 5  # the padding's is the root of 40
 
 
 def test_a_run_goes_on_with_the_folded_model(tiny_mixtral: Path, tmp_path: Path) -> None:
@@ -227,10 +254,7 @@ def test_a_damaged_channel_is_named(
     value: float, error: type[Exception], message: str, tiny_mixtral: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
-    model.mkdir()
-    for path in tiny_mixtral.iterdir():
-        (model / path.name).write_bytes(path.read_bytes())
-    held = load_file(model / "model.safetensors")
+    held = copied(tiny_mixtral, model)
     held["model.layers.1.input_layernorm.weight"][3] = value
     save_file(held, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(error, match=message) as caught:
@@ -266,9 +290,9 @@ def int8_of_the_bundled_model(out: Path, *overrides: str) -> PerplexityRow:
 
 def test_the_fold_helps_where_activations_are_narrow(tmp_path: Path) -> None:
     found = int8_of_the_bundled_model(
-        tmp_path, "corpus.sequence_length=256", "reparam.bits=4", "eval.perplexity.sequences=3"
+        tmp_path, "corpus.sequence_length=256", "reparam.bits=6", "eval.perplexity.sequences=3"
     )
-    assert found.w8a8_folded < 0.995 * found.w8a8
+    assert found.w8a8_folded < 0.998 * found.w8a8
 
 
 @pytest.mark.full
