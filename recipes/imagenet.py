@@ -3,10 +3,10 @@
     python recipes/imagenet.py TRAIN VALIDATION OUT.safetensors [--calibration 32] [--test N] [--size 224]
                                [--resize 256] [--seed 0]
 
-Classes are numbered by the sorted names of their folders, as ImageNet's are. Calibration images are drawn from all of
-TRAIN; test images are all of VALIDATION, or N drawn from it. Each is resized until its shorter side is --resize
-(bicubic), cut to the middle --size x --size, and kept as bytes, 150 KB an image of 224 x 224: ImageNet's 50,000 take
-7.5 GB of memory and of disk. Scales and means are the model's own (preprocessor_config.json).
+Classes are numbered by the sorted names of their folders, as ImageNet's are; both folders have the same. Calibration
+images are drawn from all of TRAIN; test images are all of VALIDATION, or N drawn from it. Each is resized until its
+shorter side is --resize (bicubic), cut to the middle --size x --size, and kept as bytes, 150 KB an image of 224 x 224:
+ImageNet's 50,000 take 7.5 GB of memory and of disk. Scales and means are the model's own (preprocessor_config.json).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,17 +26,24 @@ Item = tuple[Path, int]  # an image and its class
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 
 
-def items(folder: Path) -> list[Item]:
-    """Images below a folder's class folders; ValueError when there are none."""
-    classes = sorted(one for one in folder.iterdir() if one.is_dir())
+def classes(folder: Path) -> list[str]:
+    """Names of a folder's class folders, sorted."""
+    return sorted(one.name for one in folder.iterdir() if one.is_dir())
+
+
+def items(folder: Path, names: list[str]) -> list[Item]:
+    """Images below a folder's class folders; ValueError when there are none, or classes that are not these."""
+    other = sorted(set(names) ^ set(classes(folder)))
+    if other:
+        raise ValueError(f"{folder}: {other[0]} is a class of one folder alone; give both the same class folders")
     found = [
         (path, label)
-        for label, one in enumerate(classes)
-        for path in sorted(one.rglob("*"))
+        for label, name in enumerate(names)
+        for path in sorted((folder / name).rglob("*"))
         if path.suffix.lower() in SUFFIXES
     ]
     if not found:
-        raise ValueError(f"{folder}: no folders of images")
+        raise ValueError(f"{folder}: no folders of images; give one a class, with .jpg, .png or .webp files")
     return found
 
 
@@ -65,24 +73,34 @@ def write(calibration: list[Item], test: list[Item], out: Path, resize: int, siz
     save_file({"images": images, "labels": labels, "train": rows[:split].clone(), "test": rows[split:].clone()}, out)
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1, of the command line."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return int(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("train", type=Path)
     parser.add_argument("validation", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--calibration", type=int, default=32)
-    parser.add_argument("--test", type=int)
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--resize", type=int, default=256)
+    parser.add_argument("--calibration", type=positive, default=32)
+    parser.add_argument("--test", type=positive)
+    parser.add_argument("--size", type=positive, default=224)
+    parser.add_argument("--resize", type=positive, default=256)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw = random.Random(options.seed)
     try:
-        train, test = items(options.train), items(options.validation)
+        if not options.out.absolute().parent.is_dir():
+            raise ValueError(f"{options.out}: no folder for it")
+        names = classes(options.train)
+        train, test = items(options.train, names), items(options.validation, names)
         calibration = draw.sample(train, min(options.calibration, len(train)))
         test = test if options.test is None else draw.sample(test, min(options.test, len(test)))
         write(calibration, test, options.out, options.resize, options.size)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 4
     print(f"{options.out}: {len(calibration)} images to calibrate on, {len(test)} to measure on")

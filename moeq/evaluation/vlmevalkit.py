@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="After --: options of the kit's run.py.",
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("checkpoint", type=Path, help="checkpoint that moeq exported, or an original")
+    parser.add_argument("checkpoint", help="checkpoint that moeq exported, or an original: its directory or hub id")
     parser.add_argument("--kit", type=Path, required=True, help="checkout of VLMEvalKit")
     parser.add_argument("--name", default="moeq", help="what the kit calls the model in its output")
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
@@ -134,9 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:cut])
+    here = Path(options.checkpoint).expanduser()
     make = partial(
         KitModel,
-        options.checkpoint.resolve(),
+        str(here.resolve()) if here.exists() else options.checkpoint,  # the kit starts in its own folder
         max_new_tokens=options.max_new_tokens,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,

@@ -65,7 +65,9 @@ def run(model: Path, images: Path) -> Context:
     return Context(recipe=recipe, model_name=str(model), out=images / "run", reporter=Reporter(quiet=True))
 
 
-def test_folders_of_images_become_a_file(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_images_become_a_file(
+    images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = images / "all.safetensors"
     sizes = ("--size", 16, "--resize", 18, "--calibration", 5)
     assert convert(monkeypatch, images / "train", images / "val", out, *sizes) == 0
@@ -76,6 +78,9 @@ def test_folders_of_images_become_a_file(images: Path, monkeypatch: pytest.Monke
     wanted = np.asarray(whole.crop((1, 5, 17, 21))).transpose(2, 0, 1)
     assert (found["images"][-1].numpy() == wanted).all()
     assert convert(monkeypatch, images / "train", images / "val" / "n002", out) == 4
+    (images / "train" / "n000a").mkdir()
+    assert convert(monkeypatch, images / "train", images / "val", out) == 4, "classes would have other numbers"
+    assert "val: n000a is a class of one folder alone" in capsys.readouterr().err
 
 
 def test_a_dense_vit_is_folded_and_made_integer(model: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
