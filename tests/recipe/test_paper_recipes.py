@@ -41,8 +41,7 @@ def test_a_papers_recipe_says_what_it_needs_and_names_tasks_that_exist(path: Pat
 @pytest.mark.parametrize("path", TWINS, ids=lambda path: path.name)
 def test_a_twin_needs_the_repository_alone(path: Path) -> None:
     recipe = load_recipe(path)
-    command = "run" if recipe.reparam is None else "reparam"
-    assert f"moeq {command} recipes/{path.name}" in header(path)
+    assert f"moeq run recipes/{path.name}" in header(path)
     assert str(recipe.model).startswith("bundled:")
     assert recipe.corpus.source in ("bundled", "digits")
     assert set(recipe.eval.tasks) <= {"moeq_continuation"}
