@@ -566,11 +566,13 @@ def evaluate(
         return
     from moeq import terminal
 
-    found = document.short(command.run(asked))
-    if json:
-        _print_json(found)
-    elif not quiet:
-        terminal.print_comparison(found)
+    def show(found: dict[str, Any]) -> None:
+        if json:
+            _print_json(document.short(found))
+        elif not quiet:
+            terminal.print_comparison(document.short(found))
+
+    command.run(asked, show)
 
 
 def _run_stage(context: Context, name: str, json: bool, quiet: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ def recipe_overrides(asked: Asked) -> list[str]:
     return [*asked.overrides, *(f"eval.{name}={value}" for name, value in given.items() if value is not None)]
 
 
-def run(asked: Asked) -> dict[str, Any]:
-    """Measure what is named, write the result file where one is asked for, and return what it holds."""
+def run(asked: Asked, show: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
+    """Measure what is named, show it, write the result file where one is asked for, and return what it holds."""
     if asked.quiet or asked.json:
         hub.be_quiet()
     reporter = Reporter(quiet=asked.quiet or asked.json)
@@ -136,6 +136,7 @@ def run(asked: Asked) -> dict[str, Any]:
     settings = replace(settings, images=manager is not None and _check_images(asked, subjects, manager))
     rows = _rows(asked, subjects, settings, manager, reporter)
     whole = document.document(rows, _described(asked, settings))
+    show(whole)  # before a full disk can lose it
     if asked.out is not None:
         document.write(asked.out, whole)
     return whole

@@ -9,6 +9,7 @@ from moeq.errors import QuantizationError
 from moeq.integer.description import ViT
 from moeq.integer.reference import forward
 
+BATCH = 64  # images at once where only the largest magnitude counts
 WHOLE = ("pixels", "residual", "logits", ".router", ".attention_weights")  # never clipped by a percentile
 
 
@@ -29,7 +30,8 @@ def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, fl
         found[name] = max(size, found.get(name, 0.0))
 
     with torch.no_grad():
-        forward(vit, pixels, observe)
+        for part in [pixels] if percentile is not None else pixels.split(BATCH):
+            forward(vit, part, observe)
     for name, size in found.items():
         if not 0 < size < float("inf"):
             problem = "always zero" if size == 0 else "not finite"
