@@ -13,8 +13,9 @@ from moeq.artifacts.reparam import read_reparam
 from moeq.artifacts.stage import read_record
 from moeq.errors import RecipeError
 from moeq.inspection import inspect
+from moeq.planning.make import make_plan
 from moeq.recipe import load_recipe
-from stages.test_reparam_vit import model_of, reparam
+from stages.test_reparam_vit import context_of, model_of, reparam
 
 WANTED = ("reparam.integer.vectors=1", "reparam.integer.schemes=false", "eval.images.images=12")
 
@@ -50,9 +51,12 @@ def test_the_integer_forward_lies_beside_the_folded_checkpoint(tmp_path: Path) -
     assert not list((run / "reparam").glob("integer*"))
 
 
-def test_every_task_has_its_own(tmp_path: Path) -> None:
+def test_every_task_has_its_own_and_the_plan_counts_them(tmp_path: Path) -> None:
     model = model_of(tmp_path / "model", num_tasks=2)
+    planned = make_plan(context_of(model, tmp_path / "plan", *WANTED), probe=False).stages[0].lasting["integer"]
     reparam(model, tmp_path / "run", *WANTED)
+    written = sum(path.stat().st_size for path in (tmp_path / "run" / "reparam" / "integer").rglob("*.*"))
+    assert 0.8 < planned / written < 1.25
     folders = sorted(path.name for path in (tmp_path / "run" / "reparam" / "integer").iterdir())
     assert folders == ["task-0", "task-1"]
     found = [independent_replay(tmp_path / "run" / "reparam" / "integer" / name) for name in folders]

@@ -38,10 +38,13 @@ def model_of(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def reparam(model: Path | str, out: Path, *overrides: str) -> Path:
+def context_of(model: Path | str, out: Path, *overrides: str) -> Context:
     recipe = load_recipe(None, [*SMALL, *overrides])
-    context = Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
-    pipeline.run_alone(context, "reparam")
+    return Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
+
+
+def reparam(model: Path | str, out: Path, *overrides: str) -> Path:
+    pipeline.run_alone(context_of(model, out, *overrides), "reparam")
     return out / "reparam" / FOLDED
 
 
