@@ -110,3 +110,16 @@ def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bfloat16, a dense layer before the sparse one, odd numbers of experts."""
     folder = tmp_path_factory.mktemp("models") / "qwen3_moe"
     return save_tiny(folder, "qwen3_moe", torch.bfloat16, num_hidden_layers=3, mlp_only_layers=[0])
+
+
+@pytest.fixture
+def modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of this test's own for the code that checkpoints bring along, and none that another test used."""
+    folder = tmp_path / "modules"
+    monkeypatch.setenv("HF_MODULES_CACHE", str(folder))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
+    elsewhere = [one for one in sys.path if not (Path(one) / "transformers_modules").exists()]
+    monkeypatch.setattr(sys, "path", elsewhere)  # transformers adds its folder for good, behind others
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+    return folder

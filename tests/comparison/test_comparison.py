@@ -186,7 +186,7 @@ def _without_defaults() -> Any:
 
 
 def test_a_static_checkpoint_runs_as_moeq_and_through_the_hook(
-    run: Path, tasks: Path, compared: dict[str, Any]
+    run: Path, tasks: Path, compared: dict[str, Any], modules_apart: Path
 ) -> None:
     from lm_eval.api.registry import get_model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,8 @@ class OwnMoeForCausalLM(MixtralForCausalLM):
 
 
 @pytest.fixture
-def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_code(modules_apart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Mixtral under another name, with its code in the directory."""
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))  # transformers adds the folder of modules for good
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        del sys.modules[name]
     monkeypatch.delenv(RAN, raising=False)
     folder = save("mixtral", tmp_path / "model")
     save_file(dict(build("mixtral").state_dict()), folder / "model.safetensors", {"format": "pt"})
