@@ -44,7 +44,8 @@ def measure(model: str, recipe: str | None, overrides: list[str], out: str) -> d
 
     def watch() -> None:
         while not stop.wait(0.01):
-            peaks[stage] = max(peaks.get(stage, 0), resident()["RssAnon"] + sum(map(anonymous, children())))
+            now, taken = stage, resident()["RssAnon"] + sum(map(anonymous, children()))
+            peaks[now] = max(peaks.get(now, 0), taken)
 
     thread = threading.Thread(target=watch)
     thread.start()
