@@ -7,7 +7,7 @@ bits has the scales and zeros of its 4-bit grid at every width, see `grids.neste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,6 +53,41 @@ def packed_shapes(
     return shapes
 
 
+class NotStorable(ValueError):
+    """A quantizer's result that no packed weight stands for exactly; `index`: the first of its weights that is so."""
+
+    def __init__(self, what: str, index: int) -> None:
+        super().__init__(what)
+        self.index = index
+
+
+def _refuse(wrong: Tensor, what: str) -> None:
+    """NotStorable where anything is wrong, [E, ...] bool."""
+    if bool(wrong.any()):
+        raise NotStorable(what, int(wrong.flatten(1).any(1).nonzero()[0]))
+
+
+def _packed_codes(what: str, codes: Tensor, bits: int) -> Tensor:
+    """Codes (or zero points) [E, ..., K], of any type, as they are stored; NotStorable but for 0 to 2**b - 1."""
+    if codes.is_floating_point():
+        _refuse(codes != codes.round(), f"{what} that are no whole numbers")
+        _refuse((codes < 0) | (codes >= 2**bits), f"{what} beyond 0 to {2**bits - 1}")
+        codes = codes.to(torch.uint8)
+    try:
+        return pack(codes, bits)
+    except ValueError:
+        _refuse((codes < 0) | (codes >= 2**bits), f"{what} beyond 0 to {2**bits - 1}")
+        raise
+
+
+def _stored_scales(scale: Tensor) -> Tensor:
+    """Scales [E, ...] as they are stored; NotStorable where that would change one."""
+    _refuse(~torch.isfinite(scale), "scales that are not finite")
+    half = scale.to(grids.SCALE_DTYPE)
+    _refuse(half.to(scale.dtype) != scale, "scales that float16 does not hold")
+    return half
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
     """One weight, or a stack of weights of the same width, in its stored form.
@@ -71,22 +106,29 @@ class PackedWeight:
 
     @classmethod
     def of(cls, quantized: Quantized, bits: int, symmetric: bool, nested: bool = False) -> PackedWeight:
-        """Pack one width of a `Quantized` batch: parts are [E, N, ...].
+        """Pack one width of a `Quantized` batch: parts are [E, N, ...]; it stands for exactly the batch's values.
 
-        nested: the widths 2, 3 and 4 of the batch are what `nested.quantize` made.
+        nested: the widths 2, 3 and 4 of the batch are what `nested.quantize` made. Raises NotStorable for what would
+        have to be rounded: codes or zero points off the grid, scales that are not finite or have too many digits.
         """
         index, nested = quantized.bits.index(bits), nested and bits in NESTED_BITS
-        scale, zero = quantized.scale[:, index], quantized.zero[:, index]
+        codes, scale, zero = (part[:, index] for part in (quantized.codes, quantized.scale, quantized.zero))
         if nested:
             scale, zero = grids.grid_of_nested(scale, zero, bits)
-        stored = pack(zero.round().to(torch.uint8), grid_bits(bits, nested)) if has_zeros(bits, symmetric) else None
+        scales, wide = _stored_scales(scale), grid_bits(bits, nested)
+        stored = None
+        if has_zeros(bits, symmetric):
+            stored = _packed_codes("zero points", zero, wide)
+        else:
+            middle = grids.SIGN_ZERO if bits == 1 else 2.0 ** (wide - 1)
+            _refuse(zero != middle, f"zero points other than {middle:g}")
         return cls(
-            codes=pack(quantized.codes[:, index], bits),
-            scales=scale.to(grids.SCALE_DTYPE),
+            codes=_packed_codes("codes", codes, bits),
+            scales=scales,
             zeros=stored,
             bits=bits,
             group_size=quantized.group_size,
-            inputs=quantized.codes.shape[-1],
+            inputs=codes.shape[-1],
             symmetric=symmetric,
             nested=nested,
         )
@@ -170,6 +212,19 @@ class PackedWeight:
         scale = self.scales.float()
         middle = zero.float() if isinstance(zero, Tensor) else torch.full_like(scale, zero)
         return grids.nested_grid(scale, middle, self.bits)
+
+
+def joined(parts: Sequence[PackedWeight], axis: int = 0) -> PackedWeight:
+    """Weights of the same grid one after the other: stacks along their first axis, or rows of one along the next."""
+    if len(parts) == 1:
+        return parts[0]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return replace(
+        parts[0],
+        codes=torch.cat([part.codes for part in parts], axis),
+        scales=torch.cat([part.scales for part in parts], axis),
+        zeros=torch.cat(zeros, axis) if zeros else None,
+    )
 
 
 def symmetric_bits(weight: PackedWeight) -> int:

@@ -15,7 +15,7 @@ from moeq.exporters import NATIVE
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.packing import SUPPORTED_BITS
 from moeq.pipeline import STAGES
-from moeq.quantizers.layer import heldout_stride
+from moeq.quantizers.layer_data import heldout_stride
 from moeq.recipe import Recipe
 from moeq.stages import evaluate
 from moeq.stages.context import Context

@@ -42,7 +42,7 @@ from moeq.pipeline import BY_NAME, Stage
 from moeq.planning.memory import loss_rows, read_share, store_bytes
 from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import STORED
+from moeq.quantizers.measuring import STORED
 from moeq.recipe import AssignSection, Recipe
 from moeq.reporting import formats
 from moeq.reporting.maps import Quantity, value_map, width_map

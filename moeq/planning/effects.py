@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import heldout_stride
+from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.memory import working_memory
 from moeq.recipe import ExpertEffectsSection, LayerEffectsSection, LossesSection
 from moeq.stages.effects import sequences_at_once

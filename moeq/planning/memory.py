@@ -33,7 +33,9 @@ from moeq.planning.effects import heldout, kept
 from moeq.planning.placed import methods
 from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import RTN, SAMPLE_TOKENS, SIGNROUND, STORED, expert_batches, part_rows
+from moeq.quantizers.layer import expert_batches
+from moeq.quantizers.layer_data import SAMPLE_TOKENS, part_rows
+from moeq.quantizers.measuring import RTN, SIGNROUND, STORED
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import WEIGHT_BYTES
 from moeq.recipe import Recipe

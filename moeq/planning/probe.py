@@ -19,7 +19,9 @@ from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
 from moeq.numerics.packed import PackedWeight
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import GPTQ, SAMPLE_TOKENS, SIGNROUND, STORED, quantize_layer
+from moeq.quantizers.layer import quantize_layer
+from moeq.quantizers.layer_data import SAMPLE_TOKENS
+from moeq.quantizers.measuring import GPTQ, SIGNROUND, STORED
 from moeq.quantizers.signround import Training
 from moeq.recipe import LossesSection, Recipe
 

@@ -5,34 +5,30 @@ Letters: T tokens, E experts, e experts of one batch, H hidden size, I intermedi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeq.artifacts.losses import WHOLE
-from moeq.errors import QuantizationError
-from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, first_products
+from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq, nested
 from moeq.numerics.factor import Factor, act_order, factorize
-from moeq.numerics.grids import decode
-from moeq.numerics.packed import PackedWeight, packed_bytes
+from moeq.numerics.packed import PackedWeight, joined
 from moeq.numerics.packing import NESTED_BITS
 from moeq.numerics.slab import Slab
+from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, part_rows, sum_of_products
+from moeq.quantizers.measuring import GPTQ, RTN, STORED, measured
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import Training, sign_round
+from moeq.quantizers.stored import Packed, packed_batch
 from moeq.quantizers.training_rows import Rows
 from moeq.recipe import LossesSection
 
-SAMPLE_TOKENS = 1024  # of a layer's tokens, run through every expert for what a rarely routed one borrows
-GPTQ, RTN, SIGNROUND = "gptq", "rtn", "signround"
 MSE = "mse"  # losses.clip
-PART_BYTES = 2**30  # of rows that are multiplied at once: all tokens' can be more than a GPU holds
-STORED = (GPTQ, SIGNROUND)  # methods whose replicas are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,113 +37,6 @@ class LayerResult:
 
     rows: list[dict[str, Any]]
     replicas: dict[str, dict[int, PackedWeight]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tokens:
-    """One layer's tokens: calibration and held-out rows, samples of both, and their routing."""
-
-    hidden: Tensor  # [T, H] float32
-    experts: Tensor  # [T, k]
-    scores: Tensor | None  # [T, k] what multiplies an expert's input, where a family does that
-    weights: Tensor  # [T, k] what multiplies an expert's output: routing weights, or ones
-    heldout: Tensor  # [T] bool
-    everyone: bool  # whether every expert calibrates on all tokens
-    sample: Tensor  # [<= SAMPLE_TOKENS, H] of the calibration rows
-    heldout_sample: Tensor
-    left_out: int  # tokens that are not among them, since their activations are not finite
-
-    @classmethod
-    def of(cls, inputs: LayerInputs, config: LossesSection) -> _Tokens:
-        hidden = inputs.hidden.float()
-        stride = heldout_stride(config.heldout_fraction)
-        heldout = (inputs.sequence % stride == stride - 1).to(hidden.device)
-        if bool(heldout.all()) or not bool(heldout.any()):
-            lacking = "calibration" if bool(heldout.all()) else "held-out"
-            raise QuantizationError(
-                f"no {lacking} tokens: of {inputs.left_out:,} the activations are not finite",
-                where=inputs.layer.name,
-                do="use dtype: float32, or more corpus.sequences",
-            )
-        scores = inputs.weights.to(hidden) if inputs.layer.kind.scales_inputs else None
-        samples = [
-            _weighed(hidden, scores, thin(side.nonzero().squeeze(1), SAMPLE_TOKENS)) for side in (~heldout, heldout)
-        ]
-        return cls(
-            hidden=hidden,
-            experts=inputs.experts,
-            scores=scores,
-            weights=inputs.weights.to(hidden) if scores is None else torch.ones_like(scores),
-            heldout=heldout,
-            everyone=config.tokens == "all",
-            sample=samples[0],
-            heldout_sample=samples[1],
-            left_out=inputs.left_out,
-        )
-
-    def count(self, expert: int) -> int:
-        """How many calibration tokens were routed to an expert."""
-        return int(((self.experts == expert).any(1) & ~self.heldout).sum())
-
-    def routed(self, expert: int, heldout: bool) -> Tensor:
-        """The expert's inputs [n, H]: its own tokens, or all calibration tokens where the recipe says so."""
-        side = self.heldout if heldout else ~self.heldout
-        chosen = self.experts == expert
-        mine = side if self.everyone and not heldout else chosen.any(1) & side
-        if self.scores is None:
-            return self.hidden[mine]
-        own = (self.scores * chosen).sum(1)
-        scale = torch.where(chosen.any(1), own, self.scores.mean(1))
-        return self.hidden[mine] * scale[mine].unsqueeze(1)
-
-    def squared_weights(self, expert: int) -> Tensor:
-        """Squared weight [n] that multiplies the expert's output at each of its held-out tokens, as `routed` has them.
-
-        Without any, the mean over all that the layer's experts were given.
-        """
-        chosen = self.experts == expert
-        mine = (self.weights * chosen).sum(1).square()[chosen.any(1) & self.heldout]
-        return mine if len(mine) else self.weights.square().mean().reshape(1)
-
-    def shared(self) -> Tensor:
-        """Mean of x x^T over the calibration tokens, [H, H]."""
-        mine = (~self.heldout).nonzero().squeeze(1)
-        parts = mine.split(part_rows(self.hidden.shape[1]))
-        return _products(_weighed(self.hidden, self.scores, part) for part in parts) / len(mine)
-
-
-def _weighed(hidden: Tensor, scores: Tensor | None, rows: Tensor) -> Tensor:
-    """Tokens [n, H] at some rows [n], times the mean of what multiplies an expert's input, where a family does that."""
-    return hidden[rows] if scores is None else hidden[rows] * scores[rows].mean(1, keepdim=True)
-
-
-def heldout_stride(fraction: float) -> int:
-    """Every how-many-th sequence is kept for measuring."""
-    return max(2, round(1 / fraction))
-
-
-def thin(rows: Tensor, count: int) -> Tensor:
-    """At most `count` rows, evenly spaced."""
-    if len(rows) <= count:
-        return rows
-    return rows[torch.arange(count, device=rows.device) * len(rows) // count]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Experts:
-    """A batch of experts: matrices [e, rows, inputs] and biases [e, rows] in float32, what else they compute."""
-
-    which: slice
-    weights: dict[str, Tensor]
-    biases: dict[str, Tensor]
-    math: ExpertMath
-
-    def one(self, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Matrices and biases of one expert of the batch."""
-        return tuple({name: stack[index] for name, stack in of.items()} for of in (self.weights, self.biases))  # type: ignore[return-value]
-
-    def numbers(self) -> range:
-        return range(self.which.start, self.which.stop)
 
 
 @torch.no_grad()
@@ -162,46 +51,50 @@ def quantize_layer(
 
     weights: {projection: [E, rows, inputs]} of the layer's projections; biases: {projection: [E, rows]}, which stay as
     they are. Of config.methods one at most is stored (GPTQ or SignRound, which starts from GPTQ's codes). Raises
-    QuantizationError naming layer and expert when a loss is not a number.
+    QuantizationError naming layer and expert when a loss is not a number, or when a method's result cannot be stored.
     """
     layer = inputs.layer
     stored = [method for method in config.methods if method in STORED]
     if len(stored) > 1:
         raise ValueError(f"one stored method at a time, not {stored}")
-    tokens = _Tokens.of(inputs, config)
+    tokens = RoutedTokens.of(inputs, config)
     shared = tokens.shared()
     rows: list[dict[str, Any]] = []
     slab = Slab()
     stacks: dict[str, dict[int, list[PackedWeight]]] = {p: {b: [] for b in config.bits} for p in layer.projections}
     for which in expert_batches(layer, config, tokens.hidden.device):
-        batch = _Experts(
+        batch = ExpertBatch(
             which=which,
             weights={name: stack[which].float() for name, stack in weights.items()},
             biases={name: stack[which].float() for name, stack in (biases or {}).items()},
             math=math,
         )
         notes = [{"calibration_tokens": tokens.count(expert)} for expert in batch.numbers()]
-        candidates: dict[str, dict[str, gptq.Quantized]] = {}
+        packed = partial(packed_batch, config=config, bits=config.bits, layer=layer, experts=batch.numbers())
+        candidates: dict[str, Packed] = {}
         if stored:
             result = _gptq_batch(tokens, batch, shared, config, notes)
             result = result if stored == [GPTQ] else _sign_round(tokens, batch, config, result)
-            candidates[stored[0]] = result
-            for projection, quantized in result.items():
-                for bits in config.bits:
-                    stacks[projection][bits].append(_packed(quantized, bits, config).map(slab.keep))
+            candidates[stored[0]] = kept = {
+                name: {bits: one.map(slab.keep) for bits, one in widths.items()}
+                for name, widths in packed(result, method=stored[0]).items()
+            }
+            for projection, made in kept.items():
+                for bits, one in made.items():
+                    stacks[projection][bits].append(one)
         if RTN in config.methods:
-            candidates[RTN] = rtn_batch(batch.weights, config)
+            candidates[RTN] = packed(rtn_batch(batch.weights, config), method=RTN)
         for index in range(len(notes)):
-            rows += _measure(tokens, batch, candidates, index, notes[index], layer, config)
+            rows += measured(tokens, batch, candidates, index, notes[index], layer, config)
     replicas: dict[str, dict[int, PackedWeight]] = {projection: {} for projection in stacks}
     if stored:  # popped, so that the store is not held twice
         for projection, widths in stacks.items():
-            replicas[projection] = {bits: _join(widths.pop(bits)) for bits in config.bits}
+            replicas[projection] = {bits: joined(widths.pop(bits)) for bits in config.bits}
     return LayerResult(rows=rows, replicas=replicas)
 
 
 def _sign_round(
-    tokens: _Tokens, batch: _Experts, config: LossesSection, start: dict[str, gptq.Quantized]
+    tokens: RoutedTokens, batch: ExpertBatch, config: LossesSection, start: dict[str, gptq.Quantized]
 ) -> dict[str, gptq.Quantized]:
     """SignRound of a batch of experts from GPTQ's codes."""
     numbers = batch.numbers()
@@ -270,12 +163,8 @@ def _quantized(
     return _by_width(found, bits)
 
 
-def _packed(quantized: gptq.Quantized, bits: int, config: LossesSection) -> PackedWeight:
-    return PackedWeight.of(quantized, bits, config.symmetric, config.nested)
-
-
 def _gptq_batch(
-    tokens: _Tokens, batch: _Experts, shared: Tensor, config: LossesSection, notes: list[dict[str, Any]]
+    tokens: RoutedTokens, batch: ExpertBatch, shared: Tensor, config: LossesSection, notes: list[dict[str, Any]]
 ) -> dict[str, gptq.Quantized]:
     """GPTQ of a batch of experts: gate and up share one Hessian, down has its own; fills the notes' fallbacks.
 
@@ -301,26 +190,11 @@ def _gptq_batch(
     return {name: _rows(both, slice(i * rows, (i + 1) * rows)) for i, name in enumerate(names)} | found
 
 
-def part_rows(features: int) -> int:
-    """Rows of so many float32 features that are multiplied at once; a gated product has them three times over."""
-    return max(1, PART_BYTES // (3 * 4 * features))
-
-
-def _products(parts: Iterable[Tensor]) -> Tensor:
-    """Sum [K, K] of x x^T over rows that come in parts [n, K], at least one."""
-    rest = iter(parts)
-    first = next(rest)
-    total = first.T @ first
-    for part in rest:
-        total.addmm_(part.T, part)
-    return total
-
-
-def _inner_products(batch: _Experts, index: int, rows: Tensor) -> Tensor:
+def _inner_products(batch: ExpertBatch, index: int, rows: Tensor) -> Tensor:
     """Sum [I, I] of y y^T over what an expert's down projection is given at some rows [n, H]."""
     weights, biases = batch.one(index)
     parts = rows.split(part_rows(weights[DOWN].shape[1]))
-    return _products(batch.math.intermediate(part, weights, biases) for part in parts)
+    return sum_of_products(batch.math.intermediate(part, weights, biases) for part in parts)
 
 
 def _gptq(weight: Tensor, hessian: Tensor, config: LossesSection, notes: list[dict[str, Any]]) -> gptq.Quantized:
@@ -378,108 +252,4 @@ def _rows(quantized: gptq.Quantized, rows: slice) -> gptq.Quantized:
         zero=quantized.zero[:, :, rows],
         bits=quantized.bits,
         group_size=quantized.group_size,
-    )
-
-
-def _join(parts: list[PackedWeight]) -> PackedWeight:
-    first = parts[0]
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    return PackedWeight(
-        codes=torch.cat([part.codes for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
-        zeros=torch.cat(zeros) if zeros else None,
-        bits=first.bits,
-        group_size=first.group_size,
-        inputs=first.inputs,
-        symmetric=first.symmetric,
-        nested=first.nested,
-    )
-
-
-def _measure(
-    tokens: _Tokens,
-    batch: _Experts,
-    candidates: dict[str, dict[str, gptq.Quantized]],
-    index: int,
-    note: dict[str, Any],
-    layer: ExpertLayer,
-    config: LossesSection,
-) -> list[dict[str, Any]]:
-    """Rows of one expert: its output error with each projection, and all of them, replaced."""
-    expert = batch.numbers()[index]
-    own = tokens.routed(expert, heldout=True)
-    enough = len(own) >= config.min_tokens
-    rows = thin(own if enough else tokens.heldout_sample, config.max_measured_tokens)
-    squared = tokens.squared_weights(expert)
-    squared = thin(squared, config.max_measured_tokens) if enough else squared.mean().expand(len(rows))
-    exact, biases = batch.one(index)
-    gate, down_bias = batch.math.gate, biases.get(DOWN)
-    products = first_products(rows, exact, biases)
-    inner = gate(products)
-    target = batch.math.output(inner, exact[DOWN], down_bias)
-    energy = float(target.square().mean())
-    common = {
-        "layer": layer.index,
-        "layer_name": layer.name,
-        "expert": expert,
-        "group_size": config.group_size,
-        "symmetric": config.symmetric,
-        "calibration_tokens": note["calibration_tokens"],
-        "heldout_tokens": len(own),
-        "measured_on": "heldout" if enough else "borrowed",
-    }
-    found: list[dict[str, Any]] = []
-    for method, quantized in candidates.items():
-        fallback = "+".join(note["fallback"]) if method in STORED and note["fallback"] else "none"
-        for bits in config.bits:
-            values = {name: _values(quantized[name], index, bits) for name in layer.projections}
-            replaced = first_products(rows, values, biases)
-            outputs = {WHOLE: batch.math.output(gate(replaced), values[DOWN], down_bias)}
-            if config.per_projection:
-                for name in replaced:
-                    one = gate({**products, name: replaced[name]})
-                    outputs[name] = batch.math.output(one, exact[DOWN], down_bias)
-                outputs[DOWN] = batch.math.output(inner, values[DOWN], down_bias)
-            for projection, output in outputs.items():
-                errors = (output - target).square().mean(1)
-                loss = float(errors.mean())
-                if not math.isfinite(loss) or not math.isfinite(energy):
-                    raise QuantizationError(
-                        f"the {bits}-bit {method} loss is not a number",
-                        where=f"{layer.name}, expert {expert}, {projection}",
-                        do="use dtype: float32 or raise losses.damping",
-                    )
-                names = layer.projections if projection == WHOLE else (projection,)
-                stored = (
-                    packed_bytes(*layer.shape(n), bits, config.group_size, config.symmetric, config.nested)
-                    for n in names
-                )
-                found.append(
-                    common
-                    | {
-                        "projection": projection,
-                        "method": method,
-                        "bits": bits,
-                        "loss": loss,
-                        "relative_loss": loss / energy if energy > 0 else 0.0,
-                        "fallback": fallback,
-                        "bytes": sum(stored),
-                        "weighted_loss": float((squared * errors).mean()),
-                        "hessian_trace": _trace(note, names) if method in STORED else None,
-                    }
-                )
-    return found
-
-
-def _trace(note: dict[str, Any], names: Sequence[str]) -> float:
-    """Trace of the Hessians of some matrices; gate and up share one."""
-    first, down = note["hessian_trace"]
-    return float(sum(down if name == DOWN else first for name in names))
-
-
-def _values(quantized: gptq.Quantized, index: int, bits: int) -> Tensor:
-    """Dequantized values of one expert's matrix, exactly as they will be stored."""
-    width = quantized.bits.index(bits)
-    return decode(
-        quantized.codes[index, width], quantized.scale[index, width], quantized.zero[index, width], quantized.group_size
     )

@@ -22,7 +22,8 @@ from moeq.models.others import OtherModule
 from moeq.models.walk import Batch, current_batch
 from moeq.numerics import gptq
 from moeq.numerics.factor import Factor, factorize
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.packed import PackedWeight, joined
+from moeq.quantizers.stored import stored_as
 
 ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and measured together
 GPTQ, RTN = "gptq", "rtn"
@@ -184,7 +185,7 @@ def quantize_linears(
             if last is None or last[0] is not group or last[1] != grid.damping:
                 last = (group, grid.damping, factorize(group.hessian(), grid.damping))
             factor = last[2]
-        yield module, _linear(weight(module.name), group, factor, grid)
+        yield module, _linear(module.name, weight(module.name), group, factor, grid)
 
 
 def _check_finite(name: str, weight: Tensor, group: InputSums | None) -> None:
@@ -195,12 +196,12 @@ def _check_finite(name: str, weight: Tensor, group: InputSums | None) -> None:
             )
 
 
-def _linear(weight: Tensor, group: InputSums | None, factor: Factor | None, grid: Grid) -> Result:
+def _linear(name: str, weight: Tensor, group: InputSums | None, factor: Factor | None, grid: Grid) -> Result:
     parts, error, energy = [], 0.0, 0.0
     measured = group is not None and group.heldout_rows > 0 and not group.problem
     for start in range(0, len(weight), ROWS_AT_ONCE):
         exact = weight[start : start + ROWS_AT_ONCE].float()
-        packed = _packed(exact, factor, grid)
+        packed = _packed(name, exact, factor, grid)
         parts.append(packed.map(lambda part: part.cpu()))
         if measured and group is not None:
             off = packed.dequantize()[0] - exact
@@ -212,7 +213,7 @@ def _linear(weight: Tensor, group: InputSums | None, factor: Factor | None, grid
         "heldout_rows": 0 if group is None else group.heldout_rows,
         "fallback": _fallback(group, factor, grid),
     }
-    return Result(packed=joined(parts), row=row)
+    return Result(packed=joined(parts, 1), row=row)
 
 
 def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str:
@@ -231,7 +232,7 @@ def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str
     return "+".join(name for name, here in found.items() if here) or "none"
 
 
-def _packed(weight: Tensor, factor: Factor | None, grid: Grid) -> PackedWeight:
+def _packed(name: str, weight: Tensor, factor: Factor | None, grid: Grid) -> PackedWeight:
     """Some rows [N, K] as a packed stack of one."""
     made = gptq.quantize(
         weight.unsqueeze(0),
@@ -240,24 +241,8 @@ def _packed(weight: Tensor, factor: Factor | None, grid: Grid) -> PackedWeight:
         group_size=grid.group_size,
         symmetric=grid.symmetric,
     )
-    return PackedWeight.of(made, grid.bits, grid.symmetric)
-
-
-def joined(parts: list[PackedWeight]) -> PackedWeight:
-    """Rows that were packed apart, as one."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    return PackedWeight(
-        codes=torch.cat([part.codes for part in parts], 1),
-        scales=torch.cat([part.scales for part in parts], 1),
-        zeros=torch.cat(zeros, 1) if zeros else None,
-        bits=first.bits,
-        group_size=first.group_size,
-        inputs=first.inputs,
-        symmetric=first.symmetric,
-    )
+    with stored_as(grid.method, lambda _: name):
+        return PackedWeight.of(made, grid.bits, grid.symmetric)
 
 
 @torch.no_grad()
@@ -267,7 +252,7 @@ def quantize_embedding(name: str, weight: Tensor, looked_up: Tensor, grid: Grid)
     parts, error, energy = [], 0.0, 0.0
     for start in range(0, len(weight), ROWS_AT_ONCE):
         exact = weight[start : start + ROWS_AT_ONCE].float()
-        packed = _packed(exact, None, grid)
+        packed = _packed(name, exact, None, grid)
         parts.append(packed.map(lambda part: part.cpu()))
         times = looked_up[start : start + ROWS_AT_ONCE].to(exact.device, torch.float64)
         error += float((packed.dequantize()[0] - exact).square().sum(1, dtype=torch.float64) @ times)
@@ -278,4 +263,4 @@ def quantize_embedding(name: str, weight: Tensor, looked_up: Tensor, grid: Grid)
         "heldout_rows": int(looked_up.sum()),
         "fallback": "none",
     }
-    return Result(packed=joined(parts), row=row)
+    return Result(packed=joined(parts, 1), row=row)

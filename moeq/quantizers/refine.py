@@ -25,6 +25,7 @@ from moeq.quantizers.signround_layer import (
     quantized_widths,
     sign_round_layer,
 )
+from moeq.quantizers.stored import stored_as
 from moeq.quantizers.trained_grid import join
 from moeq.recipe import RefineSection
 
@@ -85,7 +86,11 @@ def refine_layer(
     )
     packed: dict[int, dict[str, PackedWeight]] = {}
     for part in found:
-        stacks = {name: PackedWeight.of(codes, codes.bits[0], job.symmetric) for name, codes in part.matrices.items()}
+        stacks = {}
+        for name, codes in part.matrices.items():
+            places = [f"{job.inputs.layer.name}, expert {expert}, {name}" for expert in part.experts]
+            with stored_as("refine", places.__getitem__):
+                stacks[name] = PackedWeight.of(codes, codes.bits[0], job.symmetric)
         for place, expert in enumerate(part.experts):
             packed[expert] = {name: _one(stack, place) for name, stack in stacks.items()}
     return dict(sorted(packed.items()))

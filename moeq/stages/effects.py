@@ -15,7 +15,7 @@ from moeq.artifacts.effects import LayerEffects
 from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer, set_expert_weights, stacked_weights
 from moeq.models.walk import Batch, walk
-from moeq.quantizers.layer import heldout_stride
+from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.memory import working_memory
 from moeq.recipe import LayerEffectsSection
 from moeq.stages.context import Context

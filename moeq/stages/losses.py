@@ -23,7 +23,9 @@ from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex, rows_file
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs, walk
-from moeq.quantizers.layer import RTN, heldout_stride, quantize_layer
+from moeq.quantizers.layer import quantize_layer
+from moeq.quantizers.layer_data import heldout_stride
+from moeq.quantizers.measuring import RTN
 from moeq.recipe import LossesSection
 from moeq.stages import others as others_stage
 from moeq.stages.context import Context

@@ -29,7 +29,7 @@ from moeq.models.streaming import blocks_of
 from moeq.models.walk import end_batch
 from moeq.models.weights import plain_header, scale_keys
 from moeq.numerics.packed import PackedWeight, packed_bytes
-from moeq.quantizers.layer import heldout_stride
+from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.others import GPTQ, RTN, Grid, Listener, Result, quantize_embedding, quantize_linears
 from moeq.recipe import Recipe
 from moeq.stages.context import Context

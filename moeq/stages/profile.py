@@ -18,7 +18,7 @@ from moeq.errors import ArtifactError
 from moeq.models.corpus import Sequences, join
 from moeq.models.corpus.images import image_tokens
 from moeq.models.walk import LayerInputs, walk
-from moeq.quantizers.layer import heldout_stride
+from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file, say_left_out
 from moeq.stages.recorder import Recorder

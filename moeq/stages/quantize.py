@@ -26,7 +26,9 @@ from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.packing import NESTED_BITS
 from moeq.numerics.slab import Slab
-from moeq.quantizers.layer import GPTQ, rtn_batch
+from moeq.quantizers.layer import rtn_batch
+from moeq.quantizers.measuring import GPTQ, RTN
+from moeq.quantizers.stored import packed_batch
 from moeq.recipe import BEST
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
@@ -265,10 +267,8 @@ class Replicas:
         weights, _ = self.original(expert)
         as_computed = {name: weights[name].to(self.context.dtype).float()[None] for name in projections}
         rounded = rtn_batch(as_computed, section, [bits])
-        one = {
-            name: PackedWeight.of(result, bits, section.symmetric, section.nested) for name, result in rounded.items()
-        }
-        return {name: packed.map(lambda part: part[0].cpu()) for name, packed in one.items()}
+        one = packed_batch(rounded, section, [bits], method=RTN, layer=self.layer, experts=[expert])
+        return {name: packed[bits].map(lambda part: part[0].cpu()) for name, packed in one.items()}
 
     def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Matrices and biases of one expert in the checkpoint's own type."""

@@ -131,17 +131,17 @@ def test_sums_in_parts_are_the_sums_of_all(monkeypatch: pytest.MonkeyPatch, scal
         kind = next(one for one in KINDS if one.scales_inputs)
         inputs = replace(inputs, layer=replace(LAYER, kind=kind))
     whole = quantize_layer(inputs, weights, SILU, CONFIG)
-    monkeypatch.setattr("moeq.quantizers.layer.PART_BYTES", 3 * 4 * LAYER.hidden_size * 7)
+    monkeypatch.setattr("moeq.quantizers.layer_data.PART_BYTES", 3 * 4 * LAYER.hidden_size * 7)
     parts = quantize_layer(inputs, weights, SILU, CONFIG)
     traces = [[one["hessian_trace"] for one in found.rows if one["hessian_trace"]] for found in (whole, parts)]
     assert traces[1] == pytest.approx(traces[0], rel=1e-5)
     assert [one["loss"] for one in parts.rows] == pytest.approx([one["loss"] for one in whole.rows], rel=2e-2)
 
 
-def test_a_loss_that_is_not_a_number_names_the_expert() -> None:
+def test_weights_that_are_not_numbers_name_the_matrix() -> None:
     weights = layer_weights()
     weights["up_proj"][2, 0, 0] = torch.nan
-    with pytest.raises(QuantizationError, match=r"layers\.0\.experts, expert 2, expert: the 1-bit gptq loss"):
+    with pytest.raises(QuantizationError, match=r"layers\.0\.experts, expert 2, up_proj, 1 bit: gptq gave scales"):
         quantize_layer(layer_inputs(), weights, SILU, CONFIG)
 
 
