@@ -1,0 +1,222 @@
+"""What the benchmarks share: the figures that a run found, their goals, the table at the end, and the file of it.
+
+    def main() -> int:
+        options = figures.arguments(__doc__, rounds=(21, 3), device="cpu")  # --rounds, 3 where --quick is given
+        found = figures.Figures(options)
+        found.add("growth from 4 to 32 layers", grown, "of a layer", at_most=0.25)
+        found.add("share of the disk's rate", ratio, at_least=0.6, digits=2)
+        found.add("level", level / 1e6, "MB")  # no goal: shown, and never missed
+        found.table(["layers", "export"], [["4", "258"], ["8", "241"]])  # what RESULTS.md shows beside the figures
+        found.left_out("gptqmodel", "it is not installed")
+        return found.report()
+
+`report` prints every figure with its goal, then one last line, and returns the exit code: 1 when a goal is missed (or a
+value is not finite), 0 when all are met. Every benchmark takes --quick, the form that `make bench` runs, and --json
+PATH, where `report` writes what it printed with date, commit, machine and command; `bench.py` makes RESULTS.md's tables
+from such files. A benchmark that cannot be run here ends with `return figures.skipped(options, "why")`, exit code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"  # trained checkpoints and texts that are not moeq's, where there are some
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure: at_most or at_least is its goal, if it has one; digits: behind the point when it is shown."""
+
+    name: str
+    value: float
+    unit: str = ""
+    at_most: float | None = None
+    at_least: float | None = None
+    digits: int = 2
+
+    @property
+    def met(self) -> bool:
+        """Whether its goal is reached, for want of which any finite value will do."""
+        most, least = (math.inf if self.at_most is None else self.at_most), self.at_least
+        return math.isfinite(self.value) and self.value <= most and (least is None or self.value >= least)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it; a value that is not finite is null."""
+        return asdict(self) | {"value": self.value if math.isfinite(self.value) else None, "met": self.met}
+
+    def cells(self) -> tuple[str, str, str]:
+        """Value with unit, goal, and whether it is met."""
+        goal = "at least" if self.at_least is not None else "at most"
+        limit = self.at_least if self.at_least is not None else self.at_most
+        shown = f"{self.value:.{self.digits}f} {self.unit}".strip()
+        return (
+            shown,
+            "" if limit is None else f"{goal} {limit:.{max(self.digits, 0)}f}",
+            "met" if self.met else "MISSED",
+        )
+
+
+@dataclass
+class Figures:
+    """What one run of a benchmark found; options: as `arguments` gives them."""
+
+    options: argparse.Namespace
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
+
+    def add(self, name: str, value: float, unit: str = "", **goal: Any) -> Figure:
+        """One more figure; goal: at_most or at_least, and digits."""
+        self.figures.append(Figure(name=name, value=float(value), unit=unit, **goal))
+        return self.figures[-1]
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table of texts that RESULTS.md shows below the figures; the first column names the row."""
+        self.tables.append({"columns": list(columns), "rows": [list(row) for row in rows]})
+
+    def left_out(self, what: str, why: str) -> None:
+        """Say, here and in the file, what was not measured."""
+        self.lacking.append(f"{what} left out: {why}")
+        print(self.lacking[-1], flush=True)
+
+    def report(self) -> int:
+        """Print the figures and the last line, write the file that --json names; the exit code."""
+        widest = max((len(one.name) for one in self.figures), default=0)
+        print()
+        for one in self.figures:
+            shown, goal, met = one.cells()
+            print(f"{one.name:{widest}}  {shown:>24}  {goal:22} {met if goal else ''}".rstrip())
+        missed = [one for one in self.figures if not one.met]
+        goals = sum(one.at_most is not None or one.at_least is not None for one in self.figures)
+        self._write()
+        name, lost = (
+            Path(sys.argv[0]).stem,
+            ", ".join(f"{one.name} {one.cells()[0]} (goal {one.cells()[1]})" for one in missed),
+        )
+        print(f"{name}: {goals - len(missed)} of {goals} goals met" + (f"; MISSED: {lost}" if missed else ""))
+        return 1 if missed else 0
+
+    def _write(self) -> None:
+        path = self.options.json
+        if path is not None:
+            found = {"benchmark": Path(sys.argv[0]).stem, "quick": self.options.quick} | machine() | {
+                "command": command(), "seconds": round(time.monotonic() - self.options.started, 1),
+                "figures": [one.as_json() for one in self.figures],
+                "tables": self.tables, "left_out": self.lacking,
+            }  # fmt: skip
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", "utf-8")
+
+
+def skipped(options: argparse.Namespace, why: str) -> int:
+    """Nothing can be measured here: say so, and write it; the exit code, 0."""
+    found = Figures(options)
+    found.left_out(Path(sys.argv[0]).stem, why)
+    return found.report()
+
+
+def parser(documentation: str | None, **settings: Any) -> argparse.ArgumentParser:
+    """A parser with --quick, --json and a setting for each name: its default, or (default, value with --quick).
+
+    The type of a setting is that of its default: int, float, str, Path, a list of one of them, or False for a flag.
+    """
+    made = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="the short form that `make bench` runs")
+    made.add_argument("--json", type=Path, metavar="PATH", help="write the figures here, too")
+    made.set_defaults(started=time.monotonic())
+    for name, value in settings.items():
+        usual, quick = value if isinstance(value, tuple) else (value, value)
+        flag, shown = (
+            f"--{name.replace('_', '-')}",
+            f"[default: {usual}" + (f"; --quick: {quick}]" if quick != usual else "]"),
+        )
+        if usual is False:
+            made.add_argument(flag, action="store_true")
+        else:
+            kind = type(usual[0] if isinstance(usual, list) else usual)
+            several = {"nargs": "+"} if isinstance(usual, list) else {}
+            made.add_argument(flag, type=kind, help=shown, default=_Default(usual, quick), **several)  # type: ignore[arg-type]
+    return made
+
+
+@dataclass(frozen=True)
+class _Default:
+    """A default that --quick decides."""
+
+    usual: Any
+    quick: Any
+
+
+def arguments(documentation: str | None, **settings: Any) -> argparse.Namespace:
+    """The options that `parser` makes of the command line."""
+    return parsed(parser(documentation, **settings))
+
+
+def parsed(made: argparse.ArgumentParser, given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What a parser reads, the defaults being those of --quick where that is given."""
+    options = made.parse_args(given)
+    for name, value in vars(options).items():
+        if isinstance(value, _Default):
+            setattr(options, name, value.quick if options.quick else value.usual)
+    return options
+
+
+def machine() -> dict[str, str]:
+    """Date, commit and machine of a run."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    cores = len(os.sched_getaffinity(0))
+    name = f"{cores} cores, {memory:.0f} GB, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
+    return {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "machine": name}
+
+
+def command() -> str:
+    """The command line, without the file that it writes."""
+    words = [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    if "--json" in words:
+        del words[words.index("--json") : words.index("--json") + 2]
+    return " ".join(["python", *words])
+
+
+def processor_seconds(work: Callable[[], object], rounds: int = 1) -> float:
+    """Median of the processor's seconds of some rounds, all threads of this process."""
+    taken = []
+    for _ in range(rounds):
+        began = time.process_time()
+        work()
+        taken.append(time.process_time() - began)
+    return statistics.median(taken)
+
+
+def in_fresh_process(script: str, *words: str, environment: dict[str, str] | None = None) -> Any:
+    """What a Python program prints as JSON on its last line; its own messages go to standard error."""
+    given = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
+    done = subprocess.run([sys.executable, script, *words], stdout=subprocess.PIPE, text=True, check=True, env=given)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def script(path: Path) -> Any:
+    """A Python file that is not moeq's, such as a training script with its texts, as a module."""
+    import importlib.util
+
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
