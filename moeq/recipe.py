@@ -6,25 +6,31 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, shown
 from moeq.errors import RecipeError, nearest
 
 DEFAULT_AVERAGE_BITS = 2
 BEST = "best"  # quantizer: the method with the lowest loss
 HUB = "hub:"
+MESSAGE_CHARACTERS = 400  # of what a validator says
+MOST = 2**63 - 1
 HUB_DATASET = re.compile(
     r"hub:(?P<name>[\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@(?P<revision>[^@:\s]+))?"
     r"(?::(?P<config>[^@:\s]*))?(?::(?P<split>[^@:\s]+))?"
 )
+SIZE = re.compile(r"([0-9.]{1,24})\s{0,8}([A-Za-z]{0,24})")
+RATIONAL = re.compile(
+    r"\s*[-+]?[0-9_.]{1,24}(?:[eE][-+]?[0-9]{1,2})?(?:/[0-9]{1,24})?\s*"
+)  # 1e999999999 is a number, too
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def _parse_bytes(value: Any) -> Any:
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    match = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return value
     unit = match[2].upper()
@@ -38,17 +44,34 @@ def _parse_rational(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("must be a number such as 2.5 or 5/2")
     try:
+        if RATIONAL.fullmatch(str(value)) is None:
+            raise ValueError
         return str(Fraction(str(value)))
     except (ValueError, ZeroDivisionError):
         raise ValueError("must be a number such as 2.5 or 5/2") from None
 
 
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0, le=MOST)]
 Rational = Annotated[str, BeforeValidator(_parse_rational)]
 
 
+def _fits(value: Any) -> bool:
+    """Whether whole numbers, those of lists and mappings included, are of 64 bits."""
+    if isinstance(value, list | dict):
+        return all(map(_fits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or -MOST <= value <= MOST
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        """Whole numbers that were written as text have no bound of their own."""
+        for name in type(self).model_fields:
+            if not _fits(getattr(self, name)):
+                raise ValueError(f"{name} is larger than 64 bits hold")
+        return self
 
 
 def _check_source(value: Any) -> Any:
@@ -56,7 +79,7 @@ def _check_source(value: Any) -> Any:
     for name in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
         if isinstance(name, str) and name.startswith(HUB) and HUB_DATASET.fullmatch(name) is None:
             raise ValueError(
-                f"{name!r} is not a hub dataset; write hub:ORG/NAME, or hub:ORG/NAME@REVISION:CONFIG:SPLIT"
+                f"{shown(name)} is not a hub dataset; write hub:ORG/NAME, or hub:ORG/NAME@REVISION:CONFIG:SPLIT"
             )
     return value
 
@@ -136,7 +159,7 @@ class IntegerSection(Section):
         "quantized", description="of the softmax: the sum of the quantized numerators, or of the exact ones"
     )
     range: Literal["minmax", "percentile"] = Field("minmax", description="of activations in calibration")
-    percentile: float = Field(99.99, gt=50, le=100, allow_inf_nan=False, description="range: percentile of magnitudes")
+    percentile: float = Field(99.99, gt=50, le=100, description="range: percentile of magnitudes")
     calibration: int = Field(32, ge=1, le=4096, description="images that ranges are measured on")
     vectors: int = Field(4, ge=1, le=1024, description="images whose every value is written")
     schemes: bool = Field(True, description="also evaluate the schemes of the paper's Table 1")
@@ -151,9 +174,7 @@ class ReparamSection(Section):
 
     bits: int = Field(8, ge=2, le=16, description="width of the activations")
     range: Literal["minmax", "percentile"] = Field("minmax", description="ends of a channel's range in calibration")
-    percentile: float = Field(
-        99.99, gt=50, le=100, allow_inf_nan=False, description="range: percentile leaves out more than this on a side"
-    )
+    percentile: float = Field(99.99, gt=50, le=100, description="range: percentile leaves out more than this on a side")
     samples: int = Field(32, ge=1, description="sequences of the calibration corpus, at most corpus.sequences")
     norms: Literal["blocks", "all"] | list[str] = Field("blocks", description="blocks, all, or patterns of paths")
     bias: Literal["auto", False] = Field(
@@ -207,7 +228,7 @@ class ExpertEffectsSection(Section):
     bits: Literal[1, 2, 3, 4, 8] = 2
     sequences: int = Field(16, ge=1, description="held-out sequences it is measured on")
     seconds: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="time to spend, over all runs of the same inputs; none: no limit"
+        None, gt=0, description="time to spend, over all runs of the same inputs; none: no limit"
     )
     experts: int | None = Field(None, ge=1, description="most experts to measure: a limit without a clock; none: all")
 
@@ -327,7 +348,6 @@ class AssignSection(Section):
     ndp_latency_ms: float | None = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
         description="optimal: a limit beside the budget, on the expected milliseconds a decoded token that the "
         "near-data side spends on experts",
     )
@@ -598,8 +618,8 @@ class StatedSection(Section):
 
     figure: Literal["decode", "end_to_end", "ndp"]
     over: str | None = Field(None, description="baseline, as the estimate names it: monde_bwrule, monde_opt, hobbit")
-    low: float = Field(gt=0, allow_inf_nan=False)
-    high: float = Field(gt=0, allow_inf_nan=False)
+    low: float = Field(gt=0)
+    high: float = Field(gt=0)
     only_largest: bool = False
     source: str = Field(min_length=1, description="where it is stated")
 
@@ -749,25 +769,9 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises RecipeError naming file, line, key and the nearest known key.
     """
-    text, where = "{}", "defaults"
-    if path is not None:
-        where = str(path)
-        try:
-            text = path.read_text("utf-8")
-        except FileNotFoundError:
-            raise RecipeError("no such recipe", where=where, do="give the path of a YAML recipe") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"cannot be read ({error})", where=where, do="give the path of a YAML recipe") from None
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-        _refuse_duplicates(node)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise RecipeError(f"not valid YAML: {problem}", where=where + line, do="mend the recipe") from None
-    data = {} if data is None else data
+    where = "defaults" if path is None else str(path)
+    read = parse_yaml("{}") if path is None else _read(path)
+    data = {} if read.value is None else read.value
     if not isinstance(data, dict):
         raise RecipeError("a recipe is a mapping of keys to values", where=where, do="see recipes/demo.yaml")
     for override in overrides:
@@ -775,47 +779,45 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, node, where, overrides) from None
+        raise _explain(error, read, where, overrides) from None
 
 
-def _refuse_duplicates(node: Any) -> None:
-    """YAML lets the last of two equal keys win without a word."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is there twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-            _refuse_duplicates(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _refuse_duplicates(value)
+def _read(path: Path) -> Yaml:
+    try:
+        return read_yaml(path)
+    except YamlError as error:
+        raise RecipeError(f"not valid YAML: {error}", where=error.at(str(path)), do="mend the recipe") from None
+    except FileNotFoundError:
+        raise RecipeError("no such recipe", where=str(path), do="give the path of a YAML recipe") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"cannot be read ({error})", where=str(path), do="give the path of a YAML recipe") from None
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
     """Set one dotted key=value in the raw recipe."""
     key, equals, value = override.partition("=")
+    option = f"--set {shown(override)}"
     if not equals or not key:
-        raise RecipeError(f"--set {override!r} is not key=value", do="write for example --set assign.average_bits=2.5")
+        raise RecipeError(f"{option} is not key=value", do="write for example --set assign.average_bits=2.5")
     *parents, leaf = key.strip().split(".")
     here = data
     for parent in parents:
         step = here.setdefault(parent, {})
         if not isinstance(step, dict):
-            raise RecipeError(f"--set {override!r}: {parent} is not a section", do="name a key of a section")
+            raise RecipeError(f"{option}: {shortened(parent)} is not a section", do="name a key of a section")
         here = step
     try:
-        here[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise RecipeError(f"--set {override!r}: the value is not YAML", do="quote it") from None
+        here[leaf] = parse_yaml(value).value
+    except YamlError as error:
+        raise RecipeError(f"{option}: the value is not YAML ({error})", do="quote it") from None
 
 
-def _explain(error: ValidationError, node: Any, where: str, overrides: Sequence[str]) -> RecipeError:
+def _explain(error: ValidationError, read: Yaml, where: str, overrides: Sequence[str]) -> RecipeError:
     """The first validation error as one line with its place in the file."""
     first = error.errors()[0]
     path = [part for part in first["loc"] if not (isinstance(part, str) and part.endswith("Section"))]
-    key = ".".join(map(str, path))
-    line = _line_of(node, path)
+    key = shortened(".".join(map(str, path)), MESSAGE_CHARACTERS)
+    line = read.line(path)
     names = [override.partition("=")[0].strip() for override in overrides]
     if any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for name in names):
         place = f"--set {key}"
@@ -826,27 +828,10 @@ def _explain(error: ValidationError, node: Any, where: str, overrides: Sequence[
         guess = nearest(str(path[-1]), known)
         hint = f"did you mean {guess!r}?" if guess else f"known keys here: {', '.join(known)}"
         return RecipeError(f"unknown key {key!r}", where=place, do=hint)
-    message = first["msg"].removeprefix("Value error, ")
+    message = shortened(first["msg"].removeprefix("Value error, "), MESSAGE_CHARACTERS)
     given = first.get("input")
-    shown = f" (given {given!r})" if isinstance(given, str | int | float | bool) else ""
-    return RecipeError(f"{key or 'recipe'}: {message}{shown}", where=place, do="mend the value")
-
-
-def _line_of(node: Any, path: Sequence[Any]) -> int | None:
-    """Line of a key path in the YAML node tree (1-based), of its nearest parent when it is not there itself."""
-    line = None
-    for part in path:
-        if isinstance(node, yaml.MappingNode):
-            pair = next(((k, v) for k, v in node.value if k.value == str(part)), None)
-            if pair is None:
-                return line
-            line, node = pair[0].start_mark.line + 1, pair[1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = node.start_mark.line + 1
-        else:
-            return line
-    return line
+    had = f" (given {shown(given)})" if isinstance(given, str | int | float | bool) else ""
+    return RecipeError(f"{key or 'recipe'}: {message}{had}", where=place, do="mend the value")
 
 
 def _known_keys(path: Sequence[Any]) -> list[str]:

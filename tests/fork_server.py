@@ -126,12 +126,15 @@ class ForkServer:
         env: dict[str, str] | None = None,
         stdout: str | None = None,
         file_bytes: int | None = None,
+        more_bytes: int | None = None,
+        cpu_seconds: int | None = None,
         die_at_rename: int | None = None,
     ) -> Running:
         """Start `moeq ARGUMENTS`.
 
         program: a Python script instead of moeq; stdout: a path to print to; file_bytes: no file may grow larger
-        (RLIMIT_FSIZE); die_at_rename: SIGKILL before the n-th os.replace.
+        (RLIMIT_FSIZE); more_bytes: of address space beyond what the server has (RLIMIT_AS); cpu_seconds: then SIGXCPU
+        ends it; die_at_rename: SIGKILL before the n-th os.replace.
         """
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         reading, writing = os.pipe()
@@ -144,6 +147,8 @@ class ForkServer:
             "env": env or {},
             "stdout": stdout,
             "file_bytes": file_bytes,
+            "more_bytes": more_bytes,
+            "cpu_seconds": cpu_seconds,
             "die_at_rename": die_at_rename,
         }
         socket.send_fds(connection, [json.dumps(request).encode()], [output.fileno(), writing])
@@ -220,6 +225,11 @@ def _command(request: dict[str, Any], stdout: int, stderr: int) -> None:
     os.environ |= request["env"]
     if request["file_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"],) * 2)
+    if request["more_bytes"] is not None:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + request["more_bytes"],) * 2)
+    if request["cpu_seconds"] is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"],) * 2)
     if request["die_at_rename"] is not None:
         _die_at_rename(request["die_at_rename"])
     sys.argv = [request["program"] or "moeq", *request["arguments"]]

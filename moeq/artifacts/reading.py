@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
+
+from moeq.bounded import read_bounded as read_bounded
 
 JSON_BYTES = 512 << 20  # the largest JSON file that is read
 HEADER_BYTES = 100_000_000  # the largest header that safetensors itself reads
@@ -81,17 +82,6 @@ def inside(directory: Path, name: Any) -> Path:
         if not any(path.resolve().is_relative_to(root) for root in roots):
             raise ValueError(f"{_short(name)} is a link that leads out of the directory")
     return path
-
-
-def read_bounded(path: Path, most: int = JSON_BYTES) -> bytes:
-    """A regular file's bytes; ValueError when it is larger than `most` or no regular file, OSError as reading does."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError("not a regular file")
-    if found.st_size > most:
-        raise ValueError(f"{found.st_size} bytes, at most {most} are read")
-    with path.open("rb") as stream:
-        return stream.read(found.st_size)
 
 
 def parse_json(text: str, *, tag_constants: bool = False) -> Any:

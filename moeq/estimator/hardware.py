@@ -7,16 +7,17 @@ A new hardware file in `hardware/` beside this module is found by itself; users 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from moeq.bounded import YAML_BYTES, YamlError, parse_yaml, read_bounded, shortened, shown
 from moeq.errors import EstimateError, nearest
 from moeq.estimator.devices import (
     OPTIONAL_SECTIONS,
@@ -52,9 +53,9 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     """
     path = _find(name_or_path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        text = read_bounded(path, YAML_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise EstimateError(
             f"cannot read the hardware file: {reason}", where=str(path), do="give a readable YAML file"
         ) from error
@@ -65,24 +66,26 @@ def _find(name_or_path: str | Path) -> Path:
     given = str(name_or_path)
     if given in known_hardware():
         return _FOLDER / f"{given}.yaml"
-    path = Path(given)
-    if path.is_file():
-        return path
+    path = Path(given).expanduser()
+    with contextlib.suppress(OSError):  # a name that is too long for a file
+        if path.exists():
+            return path
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
-        raise EstimateError("no such hardware file", where=given, do="check the path")
+        raise EstimateError("no such hardware file", where=shortened(given, 400), do="check the path")
     close = nearest(given, known_hardware())
     hint = f"did you mean {close!r}? known: " if close else "known: "
     raise EstimateError(
-        f"unknown hardware {given!r}", do=f"{hint}{', '.join(known_hardware())}, or give the path of a YAML file"
+        f"unknown hardware {shown(given)}",
+        do=f"{hint}{', '.join(known_hardware())}, or give the path of a YAML file",
     )
 
 
 @cache
-def _parse(text: str, path: Path) -> Hardware:
+def _parse(text: bytes, path: Path) -> Hardware:
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise EstimateError(f"not valid YAML: {error}", where=str(path), do="correct the syntax") from error
+        tree = parse_yaml(text).value
+    except YamlError as error:
+        raise EstimateError(f"not valid YAML: {error}", where=error.at(str(path)), do="correct the syntax") from error
     if not isinstance(tree, Mapping):
         raise EstimateError("not a mapping of sections", where=str(path), do=f"write {', '.join(SECTIONS)}")
     _check_keys(tree, known=_TOP_LEVEL, required=tuple(SECTIONS), where=str(path), prefix="")
@@ -118,7 +121,7 @@ def _section(name: str, model: type[BaseModel], tree: object, path: Path, consta
     except ValidationError as error:
         first = error.errors()[0]
         where = f"{path}: {name}.{file_key(str(first['loc'][0]))}"
-        raise EstimateError(f"{first['input']!r}: {first['msg']}", where=where, do="correct the value") from error
+        raise EstimateError(f"{shown(first['input'])}: {first['msg']}", where=where, do="correct the value") from error
 
 
 def _only_holds(section: Mapping[str, Any]) -> bool:
@@ -160,7 +163,7 @@ def _check_keys(
         if key not in known:
             close = nearest(str(key), known)
             do = f"did you mean '{prefix}{close}'?" if close else f"known here: {', '.join(known)}"
-            raise EstimateError(f"unknown key '{prefix}{key}'", where=where, do=do)
+            raise EstimateError(f"unknown key '{prefix}{shortened(str(key))}'", where=where, do=do)
     for key in required:
         if key not in tree:
             raise EstimateError(f"missing key '{prefix}{key}'", where=where, do="add it with a value and a source")
@@ -169,11 +172,13 @@ def _check_keys(
 def _constant(entry: object, where: str) -> tuple[Any, str]:
     form = 'write {value: ..., source: "..."}'
     if not isinstance(entry, Mapping):
-        raise EstimateError(f"{entry!r} is not a constant with a source", where=where, do=form)
+        raise EstimateError(f"{shown(entry)} is not a constant with a source", where=where, do=form)
     for key in entry:
         if key not in ("value", "source"):
             close = nearest(str(key), ("value", "source"))
-            raise EstimateError(f"unknown key {key!r}", where=where, do=f"did you mean {close!r}?" if close else form)
+            raise EstimateError(
+                f"unknown key {shown(key)}", where=where, do=f"did you mean {close!r}?" if close else form
+            )
     if entry.get("value") is None:
         raise EstimateError("the constant has no value", where=where, do=form)
     source = entry.get("source")
@@ -186,11 +191,11 @@ def _in_unit(value: Any, info: FieldInfo, where: str) -> Any:
     unit = next((one for one in info.metadata if isinstance(one, Unit)), None)
     if unit is None:
         if isinstance(value, bool):
-            raise EstimateError(f"{value!r} is not a number", where=where, do="write a plain number")
+            raise EstimateError(f"{shown(value)} is not a number", where=where, do="write a plain number")
         return value
     do = f"write a number with a unit, such as '{unit.example}'"
     if not isinstance(value, str):
-        raise EstimateError(f"{value!r} has no unit", where=where, do=do)
+        raise EstimateError(f"{shown(value)} has no unit", where=where, do=do)
     try:
         number = parse_quantity(value, unit.name)
     except ValueError as error:

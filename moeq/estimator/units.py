@@ -11,6 +11,8 @@ from functools import cache
 from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
+from moeq.bounded import shortened
+
 if TYPE_CHECKING:
     from pint import UnitRegistry
 
@@ -38,7 +40,10 @@ _DEFINITIONS = (
     "joule = [energy] = J",
     "mac = 2 * flop = MAC = MACs",
 )
-_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*")
+MOST_CHARACTERS = 64  # of a quantity
+_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*)")
+_FACTOR = r"(?:1|[^\W\d_]+\s*(?:(?:\*\*|\^)\s*-?\d)?)"  # pint works out any power, however large
+_UNIT = re.compile(rf"{_FACTOR}(?:(?:\s*[*/]\s*|\s+){_FACTOR})*")
 
 
 @cache
@@ -59,12 +64,16 @@ def parse_quantity(text: str, unit: str) -> float:
     """
     import pint
 
-    match = _QUANTITY.fullmatch(text)
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"{shortened(text)!r} is longer than a number with a unit")
+    match = _QUANTITY.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a number with a unit")
     number, unit_text = match.groups()
     if not unit_text:
         raise ValueError(f"{text!r} has no unit")
+    if _UNIT.fullmatch(unit_text) is None:
+        raise ValueError(f"{text!r} has a unit that cannot be read")
     registry = _registry()
     try:
         return float(registry.Quantity(float(number), registry.parse_units(unit_text)).to(unit).magnitude)

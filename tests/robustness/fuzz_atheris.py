@@ -12,7 +12,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["moeq.artifacts", "moeq.models.source", "json"]):
+with atheris.instrument_imports(
+    include=["moeq.artifacts", "moeq.bounded", "moeq.recipe", "moeq.models.source", "json"]
+):
     from robustness.fuzz_targets import NUMBERS, Fuzzed
 
 

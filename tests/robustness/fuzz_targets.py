@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import random
 import time
 import tracemalloc
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from gguf_made import gguf_bytes
 from safetensors import SafetensorError, safe_open
 
@@ -31,15 +33,35 @@ from moeq.artifacts.stage import RECORD, read_record
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.trace import HEADER, RoutingTrace, read_trace, write_trace
+from moeq.bounded import YAML_DEPTH, YamlError, parse_yaml
 from moeq.errors import ArtifactError, MoeqError
 from moeq.models.source import INDEX, open_source, read_header
 from moeq.numerics import layouts
 from moeq.numerics.packed import PackedWeight, packed_shapes
 from moeq.numerics.packing import SUPPORTED_BITS, pack, packed_row_bytes, unpack
+from moeq.recipe import load_recipe
 from moeq.runtime.hf_quantizer import MoeqConfig
 
 SECONDS = 5.0  # of one input, on a machine that does other things too
 SPARE_BYTES = 192 << 10  # what reading takes whatever the file: buffers, messages, tracebacks
+VALUE_BYTES = 200  # of YAML: a value of a byte with its line and its path
+SCHEMA_BYTES = 4 << 20  # of recipes
+RECIPE = b"""name: fuzz
+model: bundled:tiny-mixtral
+seed: 0x10
+corpus: {source: [bundled, "a b.txt"], sequences: 1_000, until_covered: {share: 0.9}}
+losses:
+  bits: [1, 2, 3, 4]
+  damping: 1.0e-2
+assign: {method: optimal, average_bits: 5/2, widths: [2, 4]}
+export: {max_shard: 5 GB, verify: no}
+eval:
+  compare:
+  - name: 'uniform'
+    method: uniform
+    bits: 4
+  num_fewshot: ~
+"""
 HOSTILE: list[Any] = [
     0, 1, -1, 3, 2**31, 2**40, 10**12, 2**63, 2**64, 10**400, -(10**12), True, False, None, 0.5, -0.0, 1e308, "", ".",
     "..", "../x", "/etc/passwd", "a/b", "a\\b", "a\0b", "\ud800", "x" * 300, "F4", "U8", "F32", [], {}, [[]], [2**40],
@@ -47,7 +69,8 @@ HOSTILE: list[Any] = [
 ]  # fmt: skip
 SNIPPETS = [
     b"NaN", b"Infinity", b"-Infinity", b"1e999", b"[" * 5000, b'{"a":' * 3000, b"9" * 5000, b"[]," * 400, b"\\ud800",
-    b"\xff", b'"a":1,"a":2,', b"{", b"}", b'"', b"\0", b" " * 64,
+    b"\xff", b'"a":1,"a":2,', b"{", b"}", b'"', b"\0", b" " * 64, b"&a", b"*a", b"- " * 40, b"? ", b": ", b"<<: ",
+    b"!!python/name:os.system ", b"!!int ", b"---\n", b"2001-99-99", b"0x_", b"1:2:3", b".inf", b"|\n", b"\n  ",
 ]  # fmt: skip
 
 
@@ -127,7 +150,7 @@ class Fuzzed:
         self.replicas = {"schema_version": 2, "set": "0" * 64, "made": [made], "layers": [{"gptq.3.x": "0"}]}
         self.others: dict[str, Any] = {
             "manifest": self.manifest, "config": config, "index": self.index, "record": self.record,
-            "replicas": self.replicas,
+            "replicas": self.replicas, "recipe": yaml.safe_load(RECIPE),
         }  # fmt: skip
 
     def valid(self, target: str) -> bytes:
@@ -136,6 +159,8 @@ class Fuzzed:
             return f"{hashlib.sha256(b'').hexdigest()}  a\n".encode() * 2
         if target == "gguf":
             return self.gguf
+        if target == "yaml":
+            return RECIPE
         if target in self.tensors:
             return self.tensors[target]
         if target in self.others:
@@ -148,7 +173,7 @@ class Fuzzed:
         if target in NUMBERS:
             return chance.randbytes(chance.randrange(1, 64))
         data, rounds = self.valid(target), chance.randrange(1, 4)
-        if target in ("sums", "gguf"):
+        if target in ("sums", "gguf", "yaml"):
             return functools.reduce(lambda text, _: mutate_bytes(text, chance), range(rounds), data)
         if target in self.tensors:
             length = int.from_bytes(data[:8], "little")
@@ -225,6 +250,23 @@ class Fuzzed:
             raise ArtifactError(str(error), where=str(path), do="as its readers do") from None
         for tensor in found.tensors.values():
             assert 0 < tensor.offset <= tensor.offset + tensor.bytes <= len(data)
+
+    def _yaml(self, data: bytes) -> Callable[[], None]:
+        """What is read is within the bounds; a value of a few bytes takes some hundred in memory."""
+        self.size = VALUE_BYTES * len(data)
+        try:
+            read = parse_yaml(data)
+        except YamlError as error:
+            raise ArtifactError(str(error), where=error.at("fuzzed"), do="as its readers do") from None
+        return lambda: _is_plain(read.value, YAML_DEPTH)
+
+    def _recipe(self, data: bytes) -> Callable[[], None]:
+        """The schema is made where a key is unknown, which takes what it takes."""
+        path = self.folder / "recipe.yaml"
+        self._write(path, data)
+        self.size += SCHEMA_BYTES + VALUE_BYTES * len(data)
+        recipe = load_recipe(path)
+        return lambda: _is_plain(recipe.model_dump(), YAML_DEPTH)
 
     def _index(self, data: bytes) -> None:
         (self.model / "config.json").write_text('{"model_type": "mixtral"}')
@@ -312,9 +354,37 @@ class Fuzzed:
                 assert found.shape[-1] == packed_row_bytes(length, bits)
 
 
-FILES = ("header", "store", "trace", "index", "config", "manifest", "record", "replicas", "sums", "gguf")
+FILES = (
+    "header",
+    "store",
+    "trace",
+    "index",
+    "config",
+    "manifest",
+    "record",
+    "replicas",
+    "sums",
+    "gguf",
+    "yaml",
+    "recipe",
+)
 NUMBERS = ("unpack", "packed", "layouts")
 TARGETS = (*FILES, *NUMBERS)
+
+
+def _is_plain(value: Any, depth: int) -> None:
+    """AssertionError for what plain YAML within the bounds cannot hold."""
+    if isinstance(value, (dict, list)):
+        assert depth > 0
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            _is_plain(part, depth - 1)
+    elif isinstance(value, str):
+        assert value.isprintable() or not set(value) & set(map(chr, (*range(9), 27, 127)))
+        value.encode()
+    elif isinstance(value, int):
+        assert abs(value) < 2**63
+    else:
+        assert value is None or math.isfinite(value)
 
 
 def _trace() -> RoutingTrace:

@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from moeq.bounded import read_yaml
 from moeq.errors import EstimateError, nearest
 
 Cell = str | int | float | None
@@ -64,5 +63,5 @@ def _sheets() -> Mapping[str, Callable[[], list[Table]]]:
 @cache
 def printed(name: str) -> Mapping[str, Any]:
     """What a paper prints: the YAML file of that name beside this module."""
-    tree: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+    tree: Mapping[str, Any] = read_yaml(Path(__file__).with_name(f"{name}.yaml")).value
     return tree

@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
-import yaml
-
+from moeq.bounded import YamlError, parse_yaml
 from moeq.errors import CorpusError
 from moeq.models.corpus.rows import kind_of
 
 DEFAULT = "default"
+CARD_BYTES = 4 << 20  # of a card's front matter: those of data sets with thousands of configurations are long
 KINDS = (".parquet", ".jsonl", ".json", ".txt")  # of a split's files, the first kind that there is
 NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "README.txt"}
 SPLIT_WORDS = {
@@ -42,7 +42,7 @@ def choose_files(
     Without a split, calibration takes train, evaluation takes test or else validation. Raises CorpusError naming what
     there is when the choice is not clear or holds no file that can be read.
     """
-    configs, default = _from_card(files, readme)
+    configs, default = _from_card(files, readme, where)
     if not configs:
         configs, default = _from_names(files)
     if not configs:
@@ -70,13 +70,15 @@ def _listed(names: dict[str, Any]) -> str:
     return f"{shown} and {len(names) - 12} more" if len(names) > 12 else shown
 
 
-def _from_card(files: Sequence[str], readme: str) -> tuple[dict[str, Splits], str | None]:
-    """Configurations as the front matter of README.md names them, and the default one."""
+def _from_card(files: Sequence[str], readme: str, where: str) -> tuple[dict[str, Splits], str | None]:
+    """Configurations as the front matter of README.md names them, and the default; CorpusError where it is no YAML."""
     match = re.match(r"---\s*\n(.*?)\n---", readme, re.DOTALL)
     try:
-        front = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
-        return {}, None
+        front = parse_yaml(match[1], most=CARD_BYTES).value if match else None
+    except YamlError as error:
+        raise CorpusError(
+            f"its card cannot be read ({error})", where=error.at(f"{where}, README.md"), do="give files of your own"
+        ) from None
     entries = front.get("configs") if isinstance(front, dict) else None
     configs: dict[str, Splits] = {}
     default = None
