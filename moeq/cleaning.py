@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts import others, replicas
-from moeq.artifacts.files import PARTIAL, held, locked
+from moeq.artifacts.files import BEGUN, PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
 from moeq.errors import ArtifactError, RecipeError
-from moeq.pipeline import BY_NAME, RECIPE_COPY
+from moeq.pipeline import BY_NAME
 from moeq.recipe import load_recipe
 from moeq.stages.context import DIRECTORIES, STORE, store_folder
 from moeq.stages.losses import OLDER
+from moeq.stages.run_directory import RECIPE_COPY
 
 SET = re.compile(r"[0-9a-f]{64}")
 LAYER = re.compile(r"layer-\d{3,}\.safetensors")
@@ -71,7 +72,7 @@ def collect(runs: Sequence[Path], store: Path | None, *, dry_run: bool) -> dict[
             known |= {run.resolve() for run in replicas.noted_runs(folder).values() if run.is_dir()}
         for run in sorted(known):
             stack.enter_context(locked(run))
-        folders = [run / "losses" for run in sorted(known)]
+        folders = [run / f"losses{end}" for run in sorted(known) for end in ("", BEGUN)]
         indices = [replicas.read_index(folder) for folder in folders if (folder / INDEX).is_file()]
         indices += [others.read_index(folder) for folder in folders if (folder / others.INDEX).is_file()]
         for folder in stores:
@@ -147,6 +148,8 @@ def _clean_run(run: Path, sweep: _Sweep) -> None:
     for path in sorted(run.glob(f"{RECIPE_COPY}{PARTIAL}")):
         sweep.delete(path, "partial file")
     for stage in sorted(set(BY_NAME) - set(DIRECTORIES)):
+        if (run / f"{stage}{PARTIAL}").is_dir():
+            sweep.delete(run / f"{stage}{PARTIAL}", "partial folder")
         for path in sorted((run / stage).rglob(f"*{PARTIAL}")):
             sweep.delete(path, "partial file")
     for name in OLDER:

@@ -64,6 +64,9 @@ WidenOption = Annotated[
     bool,
     typer.Option("--widen", help="Codes that a format's runtime cannot read go into wider ones of the same values."),
 ]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Make files anew that were edited by hand (assign/assignment.json).")
+]
 VerifyOption = Annotated[
     bool, typer.Option("--verify/--no-verify", help="Load what was written in a fresh process and compare it.")
 ]
@@ -137,6 +140,7 @@ def run(
     quantizer: QuantizerOption = None,
     refine: RefineOption = False,
     verify: VerifyOption = True,
+    force: ForceOption = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -146,7 +150,7 @@ def run(
     context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine)
     from moeq import pipeline, results, terminal
 
-    outcomes = pipeline.run(context)
+    outcomes = pipeline.run(context, force=force)
     rows, paths = results.final_rows(context), pipeline.result_paths(context)
     if json:
         _print_json(
@@ -265,6 +269,7 @@ def assign(
         bool, typer.Option("--frontier", help="Objective against bytes of every method: table, JSON and plot.")
     ] = False,
     quantizer: QuantizerOption = None,
+    force: ForceOption = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -279,20 +284,31 @@ def assign(
     from moeq import pipeline, terminal
     from moeq.stages import assign as stage
 
-    outcome = pipeline.run_alone(context, "assign")
-    prices = stage.prices(context) if price else None
-    curve = stage.frontier(context) if frontier else None
+    looks = (price or frontier) and not overrides and quantizer is None and recipe is None and not force
+    if looks and (context.finished("assign") / stage.NAME).is_file():
+        outcome = None
+        with pipeline.looking(context, "assign"):
+            extra = _looked_at(context, price, frontier)
+    else:
+        outcome = pipeline.run_alone(context, "assign", force=force)
+        extra = _looked_at(context, price, frontier)
     if json:
-        extra = {"prices": prices, "frontier": curve}
-        _print_json(
-            terminal.outcome_json(outcome) | {name: value for name, value in extra.items() if value is not None}
-        )
+        _print_json(({"stage": "assign"} if outcome is None else terminal.outcome_json(outcome)) | extra)
     elif not quiet:
-        terminal.print_summary(outcome.record.summary)
-        if prices is not None:
-            terminal.print_prices(prices)
-        if curve is not None:
-            terminal.print_frontier(curve, context.directory("assign") / stage.FRONTIER_PLOT)
+        if outcome is not None:
+            terminal.print_summary(outcome.record.summary)
+        if "prices" in extra:
+            terminal.print_prices(extra["prices"])
+        if "frontier" in extra:
+            terminal.print_frontier(extra["frontier"], context.finished("assign") / stage.FRONTIER_PLOT)
+
+
+def _looked_at(context: Context, price: bool, frontier: bool) -> dict[str, Any]:
+    """What --price and --frontier show of an assignment."""
+    from moeq.stages import assign as stage
+
+    prices = {"prices": stage.prices(context)} if price else {}
+    return prices | ({"frontier": stage.frontier(context)} if frontier else {})
 
 
 def report(

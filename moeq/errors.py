@@ -33,6 +33,11 @@ class MoeqError(Exception):
         text = f"{where}: {what}" if where else what
         super().__init__(" ".join((f"{text}; {do}" if do else text).split()))
 
+    def rename(self, old: str, new: str) -> None:
+        """Name a place by another name: an unfinished directory by that which it was to have."""
+        what, where, do = (part and part.replace(old, new) for part in (self.what, self.where, self.do))
+        MoeqError.__init__(self, str(what), where=where, do=do)
+
 
 class InternalError(MoeqError):
     exit_code = 1

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import NAME as EVALUATION
-from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
+from moeq.artifacts.files import BEGUN, building, digest_of, locked, place, remove_partials, sha256_file, write_bytes
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.errors import ArtifactError
-from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import (
@@ -28,14 +29,16 @@ from moeq.stages import (
     others,
     profile,
     quantize,
+    refine,
     reparam,
     report,
 )
 from moeq.stages.context import STORE, Context
+from moeq.stages.run_directory import RECIPE_COPY, check_model, check_out, record_of, write_recipe
 from moeq.tables import human_seconds
 
-RECIPE_COPY = "recipe.yaml"
 REPARAM = "reparam"
+NO_PROGRESS: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,9 @@ class Stage:
     after_growth: stages whose artifacts it also reads when the calibration text grows until experts are covered;
     revision: raised when the same inputs give other results, so that older artifacts are made again; text: parts of
     the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what would make it fail
-    later; intact: whether what it wrote outside its own directory is still there; apart: files outside its digest;
-    editable: files that people may change by hand.
+    later; intact: whether what it wrote outside its own directory is
+    still there; apart: files outside its digest; editable: files that people may change by hand, and accept: raises
+    what is wrong with them; progress: patterns of files that it goes on with when it was broken off.
     """
 
     name: str
@@ -62,6 +66,8 @@ class Stage:
     intact: Callable[[Context], bool] | None = None
     apart: frozenset[str] = frozenset()
     editable: frozenset[str] = frozenset()
+    accept: Callable[[Context], object] | None = None
+    progress: Callable[[Context], Sequence[str]] = lambda _: NO_PROGRESS
 
     def needs(self, recipe: Recipe) -> tuple[str, ...]:
         """The stages whose artifacts it reads."""
@@ -98,6 +104,7 @@ STAGES = (
         computes=True,
         check=others.check,
         intact=losses.is_intact,
+        progress=losses.progress,
     ),
     Stage(
         name="assign",
@@ -108,8 +115,16 @@ STAGES = (
         check=assign.check,
         apart=frozenset({SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
         editable=frozenset({assign.NAME}),
+        accept=assign.load,
     ),
-    Stage(name="quantize", run=quantize.run, sections=("quantize",), after=("losses", "assign"), computes=True),
+    Stage(
+        name="quantize",
+        run=quantize.run,
+        sections=("quantize",),
+        after=("losses", "assign"),
+        computes=True,
+        progress=refine.progress,
+    ),
     Stage(
         name="export",
         run=export.run,
@@ -154,16 +169,17 @@ BY_NAME = {stage.name: stage for stage in STAGES}
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What happened to one stage."""
+    """What happened to one stage; edited: its files that were edited by hand and were kept."""
 
     stage: str
     skipped: bool
     seconds: float
     record: StageRecord
+    edited: tuple[str, ...] = ()
 
 
-def _inputs(context: Context, stage: Stage) -> dict[str, str]:
-    """Digests of all that a stage's result depends on."""
+def _own_inputs(context: Context, stage: Stage) -> dict[str, str]:
+    """Digests of what a stage's result depends on beside the artifacts of others."""
     found = {"model": context.stamp.digest, "recipe": digest_of(_sections(context, stage))}
     found |= {part: context.text_digest(part) for part in stage.text}
     if stage.computes:
@@ -171,9 +187,19 @@ def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     extra = None if stage.extra is None else stage.extra(context)
     if extra is not None:
         found["extra"] = digest_of(extra)
+    return found
+
+
+def _inputs(context: Context, stage: Stage) -> dict[str, str]:
+    """Digests of all that a stage's result depends on."""
+    found = _own_inputs(context, stage)
     for name in stage.needs(context.recipe):
         found[name] = current_digest(context.directory(name), name)
     return found
+
+
+def _key(stage: Stage, inputs: dict[str, str]) -> str:
+    return digest_of([stage.name, stage.revision, inputs])
 
 
 def _sections(context: Context, stage: Stage) -> dict[str, Any]:
@@ -192,72 +218,233 @@ def _sections(context: Context, stage: Stage) -> dict[str, Any]:
     return {name: whole[name] for name in stage.sections}
 
 
-def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Outcome:
-    """Run one stage unless its inputs have not changed; the record is its last write.
+def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome:
+    """Run one stage unless its inputs have not changed; what it wrote, with its record, takes the old one's place last.
 
-    keep_edits=False: files that were edited by hand are made again.
+    force: files that were edited by hand are made again. Raises ArtifactError where they would have to be without.
     """
-    directory = context.directory(stage.name)
+    directory = context.finished(stage.name)
     inputs = _inputs(context, stage)
-    key = digest_of([stage.name, stage.revision, inputs])
-    current = is_current(directory, stage.name, key, stage.editable if keep_edits else frozenset())
-    if current and (stage.intact is None or stage.intact(context)):
-        record = read_record(directory, stage.name)
-        edited = current_digest(directory, stage.name) != record.digest
+    key = _key(stage, inputs)
+    edited = _edited(context, stage)
+    if edited and not force:
+        _accept(context, stage, key)
+    elif edited:
+        edited = []
+        context.reporter.say(f"[yellow]{stage.name}: what was edited by hand is replaced[/yellow]")
+    if _is_current(context, stage, key, stage.editable if edited else frozenset()):
         note = "edited by hand, kept" if edited else "unchanged, skipped"
         context.reporter.say(f"[dim]{stage.name:9} {note}[/dim]")
-        return Outcome(stage=stage.name, skipped=True, seconds=0.0, record=record)
+        record = read_record(directory, stage.name)
+        return Outcome(stage=stage.name, skipped=True, seconds=0.0, record=record, edited=tuple(edited))
     context.reporter.say(f"[bold]{stage.name}[/bold]")
     started = time.monotonic()
-    (directory / "stage.json").unlink(missing_ok=True)
-    summary = stage.run(context)
-    seconds = time.monotonic() - started
-    record = write_record(
-        directory,
-        stage=stage.name,
-        model=context.stamp,
-        seed=context.recipe.seed,
-        key=key,
-        inputs=inputs,
-        summary=summary,
-        volatile={"created": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 3)},
-        apart=stage.apart,
-    )
+    with building(directory, progress=stage.progress(context)) as unfinished, context.writing(stage.name, unfinished):
+        summary = stage.run(context)
+        seconds = time.monotonic() - started
+        record = write_record(
+            unfinished,
+            stage=stage.name,
+            model=context.stamp,
+            seed=context.recipe.seed,
+            key=key,
+            inputs=inputs,
+            summary=summary,
+            volatile={"created": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 3)},
+            apart=stage.apart,
+        )
+        edited = [name for name in edited if sha256_file(directory / name) != record.files[name].sha256]
+        for name in edited:
+            context.reporter.say(f"  {name}: edited by hand, kept")
+            (unfinished / name).unlink()
+            place(directory / name, unfinished / name)
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
-    return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record)
+    return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record, edited=tuple(edited))
 
 
-def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME)) -> list[Outcome]:
-    """Run stages in order in the context's directory, which is locked meanwhile.
+def _is_current(context: Context, stage: Stage, key: str, edited: frozenset[str] = frozenset()) -> bool:
+    """Whether what a stage would make is there; edited: files that need not be as it made them."""
+    there = is_current(context.finished(stage.name), stage.name, key, edited)
+    return there and (stage.intact is None or stage.intact(context))
 
-    Raises MoeqError of the failing stage's class; whatever was finished before stays.
+
+def _edited(context: Context, stage: Stage) -> list[str]:
+    """Files of a stage that may be edited and are not as it wrote them; without a record, all that are there.
+
+    A file that was put there by hand, or that an old moeq wrote and was killed, is not told from an edited one.
+    """
+    directory = context.finished(stage.name)
+    record = record_of(directory, stage.name)
+    there = [name for name in sorted(stage.editable) if (directory / name).is_file()]
+    if record is None:
+        return there
+    stamps = record.files
+    return [name for name in there if name in stamps and sha256_file(directory / name) != stamps[name].sha256]
+
+
+def _accept(context: Context, stage: Stage, key: str) -> None:
+    """ArtifactError where files that were edited by hand are not valid, or were made of other inputs than they are."""
+    record = record_of(context.finished(stage.name), stage.name)
+    if record is not None and record.key != key:
+        raise _refuse_edited(context, stage)
+    if stage.accept is not None:
+        stage.accept(context)
+
+
+def _refuse_edited(context: Context, stage: Stage) -> ArtifactError:
+    return ArtifactError(
+        "edited by hand, and what it was made of has changed since",
+        where=str(context.finished(stage.name) / _edited(context, stage)[0]),
+        do="replace it with --force; to keep it, undo the change, or put a copy of it back afterwards",
+    )
+
+
+def _asked_otherwise(context: Context, stage: Stage) -> bool:
+    """Whether a stage, or one whose artifact it reads, is asked for something else than its record says."""
+    record = record_of(context.finished(stage.name), stage.name)
+    if record is None:
+        return False
+    own = {name: digest for name, digest in record.inputs.items() if name not in BY_NAME}
+    if own != _own_inputs(context, stage) or record.key != _key(stage, record.inputs):
+        return True
+    return any(_asked_otherwise(context, BY_NAME[name]) for name in stage.needs(context.recipe))
+
+
+def _look_ahead(context: Context, stages: Sequence[Stage], force: bool) -> None:
+    """What stages would refuse after others have run, before the first of them: as far as it can be known now.
+
+    Raises what they raise: ArtifactError for a file edited by hand that would be lost, PlanError for a format that
+    cannot carry the assignment.
     """
     given = context.given()
+    if context.folds and not _is_finished(given, BY_NAME[REPARAM]):
+        return
+    for stage in stages:
+        if stage.name != REPARAM and not force and _edited(context, stage) and _asked_otherwise(context, stage):
+            raise _refuse_edited(context, stage)
+    if context.recipe.export.formats and any(stage.name == "export" for stage in stages):
+        assignment = _coming_assignment(context, stages, force)
+        if assignment is not None:
+            export.check_formats(context, assignment)
+
+
+def _coming_assignment(context: Context, stages: Sequence[Stage], force: bool) -> Assignment | None:
+    """The assignment that is exported; None where what decides it is still to be made."""
+    stage, coming = BY_NAME["assign"], {one.name for one in stages}
+    if stage.name not in coming or _is_finished(context, stage, stage.editable if not force else frozenset()):
+        return assign.load(context)
+    if all(_is_finished(context, BY_NAME[name]) for name in coming & {"profile", "losses"}):
+        return assign.make(context, context.recipe.assign, context.recipe.name)
+    return None
+
+
+def _is_finished(context: Context, stage: Stage, edited: frozenset[str] = frozenset()) -> bool:
+    """Whether a stage would be skipped."""
+    try:
+        return _is_current(context, stage, _key(stage, _inputs(context, stage)), edited)
+    except ArtifactError:  # of a stage before it
+        return False
+
+
+def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME), *, force: bool = False) -> list[Outcome]:
+    """Run stages in order in the context's directory, which is locked meanwhile.
+
+    force: files that were edited by hand are made again. Raises MoeqError of the failing stage's class; whatever was
+    finished before stays.
+    """
     stages = [BY_NAME[name] for name in names if name != REPARAM or context.folds]
-    _prepare(given, stages)
-    with locked(context.out):
-        _remove_partials(context)
-        write_text(context.out / RECIPE_COPY, _recipe_text(given))
-        return [run_stage(given if stage.name == REPARAM else context, stage) for stage in stages]
+    with _directory(context, stages, force) as outcomes:
+        for stage in stages:
+            outcomes.append(run_stage(context.given() if stage.name == REPARAM else context, stage, force=force))
+    return outcomes
 
 
-def run_alone(context: Context, name: str) -> Outcome:
+def run_alone(context: Context, name: str, *, force: bool = False) -> Outcome:
     """Run one stage on the artifacts that are there; ArtifactError when one it needs is missing or of another model."""
     stage = BY_NAME[name]
     context = context.given() if name == REPARAM else context
+    with _directory(context, [stage], force, alone=True) as outcomes:
+        outcomes.append(run_stage(context, stage, force=force))
+    return outcomes[0]
+
+
+@contextmanager
+def looking(context: Context, name: str) -> Iterator[None]:
+    """The locked run directory for who only looks at what a stage and those before it made."""
+    stage = BY_NAME[name]
+    _check_directory(context)
     _prepare(context, [stage])
+    _check_needed(context, stage)
+    read_record(context.finished(name), name)
     with locked(context.out):
-        _remove_partials(context)
-        made = dict.fromkeys(stage.needs(context.recipe), context)
-        for needed, of in (made | ({REPARAM: context.given()} if context.folds else {})).items():
-            record = read_record(context.directory(needed), needed)
-            if record.model.digest != of.stamp.digest:
-                raise ArtifactError(
-                    f"made from another model ({record.model.name})",
-                    where=str(context.directory(needed)),
-                    do=f"run `moeq {needed}` again or choose another --out",
-                )
-        return run_stage(context, stage, keep_edits=False)
+        yield
+
+
+@contextmanager
+def _directory(context: Context, stages: list[Stage], force: bool, *, alone: bool = False) -> Iterator[list[Outcome]]:
+    """The locked run directory with the recipe of this run in it, for stages whose outcomes the block collects.
+
+    What is refused is refused before; where a stage refuses, and none was run before it, the directory is as it was.
+    """
+    _check_directory(context)
+    _prepare(context if alone else context.given(), stages)
+    for stage in stages if alone else []:
+        _check_needed(context, stage)
+    new = not context.out.exists()
+    outcomes: list[Outcome] = []
+    try:
+        with locked(context.out):
+            _remove_partials(context)
+            _look_ahead(context, stages, force)
+            with _recipe_written(context if alone else context.given(), outcomes):
+                yield outcomes
+    finally:
+        if new and not outcomes and [path.name for path in context.out.iterdir()] == [".lock"]:
+            with suppress(OSError):  # another run has come
+                (context.out / ".lock").unlink()
+                context.out.rmdir()
+
+
+@contextmanager
+def _recipe_written(context: Context, outcomes: list[Outcome]) -> Iterator[None]:
+    """Write the recipe to the run directory; an error before any stage has run puts back what was there."""
+    path = context.out / RECIPE_COPY
+    before = path.read_bytes() if path.is_file() else None
+    write_recipe(context)
+    try:
+        yield
+    except Exception:
+        if all(outcome.skipped for outcome in outcomes):
+            _put_back(path, before)
+        raise
+
+
+def _put_back(path: Path, before: bytes | None) -> None:
+    """Give a file its former bytes; where there was none, it goes unless something of a run lies beside it."""
+    if before is not None:
+        if path.read_bytes() != before:
+            write_bytes(path, before)
+    elif {one.name for one in path.parent.iterdir()} <= {path.name, ".lock"}:
+        path.unlink(missing_ok=True)
+
+
+def _check_directory(context: Context) -> None:
+    """RecipeError, ArtifactError for a directory that belongs to something else than runs of this model."""
+    check_out(context.out, BY_NAME, (RECIPE_COPY, *export.FORMAT_DIRECTORIES))
+    check_model(context.given(), BY_NAME)
+
+
+def _check_needed(context: Context, stage: Stage) -> None:
+    """ArtifactError when an artifact that a stage reads is missing or of another model."""
+    made = dict.fromkeys(stage.needs(context.recipe), context)
+    for needed, of in (made | ({REPARAM: context.given()} if context.folds else {})).items():
+        record = read_record(context.finished(needed), needed)
+        if record.model.digest != of.stamp.digest:
+            raise ArtifactError(
+                f"made from another model ({record.model.name})",
+                where=str(context.finished(needed)),
+                do=f"run `moeq {needed}` again or choose another --out",
+            )
 
 
 def _prepare(context: Context, stages: list[Stage]) -> None:
@@ -281,45 +468,18 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
 
 def _remove_partials(context: Context) -> None:
     own = [STORE] if context.owns_store else []
-    stages = [context.directory(name).name for name in BY_NAME]
-    remove_partials(context.out, [RECIPE_COPY, *own, *stages, *export.FORMAT_DIRECTORIES])
+    stages = [context.finished(name).name for name in BY_NAME]
+    kept = [
+        context.finished(name).name
+        for name, stage in BY_NAME.items()
+        if stage.progress(context) and record_of(_begun(context, name), name) is None
+    ]
+    remove_partials(context.out, [RECIPE_COPY, *own, *stages, *export.FORMAT_DIRECTORIES], kept)
 
 
-def _recipe_text(context: Context) -> str:
-    import yaml
-
-    data = context.recipe.model_dump(mode="json") | {"model": _absolute(context.model_name)}
-    data["revision"] = context.source.revision or data["revision"]
-    data["store"] = None if context.owns_store else str(context.store.resolve())
-    if context.takes_images:
-        data["corpus"]["source"] = _absolute(data["corpus"]["source"])
-        data["eval"]["perplexity"] = None
-    else:
-        data["corpus"]["source"] = _pinned(data["corpus"]["source"], context.calibration_sources)
-    if data["eval"]["images"] is not None:
-        data["eval"]["images"]["source"] = _absolute(data["eval"]["images"]["source"])
-    if data["eval"]["perplexity"] is not None:
-        data["eval"]["perplexity"]["source"] = _pinned(data["eval"]["perplexity"]["source"], context.evaluation_sources)
-    for key in ("source", "target") if data["eval"]["translation"] is not None else ():
-        data["eval"]["translation"][key] = _absolute(data["eval"]["translation"][key])
-    for section, key in (("eval", "include_path"), ("estimate", "hardware"), ("assign", "hardware")):
-        data[section][key] = _absolute(data[section][key])
-    for compared in data["eval"]["compare"]:
-        compared["hardware"] = _absolute(compared["hardware"])
-    return f"# The recipe as it was run, defaults filled in.\n{yaml.safe_dump(data, sort_keys=False)}"
-
-
-def _pinned(source: str | list[str], opened: list[Source]) -> Any:
-    """Files by their absolute path, hub datasets at their commit."""
-    return _absolute(pinned(source, opened))
-
-
-def _absolute(name: Any) -> Any:
-    """Paths that exist become absolute, so that the copied recipe works from any directory; other names stay."""
-    if isinstance(name, list):
-        return [_absolute(one) for one in name]
-    own = not isinstance(name, str) or name in (BUNDLED, DIGITS)
-    return name if own or not Path(name).exists() else str(Path(name).resolve())
+def _begun(context: Context, name: str) -> Path:
+    """Where a stage that was broken off goes on; with a record in it, it is one that was being replaced."""
+    return context.finished(name).with_name(context.finished(name).name + BEGUN)
 
 
 def result_paths(context: Context) -> dict[str, Path]:

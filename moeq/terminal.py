@@ -98,6 +98,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "stage": outcome.stage,
         "skipped": outcome.skipped,
+        **({"edited": list(outcome.edited)} if outcome.edited else {}),
         "seconds": round(outcome.seconds, 3),
         "digest": record.digest,
         "summary": record.summary,

@@ -6,6 +6,7 @@ either whole or not there, whatever happens to the process.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -15,14 +16,16 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from moeq.artifacts.reading import read_json_file
-from moeq.errors import ArtifactError, StorageError
+from moeq.errors import ArtifactError, MoeqError, StorageError
 
 PARTIAL = ".partial"  # suffix of everything that is not finished
+BEGUN = ".begun"  # suffix of a directory that is not finished, and that whoever comes next goes on with
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 CHUNK_BYTES = 1 << 22
 ALIGNMENT = 8  # of tensors in a file
 ENTRY_BYTES = 160  # of a tensor in a header beside its name: type, up to four sizes, two offsets
@@ -102,7 +105,11 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda partial: _write(partial, text.encode()))
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    write_atomically(path, lambda partial: _write(partial, data))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -322,39 +329,128 @@ def place(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def building(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory that replaces `directory` when the block ends well."""
-    partial = directory.with_name(directory.name + PARTIAL)
+def building(directory: Path, *, progress: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield a directory beside `directory` that takes its place, at once, when the block ends well.
+
+    Until then, and whatever happens in the block, the old one stands as it is. progress: patterns of files that the
+    block can go on with: they are there as the old one has them, and what a block that was broken off leaves stays for
+    the next. A MoeqError of the block names the directory by its last name.
+    """
+    unfinished = directory.with_name(directory.name + (BEGUN if progress else PARTIAL))
     with storage_errors(directory):
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        if unfinished.exists() and not progress:
+            shutil.rmtree(unfinished)
+        goes_on = unfinished.exists()
+        unfinished.mkdir(parents=True, exist_ok=True)
+        for path in [] if goes_on else (path for pattern in progress for path in sorted(directory.glob(pattern))):
+            place(path, unfinished / path.name)
+        before = _inodes(unfinished)
         try:
-            yield partial
-            for path in partial.rglob("*"):
+            yield unfinished
+            for path in unfinished.rglob("*"):
                 sync(path)
-            retired = directory.with_name(directory.name + ".old" + PARTIAL)
-            if retired.exists():
-                shutil.rmtree(retired)
-            if directory.exists():
-                os.replace(directory, retired)
-            os.replace(partial, directory)
-            sync(directory.parent)
-            shutil.rmtree(retired, ignore_errors=True)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            _swap(unfinished, directory)
+        except MoeqError as error:
+            error.rename(str(unfinished), str(directory))
             raise
+        finally:
+            if not progress or (not goes_on and unfinished.exists() and _inodes(unfinished) == before):
+                shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def remove_partials(directory: Path, names: Iterable[str]) -> None:
-    """Delete what a killed run left half-written of `names` in `directory`; nothing else that lies there."""
+def _inodes(directory: Path) -> dict[str, int]:
+    """What lies in a directory, and which file each is: one that was written anew is another."""
+    return {path.name: path.stat().st_ino for path in directory.iterdir()}
+
+
+@contextmanager
+def filling(directory: Path) -> Iterator[Path]:
+    """Yield `directory` itself where it is there and empty, as in a block of `building`; else do as that does."""
+    if directory.is_dir() and not any(directory.iterdir()):
+        yield directory
+        return
+    with building(directory) as unfinished:
+        yield unfinished
+
+
+def _swap(unfinished: Path, directory: Path) -> None:
+    """Put a finished directory in the place of another, which goes."""
+    retired = _retired(directory)
+    shutil.rmtree(retired, ignore_errors=True)
+    if not directory.exists():
+        os.replace(unfinished, directory)
+    elif _exchange(unfinished, directory):
+        retired = unfinished
+    else:  # killed between the two, `remove_partials` puts the old one back
+        os.replace(directory, retired)
+        os.replace(unfinished, directory)
+    sync(directory.parent)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _retired(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.old{PARTIAL}")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names at once; False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):  # not on Linux, or of an old C library
+        return False
+    done: int = renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE)
+    return done == 0
+
+
+def remove_partials(directory: Path, names: Iterable[str], kept: Iterable[str] = ()) -> None:
+    """Delete what a killed run left half-written of `names` in `directory`; nothing else that lies there.
+
+    kept: names whose progress stays (see `building`). A directory that was about to be replaced is put back.
+    """
+    going_on = set(kept)
     for name in names:
-        found = [directory / f"{name}{PARTIAL}", directory / f"{name}.old{PARTIAL}"]
-        for path in [*found, *sorted((directory / name).rglob(f"*{PARTIAL}"), reverse=True)]:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+        path = directory / name
+        if _retired(path).exists() and not path.exists():
+            with storage_errors(path):
+                os.replace(_retired(path), path)
+        begun = directory / f"{name}{BEGUN}"
+        found = [directory / f"{name}{PARTIAL}", _retired(path), *([] if name in going_on else [begun])]
+        inside = [old for whole in (path, begun) for old in sorted(whole.rglob(f"*{PARTIAL}"), reverse=True)]
+        for old in [*found, *inside]:
+            if old.is_dir():
+                shutil.rmtree(old, ignore_errors=True)
             else:
-                path.unlink(missing_ok=True)
+                old.unlink(missing_ok=True)
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Hold the right to make a directory that is not there yet; StorageError while another process has it.
+
+    The lock is a file beside it, which goes again.
+    """
+    make_directory(directory.parent)
+    path = directory.with_name(f".{directory.name}.lock")
+    with storage_errors(path), _lock_file(path, directory):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock_file(path: Path, directory: Path) -> IO[str]:
+    """A locked file at `path`: not one that who had the lock before has just removed."""
+    while True:
+        stream = path.open("w")
+        try:
+            _lock(stream, directory)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(stream.fileno())):
+                    return stream
+        except BaseException:
+            stream.close()
+            raise
+        stream.close()
 
 
 @contextmanager
@@ -363,13 +459,18 @@ def locked(directory: Path) -> Iterator[None]:
     make_directory(directory)
     path = directory / ".lock"
     with storage_errors(path), path.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StorageError(
-                "another moeq run is working here", where=str(directory), do="wait for it or choose another --out"
-            ) from None
+        _lock(stream, directory)
         yield
+
+
+def _lock(stream: IO[str], directory: Path) -> None:
+    """StorageError when another process holds the lock of a directory."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StorageError(
+            "another moeq run is working here", where=str(directory), do="wait for it or choose another --out"
+        ) from None
 
 
 @contextmanager

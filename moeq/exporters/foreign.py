@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.files import TensorFile, building, sync, write_json, write_text
+from moeq.artifacts.files import TensorFile, filling, sync, write_json, write_text
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.targets import Grid, Target, loadable_grid, refuse_matrix
 from moeq.errors import PlanError
@@ -187,7 +187,7 @@ class Draft:
 def drafting(source: PackedSource, target: Target | None, directory: Path, options: WriteOptions) -> Iterator[Draft]:
     """A draft that becomes `directory` when the block ends well; an older one is replaced only then."""
     model = describe(replace(source.source, config=source.config), options.trust_remote_code)[0]
-    with building(directory) as unfinished:
+    with filling(directory) as unfinished:
         draft = Draft(
             source=source,
             target=target,

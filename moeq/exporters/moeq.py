@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
-from moeq.artifacts.files import building, place, write_json, write_text
+from moeq.artifacts.files import filling, place, write_json, write_text
 from moeq.artifacts.manifest import (
     PlacedExpert,
     PlacedLayer,
@@ -90,7 +90,7 @@ class ExportInputs:
 
 def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
     """Build the checkpoint directory; it replaces an older one only when it is whole."""
-    with building(directory) as unfinished:
+    with filling(directory) as unfinished:
         rest = set(inputs.source.tensors) - inputs.expert_keys - inputs.other_keys - scale_keys(inputs.source)
         where = write_plain(inputs.source, rest, unfinished, inputs.max_shard_bytes)
         for path in inputs.expert_files:

@@ -15,6 +15,7 @@ import torch
 
 from moeq.artifacts.assignment import (
     FULL,
+    REMEDY,
     Assignment,
     ExpertChoice,
     Width,
@@ -57,8 +58,6 @@ def run(context: Context) -> dict[str, Any]:
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
     assignment = decide(inputs)
     directory = make_directory(context.directory("assign"))
-    for name in (FRONTIER, FRONTIER_PLOT):  # of an earlier assignment
-        (directory / name).unlink(missing_ok=True)
     write_assignment(directory / NAME, assignment)
     _write_sensitivities(context, inputs)
     scored = report.score(inputs, assignment).as_json()
@@ -268,7 +267,7 @@ def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
 def _known_traces(context: Context) -> list[np.ndarray] | None:
     """The closed form as an earlier command found it for this model; None where none did."""
     try:
-        table = read_sensitivities(context.directory("assign") / SENSITIVITIES)
+        table = read_sensitivities(context.finished("assign") / SENSITIVITIES)
     except ArtifactError:
         return None
     same = table.model == context.stamp.digest and table.experts() == [layer.num_experts for layer in context.layers]
@@ -397,4 +396,4 @@ def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
         elif wanted.num_experts != len(found.experts):
             problem = f"{found.name} has {len(found.experts)} experts, in the model {wanted.num_experts}"
         if problem is not None:
-            raise AssignmentError(problem, where=str(path), do="mend the file or run `moeq assign` again")
+            raise AssignmentError(problem, where=str(path), do=REMEDY)

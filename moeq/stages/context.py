@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,9 +57,24 @@ class Context:
     announced: bool = False
     overwritten: list[str] = field(default_factory=list)  # resident parameters of a streamed model
     traces: dict[Any, list[np.ndarray]] = field(default_factory=dict)  # of the experts' Hessians, by how they were made
+    unfinished: dict[str, Path] = field(default_factory=dict)  # where a stage that is running writes
 
     def directory(self, stage: str) -> Path:
+        """Where a stage's artifact lies; of the stage that is running, where it is being written."""
+        return self.unfinished.get(stage) or self.finished(stage)
+
+    def finished(self, stage: str) -> Path:
+        """Where a stage's finished artifact lies, that of an earlier run while the stage is running."""
         return self.out / DIRECTORIES.get(stage, stage)
+
+    @contextmanager
+    def writing(self, stage: str, directory: Path) -> Iterator[None]:
+        """Have a stage's artifact be written to, and read from, an unfinished directory."""
+        self.unfinished[stage] = directory
+        try:
+            yield
+        finally:
+            del self.unfinished[stage]
 
     @cached_property
     def store(self) -> Path:

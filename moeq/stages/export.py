@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.assignment import MIXED, Assignment
-from moeq.artifacts.files import digest_of, sha256_file, write_text
+from moeq.artifacts.assignment import MIXED, Assignment, Width
+from moeq.artifacts.files import building, digest_of, sha256_file, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import is_current, read_record, write_record
@@ -55,8 +57,7 @@ def run(context: Context) -> dict[str, Any]:
     write_card(context, manifest)
     if context.recipe.export.verify:
         _check_written(context, target)
-    for name in context.recipe.export.formats:
-        write_format(context, name)
+    _write_formats(context)
     return manifest.totals.model_dump() | {"original_expert_bytes": original_bytes(context, inputs.expert_keys)}
 
 
@@ -88,9 +89,19 @@ FORMAT_DIRECTORIES = tuple(format_directory(Path(), name).name for name in CONVE
 
 def check(context: Context) -> None:
     """What formats can be asked before anything runs: RecipeError, PlanError."""
+    _check_uniform(context)
     if gguf.NAME in context.recipe.export.formats:
         gguf.check(context.source, context.described[0])
         _check_others(context, LOADED_BY[gguf.NAME])
+
+
+def _check_uniform(context: Context) -> None:
+    """PlanError for a format whose runtime could not load the one width that the recipe gives every expert."""
+    section, grid = context.recipe.assign, context.recipe.losses
+    if section.method == "uniform" and section.bits is not None and section.gpu_experts == 0:
+        widths = [[section.bits] * layer.num_experts for layer in context.layers]
+        for name in context.recipe.export.formats:
+            _check_widths(context, name, widths, grid.group_size, grid.symmetric, grid.nested)
 
 
 def _check_others(context: Context, target: Target) -> None:
@@ -111,27 +122,42 @@ def _check_others(context: Context, target: Target) -> None:
 
 def check_formats(context: Context, assignment: Assignment) -> None:
     """PlanError for a format whose runtime could not load what was assigned, before anything is written."""
+    grid = (assignment.group_size, assignment.symmetric, assignment.nested)
     for name in context.recipe.export.formats:
-        reason = refuse_layers(
-            name,
-            context.layers,
-            assignment.expert_widths(),
-            group_size=assignment.group_size,
-            symmetric=assignment.symmetric,
-            nested=assignment.nested,
-            widen=context.recipe.export.widen,
-        )
-        if reason is not None:
-            raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
+        _check_widths(context, name, assignment.expert_widths(), *grid)
 
 
-def write_format(context: Context, name: str) -> None:
-    """Write the checkpoint in another format, unless it is there and made of this one."""
-    directory, stage, key = format_directory(context.out, name), f"export-{name}", _format_key(context, name)
-    if is_current(directory, stage, key):
-        context.reporter.say(f"[dim]  {name} unchanged, skipped[/dim]")
-        return
-    context.reporter.say(f"  {name}")
+def _check_widths(
+    context: Context, name: str, widths: Sequence[Sequence[Width]], group_size: int, symmetric: bool, nested: bool
+) -> None:
+    """PlanError where a format's runtime could not load the widths [E] of some layer."""
+    reason = refuse_layers(
+        name,
+        context.layers,
+        widths,
+        group_size=group_size,
+        symmetric=symmetric,
+        nested=nested,
+        widen=context.recipe.export.widen,
+    )
+    if reason is not None:
+        raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
+
+
+def _write_formats(context: Context) -> None:
+    """Write the checkpoint in every other format; none takes an older one's place before all are written and right."""
+    with ExitStack() as stack:
+        for name in context.recipe.export.formats:
+            directory, stage, key = format_directory(context.out, name), f"export-{name}", _format_key(context, name)
+            if is_current(directory, stage, key):
+                context.reporter.say(f"[dim]  {name} unchanged, skipped[/dim]")
+                continue
+            context.reporter.say(f"  {name}")
+            _write_format(context, name, key, stack.enter_context(building(directory)))
+
+
+def _write_format(context: Context, name: str, key: str, directory: Path) -> None:
+    """Write the checkpoint in another format, with its record."""
     recipe = context.recipe
     options = WriteOptions(
         max_shard_bytes=recipe.export.max_shard,
@@ -142,9 +168,8 @@ def write_format(context: Context, name: str) -> None:
     write(name, NativeReader(context.directory("export"), recipe.trust_remote_code), directory, options)
     if recipe.export.verify:
         _check_written(context, directory, context.directory("export"))
-    write_record(
-        directory, stage=stage, model=context.stamp, seed=recipe.seed, key=key, inputs={}, summary={}, volatile={}
-    )
+    stage, stamp, seed = f"export-{name}", context.stamp, recipe.seed
+    write_record(directory, stage=stage, model=stamp, seed=seed, key=key, inputs={}, summary={}, volatile={})
 
 
 def _check_written(context: Context, directory: Path, against: Path | None = None) -> None:

@@ -19,6 +19,7 @@ from moeq.artifacts.effects import NAME as EFFECTS
 from moeq.artifacts.effects import LayerEffects, read_effects, write_effects
 from moeq.artifacts.files import digest_of, make_directory
 from moeq.artifacts.losses import NAME, WHOLE, LossTable, read_losses, write_losses
+from moeq.artifacts.others import INDEX as OTHERS_INDEX
 from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex, rows_file
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
@@ -91,6 +92,11 @@ def run(context: Context) -> dict[str, Any]:
         context.reporter.say(f"  fallbacks of {summary['experts']:,} experts: {counts}")
     table = others_stage.table(context)
     return summary | ({} if table is None else {"others": others_stage.summarize(table)})
+
+
+def progress(context: Context) -> tuple[str, ...]:
+    """What a run that was broken off goes on with: measured effects, and the indices by which `gc` keeps replicas."""
+    return (expert_effects.MEASURED, replicas.INDEX, OTHERS_INDEX)
 
 
 def _expert_effects(context: Context, directory: Path) -> dict[str, Any]:

@@ -70,7 +70,8 @@ def _write_trace(context: Context, parts: Sequence[RoutingTrace], text: str) -> 
         return
     trace = replace(join_traces(parts), model=context.stamp, text=text)
     write_trace(path, trace)
-    context.reporter.say(f"  trace of {trace.num_tokens:,} tokens, {trace.num_layers} layers: {escape(str(path))}")
+    where = escape(str(context.finished("profile") / TRACE))
+    context.reporter.say(f"  trace of {trace.num_tokens:,} tokens, {trace.num_layers} layers: {where}")
 
 
 def trace_is_intact(context: Context) -> bool:

@@ -42,6 +42,11 @@ def check(context: Context) -> None:
         _ = context.calibration
 
 
+def progress(context: Context) -> tuple[str, ...]:
+    """Files that the stage goes on with when it was broken off; none where the recipe does not refine."""
+    return () if context.recipe.quantize.refine is None else (PROGRESS, "*.safetensors")
+
+
 @dataclass(kw_only=True)
 class Progress:
     """The layers whose files are finished, {file: SHA-256}, of one set of inputs."""

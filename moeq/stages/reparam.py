@@ -334,7 +334,7 @@ def _say(context: Context, report: ReparamReport) -> None:
     if report.perplexity is not None:
         found = report.perplexity
         say(f"  perplexity: original {found.original:.4f}, W8A8 {found.w8a8:.4f}, W8A8 folded {found.w8a8_folded:.4f}")
-    say(f"  {escape(str(context.directory('reparam') / FOLDED))}")
+    say(f"  {escape(str(context.finished('reparam') / FOLDED))}")
 
 
 def summarize(report: ReparamReport) -> dict[str, Any]:

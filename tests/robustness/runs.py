@@ -58,5 +58,6 @@ def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """The digest in every stage's record."""
-    return {path.parent.name: json.loads(path.read_text("utf-8"))["digest"] for path in run.glob("*/stage.json")}
+    """The digest in every finished stage's record."""
+    records = [path for path in run.glob("*/stage.json") if path.parent.suffix not in {".partial", ".begun"}]
+    return {path.parent.name: json.loads(path.read_text("utf-8"))["digest"] for path in records}

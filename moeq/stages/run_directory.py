@@ -1,0 +1,160 @@
+"""A run's directory: whose it is before anything is written to it, and the recipe that lies in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.markup import escape
+
+from moeq.artifacts.files import BEGUN, PARTIAL, write_text
+from moeq.artifacts.stage import RECORD, StageRecord, read_record
+from moeq.errors import ArtifactError, RecipeError
+from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
+from moeq.recipe import load_recipe
+from moeq.stages.context import DIRECTORIES, STORE, Context
+
+RECIPE_COPY = "recipe.yaml"
+HEAD = "# The recipe as it was run, defaults filled in."
+MODEL_FILES = ("config.json", "placement.json", "*.safetensors", "*.gguf")  # of a checkpoint, ours or another's
+ELSEWHERE = "choose another --out"
+SHOWN = 4  # changed keys of a recipe that are named
+
+
+def record_of(directory: Path, stage: str) -> StageRecord | None:
+    """A stage's record; None where there is none that can be read."""
+    try:
+        return read_record(directory, stage)
+    except ArtifactError:
+        return None
+
+
+def check_out(out: Path, stages: Iterable[str], more: Iterable[str] = ()) -> None:
+    """RecipeError for a directory to write a run to that holds something else: a model, a checkpoint, other files.
+
+    more: names beside the stages' directories that a run has.
+    """
+    where = f"--out {out}"
+    if out.exists() and not out.is_dir():
+        raise RecipeError("is no directory", where=where, do=ELSEWHERE)
+    if not out.is_dir():
+        return
+    directories = {DIRECTORIES.get(stage, stage) for stage in stages}
+    if (out / RECORD).is_file():
+        raise RecipeError("is one artifact of a run, not a run", where=where, do=f"{ELSEWHERE}, such as {out.parent}")
+    if any(any(out.glob(pattern)) for pattern in MODEL_FILES):
+        raise RecipeError("a model or checkpoint lies in it", where=where, do=ELSEWHERE)
+    if any((out / name / RECORD).is_file() for name in directories) or _is_copy(out / RECIPE_COPY):
+        return
+    own = {name + end for name in (*directories, STORE, *more) for end in ("", PARTIAL, f".old{PARTIAL}", BEGUN)}
+    for path in sorted(out.iterdir()):
+        if path.name not in own and not path.name.startswith("."):
+            raise RecipeError(f"is no run and not empty ({path.name} lies in it)", where=where, do=ELSEWHERE)
+
+
+def _is_copy(path: Path) -> bool:
+    """Whether a recipe is one that a run wrote to its directory."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(HEAD)) == HEAD.encode()
+
+
+def check_model(context: Context, stages: Iterable[str]) -> None:
+    """ArtifactError where another model's artifacts lie in the run directory.
+
+    context: before norms are folded. The same model is one of the same digest, whatever it is called and wherever it
+    lies; where norms were folded, the model that this was done to counts.
+    """
+    found = {name: record_of(context.finished(name), name) for name in stages}
+    first = found.pop("reparam", None)
+    if first is None and context.recipe.reparam is not None:
+        return  # what is there may be of the folded model, and is remade
+    for record in found.values() if first is None else [first]:
+        if record is not None and record.model.digest != context.stamp.digest:
+            name = record.model.name
+            what = f"a run of another model ({name})" if name != context.stamp.name else f"a run of another {name}"
+            raise ArtifactError(f"{what} lies in it", where=f"--out {context.out}", do=ELSEWHERE)
+
+
+def recipe_data(context: Context) -> dict[str, Any]:
+    """The recipe as it was run: paths absolute, hub models and datasets at their commit."""
+    before = _recipe_before(context.out)
+    data = context.recipe.model_dump(mode="json") | {"model": absolute(context.model_name)}
+    data["revision"] = context.source.revision or data["revision"]
+    data["store"] = None if context.owns_store else str(context.store.resolve())
+    if context.takes_images:
+        data["corpus"]["source"] = absolute(data["corpus"]["source"])
+        data["eval"]["perplexity"] = None
+    elif before is None or before["corpus"]["source"] != data["corpus"]["source"]:
+        data["corpus"]["source"] = _pinned(data["corpus"]["source"], context.calibration_sources)
+    if data["eval"]["images"] is not None:
+        data["eval"]["images"]["source"] = absolute(data["eval"]["images"]["source"])
+    measured = data["eval"]["perplexity"]
+    if measured is not None and _text_of(before) != measured["source"]:
+        measured["source"] = _pinned(measured["source"], context.evaluation_sources)
+    for key in ("source", "target") if data["eval"]["translation"] is not None else ():
+        data["eval"]["translation"][key] = absolute(data["eval"]["translation"][key])
+    for section, key in (("eval", "include_path"), ("estimate", "hardware"), ("assign", "hardware")):
+        data[section][key] = absolute(data[section][key])
+    for compared in data["eval"]["compare"]:
+        compared["hardware"] = absolute(compared["hardware"])
+    return data
+
+
+def _recipe_before(out: Path) -> dict[str, Any] | None:
+    """The recipe that lies in a run directory; None where there is none that can be read."""
+    path = out / RECIPE_COPY
+    if not path.is_file():
+        return None
+    try:
+        return load_recipe(path).model_dump(mode="json")
+    except RecipeError:
+        return None
+
+
+def _text_of(recipe: dict[str, Any] | None) -> Any:
+    """What perplexity is measured on."""
+    section = None if recipe is None else recipe["eval"]["perplexity"]
+    return None if section is None else section["source"]
+
+
+def write_recipe(context: Context) -> None:
+    """Write the recipe to the run directory unless it is there already, and say which of its keys have changed."""
+    data, before = recipe_data(context), _recipe_before(context.out)
+    if data == before:
+        return
+    write_text(context.out / RECIPE_COPY, f"{HEAD}\n{yaml.safe_dump(data, sort_keys=False)}")
+    if before is not None:
+        changed = list(_changes(before, data))
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        context.reporter.say(escape(f"{RECIPE_COPY}: {', '.join(changed[:SHOWN])}{more}"))
+
+
+def _changes(before: Any, after: Any, key: str = "") -> Iterator[str]:
+    """`key before -> after` of everything that differs between two recipes."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in dict.fromkeys((*before, *after)):
+            yield from _changes(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+    elif before != after:
+        yield f"{key} {_short(before)} -> {_short(after)}"
+
+
+def _short(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _pinned(source: str | list[str], opened: list[Source]) -> Any:
+    """Files by their absolute path, hub datasets at their commit."""
+    return absolute(pinned(source, opened))
+
+
+def absolute(name: Any) -> Any:
+    """Paths that exist become absolute, so that the copied recipe works from any directory; other names stay."""
+    if isinstance(name, list):
+        return [absolute(one) for one in name]
+    own = not isinstance(name, str) or name in (BUNDLED, DIGITS)
+    return name if own or not Path(name).exists() else str(Path(name).resolve())
