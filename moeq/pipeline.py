@@ -32,6 +32,7 @@ from moeq.stages import (
     report,
 )
 from moeq.stages.context import STORE, Context
+from moeq.stages.side_files import code_of
 from moeq.tables import human_seconds
 
 RECIPE_COPY = "recipe.yaml"
@@ -116,6 +117,7 @@ STAGES = (
         revision=2,
         sections=("export",),
         after=("profile", "losses", "assign", "quantize"),
+        extra=code_of,
         check=export.check,
         intact=export.formats_intact,
         apart=frozenset({CARD}),
