@@ -8,7 +8,9 @@ from typing import Any
 from moeq.errors import ArtifactError, RecipeError
 from moeq.exporters import CONVERTED, write
 from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.front_matter import read_origin
 from moeq.exporters.readers import PLAIN, format_of, open_packed
+from moeq.models.side_files import find_side_files
 from moeq.progress import Reporter
 from moeq.tables import human_bytes
 from moeq.verification.written import check_written
@@ -38,6 +40,8 @@ def convert(
     if format_of(source.source) == PLAIN:
         do = "make a packed one of it with `moeq run`"
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
+    sides = find_side_files(source.source.path, source.config, trust_remote_code)
+    said = [line for line in (sides.said(), read_origin(source.source.path).said()) if line is not None]
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
     write(name, source, out, options)
     verdict = None
@@ -45,4 +49,5 @@ def convert(
         verdict = check_written(out, verify, against=checkpoint, trust_remote_code=trust_remote_code)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     found = {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
+    found |= {"notes": said} if said else {}
     return found if verdict is None else found | {"verified_with": verdict.target, "logits_error": verdict.logits_error}

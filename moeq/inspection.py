@@ -31,7 +31,7 @@ from moeq.recipe import load_recipe
 from moeq.stages import losses
 from moeq.stages.context import DIRECTORIES
 from moeq.tables import human_bytes
-from moeq.verification.files import check_files, check_native
+from moeq.verification.files import check_code, check_files, check_native
 
 QUIET = Reporter(quiet=True)
 
@@ -64,10 +64,11 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
 def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, Any]:
     """Describe a checkpoint that moeq exported; ArtifactError when a file is not as the manifest says."""
-    return _checkpoint_summary(*check_native(directory, reporter))
+    manifest, on_disk = check_native(directory, reporter)
+    return _checkpoint_summary(manifest, on_disk, check_code(directory, manifest))
 
 
-def _checkpoint_summary(manifest: PlacementManifest, on_disk: int) -> dict[str, Any]:
+def _checkpoint_summary(manifest: PlacementManifest, on_disk: int, code: dict[str, str]) -> dict[str, Any]:
     flat = [expert for layer in manifest.layers for expert in layer.experts]
     widths = [expert.widths for expert in flat]
     matrices = count_matrices(widths)
@@ -87,6 +88,7 @@ def _checkpoint_summary(manifest: PlacementManifest, on_disk: int) -> dict[str, 
         **_packed_modules(manifest),
         "bytes_by_tier": {f"{tier}_bytes": size for tier, size in manifest.totals.bytes_by_tier.items()},
         "tensor_bytes_on_disk": on_disk,
+        **({"code": code} if code else {}),
         "check": "every size, sum and SHA-256 equals the manifest",
     }
 

@@ -35,6 +35,7 @@ from moeq.stages import (
 )
 from moeq.stages.context import STORE, Context
 from moeq.stages.run_directory import RECIPE_COPY, check_model, check_out, record_of, write_recipe
+from moeq.stages.side_files import code_of
 from moeq.tables import human_seconds
 
 REPARAM = "reparam"
@@ -131,6 +132,7 @@ STAGES = (
         revision=2,
         sections=("export",),
         after=("profile", "losses", "assign", "quantize"),
+        extra=code_of,
         check=export.check,
         intact=export.formats_intact,
         apart=frozenset({CARD}),

@@ -9,7 +9,7 @@ beside the file.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -188,7 +188,19 @@ class Totals(BaseModel):
     bytes_by_tier: dict[str, int]
 
 
+class CodeFile(BaseModel):
+    """A Python file of the checkpoint, which `trust_remote_code=True` runs. origin: `moeq` is the hook that brings moeq
+    in; `model` is code of the original model's own, which whoever made the checkpoint trusted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    file: PlainName
+    sha256: str
+    origin: Literal["moeq", "model"]
+
+
 class PlacementManifest(BaseModel):
+    """code: every Python file of the checkpoint; empty in those made before moeq wrote it down."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     moeq_version: str = __version__
@@ -199,6 +211,7 @@ class PlacementManifest(BaseModel):
     others: tuple[PlacedModule, ...] = ()
     totals: Totals
     inputs: dict[str, str]
+    code: tuple[CodeFile, ...] = ()
 
     @model_validator(mode="after")
     def _is_described(self) -> PlacementManifest:
@@ -214,7 +227,7 @@ class PlacementManifest(BaseModel):
     def files(self) -> set[str]:
         """Names of the files that hold what the manifest describes."""
         of_experts = {one.file for layer in self.layers for expert in layer.experts for one in expert.replicas}
-        return of_experts | {module.file for module in self.others}
+        return of_experts | {module.file for module in self.others} | {one.file for one in self.code}
 
 
 def layout(group_size: int, symmetric: bool, nested: bool = False, mixed: bool = False) -> dict[str, Any]:
@@ -236,10 +249,13 @@ def write_manifest(directory: Path, manifest: PlacementManifest) -> None:
 
 
 def manifest_json(manifest: PlacementManifest) -> dict[str, Any]:
-    """What placement.json holds; without packed modules outside of the experts, as older versions write and read it."""
+    """What placement.json holds; without what is empty (packed modules outside of the experts, code), as older versions
+    write and read it."""
     found = manifest.model_dump(mode="json", exclude_none=True)
     if not manifest.others:
         del found["others"], found["totals"]["packed_module_bytes"]
+    if not manifest.code:
+        del found["code"]
     return found
 
 

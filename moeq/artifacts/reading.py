@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -72,15 +73,18 @@ RelativeName = Annotated[str, AfterValidator(relative_name)]
 def inside(directory: Path, name: Any) -> Path:
     """The file of a plain name in a directory; ValueError for other names, and for a link that leads out of it.
 
-    In a snapshot of the hub's cache files are links into the same model's `blobs`, which counts as inside.
+    Links to links, absolute links and links by way of a linked folder are judged by where they end. In a snapshot of
+    the hub's cache files are links into the same model's `blobs`, which counts as inside.
     """
     path = directory / plain_name(name)
     if path.is_symlink():
-        roots = [directory.resolve()]
-        if directory.resolve().parent.name == "snapshots":
-            roots.append(directory.resolve().parent.parent / "blobs")
-        if not any(path.resolve().is_relative_to(root) for root in roots):
-            raise ValueError(f"{_short(name)} is a link that leads out of the directory")
+        whole = directory.resolve()
+        roots = [whole]
+        if whole.parent.name == "snapshots":
+            roots.append(whole.parent.parent / "blobs")
+        end = Path(os.path.realpath(path))  # which, unlike `resolve`, gives an end to links in a circle
+        if not any(end.is_relative_to(root) for root in roots):
+            raise ValueError(f"{_short(name)} is a link that leads out of the directory, to {str(end)[:NAME_BYTES]!r}")
     return path
 
 

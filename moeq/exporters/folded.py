@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.files import write_json, write_tensors
-from moeq.exporters.plain import METADATA, copy_side_files, write_index, write_plain
+from moeq.artifacts.files import write_json, write_tensors, write_text
+from moeq.exporters.front_matter import CARD, folded_card
+from moeq.exporters.plain import METADATA, write_index, write_plain
 from moeq.models.disk_names import DiskNames
 from moeq.models.loading import HEADER_DTYPES
+from moeq.models.side_files import find_side_files
 from moeq.models.source import ModelSource
 from moeq.models.weights import WeightReader, is_dequantized, scale_keys
 
@@ -41,13 +43,16 @@ class ChangedCheckpoint:
         float32: bool,
         gained: Iterable[str] = (),
         settings: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """reader: of the source, into the model that the changed parameters lie in; structure: the model on meta.
 
-        gained: parameters that the source lacks; settings: keys of config.json that are other ones.
+        gained: parameters that the source lacks; settings: keys of config.json that are other ones; trust_remote_code:
+        whether code of the source's own goes along.
         """
         self._source, self._reader, self._directory, self._float32 = source, reader, directory, float32
         self._names = DiskNames(structure)
+        self._sides = find_side_files(source.path, source.config, trust_remote_code)
         everything = float32 or is_dequantized(source)
         self._settings, self._gained = dict(settings or {}), set(gained)
         self._parameters = self._with_partners(reader.origins if everything else changed) | self._gained
@@ -92,11 +97,12 @@ class ChangedCheckpoint:
             self._where |= write_plain(self._source, rest, self._directory, MAX_SHARD_BYTES)
         write_index(self._directory, self._where)
         write_json(self._directory / "config.json", self._config())
-        copy_side_files(self._source, self._directory)
+        self._sides.copy(self._directory)
+        write_text(self._directory / CARD, folded_card(self._source))
 
     def _config(self) -> dict[str, Any]:
         config = {name: value for name, value in self._source.config.items() if name != "quantization_config"}
-        config |= self._settings
+        config = self._sides.config(config) | self._settings
         if self._float32:
             config |= {name: "float32" for name in CONFIG_DTYPES if name in config}
         if isinstance(config.get("text_config"), dict):

@@ -21,11 +21,13 @@ from moeq.artifacts.files import TensorFile, filling, sync, write_json, write_te
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.targets import Grid, Target, loadable_grid, refuse_matrix
 from moeq.errors import PlanError
+from moeq.exporters.front_matter import CARD, code_lines, front_matter, markdown, read_origin
 from moeq.exporters.packed_source import PackedSource
-from moeq.exporters.plain import METADATA, copy_side_files, write_index, write_plain
+from moeq.exporters.plain import METADATA, write_index, write_plain
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe
+from moeq.models.side_files import SideFiles, find_side_files
 from moeq.numerics.packed import PackedWeight, widened
 from moeq.version import __version__
 
@@ -71,6 +73,7 @@ class Draft:
     directory: Path
     model: nn.Module
     names: DiskNames
+    sides: SideFiles
     where: dict[str, str] = field(default_factory=dict)
     grids: dict[str, Grid] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
@@ -172,9 +175,9 @@ class Draft:
 
     def complete(self, config: Mapping[str, Any], card: str) -> None:
         """Write config.json, the side files, the model card and the digests of all files."""
-        write_json(self.directory / "config.json", config)
-        copy_side_files(self.source.source, self.directory)
-        write_text(self.directory / "README.md", card)
+        write_json(self.directory / "config.json", self.sides.config(config))
+        self.sides.copy(self.directory)
+        write_text(self.directory / CARD, card)
         write_sums(self.directory)
         for file in self.unsynced:
             file.result()
@@ -187,6 +190,7 @@ class Draft:
 def drafting(source: PackedSource, target: Target | None, directory: Path, options: WriteOptions) -> Iterator[Draft]:
     """A draft that becomes `directory` when the block ends well; an older one is replaced only then."""
     model = describe(replace(source.source, config=source.config), options.trust_remote_code)[0]
+    sides = find_side_files(source.source.path, source.config, options.trust_remote_code)
     with filling(directory) as unfinished:
         draft = Draft(
             source=source,
@@ -195,6 +199,7 @@ def drafting(source: PackedSource, target: Target | None, directory: Path, optio
             directory=unfinished,
             model=model,
             names=DiskNames(model),
+            sides=sides,
         )
         with draft.syncing, draft.writing:
             yield draft
@@ -222,22 +227,20 @@ OTHERS_FILE = "model-others.safetensors"
 
 def card(draft: Draft, runtime: str, loading: str, library: str = "transformers") -> str:
     """A model card that names the runtime, the versions that were measured, and how to load it."""
-    name = draft.options.model_name or draft.source.source.name
+    source = draft.source.source
+    name = draft.options.model_name or source.name
     widths: dict[int, int] = {}
     for grid in draft.grids.values():
         widths[grid.bits] = widths.get(grid.bits, 0) + 1
     counted = ", ".join(f"{count} at {bits} bits" for bits, count in sorted(widths.items())) or "none"
     return "\n".join(
         [
-            "---",
-            f"library_name: {library}",
-            f"base_model: {name}",
-            "tags: [moeq, mixture-of-experts, quantized]",
-            "---",
-            f"# {name} for {runtime}",
+            *front_matter(name, library, read_origin(source.path)),
+            f"# {markdown(name)} for {runtime}",
             "",
             f"Written by moeq {__version__} for {runtime}.",
             f"Packed matrices: {counted}; in full precision: {len(draft.plain)} matrices of experts, and all else.",
+            *code_lines(draft.sides.code_digests()),
             "",
             "```python",
             loading,

@@ -22,6 +22,7 @@ from typing import Any
 from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
 from moeq.artifacts.files import filling, place, write_json, write_text
 from moeq.artifacts.manifest import (
+    CodeFile,
     PlacedExpert,
     PlacedLayer,
     PlacedModule,
@@ -33,14 +34,15 @@ from moeq.artifacts.manifest import (
     write_manifest,
 )
 from moeq.artifacts.others import OtherTable
-from moeq.exporters.plain import copy_side_files, write_index, write_plain
+from moeq.exporters.plain import write_index, write_plain
 from moeq.models.experts import ExpertLayer
+from moeq.models.side_files import SideFiles, find_side_files
 from moeq.models.source import ModelSource, TensorHeader, read_header
 from moeq.models.weights import scale_keys
 from moeq.numerics.packed import PARTS
 from moeq.numerics.packing import NESTED_BITS
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD, MIXED_VERSION
-from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, hooked
+from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256, HOOK_TEXT, hooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
 
@@ -69,7 +71,8 @@ class ExportInputs:
     quantizers: who made each replica, {layer: [{bits, or MIXED: method} of every expert]}; losses: what each of them
     loses, {layer: [{bits: loss} of every expert]}, where all replicas are exported. others: the packed modules
     outside of the experts, and other_keys: the tensors on disk that they replace. own_code: the model is made by code
-    that the checkpoint brings along, not by a class of transformers.
+    that the checkpoint brings along, not by a class of transformers. trust_remote_code: whether code of the source's
+    own goes along.
     """
 
     source: ModelSource
@@ -86,10 +89,12 @@ class ExportInputs:
     others: OtherTable | None = None
     other_keys: frozenset[str] = frozenset()
     own_code: bool = False
+    trust_remote_code: bool = False
 
 
 def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
     """Build the checkpoint directory; it replaces an older one only when it is whole."""
+    sides = find_side_files(inputs.source.path, inputs.source.config, inputs.trust_remote_code)
     with filling(directory) as unfinished:
         rest = set(inputs.source.tensors) - inputs.expert_keys - inputs.other_keys - scale_keys(inputs.source)
         where = write_plain(inputs.source, rest, unfinished, inputs.max_shard_bytes)
@@ -98,12 +103,13 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
             where |= {} if path.name.startswith(_EXTRA) else dict.fromkeys(read_header(path), path.name)
         found = {key: header for path in unfinished.glob("*.safetensors") for key, header in read_header(path).items()}
         write_index(unfinished, where)
-        config = inputs.source.config if inputs.own_code else hooked(inputs.source.config)
+        plain = sides.config(inputs.source.config)
+        config = plain if inputs.own_code else hooked(plain)
         write_json(unfinished / "config.json", config | {"quantization_config": _quantization(inputs)})
-        copy_side_files(inputs.source, unfinished)
+        sides.copy(unfinished)
         if not inputs.own_code:
             write_text(unfinished / HOOK_FILE, HOOK_TEXT)
-        manifest = _manifest(inputs, found)
+        manifest = _manifest(inputs, found, sides)
         write_manifest(unfinished, manifest)
     return manifest
 
@@ -140,7 +146,14 @@ def _layout(assignment: Assignment) -> dict[str, Any]:
     return layout(assignment.group_size, assignment.symmetric, assignment.nested, assignment.is_mixed)
 
 
-def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> PlacementManifest:
+def listed_code(sides: SideFiles, own_code: bool) -> tuple[CodeFile, ...]:
+    """The Python files of a checkpoint: moeq's hook, unless the model is made by code of its own, and the model's."""
+    hook = [] if own_code else [CodeFile(file=HOOK_FILE, sha256=HOOK_SHA256, origin="moeq")]
+    own = [CodeFile(file=name, sha256=sha256, origin="model") for name, sha256 in sides.code_digests().items()]
+    return (*hook, *own)
+
+
+def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], sides: SideFiles) -> PlacementManifest:
     by_expert: dict[str, list[str]] = {}
     names = {layer.name for layer in inputs.layers}
     for key in headers:
@@ -159,6 +172,7 @@ def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader]) -> Placeme
         others=others,
         totals=_totals(layers, inputs.layers, others, headers),
         inputs=inputs.digests,
+        code=listed_code(sides, inputs.own_code),
     )
 
 

@@ -1,8 +1,7 @@
-"""What every checkpoint directory holds beside its packed tensors: plain tensors in shards, an index, side files."""
+"""What every checkpoint directory holds beside its packed tensors: plain tensors in shards, and an index."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 from moeq.artifacts.files import write_in_chunks, write_json
 from moeq.models.source import INDEX, ModelSource, read_header
 from moeq.models.weights import plain_chunks, plain_header
-from moeq.runtime.hook import HOOK_FILE
 
 METADATA = {"format": "pt"}  # transformers refuses safetensors without it
 
@@ -56,10 +54,3 @@ def write_index(directory: Path, where: Mapping[str, str]) -> None:
     headers = {name: read_header(directory / name) for name in set(where.values())}
     total = sum(headers[name][key].bytes for key, name in where.items())
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-
-
-def copy_side_files(source: ModelSource, directory: Path) -> None:
-    """Tokenizer, generation settings and whatever else comes along, but not the hook of moeq's own format."""
-    for path in source.side_files():
-        if path.name != HOOK_FILE:
-            shutil.copyfile(path, directory / path.name)

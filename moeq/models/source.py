@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.files import digest_of, sha256_file
 from moeq.artifacts.reading import TensorHeader as TensorHeader
-from moeq.artifacts.reading import plain_name, read_json_file, safetensors_header
+from moeq.artifacts.reading import inside, plain_name, read_json_file, safetensors_header
 from moeq.artifacts.stage import ModelStamp
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
@@ -27,6 +30,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # of a hub repository
+CARD_FILES = ("README.md", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*")  # of a hub repository, where they can be had
 CODE_FILES = ("*.py",)  # only where the user lets the model bring code
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -36,6 +40,10 @@ TOKENIZER_FILES = (
 VOCABULARIES = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"}
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 SIDE_FILES = ("generation_config.json", *PROCESSOR_FILES, *TOKENIZER_FILES)
+PARTS = re.compile(  # names of files that a model is read from, or that an export may take along
+    r".*\.(json|jinja|model|txt|spm|tiktoken|tokenizer|codes|safetensors|gguf|py)|README\.md"
+    r"|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)([-._].*)?", re.IGNORECASE
+)  # fmt: skip
 CONFIG_BYTES = 64 << 20  # the largest config.json that is read
 WHOLE_BYTES = 64 << 20  # files up to this size are hashed whole, larger ones by samples
 SAMPLE_BYTES, SAMPLES = 64 << 10, 64
@@ -63,7 +71,7 @@ class ModelSource:
         return sorted({header.file for header in self.tensors.values()})
 
     def side_files(self) -> list[Path]:
-        """Tokenizer, generation and processor files, and code of its own, that an export takes along."""
+        """Tokenizer, generation and processor files, and code of its own: what makes it the model that it is."""
         code = sorted(self.path.glob("*.py")) if "auto_map" in self.config else []
         return [self.path / name for name in SIDE_FILES if (self.path / name).is_file()] + code
 
@@ -83,14 +91,48 @@ def open_source(name: str, revision: str | None = None, *, trust_remote_code: bo
     """Resolve a directory, a hub id or `bundled:NAME` and check it.
 
     trust_remote_code: also download the Python files of a hub model. Raises ModelError: not a model directory,
-    configuration or shards missing, truncated or mismatched; a hub model that is gated, unknown or out of reach.
+    configuration or shards missing, truncated or mismatched, links that lead out of it; a hub model that is gated,
+    unknown or out of reach.
     """
     path, commit = _resolve(name, revision, trust_remote_code)
+    check_parts(path)
     config, tensors = read_config(path / CONFIG), _read_headers(path)
     check_counts(config, tensors, path / CONFIG)
     if Path(name).expanduser().is_dir():
         name = path.resolve().name  # where it lies on this machine is nobody's business
     return ModelSource(name=name, path=path, revision=commit, config=config, tensors=tensors)
+
+
+def check_parts(directory: Path) -> None:
+    """ModelError where a file that a model is read from, or that goes into its exports, is not the directory's own.
+
+    A link that leads out of it would put a file of this machine into what is published; a pipe or a device is no file.
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise ModelError(f"cannot be listed: {error.strerror}", where=str(directory), do="check the path") from None
+    for name in names:
+        if PARTS.fullmatch(name):
+            check_part(directory, name)
+
+
+def check_part(directory: Path, name: str) -> None:
+    """ModelError for one file as `check_parts` raises it; folders are let be, they are never read as files."""
+    try:
+        path = inside(directory, name)
+    except ValueError as error:
+        do = (
+            "copy the file into the directory, or give the one that holds it; if it is not the model's, remove the link"
+        )
+        raise ModelError(str(error), where=str(directory / name), do=do) from None
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        what = f"a link that leads to nothing: {error.strerror}" if path.is_symlink() else f"{error.strerror}"
+        raise ModelError(what, where=str(path), do="remove it, or download the file again") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ModelError("no regular file but a pipe, a socket or a device", where=str(path), do="remove it")
 
 
 def open_config(name: str, *, beside: Sequence[str] = (), trust_remote_code: bool = False) -> ModelSource:
@@ -142,6 +184,8 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple
     patterns = [*SMALL_FILES, *(CODE_FILES if trust_remote_code else ())]
     path = hub.snapshot(name, revision, patterns, error=ModelError)
     hub.snapshot(name, path.name, [*patterns, *_weight_files(path)], error=ModelError)
+    with suppress(ModelError):  # what an export says of its origin; a cache without them serves as well
+        hub.snapshot(name, path.name, [*patterns, *_weight_files(path), *CARD_FILES], error=ModelError)
     return path, path.name
 
 
@@ -192,7 +236,9 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
     except (OSError, ValueError) as error:
         raise ModelError(f"not a weight index ({error})", where=str(index), do="download it again") from None
     tensors: dict[str, TensorHeader] = {}
-    for shard in (path / name for name in sorted(set(weight_map.values()))):  # links of the user's own are followed
+    for shard in (path / name for name in sorted(set(weight_map.values()))):
+        if os.path.lexists(shard):
+            check_part(path, shard.name)
         if not shard.is_file():
             raise ModelError("shard is missing", where=str(shard), do="download it")
         tensors |= read_header(shard)

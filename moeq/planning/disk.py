@@ -31,9 +31,11 @@ from moeq.estimator import load_hardware
 from moeq.evaluation import document as samples
 from moeq.evaluation.harness import guessed_results
 from moeq.evaluation.paired import RESAMPLES, SEED
-from moeq.exporters.moeq import extra_name, layer_name, other_widths
+from moeq.exporters.front_matter import read_origin
+from moeq.exporters.moeq import extra_name, layer_name, listed_code, other_widths
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
+from moeq.models.side_files import find_side_files
 from moeq.models.source import INDEX, TensorHeader
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.numerics.packed import packed_shapes
@@ -90,7 +92,9 @@ class Disk:
         self.context, self.sizes, self.work, self.recipe = context, sizes, work, context.recipe
         self.sections = [(self.recipe.name, self.recipe.assign), *((c.name, c) for c in self.recipe.eval.compare)]
         self.own = stand_in(sizes, self.recipe.assign, self.recipe, self.recipe.name)
-        self.stamp = ModelStamp(name=context.source.name, revision=context.source.revision, digest=DIGEST)
+        source = context.source
+        self.sides = find_side_files(source.path, source.config, self.recipe.trust_remote_code)
+        self.stamp = ModelStamp(name=source.name, revision=source.revision, digest=DIGEST)
         self.estimating = 0.0  # seconds that the estimate of one assignment took
         self._files: dict[str, dict[str, int]] = {}
         self._cache: dict[tuple[Any, ...], int] = {}
@@ -474,9 +478,10 @@ class Disk:
         if self.sizes.others.modules:
             quantization["others"] = other_widths(self.sizes.others.table())
         own_code = has_own_code(self.context.described[0])
-        config = source.config if own_code else hooked(source.config)
+        plain = self.sides.config(source.config)
+        config = plain if own_code else hooked(plain)
         files["config.json"] = len(canonical_json(config | {"quantization_config": quantization}).encode())
-        files |= {path.name: path.stat().st_size for path in source.side_files()}
+        files |= self.sides.sizes()
         files |= {} if own_code else {HOOK_FILE: len(HOOK_TEXT)}
         return files | self._manifest()
 
@@ -543,6 +548,7 @@ class Disk:
                 others=modules,
                 totals=totals,
                 inputs={"assign": DIGEST, "quantize": DIGEST},
+                code=listed_code(self.sides, has_own_code(self.context.described[0])),
             )
 
         def size(some: list[manifest.PlacedLayer]) -> int:
@@ -557,7 +563,11 @@ class Disk:
         return {
             manifest.NAME: whole + (whole - first) * (len(self.sizes.layers) - len(layers)),
             "placement.schema.json": len(schema.encode()),
-            CARD: len(model_card.render(make(layers), self.context.source.config, figures).encode()),
+            CARD: len(
+                model_card.render(
+                    make(layers), self.context.source.config, figures, read_origin(self.context.source.path)
+                ).encode()
+            ),
         }
 
     def _stamped(self, layer: ExpertLayer, number: int, choice: ExpertChoice) -> list[manifest.Replica]:

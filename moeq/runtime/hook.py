@@ -7,11 +7,14 @@ code is not trusted transformers ignores the entry, and the guards of the packed
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
-HOOK_FILE = "configuration_moeq.py"
+from moeq.models.side_files import HOOK_FILE as HOOK_FILE
+
 HOOK_CLASS = "RegisteredConfig"
 HOOK_TEXT = f"import moeq\nfrom moeq.runtime.hook import {HOOK_CLASS}\n"
+HOOK_SHA256 = hashlib.sha256(HOOK_TEXT.encode()).hexdigest()
 _ENTRY = "AutoConfig"
 _MODEL_CODE = (_ENTRY, "AutoModel")
 _REFERENCE = f"{HOOK_FILE.removesuffix('.py')}.{HOOK_CLASS}"

@@ -36,6 +36,7 @@ from moeq.estimator import load_hardware
 from moeq.estimator.latency import expert_seconds
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys, source_dtype
+from moeq.models.side_files import find_side_files
 from moeq.models.weights import plain_header, scale_keys
 from moeq.numerics.packed import packed_bytes
 from moeq.numerics.traces import closed_form, hutchinson
@@ -244,7 +245,8 @@ def other_bytes(context: Context) -> int:
     packed = others.chosen(context)
     weights = sum(plain_header(context.source, key)[2] for key in keys)
     weights += sum(others.packed_weight_bytes(context.recipe, module) for module in packed)
-    files = sum(path.stat().st_size for path in context.source.side_files())
+    source = context.source
+    files = sum(find_side_files(source.path, source.config, context.recipe.trust_remote_code).sizes().values())
     experts = sum(layer.num_experts for layer in context.layers)
     records = MODULE_RECORD_BYTES * len(packed) + 256 * len(keys)
     return weights + files + RECORD_BYTES * (experts + len(context.layers) + 8) + records

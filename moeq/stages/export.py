@@ -16,6 +16,7 @@ from moeq.artifacts.targets import LOADED_BY, WIDEN, Target, loads_width, refuse
 from moeq.errors import PlanError
 from moeq.exporters import CONVERTED, export, gguf, write
 from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.front_matter import read_origin
 from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
 from moeq.models.loading import expert_keys
@@ -23,6 +24,7 @@ from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
 from moeq.stages import assign, losses, model_card, others, profile, quantize, refine
 from moeq.stages.context import Context
+from moeq.stages.side_files import say_left_behind
 from moeq.verification.written import check_written
 
 FORMAT_REVISION = 2  # raised when the same checkpoint gives other bytes in some format
@@ -33,6 +35,7 @@ def run(context: Context) -> dict[str, Any]:
     skeleton, layers = context.described
     assignment = assign.load(context)
     check_formats(context, assignment)
+    say_left_behind(context, context.source)
     directory = context.directory("quantize")
     inputs = ExportInputs(
         source=context.source,
@@ -48,6 +51,7 @@ def run(context: Context) -> dict[str, Any]:
         others=others.table(context),
         other_keys=frozenset(others.replaced_keys(context)),
         own_code=has_own_code(skeleton),
+        trust_remote_code=context.recipe.trust_remote_code,
         digests={stage: read_record(context.directory(stage), stage).digest for stage in ("assign", "quantize")},
     )
     target = context.directory("export")
@@ -198,4 +202,5 @@ def original_bytes(context: Context, keys: set[str]) -> int:
 
 def write_card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]] | None = None) -> None:
     """Write the model card; the report stage writes it again with the measured figures."""
-    write_text(context.directory("export") / CARD, model_card.render(manifest, context.source.config, figures or []))
+    text = model_card.render(manifest, context.source.config, figures or [], read_origin(context.source.path))
+    write_text(context.directory("export") / CARD, text)

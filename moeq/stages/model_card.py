@@ -7,12 +7,13 @@ from typing import Any
 
 from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
+from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
 from moeq.models.vit.configuration import MODEL_TYPE as MOE_VIT
 from moeq.tables import human_bytes
 
 
-def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]]) -> str:
-    """Markdown with the front matter that the hub reads.
+def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]], origin: Origin) -> str:
+    """Markdown with the front matter that the hub reads; origin: what the model's own card says of it.
 
     figures: rows name, expert_bytes, perplexity, accuracy; of image classifiers cross_entropy and logit_error too.
     """
@@ -20,17 +21,15 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
     totals, assignment = manifest.totals, manifest.assignment
     widths = [expert.widths for layer in manifest.layers for expert in layer.experts]
     tiers = Counter(expert.tier for layer in manifest.layers for expert in layer.experts)
+    name = markdown(manifest.model.name)
     parameters = ", ".join(f"{key} {value}" for key, value in sorted(assignment["parameters"].items()))
+    made = f"{markdown(assignment['name'])}: {markdown(assignment['method'])} ({markdown(parameters)})"
     grid = "symmetric" if manifest.layout["symmetric"] else "asymmetric"
     lines = [
-        "---",
-        "library_name: transformers",
-        f"base_model: {manifest.model.name}",
-        "tags: [moeq, mixture-of-experts, quantized]",
-        "---",
-        f"# {manifest.model.name}, experts packed by moeq {manifest.moeq_version}",
+        *front_matter(manifest.model.name, "transformers", origin),
+        f"# {name}, experts packed by moeq {manifest.moeq_version}",
         "",
-        f"Routed experts of `{config.get('model_type')}` quantized one by one; {_rest(manifest)}.",
+        f"Routed experts of {markdown(config.get('model_type'))} quantized one by one; {_rest(manifest)}.",
         "",
         "```python",
         "import moeq  # registers the format with transformers",
@@ -40,9 +39,9 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         "",
         "| | |",
         "|---|---|",
-        f"| original | {manifest.model.name}, revision {manifest.model.revision or 'local'}, "
+        f"| original | {name}, revision {markdown(manifest.model.revision or 'local')}, "
         f"digest {manifest.model.digest[:16]} |",
-        f"| assignment | {assignment['name']}: {assignment['method']} ({parameters}) |",
+        f"| assignment | {made} |",
         f"| groups | {manifest.layout['group_size']} inputs, {grid} |",
         f"| experts by bits | {_counts(count_widths(widths))} |",
         *(
@@ -54,6 +53,8 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         f"| other replicas | {human_bytes(totals.other_replica_bytes)} |",
         f"| everything else | {human_bytes(totals.non_expert_bytes)} |",
         *_modules(manifest),
+        *(f"| code | {one.file}, moeq's own hook: two lines |" for one in manifest.code if one.origin == "moeq"),
+        *code_lines({one.file: one.sha256 for one in manifest.code if one.origin == "model"}),
         "",
         "Where every expert should live, and how its bytes are laid out: `placement.json`.",
         "",
@@ -80,7 +81,7 @@ def _figures(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"| assignment | expert bytes | {heads} |", f"|---|---:|{'---:|' * len(columns)}"]
     for row in rows:
         cells = ["" if row.get(name) is None else forms[name].format(row[name]).replace("%", " %") for name in columns]
-        lines.append(f"| {row['name']} | {human_bytes(row['expert_bytes'])} | {' | '.join(cells)} |")
+        lines.append(f"| {markdown(row['name'])} | {human_bytes(row['expert_bytes'])} | {' | '.join(cells)} |")
     return lines
 
 

@@ -41,6 +41,7 @@ from moeq.recipe import ReparamSection
 from moeq.stages import integer_forward, w8a8
 from moeq.stages.context import FOLDED, Context
 from moeq.stages.finite import naming_the_file
+from moeq.stages.side_files import code_of, say_left_behind
 
 TOLERANCE = 1e-5  # of the float32 error
 TRACED_TOKENS = 32
@@ -53,6 +54,7 @@ def run(context: Context) -> dict[str, Any]:
     scale, and where the folded model does not compute the same.
     """
     section = settings(context)
+    say_left_behind(context, context.source)
     directory = make_directory(context.directory("reparam"))
     batches = sample(context, section)
     with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.described[1])) as advance:
@@ -95,7 +97,8 @@ def inputs(context: Context) -> dict[str, Any]:
         found["perplexity"] = context.perplexity.model_dump(mode="json", exclude={"source"})
     if section.integer is not None:
         found["integer"] = integer_forward.inputs(context)
-    return found
+    code = code_of(context)
+    return found if code is None else found | {"code": code}
 
 
 def sample(context: Context, section: ReparamSection) -> list[Batch]:
@@ -235,6 +238,7 @@ def _fold_and_write(
         float32=section.dtype == "float32",
         gained=used,
         settings={ROUTER_BIAS: True} if used else {},
+        trust_remote_code=context.recipe.trust_remote_code,
     )
     written: set[str] = set()
 

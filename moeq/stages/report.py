@@ -12,6 +12,7 @@ from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
+from moeq.exporters.front_matter import read_origin
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Refined, ReportInputs, SpeedInputs
 from moeq.reporting.page import render
@@ -133,7 +134,9 @@ def is_intact(context: Context) -> bool:
     card = context.directory("export") / CARD
     figures = card_figures(evaluate.load(context))
     manifest = read_manifest(context.directory("export"))
-    return card.is_file() and card.read_text("utf-8") == model_card.render(manifest, context.source.config, figures)
+    origin = read_origin(context.source.path)
+    wanted = model_card.render(manifest, context.source.config, figures, origin)
+    return card.is_file() and card.read_text("utf-8") == wanted
 
 
 def _recipe_text(context: Context) -> str:

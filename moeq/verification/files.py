@@ -12,8 +12,10 @@ from moeq.errors import ArtifactError
 from moeq.exporters.moeq import tensors_sha256
 from moeq.models.source import read_header
 from moeq.progress import Reporter
+from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256
 
 QUIET = Reporter(quiet=True)
+EXPORT_AGAIN = "export the checkpoint again"
 
 
 def check_native(directory: Path, reporter: Reporter = QUIET) -> tuple[PlacementManifest, int]:
@@ -60,7 +62,31 @@ def check_native(directory: Path, reporter: Reporter = QUIET) -> tuple[Placement
             )
     if (directory / RECORD).is_file():  # covers what the manifest does not: config, index, other weights, tokenizer
         check_files(directory, read_record(directory, "export"))
+    check_code(directory, manifest)
     return manifest, on_disk
+
+
+def check_code(directory: Path, manifest: PlacementManifest) -> dict[str, str]:
+    """{Python file of a checkpoint: what it is}; ArtifactError for one that is not as the manifest says.
+
+    The hook is known by its text. Manifests that list no code were made before it was listed.
+    """
+    listed = {one.file: one for one in manifest.code}
+    found: dict[str, str] = {}
+    for name in sorted({path.name for path in directory.glob("*.py")} | set(listed)):
+        path, one = directory / name, listed.get(name)
+        if not path.is_file():
+            raise ArtifactError("missing, the manifest lists it", where=str(path), do=EXPORT_AGAIN)
+        sha256 = sha256_file(path)
+        if name == HOOK_FILE and sha256 != HOOK_SHA256:
+            raise ArtifactError("is not the hook that moeq writes", where=str(path), do=EXPORT_AGAIN)
+        if one is not None and one.sha256 != sha256:
+            raise ArtifactError("changed since the manifest was written", where=str(path), do=EXPORT_AGAIN)
+        if one is None and listed:
+            raise ArtifactError("the manifest does not list this code", where=str(path), do="read it, or remove it")
+        own = "moeq's own hook" if name == HOOK_FILE else "code of the original model"
+        found[name] = f"{own}, SHA-256 {sha256}"
+    return found
 
 
 def _check_modules(directory: Path, manifest: PlacementManifest, headers: dict[str, Any]) -> int:

@@ -22,7 +22,7 @@ from moeq.exporters.packed_source import Matrices
 from moeq.models import loading
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
-from moeq.models.source import CONFIG, ModelSource, check_counts, read_config
+from moeq.models.source import CONFIG, ModelSource, check_counts, check_parts, read_config
 from moeq.numerics import ggml
 from moeq.numerics.ggml_types import FLOATS
 from moeq.numerics.packed import PackedWeight
@@ -148,6 +148,7 @@ def open_gguf(path: Path, trust_remote_code: bool = False) -> Gguf:
     Raises ArtifactError for a damaged file, PlanError for a family that moeq does not know in GGUF, ModelError.
     """
     where = path / FILE
+    check_parts(path)
     try:
         file = read_gguf(where)
     except (OSError, ValueError) as error:
