@@ -21,8 +21,8 @@ from moeq.numerics import gptq, nested
 from moeq.numerics.factor import Factor, act_order, factorize
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight, packed_bytes
-from moeq.numerics.packing import NESTED_BITS
 from moeq.numerics.slab import Slab
+from moeq.numerics.widths import NESTED_BITS
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import Training, sign_round
 from moeq.quantizers.training_rows import Rows
