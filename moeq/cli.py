@@ -241,7 +241,10 @@ def assign(
     expert_bytes: Annotated[
         str | None, typer.Option("--expert-bytes", help="Budget: bytes of all experts, such as 10GiB.")
     ] = None,
-    size: Annotated[str | None, typer.Option("--size", help="Budget: the whole checkpoint, such as 12GiB.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="Budget: the whole checkpoint, every file of its directory, such as 12GiB."),
+    ] = None,
     granularity: Annotated[
         str | None,
         typer.Option("--granularity", help="What has one width, of method optimal: expert, projection or layer."),

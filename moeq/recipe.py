@@ -26,7 +26,10 @@ SIZE = re.compile(r"([0-9.]{1,24})\s{0,8}([A-Za-z]{0,24})")
 RATIONAL = re.compile(
     r"\s*[-+]?[0-9_.]{1,24}(?:[eE][-+]?[0-9]{1,2})?(?:/[0-9]{1,24})?\s*"
 )  # 1e999999999 is a number, too
-_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZES = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
 
 
 def _parse_bytes(value: Any) -> Any:
@@ -35,7 +38,7 @@ def _parse_bytes(value: Any) -> Any:
         return value
     unit = match[2].upper()
     if unit not in _SIZES:
-        raise ValueError(f"unknown unit {match[2]!r}; use B, KB, MB, GB, KiB, MiB or GiB")
+        raise ValueError(f"unknown unit {match[2]!r}; use B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
     return int(float(match[1]) * _SIZES[unit])
 
 
@@ -331,7 +334,7 @@ class AssignSection(Section):
     expert_bytes: Bytes | None = Field(
         None, description="budget: bytes of all experts, with scales, zero points and experts in full precision"
     )
-    size: Bytes | None = Field(None, description="budget: bytes of the whole checkpoint")
+    size: Bytes | None = Field(None, description="budget: bytes of the whole checkpoint, every file of its directory")
     widths: list[Literal[1, 2, 3, 4, 8, 16]] | None = Field(
         None,
         description="frequency, mopeq, optimal: widths to choose from; none: losses.bits (frequency: those around the "
@@ -719,7 +722,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        for where, section in [("assign", self.assign), *((f"eval.compare {c.name}", c) for c in self.eval.compare)]:
+        every = [("assign", self.assign), *((f"eval.compare {c.name}", c) for c in self.eval.compare)]
+        for where, section in every:
             if section.quantizer not in (BEST, *self.losses.methods):
                 raise ValueError(f"{where}: quantizer {section.quantizer} is not among losses.methods")
             foreign = sorted(section.named_widths() - set(self.losses.bits))
@@ -737,9 +741,11 @@ class Recipe(Section):
         if self.estimate.popularity == "trace" and not (self.profile.trace and self.estimate.geometry == "model"):
             raise ValueError("estimate.popularity trace needs profile.trace: true and estimate.geometry: model")
         self._check_low_precision()
-        if self.assign.size is not None and self.quantize.replicas == "all":
+        sized = [where for where, section in every if section.size is not None]
+        if sized and self.quantize.replicas == "all":
             raise ValueError(
-                "assign: size counts the placed replicas alone; use expert_bytes with quantize.replicas all"
+                f"{sized[0]}: size is that of the checkpoint, which has every width with quantize.replicas all; use "
+                "expert_bytes"
             )
         if self.losses.nested and self.quantize.refine is not None:
             raise ValueError("losses.nested cannot go with quantize.refine, which trains a width alone")

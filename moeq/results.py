@@ -12,8 +12,9 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
     """One row a variant, largest first: bytes, perplexity, accuracy, estimated decode speed-ups over MoNDE; of image
     classifiers cross_entropy and logit_error too.
 
-    average_bits: codes of the experts alone; stored_bits: of a weight of the whole checkpoint, scales counted;
-    expert_share, total_share: of the original's bytes.
+    average_bits: codes of the experts alone; stored_bits: of a weight of all tensors, scales counted; expert_bytes,
+    total_bytes: of the experts' tensors, and of all; checkpoint_bytes: of all files of the checkpoint, as
+    `assign.size` limits them; expert_share, total_share, checkpoint_share: of the original's bytes.
     """
     report, estimates, weights = evaluate.load(context), estimate.load(context), others.weights(context)
     original = report.row(evaluate.ORIGINAL)
@@ -31,9 +32,11 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
                 "average_bits": row.average_bits,
                 "expert_bytes": row.expert_bytes,
                 "total_bytes": row.total_bytes,
+                "checkpoint_bytes": row.whole_bytes,
                 "stored_bits": row.stored_bits(weights),
                 "expert_share": None if original is None else _share(row.expert_bytes, original.expert_bytes),
                 "total_share": None if original is None else _share(row.total_bytes, original.total_bytes),
+                "checkpoint_share": None if original is None else _share(row.whole_bytes, original.whole_bytes),
                 "perplexity": row.perplexity,
                 "perplexity_change": change,
                 "accuracy": row.accuracy,

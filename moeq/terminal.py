@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moeq.models.support import Support
-from moeq.pipeline import Outcome
-from moeq.planning.result import Plan
 from moeq.tables import human_bytes, human_seconds
-from moeq.verification.against import Distance
-from moeq.verification.verify import Verdict
+
+if TYPE_CHECKING:
+    from moeq.models.support import Support
+    from moeq.pipeline import Outcome
+    from moeq.planning.result import Plan
+    from moeq.verification.against import Distance
+    from moeq.verification.verify import Verdict
 
 BESIDE = 108  # columns from which the final table has sizes beside quality
 NARROW = 78  # columns below which tables leave out what the others imply
@@ -132,8 +134,8 @@ SIZES = (
     _Column("all bits", lambda row: _number(row["stored_bits"], "{:.3g}")),
     _Column("experts", lambda row: human_bytes(row["expert_bytes"])),
     _Column("of orig.", lambda row: _number(row["expert_share"], "{:.1%}")),
-    _Column("whole", lambda row: "-" if row["total_bytes"] is None else human_bytes(row["total_bytes"])),
-    _Column("of orig.", lambda row: _number(row["total_share"], "{:.1%}")),
+    _Column("whole", lambda row: "-" if row["checkpoint_bytes"] is None else human_bytes(row["checkpoint_bytes"])),
+    _Column("of orig.", lambda row: _number(row["checkpoint_share"], "{:.1%}")),
 )
 
 
@@ -152,10 +154,11 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
         console.print(_final_table(rows, [column for column in sizes if column.title not in narrow]))
     estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
     of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
-    whole = "whole: with everything else, packed alike in all rows but the original. " if _others_packed(rows) else ""
+    whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
     console.print(
-        "* exported. bits: codes of the experts; all bits: of a weight of the whole checkpoint, scales and zero points "
-        f"counted, as they are in all bytes. {whole}speed-up: estimated decode speed over MoNDE by "
+        "* exported. bits: codes of the experts; all bits: of a weight of all tensors, scales and zero points "
+        f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}. "
+        "speed-up: estimated decode speed over MoNDE by "
         f"its bandwidth rule / cost-optimal, for {of}.{_error_note(rows)}",
         style="dim",
     )

@@ -17,7 +17,7 @@ REMEDY = "run `moeq eval` again"
 
 
 class Change(BaseModel):
-    """A measure minus the original's on the same items: 95 % interval and two-sided p of a paired bootstrap."""
+    """A measure minus the first one's on the same items: 95 % interval and two-sided p of a paired bootstrap."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     difference: float
@@ -35,7 +35,8 @@ class EvalRow(BaseModel):
 
     changes: {task, average or perplexity: how it differs from the original's}.
 
-    other_bytes: of everything but the routed experts (None: written before moeq counted them). Of image classifiers
+    expert_bytes, other_bytes: of the tensors of the routed experts, and of everything else (None: written before moeq
+    counted them); checkpoint_bytes: of all files of the checkpoint, what `assign.size` limits. Of image classifiers
     alone: cross_entropy in nats an image, and logit_error, ||z - z0|| / ||z0|| against the original's logits; `tasks`
     then has the accuracy by domain.
     """
@@ -46,6 +47,7 @@ class EvalRow(BaseModel):
     assignment: Assignment | None
     expert_bytes: int
     other_bytes: int | None = None
+    checkpoint_bytes: int | None = None
     average_bits: float | None
     perplexity: float | None
     perplexity_by_domain: dict[str, float]
@@ -63,8 +65,13 @@ class EvalRow(BaseModel):
 
     @property
     def total_bytes(self) -> int | None:
-        """Of the whole checkpoint."""
+        """Of all tensors of the checkpoint."""
         return None if self.other_bytes is None else self.expert_bytes + self.other_bytes
+
+    @property
+    def whole_bytes(self) -> int | None:
+        """Of the checkpoint's files; where nobody counted them, of its tensors."""
+        return self.total_bytes if self.checkpoint_bytes is None else self.checkpoint_bytes
 
     def stored_bits(self, weights: int) -> float | None:
         """Mean bits that a weight of the whole checkpoint takes, scales counted."""

@@ -18,7 +18,7 @@ from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import PlainName, inside, tensor_bytes
 from moeq.artifacts.stage import ModelStamp, read_model
 from moeq.errors import ArtifactError
-from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
+from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
 from moeq.version import __version__
 
 SCHEMA_VERSION = 1

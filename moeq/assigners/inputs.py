@@ -6,7 +6,7 @@ Letters: L layers, E experts of a layer, P matrices of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,11 @@ class AssignInputs:
     """The recipe's section, the profile, the loss table (None where none is needed) and the grid of the replicas.
 
     bytes: of one expert at every width, a layer; matrix_bytes: of each of its matrices, {projection: {width: bytes}},
-    biases included, where matrices are decided; other_bytes: of the checkpoint without its experts; traces: the Hessian
-    trace of the Frobenius norm of every expert, [E] a layer; effects, expert_effects: what quantizing a layer alone,
-    and an expert alone, does to the output; ndp_seconds: of one token of one expert on the NDP at every width, a layer,
-    where a hardware was named; memo: what was computed of these inputs.
+    biases included, where matrices are decided; record_bytes: what the checkpoint's files say of each matrix beside its
+    own tensors, and other_bytes: all of the checkpoint that no width decides, where `size` limits it; traces: the
+    Hessian trace of the Frobenius norm of every expert, [E] a layer; effects, expert_effects: what quantizing a layer
+    alone, and an expert alone, does to the output; ndp_seconds: of one token of one expert on the NDP at every width, a
+    layer, where a hardware was named; memo: what was computed of these inputs.
     """
 
     name: str
@@ -49,6 +50,7 @@ class AssignInputs:
     nested: bool = False
     bytes: tuple[dict[int, int], ...] = ()
     matrix_bytes: tuple[dict[str, dict[int, int]], ...] = ()
+    record_bytes: tuple[dict[str, dict[int, int]], ...] = ()
     other_bytes: int = 0
     traces: Callable[[], list[np.ndarray]] | None = None
     effects: LayerEffects | None = None
@@ -69,6 +71,23 @@ class AssignInputs:
                 "the sizes of the experts' matrices are not known", do="give AssignInputs.matrix_bytes"
             )
         return self.matrix_bytes[layer]
+
+    def in_the_checkpoint(self) -> AssignInputs:
+        """The same with sizes as they are in the checkpoint's files, records counted."""
+        if not self.record_bytes:
+            return self
+        matrices = tuple(
+            {
+                name: {bits: size + records[name][bits] for bits, size in sizes.items()}
+                for name, sizes in self.matrix_bytes_of(layer).items()
+            }
+            for layer, records in enumerate(self.record_bytes)
+        )
+        experts = tuple(
+            {bits: size + sum(one[bits] for one in records.values()) for bits, size in self.bytes_of(layer).items()}
+            for layer, records in enumerate(self.record_bytes)
+        )
+        return replace(self, bytes=experts, matrix_bytes=matrices)
 
     def stored(self, layer: int, widths: Width) -> int:
         """Bytes of one expert of a layer at its width or widths."""

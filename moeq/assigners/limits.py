@@ -1,7 +1,8 @@
 """Budgets: average_bits, expert_bytes or size, as one limit on the cost of the experts that are decided.
 
 Costs are whole numbers: bits of a weight under average_bits (every expert counts alike), else bytes with scales, zero
-points and biases. Experts on the GPU stay in full precision: average_bits leaves them out, bytes count them.
+points and biases; under size also with all that the checkpoint's files say of an expert. Experts on the GPU stay in
+full precision: average_bits leaves them out, bytes count them.
 
 Where every matrix of an expert is decided by itself, a matrix costs its own bytes, or its share of the weights.
 
@@ -116,6 +117,7 @@ def limit_of(
     whole = config.expert_bytes if config.expert_bytes is not None else config.size
     if whole is None:
         raise AssignmentError("no budget", do="give average_bits, expert_bytes or size")
+    inputs = inputs if config.size is None else inputs.in_the_checkpoint()
     fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot) if mask.any())
     fixed += inputs.other_bytes if config.size is not None else 0
     return byte_limit(inputs, widths, counts, whole, fixed, granularity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from moeq.assigners.sensitivity import objective
 from moeq.errors import AssignmentError
 from moeq.recipe import BUDGETS, AssignSection
 
+Refuse = Callable[[Target, int], AssignmentError | None]
 KEPT = ("quantizer", "gpu_experts", "alpha", "loss_weighting", "layer_weighting", "normalization", "statistics")
 SAME = 1e-9  # relative difference below which objectives count as equal
 
@@ -112,15 +113,19 @@ def score(inputs: AssignInputs, assignment: Assignment) -> Score:
     return Score(objective=objective(inputs, assignment), optimum=best.loss, proven=best.proven, bound=best.bound)
 
 
-def prices(inputs: AssignInputs, assignment: Assignment) -> list[Price]:
-    """What the restriction of every target costs: its optimum on the assignment's budget."""
+def prices(inputs: AssignInputs, assignment: Assignment, refuse: Refuse = lambda *_: None) -> list[Price]:
+    """What the restriction of every target costs: its optimum on the assignment's budget.
+
+    refuse: why a target cannot load a width of the model's own matrices, whose sizes the inputs do not know.
+    """
     hot = assignment.hot()
     limit = budget_of(inputs, assignment, all_widths(inputs), finest(inputs))
     free = optimum(inputs, limit, hot, finest(inputs))
-    return [_price(inputs, assignment, target, free) for target in TARGETS.values()]
+    return [_price(inputs, assignment, target, free, refuse) for target in TARGETS.values()]
 
 
-def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: Optimum) -> Price:
+def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: Optimum, refuse: Refuse) -> Price:
+    inputs = replace(inputs, config=inputs.config.model_copy(update={"target": None}))  # it is of this one, not of that
     hot = assignment.hot()
     reason = refuse_grid(target, symmetric=inputs.symmetric)
     granularity = max(finest(inputs), target.granularity, key=FINENESS.index)
@@ -128,10 +133,14 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
         granularity = "stack"
     if FINENESS.index(granularity) > FINENESS.index("expert") and any(mask.any() and not mask.all() for mask in hot):
         reason = f"gpu_experts mixes 16 bits with others; {MIXED[target.granularity]}"
-    widths = [width for width in all_widths(inputs) if loads(inputs, target, width)]
+    refused = {width: refuse(target, width) for width in all_widths(inputs)}
+    loaded = [width for width in refused if loads(inputs, target, width)]
+    widths = [width for width in loaded if refused[width] is None]
+    if loaded and not widths:  # of other shapes it would be had
+        widths, reason = loaded, reason or str(refused[loaded[-1]])
     try:
         if not widths:
-            raise AssignmentError(f"none of losses.bits is among {list(target.widths)}")
+            raise _none_of(inputs, target, refused)
         found = optimum(inputs, budget_of(inputs, assignment, widths, granularity), hot, granularity)
     except AssignmentError as error:
         return Price(
@@ -146,6 +155,17 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
         expert_bytes=_bytes(inputs, chosen),
         refusal=reason,
     )
+
+
+def _none_of(inputs: AssignInputs, target: Target, refused: Mapping[int, AssignmentError | None]) -> AssignmentError:
+    """Why a target loads none of the widths that there are: of those that it knows the widest speaks for all."""
+    known = [width for width in refused if width in target.widths]
+    if not known:
+        mine = ", ".join(map(str, refused))
+        return AssignmentError(f"losses.bits are {mine}; {target.name} loads {', '.join(map(str, target.widths))}")
+    widest = max(known, key=lambda width: (loads(inputs, target, width), width))
+    grid = f"{inputs.group_size} {'symmetric' if inputs.symmetric else 'with zero points'}"
+    return refused[widest] or AssignmentError(f"{widest} bits in groups of {grid}; {target.name} has no type for them")
 
 
 def _bytes(inputs: AssignInputs, chosen: Sequence[Sequence[Width]]) -> int:

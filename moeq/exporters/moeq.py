@@ -40,7 +40,7 @@ from moeq.models.side_files import SideFiles, find_side_files
 from moeq.models.source import ModelSource, TensorHeader, read_header
 from moeq.models.weights import scale_keys
 from moeq.numerics.packed import PARTS
-from moeq.numerics.packing import NESTED_BITS
+from moeq.numerics.widths import NESTED_BITS
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD, MIXED_VERSION
 from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256, HOOK_TEXT, hooked
 from moeq.runtime.packed_experts import guard_shapes
@@ -115,19 +115,26 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
 
 
 def _quantization(inputs: ExportInputs) -> dict[str, Any]:
-    block = _layout(inputs.assignment)
-    others = {} if inputs.others is None or not inputs.others.modules else {"others": other_widths(inputs.others)}
-    return others | {
+    own = inputs.assignment
+    experts = {layer.name: widths for layer, widths in zip(inputs.layers, own.expert_widths(), strict=True)}
+    block = quantization(own.group_size, own.symmetric, own.nested, own.is_mixed, inputs.others)
+    return block | {"experts": experts}
+
+
+def quantization(
+    group_size: int, symmetric: bool, nested: bool, mixed: bool, others: OtherTable | None
+) -> dict[str, Any]:
+    """What config.json says of a checkpoint, but for the width of every expert."""
+    block = layout(group_size, symmetric, nested, mixed)
+    return {
+        **({} if others is None or not others.modules else {"others": other_widths(others)}),
         "quant_method": METHOD,
-        "format_version": MIXED_VERSION if inputs.assignment.is_mixed else FORMAT_VERSION,
+        "format_version": MIXED_VERSION if mixed else FORMAT_VERSION,
         "layout": block["name"],
         "layout_version": block["version"],
-        "group_size": inputs.assignment.group_size,
-        "symmetric": inputs.assignment.symmetric,
-        **({"nested": True} if inputs.assignment.nested else {}),
-        "experts": {
-            layer.name: widths for layer, widths in zip(inputs.layers, inputs.assignment.expert_widths(), strict=True)
-        },
+        "group_size": group_size,
+        "symmetric": symmetric,
+        **({"nested": True} if nested else {}),
     }
 
 

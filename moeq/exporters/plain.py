@@ -25,24 +25,28 @@ def write_plain(
     Those of a checkpoint that is dequantized while loading are written dequantized. names: what a key is called in the
     copy, where it is called otherwise.
     """
-    shards: list[list[str]] = [[]]
-    size = 0
-    for key in sorted(keys):
-        tensor_bytes = plain_header(source, key)[2]
-        if shards[-1] and size + tensor_bytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(key)
-        size += tensor_bytes
     where: dict[str, str] = {}
     new = names or {}
-    for number, mine in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for name, mine in shards(source, keys, max_shard_bytes).items():
         old = {new.get(key, key): key for key in mine}
         headers = {called: plain_header(source, key) for called, key in old.items()}
         write_in_chunks(directory / name, headers, partial(_chunks_of, source, old), METADATA)
         where |= dict.fromkeys(old, name)
     return where
+
+
+def shards(source: ModelSource, keys: Iterable[str], max_shard_bytes: int) -> dict[str, list[str]]:
+    """{file: keys} as `write_plain` fills them; one file of no tensors where there are none."""
+    found: list[list[str]] = [[]]
+    size = 0
+    for key in sorted(keys):
+        tensor_bytes = plain_header(source, key)[2]
+        if found[-1] and size + tensor_bytes > max_shard_bytes:
+            found.append([])
+            size = 0
+        found[-1].append(key)
+        size += tensor_bytes
+    return {f"model-{number:05d}-of-{len(found):05d}.safetensors": mine for number, mine in enumerate(found, 1)}
 
 
 def _chunks_of(source: ModelSource, old: Mapping[str, str], name: str) -> Iterable[bytes]:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeq.numerics.packing import NESTED_BITS
+from moeq.numerics.widths import NESTED_BITS
 
 Symmetry = bool | Literal["narrow", "full"]
 SIGN_ZERO = 0.5

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeq.numerics.packing import SUPPORTED_BITS, pack, packed_row_bytes, unpack
+from moeq.numerics.packing import pack, packed_row_bytes, unpack
+from moeq.numerics.widths import SUPPORTED_BITS
 
 WORD = 32
 

@@ -25,7 +25,7 @@ from moeq.numerics.grids import (
     nested_grid,
     resolved_group_size,
 )
-from moeq.numerics.packing import NESTED_BITS
+from moeq.numerics.widths import NESTED_BITS
 
 LANES_A_THREAD = 1024  # rows times widths, at least
 WIDEST = NESTED_BITS[-1]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moeq.numerics import grids
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.packing import NESTED_BITS, SUPPORTED_BITS, pack, packed_row_bytes, unpack
+from moeq.numerics.packing import pack, packed_row_bytes, unpack
+from moeq.numerics.widths import NESTED_BITS, SUPPORTED_BITS
 
 PARTS = ("codes", "scales", "zeros")
 SCALE_BYTES = 2

@@ -11,11 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
-NESTED_BITS = (2, 3, 4)  # widths whose codes can be one code's leading bits, the widest last
-LAYOUT = "moeq-bitstream"
-LAYOUT_VERSION = 1
-NESTED_VERSION = 2  # where weights are nested
+from moeq.numerics.widths import SUPPORTED_BITS
 
 
 def packed_row_bytes(length: int, bits: int) -> int:

@@ -13,7 +13,7 @@ from moeq.artifacts.assignment import FULL, Width, matrix_widths
 from moeq.artifacts.targets import LOADED_BY, loads_width, refuse_layers
 from moeq.exporters import NATIVE
 from moeq.models.experts import ExpertLayer
-from moeq.numerics.packing import SUPPORTED_BITS
+from moeq.numerics.widths import SUPPORTED_BITS
 from moeq.pipeline import STAGES
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.recipe import Recipe

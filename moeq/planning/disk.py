@@ -19,27 +19,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeq.artifacts import effects, evaluation, expert_effects, losses, manifest, profile, replicas, trace
-from moeq.artifacts.assignment import FULL, MIXED, Assignment, ExpertChoice, Width, width_of
+from moeq.artifacts import effects, evaluation, expert_effects, losses, profile, replicas, trace
+from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, width_of
 from moeq.artifacts.evaluation import Change, EvalReport, EvalRow
-from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
+from moeq.artifacts.files import canonical_json, safetensors_layout
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
+from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.targets import LOADED_BY, grids_of, loadable_grid, widest_of
 from moeq.estimator import load_hardware
 from moeq.evaluation import document as samples
 from moeq.evaluation.harness import guessed_results
 from moeq.evaluation.paired import RESAMPLES, SEED
-from moeq.exporters.front_matter import read_origin
-from moeq.exporters.moeq import extra_name, layer_name, listed_code, other_widths
+from moeq.exporters.moeq import extra_name, layer_name
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
-from moeq.models.side_files import find_side_files
-from moeq.models.source import INDEX, TensorHeader
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.numerics.packed import packed_shapes
-from moeq.numerics.packing import NESTED_BITS
+from moeq.numerics.widths import NESTED_BITS
 from moeq.pipeline import BY_NAME, Stage
 from moeq.planning.memory import loss_rows, read_share, store_bytes
 from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
@@ -48,13 +46,12 @@ from moeq.quantizers.measuring import STORED
 from moeq.recipe import AssignSection, Recipe
 from moeq.reporting import formats
 from moeq.reporting.maps import Quantity, value_map, width_map
-from moeq.runtime.checkpoint import CARD
-from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
-from moeq.stages import assign, model_card, quantize, refine, report
+from moeq.stages import assign, quantize, refine, report
 from moeq.stages import estimate as estimate_stage
 from moeq.stages import losses as losses_stage
 from moeq.stages import profile as profile_stage
+from moeq.stages.checkpoint_size import replica_shapes, stored_widths
 from moeq.stages.context import Context
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -93,7 +90,6 @@ class Disk:
         self.sections = [(self.recipe.name, self.recipe.assign), *((c.name, c) for c in self.recipe.eval.compare)]
         self.own = stand_in(sizes, self.recipe.assign, self.recipe, self.recipe.name)
         source = context.source
-        self.sides = find_side_files(source.path, source.config, self.recipe.trust_remote_code)
         self.stamp = ModelStamp(name=source.name, revision=source.revision, digest=DIGEST)
         self.estimating = 0.0  # seconds that the estimate of one assignment took
         self._files: dict[str, dict[str, int]] = {}
@@ -429,178 +425,22 @@ class Disk:
         for expert, one in enumerate(mine):
             section = self.recipe.losses
             placed = one if isinstance(one, int) else MIXED
-            for width in quantize.stored_widths(placed, [*section.bits, FULL], section.nested):
+            for width in stored_widths(placed, [*section.bits, FULL], section.nested):
                 if width != placed:
                     shapes |= self._replica(layer, width, f"{layer.name}.{expert}.bits{width}")
         return _file(shapes, METADATA)
 
     def _replica(self, layer: ExpertLayer, own: Width, prefix: str) -> Shapes:
-        section = self.recipe.losses
-        shapes: Shapes = {}
-        for projection in layer.projections:
-            bits = width_of(own, projection)
-            if layer.biased:
-                shapes[f"{prefix}.{projection}.bias"] = (self.sizes.source_dtype, (layer.shape(projection)[0],))
-            if bits == FULL:
-                shapes[f"{prefix}.{projection}.dense"] = (self.sizes.source_dtype, layer.shape(projection))
-                continue
-            parts = packed_shapes(*layer.shape(projection), bits, section.group_size, section.symmetric, section.nested)
-            shapes |= {f"{prefix}.{projection}.{part}": (dtype, shape) for part, (shape, dtype) in parts.items()}
-        return shapes
+        return replica_shapes(self.recipe, layer, layer.projections, own, self.sizes.source_dtype, prefix)
 
     def _packed(self) -> dict[str, int]:
         """The files of packed experts, which quantize writes and export takes over."""
         return {name: size for name, size in self.lasting("quantize").items() if name.endswith(".safetensors")}
 
     def _export(self) -> dict[str, int]:
-        source, experts = self.context.source, self._packed()
-        shards = self._rest()
-        where = {key: name for name, keys in shards.items() for key in keys}
-        for layer, mine in zip(self.sizes.layers, widths(self.sizes, self.recipe.assign, self.recipe), strict=True):
-            for expert, bits in enumerate(mine):
-                names = self._replica(layer, bits, f"{layer.name}.{expert}")
-                where |= dict.fromkeys(names, layer_name(layer.index))
-            where |= {f"{layer.name}.{name}": layer_name(layer.index) for name in guard_shapes(layer)}
-        where |= self.sizes.others.where()
-        files = dict(experts)
-        for name, keys in shards.items():
-            dtypes = {key: source.tensors[key] for key in keys}
-            files[name] = _source_file(dtypes)
-        index = canonical_json({"metadata": {"total_size": self.sizes.disk}, "weight_map": where})
-        files[INDEX] = len(index.encode())
-        experts_block = {layer.name: list(mine) for layer, mine in zip(
-            self.sizes.layers, widths(self.sizes, self.recipe.assign, self.recipe), strict=True)}  # fmt: skip
-        block = manifest.layout(self.own.group_size, self.own.symmetric, self.own.nested, self.own.is_mixed)
-        quantization = {
-            "quant_method": "moeq", "format_version": 1, "layout": block["name"], "layout_version": block["version"],
-            "group_size": self.own.group_size, "symmetric": self.own.symmetric, "experts": experts_block,
-        } | ({"nested": True} if self.own.nested else {})  # fmt: skip
-        if self.sizes.others.modules:
-            quantization["others"] = other_widths(self.sizes.others.table())
-        own_code = has_own_code(self.context.described[0])
-        plain = self.sides.config(source.config)
-        config = plain if own_code else hooked(plain)
-        files["config.json"] = len(canonical_json(config | {"quantization_config": quantization}).encode())
-        files |= self.sides.sizes()
-        files |= {} if own_code else {HOOK_FILE: len(HOOK_TEXT)}
-        return files | self._manifest()
-
-    def _rest(self) -> dict[str, list[str]]:
-        """Shards of what is not a routed expert, as the exporter fills them."""
-        source = self.context.source
-        experts = self.sizes.expert_keys
-        shards: list[list[str]] = [[]]
-        size = 0
-        for key in sorted(set(source.tensors) - experts - self.sizes.others.keys):
-            if shards[-1] and size + source.tensors[key].bytes > self.recipe.export.max_shard:
-                shards.append([])
-                size = 0
-            shards[-1].append(key)
-            size += source.tensors[key].bytes
-        return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": keys for number, keys in enumerate(shards, 1)}
-
-    def _manifest(self) -> dict[str, int]:
-        """placement.json, its schema and the model card, from the first layer's share of a manifest."""
-        layers = []
-        for layer, choices in zip(self.sizes.layers, self.own.layers, strict=True):
-            experts = tuple(
-                manifest.PlacedExpert(
-                    expert=number,
-                    tier=choice.tier,
-                    bits=choice.bits,
-                    importance=choice.importance,
-                    replicas=tuple(self._stamped(layer, number, choice)),
-                )
-                for number, choice in enumerate(choices.experts)
-            )
-            layers.append(
-                manifest.PlacedLayer(
-                    name=layer.name,
-                    num_experts=layer.num_experts,
-                    hidden_size=layer.hidden_size,
-                    intermediate_size=layer.intermediate_size,
-                    top_k=self.sizes.top_k,
-                    projections=layer.projections,
-                    biased=layer.biased,
-                    kind=layer.kind.name,
-                    experts=experts,
-                )
-            )
-            if len(layers) == 2:
-                break
-        placed, others = placed_bytes(self.sizes, self.recipe.assign, self.recipe), self.sizes.others
-        modules = others.placed()
-        totals = manifest.Totals(
-            placed_expert_bytes=placed,
-            other_replica_bytes=0,
-            non_expert_bytes=self.sizes.disk - self.sizes.experts_disk - others.disk + others.packed,
-            guard_bytes=6 * len(self.sizes.layers) + others.guards(),
-            packed_module_bytes=others.packed,
-            bytes_by_tier={"ndp": placed},
-        )
-
-        def make(some: list[manifest.PlacedLayer]) -> manifest.PlacementManifest:
-            return manifest.PlacementManifest(
-                model=self.stamp,
-                assignment=self.own.model_dump(mode="json", include={"name", "method", "parameters"}),
-                layout=manifest.layout(self.own.group_size, self.own.symmetric, self.own.nested, self.own.is_mixed),
-                layers=tuple(some),
-                others=modules,
-                totals=totals,
-                inputs={"assign": DIGEST, "quantize": DIGEST},
-                code=listed_code(self.sides, has_own_code(self.context.described[0])),
-            )
-
-        def size(some: list[manifest.PlacedLayer]) -> int:
-            return len(canonical_json(manifest.manifest_json(make(some))).encode())
-
-        whole, first = size(layers), size(layers[:1])
-        schema = canonical_json(manifest.PlacementManifest.model_json_schema())
-        figures = [
-            {"name": name, "expert_bytes": placed, "perplexity": 12.345, "accuracy": 0.5}
-            for name in ("original", *(name for name, _ in self.sections))
-        ]
-        return {
-            manifest.NAME: whole + (whole - first) * (len(self.sizes.layers) - len(layers)),
-            "placement.schema.json": len(schema.encode()),
-            CARD: len(
-                model_card.render(
-                    make(layers), self.context.source.config, figures, read_origin(self.context.source.path)
-                ).encode()
-            ),
-        }
-
-    def _stamped(self, layer: ExpertLayer, number: int, choice: ExpertChoice) -> list[manifest.Replica]:
-        """Replicas of one expert as the manifest names them."""
-        others = (*self.recipe.losses.bits, FULL) if self.recipe.quantize.replicas == "all" else ()
-        found = []
-        for width in [choice.key, *(other for other in others if other != choice.key)]:
-            placed = width == choice.key
-            prefix = f"{layer.name}.{number}." if placed else f"{layer.name}.{number}.bits{width}."
-            shapes = self._replica(layer, choice.widths if placed else width, prefix.rstrip("."))
-            tensors = tuple(
-                manifest.TensorStamp(name=name.removeprefix(prefix), dtype=dtype_name(dtype), shape=shape)
-                for name, (dtype, shape) in shapes.items()
-            )
-            found.append(
-                manifest.Replica(
-                    bits=choice.bits if placed else width,
-                    projections=choice.projections if placed else None,
-                    placed=placed,
-                    quantizer=None
-                    if width == FULL
-                    else self._placed_by()
-                    if placed
-                    else methods(self.recipe.assign, self.recipe)[0],
-                    file=layer_name(layer.index) if placed else extra_name(layer.index),
-                    key_prefix=prefix,
-                    tensors=tensors,
-                    loss=TYPICAL if others and width not in (FULL, MIXED) else None,
-                    bytes=sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in shapes.values()),
-                    sha256=DIGEST,
-                )
-            )
-        return found
+        """The checkpoint's files as `assign.size` counts them; those of packed experts exactly."""
+        files = self.sizes.checkpoint.files(self.own.expert_widths()) | self._packed()
+        return {name: size for name, size in files.items() if name not in (RECORD, SUMS)}
 
     def _eval(self) -> dict[str, int]:
         rows = []
@@ -713,12 +553,6 @@ def _inputs(stage: Stage, recipe: Recipe) -> list[str]:
     """Names of the digests in a stage's record."""
     more = [name for name, there in (("compute", stage.computes), ("extra", stage.extra is not None)) if there]
     return ["model", "recipe", *stage.text, *more, *stage.needs(recipe)]
-
-
-def _source_file(headers: dict[str, TensorHeader]) -> int:
-    """Bytes of a safetensors file that holds tensors as they are in the source."""
-    shapes: Shapes = {name: (torch_dtype(header.dtype), header.shape) for name, header in headers.items()}
-    return _file(shapes, METADATA)
 
 
 def _written(write: Callable[[Path], None]) -> dict[str, int]:

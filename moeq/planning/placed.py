@@ -77,10 +77,7 @@ def _fullest(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: li
     in_bits = section.average_bits is not None
     if section.granularity != "projection":
         costs = [
-            {
-                bits: bits if in_bits else expert_bytes(layer, bits, recipe, sizes.source_dtype.itemsize)
-                for bits in known
-            }
+            {bits: bits if in_bits else _expert_cost(layer, bits, sizes, section, recipe) for bits in known}
             for layer in sizes.layers
         ]
         found = iter(_spend([one for one, count in zip(costs, cold, strict=True) for _ in range(count)], left))
@@ -93,21 +90,33 @@ def _fullest(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: li
         if index < len(layer.projections)
         for expert in range(count)
     ]
-    items = [_matrix_costs(layer, name, known, sizes, recipe, in_bits) for name, layer, _ in places]
+    items = [_matrix_costs(layer, name, known, sizes, section, recipe) for name, layer, _ in places]
     for (name, _, own), bits in zip(places, _spend(items, left), strict=True):
         own[name] = bits
     return [[join_widths(one) for one in mine] for mine in chosen]
 
 
 def _matrix_costs(
-    layer: ExpertLayer, projection: str, known: list[int], sizes: ModelSizes, recipe: Recipe, in_bits: bool
+    layer: ExpertLayer, projection: str, known: list[int], sizes: ModelSizes, section: AssignSection, recipe: Recipe
 ) -> dict[int, Fraction | int]:
     """{width: cost} of one matrix: its bytes, or its share of the bits of its expert's weights."""
-    if in_bits:
+    if section.average_bits is not None:
         return {bits: Fraction(bits, len(layer.projections)) for bits in known}
-    section, full = recipe.losses, sizes.source_dtype.itemsize
-    grid = (section.group_size, section.symmetric, full, section.nested)
-    return {bits: assign.matrix_bytes(layer, projection, bits, *grid) for bits in known}
+    return {bits: _matrix_cost(layer, projection, bits, sizes, section, recipe) for bits in known}
+
+
+def _matrix_cost(
+    layer: ExpertLayer, projection: str, bits: int, sizes: ModelSizes, section: AssignSection, recipe: Recipe
+) -> int:
+    """Bytes of one matrix as the section's budget counts them."""
+    if section.size is not None:
+        return sizes.checkpoint.matrix_bytes(layer, projection, bits)
+    losses, full = recipe.losses, sizes.source_dtype.itemsize
+    return assign.matrix_bytes(layer, projection, bits, losses.group_size, losses.symmetric, full, losses.nested)
+
+
+def _expert_cost(layer: ExpertLayer, bits: int, sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> int:
+    return sum(_matrix_cost(layer, name, bits, sizes, section, recipe) for name in layer.projections)
 
 
 def _budget(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: list[int]) -> Fraction | int | None:
@@ -118,10 +127,10 @@ def _budget(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: lis
     if whole is None:
         return None
     if section.size is not None:
-        whole -= sizes.disk - sizes.experts_disk - sizes.others.disk + sizes.others.packed
-    full = sizes.source_dtype.itemsize
+        whole -= sizes.checkpoint.other_bytes
     hot = [layer.num_experts - count for layer, count in zip(sizes.layers, cold, strict=True)]
-    return whole - sum(n * expert_bytes(layer, FULL, recipe, full) for n, layer in zip(hot, sizes.layers, strict=True))
+    each = [_expert_cost(layer, FULL, sizes, section, recipe) for layer in sizes.layers]
+    return whole - sum(count * size for count, size in zip(hot, each, strict=True))
 
 
 def _spend(items: Sequence[Mapping[int, Fraction | int]], budget: Fraction | int) -> list[int]:

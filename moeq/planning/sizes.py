@@ -25,9 +25,10 @@ from moeq.models.corpus.sources import LocalFile
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import blocks_of
 from moeq.models.weights import is_dequantized
-from moeq.planning.others import Others
+from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.estimate import config_values
+from moeq.stages.other_sizes import Others
 
 SAMPLE_CHARACTERS = 1 << 16  # of each file, tokenized to learn how many characters a token stands for
 SAMPLE_BYTES = 1 << 20
@@ -58,6 +59,7 @@ class ModelSizes:
     resident_parameters: int  # weights outside the blocks
     expert_keys: frozenset[str]  # tensors on disk that hold routed experts
     others: Others  # what else is packed
+    checkpoint: CheckpointSize  # of what is exported
 
     @property
     def whole(self) -> int:
@@ -125,6 +127,7 @@ def model_sizes(context: Context) -> ModelSizes:
         resident_parameters=_weights(skeleton) - sum(by_block),
         expert_keys=frozenset(keys),
         others=Others(context),
+        checkpoint=CheckpointSize(context),
     )
 
 

@@ -18,8 +18,8 @@ from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq, nested
 from moeq.numerics.factor import Factor, act_order, factorize
 from moeq.numerics.packed import PackedWeight, joined
-from moeq.numerics.packing import NESTED_BITS
 from moeq.numerics.slab import Slab
+from moeq.numerics.widths import NESTED_BITS
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, part_rows, sum_of_products
 from moeq.quantizers.measuring import GPTQ, RTN, STORED, measured
 from moeq.quantizers.memory import working_memory

@@ -50,7 +50,7 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
             _accuracy_note(old, new),
         ),
     ]
-    if new.total_bytes is not None:
+    if new.whole_bytes is not None:
         tiles.insert(1, _whole_tile(old, new))
     return [*tiles, *_speed_tile(inputs)]
 
@@ -74,8 +74,8 @@ def _logits_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw
 
 def _whole_tile(old: EvalRow | None, new: EvalRow) -> Raw:
     """The whole checkpoint."""
-    before = None if old is None else old.total_bytes
-    after = new.total_bytes
+    before = None if old is None else old.whole_bytes
+    after = new.whole_bytes
     size = _arrow(_bytes(before), _bytes(after))
     note = f"{formats.ratio(before / after)} smaller" if before and after else ""
     return _tile("bytes of the whole checkpoint", size, note)
@@ -132,7 +132,8 @@ def _comparison(inputs: ReportInputs) -> Raw:
     return table(
         f"Each row is one assignment of the same model: smaller bytes and lower {lower} are better. The experts' "
         "average bits count codes only; bytes count scales and zero points too, and so do the bits of all weights: "
-        f"those of the whole checkpoint over its {inputs.weights:,} weights. Speed-ups are estimates of the decode "
+        f"those of all tensors over the checkpoint's {inputs.weights:,} weights. The whole checkpoint is every file of "
+        "its directory, as assign.size limits it. Speed-ups are estimates of the decode "
         "step over MoNDE with its bandwidth rule / cost-optimal; the latter is the harder to beat.",
         head,
         rows,
@@ -144,7 +145,7 @@ def _figures(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[st
     return [
         "as stored" if row.assignment is None else formats.bits(row.average_bits),
         _size(row.expert_bytes, old.expert_bytes if old else None),
-        _size(row.total_bytes, old.total_bytes if old else None),
+        _size(row.whole_bytes, old.whole_bytes if old else None),
         formats.bits(row.stored_bits(inputs.weights)),
         *_quality(inputs, row, old),
         formats.percent(row.accuracy),

@@ -23,7 +23,7 @@ from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
 from moeq.numerics.packed import PARTS
-from moeq.numerics.packing import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
+from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
 from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules

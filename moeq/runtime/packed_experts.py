@@ -20,7 +20,7 @@ from moeq.artifacts.assignment import FULL, Width, width_of
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
 from moeq.numerics.packed import PackedWeight, packed_shapes
-from moeq.numerics.packing import NESTED_BITS
+from moeq.numerics.widths import NESTED_BITS
 
 GUARD_DTYPE = torch.float16
 

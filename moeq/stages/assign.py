@@ -29,20 +29,20 @@ from moeq.artifacts.assignment import (
 from moeq.artifacts.files import make_directory, sha256_file, write_json, write_text
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
+from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import ArtifactError, AssignmentError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.latency import expert_seconds
 from moeq.models.experts import ExpertLayer
-from moeq.models.loading import expert_keys, source_dtype
-from moeq.models.side_files import find_side_files
-from moeq.models.weights import plain_header, scale_keys
+from moeq.models.loading import source_dtype
 from moeq.numerics.packed import packed_bytes
 from moeq.numerics.traces import closed_form, hutchinson
 from moeq.recipe import AssignSection
 from moeq.reporting.frontier import frontier_svg
 from moeq.stages import losses, others, profile
+from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 
 NAME = "assignment.json"
@@ -50,8 +50,6 @@ FRONTIER, FRONTIER_PLOT = "frontier.json", "frontier.svg"
 FRONTIER_VERSION = 1
 AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
 TRACE_SAMPLES = 32
-RECORD_BYTES = 6144  # of one expert in the manifest, the configuration and the headers of tensors: generous
-MODULE_RECORD_BYTES = 2560  # of one packed module beside them
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -149,12 +147,31 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
             }
             for layer in context.layers
         ),
-        other_bytes=other_bytes(context),
+        **_checkpoint_sizes(context, config, widths),
         traces=partial(traces, context, config),
         effects=losses.load_effects(context),
         expert_effects=losses.load_expert_effects(context),
         ndp_seconds=ndp_seconds(context, config, widths),
     )
+
+
+def _checkpoint_sizes(context: Context, config: AssignSection, widths: Sequence[int]) -> dict[str, Any]:
+    """What `size` counts beside the experts' own tensors; nothing where a section does not limit it."""
+    if config.size is None:
+        return {}
+    size, full = CheckpointSize(context), source_dtype(context.source).itemsize
+    losses = context.recipe.losses
+    grid = (losses.group_size, losses.symmetric, full, losses.nested)
+    records = tuple(
+        {
+            name: {
+                bits: size.matrix_bytes(layer, name, bits) - matrix_bytes(layer, name, bits, *grid) for bits in widths
+            }
+            for name in layer.projections
+        }
+        for layer in context.layers
+    )
+    return {"other_bytes": size.other_bytes, "record_bytes": records}
 
 
 def hardware_of(context: Context, config: AssignSection) -> str | None:
@@ -234,22 +251,29 @@ def frontier(context: Context) -> dict[str, Any]:
 def prices(context: Context) -> list[dict[str, Any]]:
     """What every target's restriction costs in objective, on the budget of the recipe's assignment."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
-    return [asdict(price) for price in report.prices(inputs, load(context))]
+    return [asdict(price) for price in report.prices(inputs, load(context), partial(_refuse_width, context))]
 
 
-def other_bytes(context: Context) -> int:
-    """Bytes of a checkpoint beside its experts' tensors: other weights, packed as the recipe says, files, room for
-    headers and the manifest."""
-    keys = set(context.source.tensors) - expert_keys(context.source, *context.described) - scale_keys(context.source)
-    keys -= others.replaced_keys(context)
-    packed = others.chosen(context)
-    weights = sum(plain_header(context.source, key)[2] for key in keys)
-    weights += sum(others.packed_weight_bytes(context.recipe, module) for module in packed)
-    source = context.source
-    files = sum(find_side_files(source.path, source.config, context.recipe.trust_remote_code).sizes().values())
-    experts = sum(layer.num_experts for layer in context.layers)
-    records = MODULE_RECORD_BYTES * len(packed) + 256 * len(keys)
-    return weights + files + RECORD_BYTES * (experts + len(context.layers) + 8) + records
+def _refuse_width(context: Context, target: Target, bits: int) -> AssignmentError | None:
+    """Why a target cannot load a width of this model's matrices in the recipe's grid; None where it can.
+
+    A target of symmetric grids alone is asked about those: its price is that of the same widths.
+    """
+    section = context.recipe.losses
+    for layer in context.layers:
+        for projection in layer.projections:
+            grids = grids_of(
+                layer,
+                projection,
+                [bits],
+                group_size=section.group_size,
+                symmetric=section.symmetric or target.symmetric_only,
+                nested=section.nested,
+            )
+            found = refuse_stack(target, grids, full=False, widen=False)
+            if found is not None:
+                return AssignmentError(found[0], where=f"{layer.name}, {projection}", do=found[1])
+    return None
 
 
 def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
@@ -341,7 +365,11 @@ def total_bytes(context: Context, assignment: Assignment) -> int:
 
 
 def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
-    """Average bits, bytes and the number of experts at each width; of mixed ones, of matrices."""
+    """Average bits, bytes and the number of experts at each width; of mixed ones, of matrices.
+
+    checkpoint_bytes: of the directory that `export` writes; other_bytes: of the tensors of all that is no expert, where
+    the recipe packs some of it.
+    """
     ndp, everywhere = assignment.average_bits("ndp"), assignment.average_bits()
     flat = [one for layer in assignment.expert_widths() for one in layer]
     size = total_bytes(context, assignment)
@@ -351,7 +379,8 @@ def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
         "average_bits_ndp": None if ndp is None else float(ndp),
         "average_bits_all": None if everywhere is None else float(everywhere),
         "expert_bytes": size,
-        **others.sizes(context, size),
+        **({"other_bytes": others.non_expert_bytes(context)[1]} if context.recipe.others.widths() else {}),
+        "checkpoint_bytes": CheckpointSize(context).total(assignment),
         "experts_by_bits": count_widths(flat),
         **({"mixed_experts_matrices_by_bits": matrices} if matrices else {}),
         "gpu_experts": int(sum(hot.sum() for hot in assignment.hot())),

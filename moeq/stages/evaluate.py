@@ -23,6 +23,7 @@ from moeq.models.others import OtherModule
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.swapping import ExpertPlace, Place, Replacement, Swapped, overwrite
 from moeq.stages import assign, export, judges, others, quantize, refine
+from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.low_precision import write_curves
 from moeq.stages.others import Stored
@@ -51,7 +52,7 @@ def run(context: Context) -> dict[str, Any]:
     ]
     judge = judges.judge_of(context)
     translating = Translating(context)
-    rest = others.non_expert_bytes(context)
+    rest, whole = others.non_expert_bytes(context), CheckpointSize(context)
     rows: list[EvalRow] = []
     measured: list[document.Row | None] = []
     error = 0.0
@@ -71,7 +72,7 @@ def run(context: Context) -> dict[str, Any]:
                 model = swapped.model
             found = judge.measure(variant.name, model, None if variant.exported else context.streamed, advance)
             measured.append(found.items)
-            rows.append(_row(context, variant, rest, found.figures))
+            rows.append(_row(context, variant, rest, whole, found.figures))
             translating.add(variant.name, model, advance)
             del model  # before the next variant's is loaded
     context.drop_model()
@@ -253,8 +254,10 @@ def _exported(context: Context, wanted: torch.Tensor) -> tuple[Any, float]:
     return packed, error
 
 
-def _row(context: Context, variant: _Variant, rest: tuple[int, int], figures: dict[str, Any]) -> EvalRow:
-    """One variant as measured; rest: bytes beside the experts, of the original and as exported."""
+def _row(
+    context: Context, variant: _Variant, rest: tuple[int, int], whole: CheckpointSize, figures: dict[str, Any]
+) -> EvalRow:
+    """One variant as measured; rest: bytes of tensors beside the experts, of the original and as exported."""
     assignment = variant.assignment
     if assignment is None:
         size = export.original_bytes(context, expert_keys(context.source, *context.described))
@@ -267,6 +270,7 @@ def _row(context: Context, variant: _Variant, rest: tuple[int, int], figures: di
         assignment=assignment,
         expert_bytes=size,
         other_bytes=rest[assignment is not None],
+        checkpoint_bytes=whole.of(assignment),
         average_bits=None if average is None else float(average),
         **figures,
     )
@@ -281,6 +285,7 @@ def summarize(report: EvalReport) -> dict[str, Any]:
                 "name": row.name,
                 "expert_bytes": row.expert_bytes,
                 "other_bytes": row.other_bytes,
+                "checkpoint_bytes": row.checkpoint_bytes,
                 "perplexity": row.perplexity,
                 "accuracy": row.accuracy,
                 **row.image_figures(),
@@ -292,4 +297,10 @@ def summarize(report: EvalReport) -> dict[str, Any]:
 
 
 def load(context: Context) -> EvalReport:
-    return read_eval(context.directory("eval") / NAME)
+    """What was measured; the sizes of checkpoints counted now where an earlier version of moeq did not."""
+    found = read_eval(context.directory("eval") / NAME)
+    if all(row.checkpoint_bytes is not None for row in found.rows):
+        return found
+    whole = CheckpointSize(context)
+    rows = tuple(row.model_copy(update={"checkpoint_bytes": whole.of(row.assignment)}) for row in found.rows)
+    return found.model_copy(update={"rows": rows})

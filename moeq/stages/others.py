@@ -83,14 +83,18 @@ def packed_weight_bytes(recipe: Recipe, module: OtherModule) -> int:
 
 
 def non_expert_bytes(context: Context) -> tuple[int, int]:
-    """Bytes of everything but the routed experts: in the original, and as it is exported."""
+    """Bytes of the tensors of everything but the routed experts: in the original, and as it is exported."""
     headers = context.source.tensors
     experts = expert_keys(context.source, *context.described)
     before = sum(header.bytes for key, header in headers.items() if key not in experts)
-    modules = chosen(context)
-    kept = set(headers) - experts - replaced_keys(context) - scale_keys(context.source)
-    after = sum(plain_header(context.source, key)[2] for key in kept)
-    return before, after + sum(packed_weight_bytes(context.recipe, module) for module in modules)
+    after = sum(plain_header(context.source, key)[2] for key in kept_keys(context))
+    return before, after + sum(packed_weight_bytes(context.recipe, module) for module in chosen(context))
+
+
+def kept_keys(context: Context) -> set[str]:
+    """The tensors on disk that an export takes along as they are."""
+    experts = expert_keys(context.source, *context.described)
+    return set(context.source.tensors) - experts - replaced_keys(context) - scale_keys(context.source)
 
 
 def weights(context: Context) -> int:
@@ -100,14 +104,6 @@ def weights(context: Context) -> int:
     )
     kept = set(context.source.tensors) - expert_keys(context.source, *context.described) - scale_keys(context.source)
     return experts + sum(math.prod(plain_header(context.source, key)[1]) for key in kept)
-
-
-def sizes(context: Context, expert_bytes: int) -> dict[str, int]:
-    """Bytes of the checkpoint beside its experts and in all; nothing where the recipe packs nothing but experts."""
-    if not context.recipe.others.widths():
-        return {}
-    rest = non_expert_bytes(context)[1]
-    return {"other_bytes": rest, "checkpoint_bytes": expert_bytes + rest}
 
 
 def replaced_keys(context: Context) -> set[str]:

@@ -6,7 +6,7 @@ stages/refine.py. Packed modules outside of the experts, where the recipe has so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import NESTED_BITS
 from moeq.numerics.slab import Slab
 from moeq.quantizers.layer import rtn_batch
 from moeq.quantizers.measuring import GPTQ, RTN
@@ -34,6 +33,7 @@ from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.runtime.swapping import Replacement
 from moeq.stages import assign, losses, refine
+from moeq.stages.checkpoint_size import stored_widths
 from moeq.stages.context import Context
 from moeq.stages.others import Stored
 
@@ -137,23 +137,6 @@ def layer_tensors(replicas: Replicas) -> tuple[dict[str, Tensor], dict[str, Tens
         for width in stored_widths(placed_key, others, section.nested, partial(replicas.method, expert))[1:]:
             extra |= made(expert, width, f"{prefix}.bits{width}")
     return placed, extra
-
-
-def stored_widths(
-    placed: int, others: Sequence[int], nested: bool, method: Callable[[int], str] = lambda bits: GPTQ
-) -> list[int]:
-    """The widths of an expert that are stored, the placed one (or MIXED) first; method(bits): who makes its nested
-    replicas.
-
-    Beside the placed one, of nested widths by the same method only the widest: the others are its leading bits.
-    """
-    found = [width for width in others if width != placed]
-    if nested:
-        widest: dict[str, int] = {}
-        for width in sorted({placed, *found} & set(NESTED_BITS)):
-            widest[method(width)] = width
-        found = [width for width in found if width not in NESTED_BITS or width == widest[method(width)]]
-    return [placed, *found]
 
 
 class Replicas:

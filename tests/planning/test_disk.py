@@ -11,12 +11,12 @@ from moeq import pipeline
 from moeq.artifacts.others import read_index
 from moeq.planning.disk import DIGEST, Disk
 from moeq.planning.memory import STAGES
-from moeq.planning.others import DIGEST as OTHERS_DIGEST
 from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import AssignSection, load_recipe
 from moeq.stages import assign, losses
 from moeq.stages.context import Context
+from moeq.stages.other_sizes import DIGEST as OTHERS_DIGEST
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "eval.perplexity.sequences=6",

@@ -137,7 +137,7 @@ def _without_pictures(page: str) -> str:
 
 def test_the_headline_names_original_and_exported(page: str) -> None:
     text = parsed(page).text
-    assert "5.72 MiB → 879 KiB" in text
+    assert "5.73 MiB → 879 KiB" in text
     assert "6.67× smaller" in text
     assert "30.00 → 32.00" in text
     assert "+6.7\N{NARROW NO-BREAK SPACE}% on 1,234 tokens" in text
@@ -306,7 +306,7 @@ def test_sizes_stand_beside_quality(page: str) -> None:
     assert row.startswith("|mixed|exported|")
     assert "|879 KiB| 15.0 %|2.77 MiB| 36.2 %|5.80|32.00| +6.7 %|60.0 %|" in row
     first = re.sub(r"\|+", "|", text[text.index("|as stored|") :])
-    assert first.startswith("|as stored|5.72 MiB| 100.0 %|7.63 MiB| 100.0 %|16.00|30.00|60.0 %|")
+    assert first.startswith("|as stored|5.73 MiB| 100.0 %|7.63 MiB| 100.0 %|16.00|30.00|60.0 %|")
 
 
 def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:

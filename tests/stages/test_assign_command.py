@@ -19,6 +19,7 @@ from moeq.errors import ArtifactError, AssignmentError, EstimateError, RecipeErr
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, losses, profile
+from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 
 SMALL = (
@@ -164,10 +165,9 @@ def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("others", ["{}", "{attention: 4, dense: 3, embeddings: 8, head: 8}"])
 def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context, tmp_path: Path, others: str) -> None:
-    rest = assign.other_bytes(context_of(tiny_qwen, tmp_path, f"others={others}"))
-    assert (rest < assign.other_bytes(finished) - 100_000) == (others != "{}")
-    least = rest + sum(layer.num_experts * assign.bytes_of(layer, 1, 16, False, 4) for layer in finished.layers)
-    size = least + 20_000
+    sizes = CheckpointSize(context_of(tiny_qwen, tmp_path, f"others={others}"))
+    assert (sizes.other_bytes < CheckpointSize(finished).other_bytes - 100_000) == (others != "{}")
+    size = sum(sizes.files([[1] * layer.num_experts for layer in finished.layers]).values()) + 20_000
     shutil.copytree(finished.out, tmp_path / "run")
     section = f"assign={{method: optimal, size: {size}}}"
     context = context_of(tiny_qwen, tmp_path / "run", section, "eval.compare=[]", f"others={others}")

@@ -274,7 +274,8 @@ def test_compared_assignments_have_the_same_rest(deepseek: Path, tmp_path: Path)
     assert own.other_bytes == again.other_bytes == manifest.totals.non_expert_bytes
     assert original.total_bytes == sum(header.bytes for header in made.source.tensors.values())
     summary = json.loads((made.directory("assign") / "stage.json").read_text())["summary"]
-    assert summary["checkpoint_bytes"] == own.total_bytes
+    assert summary["checkpoint_bytes"] == own.checkpoint_bytes
+    assert summary["expert_bytes"] + summary["other_bytes"] == own.total_bytes
     plain = run(deepseek, tmp_path / "plain", stages=TO_EVAL)
     assert evaluate.load(plain).rows[1].other_bytes == original.other_bytes
     assert "others" not in json.loads((plain.directory("export") / "placement.json").read_text())

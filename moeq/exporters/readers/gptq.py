@@ -18,7 +18,8 @@ from moeq.models.source import TensorHeader
 from moeq.numerics import grids
 from moeq.numerics.layouts import WORD, column_stream, zeros_of
 from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import SUPPORTED_BITS, pack
+from moeq.numerics.packing import pack
+from moeq.numerics.widths import SUPPORTED_BITS
 
 FLOATS = ("F16", "BF16", "F32")
 FIRST, SECOND = "gptq", "gptq_v2"

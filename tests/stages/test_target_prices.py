@@ -1,0 +1,95 @@
+"""`moeq assign --price`: what a target costs is what its format takes, and a reason is the one that export gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeq import pipeline
+from moeq.artifacts.targets import LOADED_BY, TARGETS, refuse_layers
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages import assign
+from moeq.stages.context import Context
+
+SMALL = (
+    "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "eval.compare=[]",
+    "assign={method: optimal, quantizer: rtn, average_bits: 2.5}",
+)  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module",
+    params=["group_size: 64", "group_size: 128", "group_size: 32, symmetric: true", "group_size: 16, bits: [1, 3]"],
+)
+def priced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Context:
+    """Assigned on the bundled model, whose matrices have 128 and 256 inputs."""
+    recipe = load_recipe(None, [*SMALL, f"losses={{methods: [rtn], {request.param}}}"])
+    out = tmp_path_factory.mktemp("price") / "run"
+    context = Context(recipe=recipe, model_name="bundled:tiny-mixtral", out=out, reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses", "assign"))
+    return context
+
+
+def refused(context: Context, name: str, bits: int) -> tuple[str, str] | None:
+    """Why the format of a target refuses experts that all have one width."""
+    section = context.recipe.losses
+    widths = [[bits] * layer.num_experts for layer in context.layers]
+    return refuse_layers(
+        name, context.layers, widths, group_size=section.group_size, symmetric=section.symmetric, nested=section.nested
+    )
+
+
+def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:
+    prices = {price["target"]: price for price in assign.prices(priced)}
+    assert set(prices) == set(TARGETS)
+    for format_, target in LOADED_BY.items():
+        price = prices[target.name]
+        taken = [bits for bits in priced.recipe.losses.bits if refused(priced, format_, bits) is None]
+        if target.symmetric_only and not priced.recipe.losses.symmetric:
+            assert not taken
+            assert price["refusal"] is not None
+        elif taken and min(taken) <= 2.5:
+            assert price["refusal"] is None, format_
+            assert price["average_bits"] <= 2.5
+        elif taken:
+            assert f"cannot be met with {taken} bits" in price["refusal"]
+        else:
+            assert price["refusal"] is not None
+
+
+def test_a_reason_names_a_width_a_matrix_and_what_is_in_the_way(priced: Context) -> None:
+    for price in assign.prices(priced):
+        target, reason = TARGETS[price["target"]], price["refusal"]
+        if (
+            reason is None
+            or "cannot be met" in reason
+            or "symmetric grids only" in reason
+            or "losses.bits are" in reason
+        ):
+            continue
+        named = [bits for bits in priced.recipe.losses.bits if f"{bits} bits" in reason]
+        assert len(named) == 1, reason
+        found = refused(priced, target.format, named[0])
+        assert found is not None
+        assert found[0] in reason
+        assert found[1] in reason
+
+
+def test_llama_cpp_says_which_grid_it_lacks(priced: Context) -> None:
+    reason = {price["target"]: price["refusal"] for price in assign.prices(priced)}["llama.cpp"]
+    section = priced.recipe.losses
+    said = {
+        64: "gate_proj: 8 bits with zero points; llama.cpp has no type that holds them",
+        16: "gate_proj: 3 bits with zero points; llama.cpp has no type that holds them",
+    }
+    if section.group_size in said:
+        assert said[section.group_size] in reason
+    elif section.symmetric:
+        assert "cannot be met with [4, 8] bits" in reason
+    else:
+        assert reason is None  # 1 bit in groups of 128
+
+
+def test_a_target_of_none_of_the_widths_says_so(priced: Context) -> None:
+    reason = {price["target"]: price["refusal"] for price in assign.prices(priced)}["vllm"]
+    assert (reason == "losses.bits are 1, 3; vllm loads 2, 4, 8, 16") == (priced.recipe.losses.bits == [1, 3])
