@@ -193,13 +193,13 @@ def _scalar(event: Any, line: int) -> Any:
     if found is not None:
         raise YamlError(f"a control character (U+{ord(found[0]):04X})", line)
     tag = event.tag
-    if tag is None:
+    if tag in (None, "!"):
         tag = _RESOLVER.resolve(yaml.ScalarNode, text, event.implicit)  # type: ignore[no-untyped-call]
         if tag == f"{CORE}merge":
             raise YamlError("merge keys (<<) are not read: write out what is merged", line)
         if tag not in SCALAR_TAGS:
             return text
-    elif tag in ("!", f"{CORE}str"):
+    elif tag == f"{CORE}str":
         return text
     elif tag not in SCALAR_TAGS:
         raise YamlError(f"tag {tag} is not read", line)

@@ -20,6 +20,8 @@ from pydantic import AfterValidator
 from moeq.bounded import read_bounded as read_bounded
 
 JSON_BYTES = 512 << 20  # the largest JSON file that is read
+RECORD_CHARACTERS = 32 << 20  # the longest line of JSON lines that is parsed
+RECORD_PARTS = 1 << 20  # lists, mappings and values in one
 HEADER_BYTES = 100_000_000  # the largest header that safetensors itself reads
 NAME_BYTES = 255  # of a file's name
 MOST = 2**63 - 1  # the largest size or count that means anything
@@ -105,6 +107,34 @@ def parse_json(text: str, *, tag_constants: bool = False) -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return found
+
+
+def parse_record(line: str) -> Any:
+    """One line of JSON lines; ValueError for anything else, and for what is longer or of more parts than rows are.
+
+    Keys that are there twice, NaN and infinities pass: rows of other people's data have them.
+    """
+    if len(line) > RECORD_CHARACTERS:
+        raise ValueError(f"a line of more than {RECORD_CHARACTERS} characters")
+    if _marks(line, "[{,", RECORD_PARTS) > RECORD_PARTS:
+        raise ValueError(f"a line of more than {RECORD_PARTS} parts")
+    try:
+        found = json.loads(line)
+        if SURROGATE.search(line):
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair, which is no text") from None
+    return found
+
+
+def _marks(text: str, marks: str, enough: int) -> int:
+    """How many of these marks stand outside of strings; looked at closely only where there are more than `enough`."""
+    count = sum(map(text.count, marks))
+    if count > enough:
+        count -= sum(found[0].count(mark) for found in STRING.finditer(text) for mark in marks)
+    return count
 
 
 def read_json_file(path: Path, *, most: int = JSON_BYTES, tag_constants: bool = False) -> Any:
@@ -196,10 +226,7 @@ def safetensors_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, s
 def _check_density(text: str) -> None:
     """ValueError for a header that would take many times its bytes in memory: one of brackets and commas alone."""
     for marks, least in (("[{", BYTES_PER_OPENING), (",", BYTES_PER_COMMA)):
-        count = sum(map(text.count, marks))
-        if count > len(text) // least:
-            count -= sum(found[0].count(mark) for found in STRING.finditer(text) for mark in marks)
-        if count > len(text) // least:
+        if _marks(text, marks, len(text) // least) > len(text) // least:
             raise ValueError("its header is not one of tensors")
 
 

@@ -10,13 +10,13 @@ RESULTS.json       what an earlier `moeq eval --out` wrote
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import Assignment, read_assignment
+from moeq.artifacts.reading import read_json_file
 from moeq.errors import EvaluationError, nearest
 from moeq.evaluation.context_options import ContextOptions
 from moeq.models.source import ModelSource, open_source
@@ -132,7 +132,7 @@ def _opened(word: str, runs: dict[Path, Context], trust: bool) -> list[Subject |
 def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject | Earlier]:
     """An assignment of the run whose folder it lies in, or earlier results."""
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = read_json_file(path)
     except (OSError, ValueError) as error:
         raise EvaluationError(f"cannot be read as JSON ({error})", where=str(path), do="check the file") from None
     if not isinstance(data, dict) or not set(data) >= ASSIGNMENT_KEYS:

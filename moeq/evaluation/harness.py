@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from moeq.bounded import YAML_BYTES, read_bounded
 from moeq.bundled import bundled_path
 from moeq.errors import EvaluationError, MoeqError
 from moeq.evaluation.results import kept, members, scores_of
@@ -27,18 +28,23 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
 
     Raises EvaluationError for an unknown task or folder, and for data that cannot be had.
     """
-    if include_path is not None and not Path(include_path).expanduser().is_dir():
+    folder = None if include_path is None else Path(include_path).expanduser()
+    if folder is not None and not folder.is_dir():
         raise EvaluationError(
-            "no such folder of tasks", where=include_path, do="correct --include-path (eval.include_path)"
+            "no such folder of tasks", where=str(folder), do="correct --include-path (eval.include_path)"
         )
+    if folder is not None:
+        _check_files(folder)
     from lm_eval.tasks import TaskManager
 
     folders = [str(bundled_path("corpus/lm_eval_tasks"))]
-    folders += [str(Path(include_path).expanduser())] if include_path is not None else []
-    manager = TaskManager(include_path=folders, include_defaults=False)
+    folders += [str(folder)] if folder is not None else []
+    with _lm_eval_errors(names):
+        manager = TaskManager(include_path=folders, include_defaults=False)
     if not all(name in manager.all_tasks for name in names):
         # lm-eval's own thousands of tasks take seconds to index
-        manager = TaskManager(include_path=folders, include_defaults=True)
+        with _lm_eval_errors(names):
+            manager = TaskManager(include_path=folders, include_defaults=True)
     for name in names:
         if name not in manager.all_tasks:
             close = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
@@ -50,6 +56,16 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
         with _lm_eval_errors([name]):
             manager.load([name])
     return manager
+
+
+def _check_files(folder: Path) -> None:
+    """EvaluationError for YAML that lm-eval, which reads all of the folder, would wait for or read without end."""
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            read_bounded(path, YAML_BYTES)
+        except (OSError, ValueError) as error:
+            what = f"no task file ({error})"
+            raise EvaluationError(what, where=str(path), do="take it out of the folder of tasks") from None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ Letters: n sentences, R resamples.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeq.artifacts.evaluation import Score, Translation, TranslationScore
+from moeq.artifacts.reading import parse_record, read_bounded
 from moeq.errors import CorpusError, EvaluationError
 from moeq.recipe import TranslationSection
 
+TEXT_BYTES = 1 << 30  # the largest file of sentences that is read
 KEY = "eval.translation"
 ENDS = (2.5, 97.5)  # percentiles of an interval of 95 %
 Hypotheses = Mapping[int, Sequence[str]]  # by the number of beams
@@ -73,10 +74,10 @@ def read_pairs(section: TranslationSection) -> Pairs:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text("utf-8-sig")
+        return read_bounded(path, TEXT_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise CorpusError("no such file", where=str(path), do=f"correct {KEY}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CorpusError(f"cannot be read ({error})", where=str(path), do="give a file of UTF-8 text") from None
 
 
@@ -92,7 +93,10 @@ def _rows(path: Path, section: TranslationSection) -> tuple[list[str], list[str]
     if path.suffix == ".jsonl":
         rows = [(number, _record(path, number, line)) for number, line in enumerate(_lines(path), 1)]
     elif path.suffix == ".tsv":
-        cells = [*csv.reader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE)]
+        try:
+            cells = [*csv.reader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE)]
+        except csv.Error as error:
+            raise CorpusError(f"not lines of cells ({error})", where=str(path), do="mend the file") from None
         named = bool(cells) and set(names) <= set(cells[0])
         columns = cells[0] if named else list(names)
         rows = [(number, dict(zip(columns, row, strict=False))) for number, row in enumerate(cells[named:], 1 + named)]
@@ -113,9 +117,10 @@ def _rows(path: Path, section: TranslationSection) -> tuple[list[str], list[str]
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-    except ValueError:
-        found = None
+        found = parse_record(line)
+    except ValueError as error:
+        what = f"not a JSON object ({error})"
+        raise CorpusError(what, where=f"{path}, line {number}", do="mend or drop the line") from None
     if not isinstance(found, dict):
         raise CorpusError("not a JSON object", where=f"{path}, line {number}", do="mend or drop the line")
     return found

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
+from moeq.artifacts.reading import parse_record
 from moeq.errors import CorpusError
 from moeq.estimator import geometry_from_config
 from moeq.evaluation.batching import MOST_ROWS
@@ -301,7 +302,8 @@ def _beginning(path: Path, fields: tuple[str, ...]) -> tuple[list[str], float]:
     if len(raw) < size and len(lines) > 1:
         lines = lines[:-1]  # cut in the middle
     used = sum(len(line) + 1 for line in lines)
-    return [_text_of(json.loads(line), fields) for line in lines if line.strip()], min(1.0, used / max(1, size))
+    texts = [_text_of(parse_record(line.decode()), fields) for line in lines if line.strip()]
+    return texts, min(1.0, used / max(1, size))
 
 
 def _parquet(path: Path, fields: tuple[str, ...]) -> tuple[list[str], float]:

@@ -311,6 +311,10 @@ TEXTS: dict[str, tuple[str, bytes | None, list[str]]] = {
     "no field after a blank line": ("text.jsonl", f'{GOOD}\n\n{{"txt": "a"}}\n'.encode(), ["row 3", "no text field"]),
     "field of another type": ("text.jsonl", b'{"text": 5}\n', ["row 1", "text"]),
     "row is a list": ("text.jsonl", b"[1]\n", ["row 1"]),
+    "rows within rows": ("text.jsonl", b'{"a":' * 200_000, ["row 1", "nested too deeply"]),
+    "more values than a row has": ("text.jsonl", b'{"a": [' + b"0," * 1_100_000 + b"0]}", ["row 1", "parts"]),
+    "a number of 5,000 digits": ("text.jsonl", b'{"a": ' + b"9" * 5000 + b"}", ["row 1", "digits"]),
+    "half of a surrogate pair": ("text.jsonl", b'{"text": "\\ud800"}\n', ["row 1", "surrogate"]),
     "not UTF-8": ("text.txt", b"\xff\xfe\x00", ["UTF-8"]),
     "not Parquet": ("text.parquet", b"PAR1 or not", ["not a Parquet file"]),
 }
@@ -511,6 +515,10 @@ def test_broken_task_file(moeq: ForkServer, run_copy: Path, tmp_path: Path) -> N
     )
     options = ["--set", f"eval.include_path={tmp_path / 'mine'}", "--set", "eval.tasks=[mine]", "--quiet"]
     assert_refused(moeq.run("eval", "--out", run_copy, *options), EVALUATION, "mine")
+    (tmp_path / "mine" / "mine.yaml").write_text("task: [\n")
+    assert_refused(moeq.run("eval", "--out", run_copy, *options), EVALUATION, "mine")
+    os.mkfifo(tmp_path / "mine" / "pipe.yaml")
+    assert_refused(moeq.run("eval", "--out", run_copy, *options), EVALUATION, "pipe.yaml", "not a regular file")
     none = ["--set", "eval.include_path=/none", "--set", "eval.tasks=[mine]", "--quiet"]
     assert_refused(moeq.run("eval", "--out", run_copy, *none), EVALUATION, "/none")
 

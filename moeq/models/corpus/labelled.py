@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moeq.artifacts.files import digest_of, sha256_file
+from moeq.artifacts.reading import read_json_file
 from moeq.bundled import bundled_path
 from moeq.errors import CorpusError
 from moeq.models.corpus.image_files import ImageFiles
@@ -29,6 +30,7 @@ from moeq.models.forward import image_positions, image_shape
 
 SPLIT = "digits_split.json"
 SUFFIX = ".safetensors"
+PREPROCESSOR_BYTES = 1 << 20
 PREPROCESSOR = "preprocessor_config.json"
 Part = Literal["train", "test"]
 
@@ -58,18 +60,22 @@ class ImageTask:
         found, where = {}, folder / PREPROCESSOR
         if where.is_file():
             try:
-                found = json.loads(where.read_text("utf-8"))
+                found = read_json_file(where, most=PREPROCESSOR_BYTES)
+                if not isinstance(found, dict):
+                    raise ValueError("no object")
             except (OSError, ValueError) as error:
                 raise CorpusError(f"not JSON ({error})", where=str(where), do="copy the file again") from None
         scale = found.get("rescale_factor", 1 / 255) if found.get("do_rescale", bool(found)) else None
+        if not isinstance(scale, int | float | None):
+            raise CorpusError("rescale_factor is no number", where=str(where), do="copy the file again")
         normal = found.get("do_normalize", False)
         return cls(
             shape=shape,
             positions=image_positions(model),
             labels=model.config.num_labels,
             scale=getattr(model.config, "pixel_scale", scale),
-            mean=_channels(found.get("image_mean", 0.0) if normal else 0.0, shape[0]),
-            deviation=_channels(found.get("image_std", 1.0) if normal else 1.0, shape[0]),
+            mean=_channels(found, "image_mean", 0.0, shape[0], where) if normal else _of_all(0.0, shape[0]),
+            deviation=_channels(found, "image_std", 1.0, shape[0], where) if normal else _of_all(1.0, shape[0]),
         )
 
     def pixels(self, images: Tensor) -> Tensor:
@@ -78,7 +84,16 @@ class ImageTask:
         return (scaled - self.mean) / self.deviation
 
 
-def _channels(value: Any, channels: int) -> Tensor:
+def _channels(found: dict[str, Any], key: str, default: float, channels: int, where: Path) -> Tensor:
+    """A number for each channel, or one for all, of the preprocessor's file; CorpusError for anything else."""
+    try:
+        return _of_all(found.get(key, default), channels)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's, by what the value is
+        what = f"{key} is not a number for each of {channels} channels"
+        raise CorpusError(what, where=str(where), do="copy the file again") from None
+
+
+def _of_all(value: Any, channels: int) -> Tensor:
     return torch.tensor(value, dtype=torch.float32).reshape(-1, 1, 1).expand(channels, 1, 1)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.reading import parse_record
 from moeq.errors import CorpusError
 
 COMPRESSED = (".gz", ".zst", ".bz2")
@@ -43,7 +44,7 @@ def rows(path: Path) -> Iterator[tuple[int, Any]]:
     if kind == ".parquet":
         yield from _parquet(path)
     elif kind == ".json" and read_text(path).lstrip().startswith("["):
-        yield from enumerate(_json(path, 1, read_text(path)), 1)
+        yield from enumerate(_json(path, 1, read_text(path), json.loads), 1)
     else:
         yield from _lines(path)
 
@@ -81,9 +82,9 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
         raise CorpusError(f"cannot be read as UTF-8 ({error})", where=str(path), do="convert it") from None
 
 
-def _json(path: Path, number: int, line: str) -> Any:
+def _json(path: Path, number: int, text: str, parse: Callable[[str], Any] = parse_record) -> Any:
     try:
-        return json.loads(line)
-    except ValueError as error:
+        return parse(text)
+    except (ValueError, RecursionError) as error:
         where = f"{path}, row {number}"
         raise CorpusError(f"not JSON lines ({error})", where=where, do="check the file") from None
