@@ -22,6 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer, find_expert_layers
+from moeq.models.merge_cache import without_merge_cache
 from moeq.models.messages import REMEDY, line, quiet_transformers
 from moeq.models.source import VOCABULARIES, ModelSource
 from moeq.models.weights import (
@@ -311,7 +312,7 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
         )
     try:
         with quiet_transformers():
-            return AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code)
+            return without_merge_cache(AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code))
     except Exception as error:
         raise ModelError(
             f"the tokenizer cannot be loaded ({line(error)})",

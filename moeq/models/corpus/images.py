@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moeq.errors import CorpusError
 from moeq.models.corpus.chat import rendered
+from moeq.models.merge_cache import without_merge_cache
 from moeq.models.source import PROCESSOR_FILES
 
 INSTALL = "pip install 'moeq[vision]'"
@@ -121,7 +122,7 @@ def load_processor(model: Path, trust_remote_code: bool = False, *, images_alone
 
     kind = AutoImageProcessor if images_alone else AutoProcessor
     try:
-        return kind.from_pretrained(model, trust_remote_code=trust_remote_code)
+        processor = kind.from_pretrained(model, trust_remote_code=trust_remote_code)
     except ImportError as error:
         needs = "torchvision" if "orchvision" in str(error) else "Pillow" if "PIL" in str(error) else str(error)
         raise CorpusError(f"its image processor needs {needs}", where=str(model), do=INSTALL) from error
@@ -130,6 +131,8 @@ def load_processor(model: Path, trust_remote_code: bool = False, *, images_alone
         raise CorpusError(
             f"its processor cannot be loaded ({reason})", where=str(model), do="copy the model's processor files again"
         ) from error
+    without_merge_cache(getattr(processor, "tokenizer", None))
+    return processor
 
 
 class Encoder:
