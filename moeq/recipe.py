@@ -103,7 +103,8 @@ class CorpusSection(Section):
     source: `bundled`, paths of .txt, .jsonl or .parquet files (also .jsonl.gz and .jsonl.zst), hub datasets, or a list
     of them. A hub dataset is written `hub:ORG/NAME`, followed where needed by `@REVISION` (branch, tag or commit; it is
     pinned to its commit), `:CONFIG` and `:SPLIT`: `hub:allenai/c4@main:en:train`, `hub:ORG/NAME::validation`. Without a
-    split, train is taken. Only as many of its files are downloaded, and as many rows read, as `sequences` need.
+    split, train is taken. Only as many of its files are downloaded, and as many rows read, as `sequences` need. Of
+    files with over a MiB of text, places are chosen first, evenly in every domain, and only those are tokenized.
 
     A row is text (`text_field`), a conversation (`messages_field`: a list of role and content, or of from and value)
     or a prompt and its response; conversations go through the tokenizer's chat template. chat_template: `auto` takes
@@ -131,7 +132,8 @@ class CorpusSection(Section):
     image_field: str | None = Field("image", description="field of a row that holds its image or images; none: ignored")
     chat_template: Literal["auto", True, False] = Field("auto", description="whether rows are conversations")
     shuffle: bool = Field(
-        False, description="draw documents in an order that the seed decides, not in the files' order"
+        False,
+        description="draw documents (of large text, places) in an order that the seed decides, not in the files' order",
     )
     sequences: int = Field(128, ge=1, le=1_000_000)
     sequence_length: int = Field(512, ge=2, le=1_000_000)

@@ -7,6 +7,7 @@ the first half of the first window, which is scored in the prefill's precision, 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +43,13 @@ def read_text(source: str, tokenizer: Any, window: int, stride: int | None) -> T
     EvaluationError for windows that cannot be.
     """
     stride = check_windows(window, stride)
-    documents = corpus.read_documents(corpus.open_sources(source, "evaluation"), corpus.Fields(), tokenizer)
-    tokens = corpus.encode(documents, tokenizer)
-    kept = [(tuple(ids), one.domain) for ids, one in zip(tokens, documents, strict=True) if len(ids) > 1]
+    found: list[tuple[array[int], str]] = []
+    for one in corpus.open_sources(source, "evaluation"):
+        for document, ids in corpus.encoded(corpus.documents_of(one, corpus.Fields(), tokenizer), tokenizer):
+            if document.begins:
+                found.append((array("i"), document.domain))
+            found[-1][0].extend(ids)  # a long document comes in pieces
+    kept = [(tuple(ids), domain) for ids, domain in found if len(ids) > 1]
     if not kept:
         raise CorpusError("no document has two tokens", where=source, do="give more text")
     return Text(

@@ -21,8 +21,9 @@ from moeq.evaluation.harness import task_requests
 from moeq.models import loading
 from moeq.models.corpus import ImageSet, Source
 from moeq.models.corpus.labelled import Part
-from moeq.models.corpus.rows import COMPRESSED, kind_of
+from moeq.models.corpus.rows import kind_of
 from moeq.models.corpus.sources import LocalFile
+from moeq.models.corpus.streams import COMPRESSED
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import blocks_of
 from moeq.models.weights import is_dequantized

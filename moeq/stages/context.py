@@ -58,6 +58,7 @@ class Context:
     overwritten: list[str] = field(default_factory=list)  # resident parameters of a streamed model
     traces: dict[Any, list[np.ndarray]] = field(default_factory=dict)  # of the experts' Hessians, by how they were made
     unfinished: dict[str, Path] = field(default_factory=dict)  # where a stage that is running writes
+    text_digests: dict[str, str] = field(default_factory=dict)  # of calibration and evaluation, which may be large
 
     def directory(self, stage: str) -> Path:
         """Where a stage's artifact lies; of the stage that is running, where it is being written."""
@@ -92,8 +93,8 @@ class Context:
         return self.recipe.reparam is not None and not self.as_given
 
     def given(self) -> Context:
-        """The same run before its norms are folded."""
-        return replace(self, as_given=True)
+        """The same run before its norms are folded: this one, where none are, so that no text is read twice."""
+        return replace(self, as_given=True) if self.folds else self
 
     @cached_property
     def source(self) -> ModelSource:
@@ -272,25 +273,27 @@ class Context:
             yield from pictures.chunks(section.sequences, limit)
             return
         self.check_length(section.sequence_length, "corpus.sequence_length")
-        documents = self._calibration_documents()
-        images = None
-        if any(document.image is not None for document in documents):
-            images = corpus.Encoder(
-                corpus.load_processor(self.source.path, self.recipe.trust_remote_code), section.sequence_length
-            )
-        pool = corpus.Pool(
-            documents,
+        pool = corpus.open_text(
+            self.calibration_sources,
+            self._calibration_fields,
             self.tokenizer,
             length=section.sequence_length,
+            first=section.sequences,
+            most=limit,
             packed=section.packed,
             where=f"corpus {section.source}",
-            images=images,
+            seed=self.recipe.seed if section.shuffle else None,
+            bar=self.reporter.bar,
         )
+        if pool.with_images():
+            processor = corpus.load_processor(self.source.path, self.recipe.trust_remote_code)
+            pool.images = corpus.Encoder(processor, section.sequence_length)
         yield from pool.chunks(section.sequences, limit)
 
-    def _calibration_documents(self) -> list[corpus.Document]:
+    @property
+    def _calibration_fields(self) -> corpus.Fields:
         section = self.recipe.corpus
-        fields = corpus.Fields(
+        return corpus.Fields(
             text=section.text_field,
             messages=section.messages_field,
             prompt=section.prompt_field,
@@ -298,10 +301,6 @@ class Context:
             image=section.image_field,
             chat=section.chat_template,
         )
-        most = section.sequences if section.until_covered is None else section.until_covered.max_sequences
-        need = corpus.Need(sequences=most, length=section.sequence_length, packed=section.packed)
-        seed = self.recipe.seed if section.shuffle else None
-        return corpus.read_documents(self.calibration_sources, fields, self.tokenizer, need=need, seed=seed)
 
     @cached_property
     def calibration(self) -> corpus.Sequences:
@@ -340,29 +339,42 @@ class Context:
         if section is None:
             return None
         self.check_length(section.sequence_length, "eval.perplexity.sequence_length")
-        fields = corpus.Fields(text=section.text_field)
-        need = None
-        if section.sequences is not None:
-            need = corpus.Need(sequences=section.sequences, length=section.sequence_length)
-        documents = corpus.read_documents(self.evaluation_sources, fields, self.tokenizer, need=need)
-        return corpus.make_sequences(
-            documents,
+        pool = corpus.open_text(
+            self.evaluation_sources,
+            corpus.Fields(text=section.text_field),
             self.tokenizer,
             length=section.sequence_length,
-            count=section.sequences,
+            first=section.sequences,
+            most=section.sequences,
             where=f"eval.perplexity {section.source}",
+            bar=self.reporter.bar,
         )
+        return pool.take(section.sequences)
 
     def text_digest(self, part: str) -> str:
-        """Digest of all that decides the calibration or evaluation text, beside the recipe's sections."""
+        """Digest of all that decides the calibration or evaluation text, beside the recipe's sections.
+
+        Files are read once for it, as bytes; nothing is tokenized.
+        """
+        if part not in self.text_digests:
+            self.text_digests[part] = self._text_digest(part)
+        return self.text_digests[part]
+
+    def _text_digest(self, part: str) -> str:
         if self.takes_images:
             sets = self.evaluation_images if part == "evaluation" else self.calibration_images
             return digest_of([[one.domain, one.digest] for one in sets])
+        sources = self.evaluation_sources if part == "evaluation" else self.calibration_sources
+        if not sources:
+            return "none"
+        digest = corpus.sources_digest(sources, self.reporter.bar)
+        rule = {} if corpus.is_small(sources) else {"places": str(corpus.RULE)}
         if part == "evaluation":
-            return corpus.sources_digest(self.evaluation_sources) if self.evaluation_sources else "none"
-        found = {"sources": corpus.sources_digest(self.calibration_sources)}
-        if self.calibration.extra is not None:
-            found["images"] = corpus.images_digest(self._calibration_documents())
+            return digest_of({"sources": digest} | rule) if rule else digest
+        found = {"sources": digest} | rule
+        images = corpus.images_digest(sources, self._calibration_fields, self.reporter.bar)
+        if images is not None:
+            found["images"] = images
         if self.recipe.corpus.shuffle:
             found["seed"] = str(self.recipe.seed)
         return digest_of(found)

@@ -1,20 +1,31 @@
 """Text (and images) to token sequences: the bundled corpus, local files, datasets on the hub; images with labels.
 
 The same files, tokenizer, settings and seed always give the same tokens. Domains are kept apart where the files name
-them: sequences are drawn in equal shares from every domain.
+them: sequences are drawn in equal shares from every domain. Of large text only the places that are drawn are tokenized.
 """
 
-from moeq.models.corpus.documents import Document, Fields, Need, encode, images_digest, read_documents
+from moeq.models.corpus.documents import (
+    Document,
+    Fields,
+    Need,
+    documents_of,
+    encode,
+    encoded,
+    images_digest,
+    read_documents,
+)
 from moeq.models.corpus.image_files import ImageFiles
 from moeq.models.corpus.image_sequences import ImagePool, ImageSequences
 from moeq.models.corpus.images import Encoder, ImageRow, has_processor, load_processor, opened
 from moeq.models.corpus.labelled import ImageSet, ImageTask, open_image_sets
-from moeq.models.corpus.sequences import Pool, Sequences, join, make_sequences
-from moeq.models.corpus.sources import BUNDLED, DIGITS, Source, open_sources, pinned, sources_digest
+from moeq.models.corpus.places import RULE, Places, is_small, open_text
+from moeq.models.corpus.sequences import Pool, Sequences, TextRows, join, make_sequences
+from moeq.models.corpus.sources import BUNDLED, DIGITS, LocalFile, Source, open_sources, pinned, sources_digest
 
 __all__ = [
     "BUNDLED",
     "DIGITS",
+    "RULE",
     "Document",
     "Encoder",
     "Fields",
@@ -24,18 +35,25 @@ __all__ = [
     "ImageSequences",
     "ImageSet",
     "ImageTask",
+    "LocalFile",
     "Need",
+    "Places",
     "Pool",
     "Sequences",
     "Source",
+    "TextRows",
+    "documents_of",
     "encode",
+    "encoded",
     "has_processor",
     "images_digest",
+    "is_small",
     "join",
     "load_processor",
     "make_sequences",
     "open_image_sets",
     "open_sources",
+    "open_text",
     "opened",
     "pinned",
     "read_documents",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -12,20 +12,39 @@ from moeq.artifacts.files import digest_of, sha256_file
 from moeq.errors import CorpusError
 from moeq.models.corpus.chat import conversation, rendered
 from moeq.models.corpus.images import ImageRow, image_row
-from moeq.models.corpus.rows import kind_of, read_text, rows, stem_of
+from moeq.models.corpus.rows import kind_of, rows, stem_of
 from moeq.models.corpus.sources import HubDataset, LocalFile, Source
+from moeq.models.corpus.streams import Advance, Bar, pieces, shown
 
 SHUFFLED_AT_ONCE = 4096  # rows of a hub dataset
+ENCODED_AT_ONCE = 1 << 16  # characters, of each of which a tokenizer holds some 150 bytes meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Text and its domain; rendered: the chat template has set its special tokens; image: shown with it."""
+    """Text and its domain; rendered: the chat template has set its special tokens; image: shown with it.
+
+    begins, ends: whether a document's first and last words are in it; a long text comes in pieces.
+    """
 
     text: str
     domain: str
     rendered: bool = False
     image: ImageRow | None = None
+    begins: bool = True
+    ends: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unread:
+    """A document before the chat template has made text of it; size: characters, those of its turns where it will."""
+
+    document: Document
+    size: int
+    render: Callable[[], str] | None = None
+
+    def made(self) -> Document:
+        return self.document if self.render is None else replace(self.document, text=self.render())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +76,61 @@ def read_documents(
     seed: draw documents in an order that it decides, instead of that of the files. Raises CorpusError naming file and
     row for what cannot be read.
     """
-    found: list[Document] = []
-    for source in sources:
-        if isinstance(source, LocalFile):
-            mine = list(_of_file(source.path, str(source.path), None, fields, tokenizer))
-            if seed is not None:
-                Random(seed).shuffle(mine)
-            found += mine
-        else:
-            found += _enough(_of_dataset(source, fields, tokenizer, seed), source, tokenizer, need)
-    return found
+    return [document for source in sources for document in documents_of(source, fields, tokenizer, need, seed)]
 
 
-def images_digest(documents: Sequence[Document]) -> str:
-    """Digest of the image files that documents name; images inside Parquet belong to the digest of their source."""
-    images = [image for document in documents if document.image is not None for image in document.image.images]
-    return digest_of([sha256_file(image) for image in images if isinstance(image, Path)])
+def documents_of(
+    source: Source,
+    fields: Fields,
+    tokenizer: Any,
+    need: Need | None = None,
+    seed: int | None = None,
+    advance: Advance | None = None,
+) -> Iterator[Document]:
+    """The documents of one source, one by one where no seed decides their order."""
+    if not isinstance(source, LocalFile):
+        yield from _enough(_of_dataset(source, fields, tokenizer, seed), source, tokenizer, need)
+        return
+    mine = _made(of_file(source.path, str(source.path), None, fields, tokenizer, advance))
+    if seed is None or kind_of(source.path.name) == ".txt":  # which is one document, whatever its pieces
+        yield from mine
+        return
+    shuffled = list(mine)
+    Random(seed).shuffle(shuffled)
+    yield from shuffled
+
+
+def _made(found: Iterable[Unread]) -> Iterator[Document]:
+    """The documents that are not blank."""
+    for one in found:
+        document = one.made()
+        if document.text.strip() or document.image is not None:
+            yield document
+
+
+def images_digest(sources: Sequence[Source], fields: Fields, bar: Bar | None = None) -> str | None:
+    """Digest of the image files that rows of files name, in their order; None where no row has an image.
+
+    Images inside Parquet belong to the digest of their source. Nothing is tokenized or rendered.
+    """
+    found = None
+    if fields.image is None:
+        return None
+    files = [source.path for source in sources if isinstance(source, LocalFile)]
+    files = [path for path in files if kind_of(path.name) != ".txt"]
+    with shown(bar, "looking for images", sum(path.stat().st_size for path in files)) as advance:
+        for path in files:
+            for one in of_file(path, str(path), None, fields, None, advance, naming=fields.image):
+                if one.document.image is not None:
+                    images = one.document.image.images
+                    found = [*(found or []), *(sha256_file(image) for image in images if isinstance(image, Path))]
+    return None if found is None else digest_of(found)
 
 
 def _of_dataset(source: HubDataset, fields: Fields, tokenizer: Any, seed: int | None) -> Iterator[Document]:
     for where, path in source.paths(seed):
-        documents = _of_file(path, where, source.domain, fields, tokenizer)
-        yield from documents if seed is None else _shuffled(documents, seed)
+        documents = _made(of_file(path, where, source.domain, fields, tokenizer))
+        yield from documents if seed is None or kind_of(path.name) == ".txt" else _shuffled(documents, seed)
 
 
 def _shuffled(documents: Iterator[Document], seed: int) -> Iterator[Document]:
@@ -108,7 +160,7 @@ def _enough(documents: Iterable[Document], source: HubDataset, tokenizer: Any, n
         else:
             ids = encode([document], tokenizer)[0]
             tokens += len(ids)
-            whole += not need.packed and len(ids) >= 2
+            whole += not need.packed and len(ids) >= 2 and document.begins
         if whole + (tokens // need.length if need.packed else 0) >= need.sequences:
             break
     return found
@@ -122,26 +174,59 @@ def encode(documents: Sequence[Document], tokenizer: Any) -> list[list[int]]:
     found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [ids if document.rendered else [*begin, *ids, *end] for document, ids in zip(documents, found, strict=True)]
+    return [
+        ids if one.rendered else [*(begin if one.begins else []), *ids, *(end if one.ends else [])]
+        for one, ids in zip(documents, found, strict=True)
+    ]
 
 
-def _of_file(path: Path, name: str, domain: str | None, fields: Fields, tokenizer: Any) -> Iterator[Document]:
-    """Documents of one file that are not blank; domain None: as the rows say, or else the file's name."""
+def encoded(documents: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Document, list[int]]]:
+    """Documents in their order with their token ids, none where there is an image; held are those of one lot."""
+
+    def some() -> Iterator[tuple[Document, list[int]]]:
+        ids = iter(encode([one for one in lot if one.image is None], tokenizer))
+        return ((one, next(ids) if one.image is None else []) for one in lot)
+
+    lot: list[Document] = []
+    size = 0
+    for one in documents:
+        if lot and size + len(one.text) > ENCODED_AT_ONCE:
+            yield from some()
+            lot, size = [], 0
+        lot.append(one)
+        size += len(one.text)
+    yield from some()
+
+
+def of_file(
+    path: Path,
+    name: str,
+    domain: str | None,
+    fields: Fields,
+    tokenizer: Any,
+    advance: Advance | None = None,
+    *,
+    naming: str | None = None,
+) -> Iterator[Unread]:
+    """What one file's documents are made of, blank ones left out; domain None: as the rows say, or the file's name.
+
+    naming: only rows in which this field may be.
+    """
     own = stem_of(path.name) if domain is None else domain
     if kind_of(path.name) == ".txt":
-        text = read_text(path)
-        if text.strip():
-            yield Document(text=text, domain=own)
+        for text, begins, ends in pieces(path, advance):
+            if text.strip() or not (begins and ends):
+                yield Unread(document=Document(text=text, domain=own, begins=begins, ends=ends), size=len(text))
         return
     folder = path.parent if domain is None else None
-    for number, row in rows(path):
-        document = _document(row, f"{name}, row {number}", fields, tokenizer, folder)
-        if document.text.strip() or document.image is not None:
+    for number, row in rows(path, advance, naming=naming):
+        found = _unread(row, f"{name}, row {number}", fields, tokenizer, folder)
+        if found.size or found.document.image is not None:
             named = str(row.get("domain", own)) if domain is None else own
-            yield replace(document, domain=named)
+            yield replace(found, document=replace(found.document, domain=named))
 
 
-def _document(row: Any, where: str, fields: Fields, tokenizer: Any, folder: Path | None) -> Document:
+def _unread(row: Any, where: str, fields: Fields, tokenizer: Any, folder: Path | None) -> Unread:
     """One row's document, without its domain. CorpusError when it holds nothing that the fields name."""
     row = row if isinstance(row, dict) else {}
     text = row.get(fields.text)
@@ -156,11 +241,16 @@ def _document(row: Any, where: str, fields: Fields, tokenizer: Any, folder: Path
     pictures = row.get(fields.image) if fields.image is not None else None
     if pictures is not None and pictures != []:
         image = image_row(pictures, text, messages, where=where, folder=folder, plain=fields.chat is False)
-        return Document(text=text or "", domain="", image=image)
+        return Unread(document=Document(text=text or "", domain="", image=image), size=len(text or ""))
     if messages is None:
-        return Document(text=text or "", domain="")
+        text = text or ""
+        return Unread(document=Document(text=text, domain=""), size=len(text) if text.strip() else 0)
     render = lambda: tokenizer.apply_chat_template(messages, tokenize=False)  # noqa: E731
-    return Document(text=rendered(tokenizer, render, where), domain="", rendered=True)
+    return Unread(
+        document=Document(text="", domain="", rendered=True),
+        size=max(1, sum(len(str(turn.get("content", ""))) for turn in messages)),
+        render=lambda: rendered(tokenizer, render, where),
+    )
 
 
 def _nothing(row: dict[str, Any], fields: Fields, where: str) -> CorpusError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from moeq.artifacts.reading import parse_record
 from moeq.errors import CorpusError
+from moeq.models.corpus.streams import COMPRESSED, Advance, lines, read_text
 
-COMPRESSED = (".gz", ".zst", ".bz2")
 ROWS_AT_ONCE = 256  # of a Parquet file
 
 
@@ -29,42 +28,35 @@ def stem_of(name: str) -> str:
     return Path(name).stem
 
 
-def read_text(path: Path) -> str:
-    """A whole text file; CorpusError when it is not UTF-8."""
-    try:
-        with _stream(path) as stream:
-            return stream.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"cannot be read as UTF-8 ({error})", where=str(path), do="convert it") from None
+def rows(path: Path, advance: Advance | None = None, *, naming: str | None = None) -> Iterator[tuple[int, Any]]:
+    """(row number, row), numbered as an editor does; CorpusError naming file and row for what cannot be read.
 
-
-def rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(row number, row), numbered as an editor does; CorpusError naming file and row for what cannot be read."""
+    advance: told of the bytes of the file that were read. naming: only rows in which this field may be.
+    """
     kind = kind_of(path.name)
     if kind == ".parquet":
-        yield from _parquet(path)
-    elif kind == ".json" and read_text(path).lstrip().startswith("["):
-        yield from enumerate(_json(path, 1, read_text(path), json.loads), 1)
+        yield from _parquet(path, advance, naming)
+    elif kind == ".json" and (text := read_text(path)).lstrip().startswith("["):
+        yield from enumerate(_json(path, 1, text, json.loads), 1)
     else:
-        yield from _lines(path)
+        for number, line in lines(path, advance):
+            if naming is None or naming in line:
+                yield number, _json(path, number, line)
 
 
-def _stream(path: Path) -> io.TextIOWrapper:
-    import pyarrow as pa
-
-    plain = path.suffix not in COMPRESSED
-    binary = path.open("rb") if plain else pa.input_stream(str(path), compression="detect")
-    return io.TextIOWrapper(binary, "utf-8")
-
-
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet(path: Path, advance: Advance | None, naming: str | None) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            if naming is not None and naming not in file.schema_arrow.names:
+                return
+            each = path.stat().st_size / max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+                if advance is not None:
+                    advance(int(each * batch.num_rows))
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
@@ -72,14 +64,16 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise CorpusError(f"not a Parquet file ({error})", where=str(path), do="check the file") from None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+def held_bytes(path: Path) -> int:
+    """Bytes of a Parquet file's columns after decompression."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
-        with _stream(path) as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield number, _json(path, number, line)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"cannot be read as UTF-8 ({error})", where=str(path), do="convert it") from None
+        with pq.ParquetFile(path) as file:
+            return sum(file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups))
+    except (OSError, pa.ArrowException) as error:
+        raise CorpusError(f"not a Parquet file ({error})", where=str(path), do="check the file") from None
 
 
 def _json(path: Path, number: int, text: str, parse: Callable[[str], Any] = parse_record) -> Any:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moeq.artifacts.files import digest_of
 from moeq.errors import CorpusError
-from moeq.models.corpus.documents import Document, encode
+from moeq.models.corpus.documents import Document, encoded
 from moeq.models.corpus.images import ImageRow
 from moeq.models.walk import Batch
 
 Extra = dict[str, Tensor]  # what model.forward is given beside the ids, for a batch of one
-Row = list[int] | ImageRow
+Row = Sequence[int] | np.ndarray | ImageRow
 EncodeImages = Callable[[ImageRow], tuple[list[int], Extra]]
 
 
@@ -117,24 +119,33 @@ class Rows(ABC):
         available = len(self)
         if available < (1 if count is None else count):
             raise self._too_few(available, count)
-        shares = _shares(
-            {domain: len(mine) for domain, mine in self.rows.items()}, available if count is None else count
-        )
+        return self._sequences(self._pick(available if count is None else count))
+
+    def _pick(self, count: int) -> list[tuple[str, Any]]:
+        """(domain, row) of that many rows, which leave the pool."""
+        shares = _shares({domain: len(mine) for domain, mine in self.rows.items()}, count)
         chosen: list[tuple[str, Any]] = []
         for domain, mine in self.rows.items():
             picked = [index * len(mine) // shares[domain] for index in range(shares[domain])]
             chosen += [(domain, mine[index]) for index in picked]
             gone = set(picked)
             self.rows[domain] = [row for index, row in enumerate(mine) if index not in gone]
-        return self._sequences(chosen)
+        return chosen
 
     def chunks(self, first: int, limit: int) -> Iterator[Sequences]:
         """`first` sequences, then each time as many as there are already, up to `limit` or the end of the text."""
         yield self.take(first)
         total = first
         while count := min(total, limit - total, len(self)):
-            yield self.take(count)
-            total += count
+            found = self._up_to(count)
+            if found is None:
+                return
+            yield found
+            total += len(found)
+
+    def _up_to(self, count: int) -> Sequences | None:
+        """So many sequences, or the last that there are."""
+        return self.take(count)
 
     @abstractmethod
     def _sequences(self, chosen: Sequence[tuple[str, Any]]) -> Sequences:
@@ -145,35 +156,17 @@ class Rows(ABC):
         """What is said where there are fewer rows than are wanted (None: none at all)."""
 
 
-class Pool(Rows):
-    """All sequences that documents give, by domain, from which some are taken, none twice."""
+class TextRows(Rows):
+    """Rows that are token sequences of `length`, or images, encoded by `images` when they are taken."""
 
-    def __init__(
-        self,
-        documents: Sequence[Document],
-        tokenizer: Any,
-        *,
-        length: int,
-        packed: bool = True,
-        where: str = "corpus",
-        images: EncodeImages | None = None,
-    ) -> None:
-        """Tokenize and cut into sequences of `length` tokens.
-
-        packed: each domain's documents are joined and cut without pads; otherwise every document is one sequence, cut
-        or padded on the right. Rows with images stand alone and are encoded, by `images`, when they are taken. Raises
-        CorpusError when there is no text.
-        """
-        if not documents:
-            raise CorpusError("no text in it", where=where, do="give files with text")
+    def __init__(self, tokenizer: Any, *, length: int, where: str, images: EncodeImages | None = None) -> None:
         super().__init__({}, where)
         self.length, self.images = length, images
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-        for domain in dict.fromkeys(document.domain for document in documents):
-            mine = [document for document in documents if document.domain == domain]
-            ids = encode([document for document in mine if document.image is None], tokenizer)
-            self.rows[domain] = [*(_packed(ids, length) if packed else _apart(ids, length))]
-            self.rows[domain] += [document.image for document in mine if document.image is not None]
+
+    def with_images(self) -> bool:
+        """Whether there are rows with images, which are a domain's last."""
+        return any(isinstance(row, ImageRow) for mine in self.rows.values() for row in mine[-1:])
 
     def _too_few(self, available: int, count: int | None) -> CorpusError:
         if count is None:
@@ -194,7 +187,7 @@ class Pool(Rows):
         ids_tensor = torch.full((len(chosen), width), self.pad, dtype=torch.long)
         mask = torch.zeros((len(chosen), width), dtype=torch.bool)
         for index, (ids, _) in enumerate(encoded):
-            ids_tensor[index, : len(ids)] = torch.tensor(ids)
+            ids_tensor[index, : len(ids)] = torch.as_tensor(np.array(ids, np.int64))
             mask[index, : len(ids)] = True
         extra = tuple(extra for _, extra in encoded)
         return Sequences(
@@ -205,12 +198,51 @@ class Pool(Rows):
             pad=self.pad,
         )
 
-    def _encode(self, row: Row) -> tuple[list[int], Extra]:
+    def _encode(self, row: Row) -> tuple[Sequence[int] | np.ndarray, Extra]:
         if not isinstance(row, ImageRow):
             return row, {}
         if self.images is None:
             raise CorpusError("a row with an image where only text can be read", where=row.where, do="give text")
         return self.images(row)
+
+
+class Pool(TextRows):
+    """All sequences that documents give, by domain, from which some are taken, none twice."""
+
+    def __init__(
+        self,
+        documents: Iterable[Document],
+        tokenizer: Any,
+        *,
+        length: int,
+        packed: bool = True,
+        where: str = "corpus",
+        images: EncodeImages | None = None,
+    ) -> None:
+        """Tokenize and cut into sequences of `length` tokens.
+
+        packed: each domain's documents are joined and cut without pads; otherwise every document is one sequence, cut
+        or padded on the right. Rows with images stand alone. Of the documents as many are held as are tokenized
+        together. Raises CorpusError when there is no text.
+        """
+        super().__init__(tokenizer, length=length, where=where, images=images)
+        streams: dict[str, array[int]] = {}
+        pictures: dict[str, list[ImageRow]] = {}
+        for one, ids in encoded(documents, tokenizer):
+            rows = self.rows.setdefault(one.domain, [])
+            if one.image is not None:
+                pictures.setdefault(one.domain, []).append(one.image)
+            elif packed:
+                streams.setdefault(one.domain, array("i")).extend(ids)
+            elif len(ids) >= 2 and one.begins:
+                rows.append(ids[:length])
+        if not self.rows:
+            raise CorpusError("no text in it", where=where, do="give files with text")
+        for domain, stream in streams.items():
+            whole = len(stream) // length * length
+            self.rows[domain].extend(np.frombuffer(stream, np.int32)[:whole].reshape(-1, length))
+        for domain, mine in pictures.items():
+            self.rows[domain] += mine
 
 
 def make_sequences(
@@ -227,15 +259,6 @@ def make_sequences(
     Raises CorpusError when there is no text or too little of it.
     """
     return Pool(documents, tokenizer, length=length, packed=packed, where=where).take(count)
-
-
-def _packed(pieces: Sequence[list[int]], length: int) -> list[list[int]]:
-    stream = [token for piece in pieces for token in piece]
-    return [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
-
-
-def _apart(pieces: Sequence[list[int]], length: int) -> list[list[int]]:
-    return [piece[:length] for piece in pieces if len(piece) >= 2]
 
 
 def _shares(available: dict[str, int], count: int) -> dict[str, int]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from moeq.artifacts.files import digest_of, sha256_file
+from moeq.artifacts.files import digest_of, storage_errors
 from moeq.bundled import bundled_path
 from moeq.errors import CorpusError
 from moeq.models import hub
 from moeq.models.corpus.hub_datasets import choose_files
-from moeq.models.corpus.rows import COMPRESSED, kind_of, stem_of
+from moeq.models.corpus.rows import kind_of, stem_of
+from moeq.models.corpus.streams import AT_ONCE, COMPRESSED, Advance, Bar, shown
 from moeq.recipe import HUB, HUB_DATASET
 
 BUNDLED = "bundled"
@@ -36,9 +38,9 @@ class LocalFile:
         """What artifacts call it: where it lies on this machine is nobody's business."""
         return BUNDLED if self.name == BUNDLED else self.path.name
 
-    def identity(self) -> list[str]:
+    def identity(self, advance: Advance) -> list[str]:
         """What decides its documents."""
-        return [self.domain, sha256_file(self.path)]
+        return [self.domain, _sha256(self.path, advance)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class HubDataset:
         """What artifacts call it."""
         return self.name
 
-    def identity(self) -> list[str]:
+    def identity(self, advance: Advance) -> list[str]:
         """What decides its documents."""
         return [self.name, *self.files]
 
@@ -84,9 +86,20 @@ def open_sources(source: str | Sequence[str], part: str) -> list[Source]:
     return [_hub_dataset(name, part) if name.startswith(HUB) else _local_file(name, part) for name in names]
 
 
-def sources_digest(sources: Sequence[Source]) -> str:
-    """Digest of all that decides their documents."""
-    return digest_of([source.identity() for source in sources])
+def sources_digest(sources: Sequence[Source], bar: Bar | None = None) -> str:
+    """Digest of all that decides their documents; files are read as bytes, as they lie on the disk."""
+    size = sum(source.path.stat().st_size for source in sources if isinstance(source, LocalFile))
+    with shown(bar, "hashing text", size) as advance:
+        return digest_of([source.identity(advance) for source in sources])
+
+
+def _sha256(path: Path, advance: Advance) -> str:
+    digest = hashlib.sha256()
+    with storage_errors(path, "read"), path.open("rb") as stream:
+        while chunk := stream.read(AT_ONCE):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()
 
 
 def pinned(source: str | Sequence[str], opened: Sequence[Source]) -> str | list[str]:

@@ -1,0 +1,401 @@
+"""Sequences out of text of any size: places are chosen first, and only what lies around them is tokenized.
+
+Text of up to a MiB is tokenized whole (`sequences.Pool`). Of more, one pass counts each domain's characters (a plain
+.txt is not even read: its size is enough); then a domain is divided into places of equal width, of which those that are
+taken are read and tokenized. A place gives one sequence, begun at a line or a word, or, where documents are not packed,
+one document. What is in memory follows from the sequences that are wanted, not from the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from moeq.errors import CorpusError
+from moeq.models.corpus.documents import Document, Fields, Need, Unread, documents_of, encode, of_file
+from moeq.models.corpus.rows import held_bytes, kind_of
+from moeq.models.corpus.sequences import Pool, Row, Sequences, TextRows
+from moeq.models.corpus.sources import LocalFile, Source
+from moeq.models.corpus.streams import COMPRESSED, Advance, Bar, shown, size_up_to
+
+RULE = 1  # raised when the same large text gives other sequences
+WHOLE_BYTES = 1 << 20  # of all files together, decompressed
+SAMPLE = 1 << 13  # characters of a domain that tell how many make a token
+SAMPLED_DOMAINS = 32
+SPARE, ROOMY = 1.25, 4.0  # width of a place, as a multiple of what a sequence takes: least, and where there is plenty
+PLENTY = 1.5  # places for each sequence that is wanted; with fewer the text is tokenized whole
+MOST_PLACES = 1 << 17  # of a domain, unless more sequences are wanted
+CHARACTERS = 4.0  # a token, where a sample tells nothing
+MOST_PER_TOKEN = 4  # tokens of a character: what is shorter than this needs no tokenizer to be too short
+
+
+def is_small(sources: Sequence[Source]) -> bool:
+    """Whether the files are small enough to be tokenized whole; of datasets only what is needed is read anyway."""
+    left = WHOLE_BYTES
+    for source in sources:
+        if isinstance(source, LocalFile):
+            plain = kind_of(source.path.name) != ".parquet"
+            left -= size_up_to(source.path, left) if plain else held_bytes(source.path)
+            if left < 0:
+                return False
+    return True
+
+
+@dataclass(kw_only=True)
+class _Extent:
+    """What there is of one domain: characters and documents of text, rows with images; a sample of its text."""
+
+    characters: int = 0
+    texts: int = 0
+    images: int = 0
+    sample: list[str] = field(default_factory=list)
+    sampled: float = 0.0  # characters, as `characters` counts them
+    per_token: float = CHARACTERS
+
+    def add(self, one: Unread, sampling: bool) -> None:
+        if one.document.image is not None:
+            self.images += 1
+            return
+        self.characters += one.size
+        self.texts += one.document.begins
+        if sampling and self.sampled < SAMPLE:
+            text = one.made().text
+            self.sample.append(text[:SAMPLE])
+            self.sampled += one.size * len(self.sample[-1]) / max(1, len(text))
+
+
+@dataclass(kw_only=True)
+class _Wanted:
+    """What is read of one domain: {place: span of characters}, {number of a document: place}, and of images."""
+
+    spans: list[tuple[int, int, int]] = field(default_factory=list)  # start, stop, place; in order
+    texts: dict[int, int] = field(default_factory=dict)
+    images: dict[int, int] = field(default_factory=dict)
+    at: _Extent = field(default_factory=_Extent)
+    pieces: list[Document] = field(default_factory=list)  # of the first span, as far as it was read
+
+    def left(self) -> int:
+        return len(self.spans) + len(self.texts) + len(self.images)
+
+
+class Places(TextRows):
+    """Places by domain, from which some are taken, none twice; a row is a place's number until it is read."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        fields: Fields,
+        tokenizer: Any,
+        *,
+        need: Need,
+        first: int,
+        where: str,
+        seed: int | None = None,
+        bar: Bar | None = None,
+    ) -> None:
+        """need: the most that will ever be taken; first: what will be taken at once; seed: draws the places.
+
+        Raises CorpusError for files and rows that cannot be read, and when there is no text.
+        """
+        super().__init__(tokenizer, length=need.length, where=where)
+        self.sources, self.fields, self.tokenizer, self.need = sources, fields, tokenizer, need
+        self.seed, self.bar = seed, bar
+        self._datasets: dict[Source, list[Document]] = {}
+        self._starts: dict[int, int] = {}  # of a plain text, by its source's number: where it lies in its domain
+        self._extents = self._survey()
+        if not any(one.texts or one.images for one in self._extents.values()):
+            raise CorpusError("no text in it", where=where, do="give files with text")
+        for domain, one in self._extents.items():
+            self.rows[domain] = list(range(sum(self._places(one))))
+            if seed is not None:
+                Random(seed).shuffle(self.rows[domain])
+        if len(self) < (PLENTY if need.packed else 1) * first:
+            self._check_enough(first)
+            self._become_whole()
+
+    def take(self, count: int | None) -> Sequences:
+        """As `Rows.take`; a place without enough tokens is replaced by another, at last by tokenizing everything."""
+        if self._numbered and count is not None:
+            found, short = self._taken(count)
+            if not short:
+                return self._sequences(found)
+            self._become_whole()
+        return super().take(count)
+
+    def _up_to(self, count: int) -> Sequences | None:
+        found, _ = self._taken(count)
+        return self._sequences(found) if found else None
+
+    @property
+    def _numbered(self) -> bool:
+        """Whether rows are numbers of places."""
+        return any(isinstance(row, int) for mine in self.rows.values() for row in mine[:1])
+
+    def _taken(self, count: int) -> tuple[list[tuple[str, Row]], int]:
+        """Up to `count` rows that were read, and how many are missing."""
+        found: list[tuple[str, Row]] = []
+        while missing := min(count - len(found), len(self)):
+            found += self._read(self._pick(missing))
+        return found, count - len(found)
+
+    def with_images(self) -> bool:
+        return any(one.images for one in self._extents.values())
+
+    def _places(self, one: _Extent) -> tuple[int, int]:
+        """A domain's places of text, of equal width in characters or one a document, and of images."""
+        most, takes = max(MOST_PLACES, 2 * self.need.sequences), self.length * one.per_token
+        width = max(SPARE * takes, min(ROOMY * takes, one.characters / (4 * self.need.sequences)))
+        there = int(one.characters / width) if self.need.packed else one.texts
+        return min(most, there), min(most, one.images)
+
+    def _check_enough(self, count: int) -> None:
+        """CorpusError where no tokenizer could make enough of the text."""
+        extents = self._extents.values()
+        tokens = sum(MOST_PER_TOKEN * one.characters + 2 * one.texts for one in extents)
+        plain = all(isinstance(source, LocalFile) and kind_of(source.path.name) == ".txt" for source in self.sources)
+        known = self.need.packed and (plain or self.fields.chat is False)  # a chat template may add any number
+        if known and not self.with_images() and tokens // self.length < count:
+            raise self._too_few(tokens // self.length, count)
+
+    def _become_whole(self) -> None:
+        """Tokenize all of the text: as much is wanted of it."""
+        size = sum(source.path.stat().st_size for source in self.sources if isinstance(source, LocalFile))
+        with shown(self.bar, "tokenizing text", size) as advance:
+            pool = Pool(
+                (
+                    document
+                    for source in self.sources
+                    for document in documents_of(source, self.fields, self.tokenizer, self.need, self.seed, advance)
+                ),
+                self.tokenizer,
+                length=self.length,
+                packed=self.need.packed,
+                where=self.where,
+            )
+        self.rows = pool.rows
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def _documents(self, source: Source, advance: Advance) -> Iterable[Unread]:
+        if isinstance(source, LocalFile):
+            return of_file(source.path, str(source.path), None, self.fields, self.tokenizer, advance)
+        if source not in self._datasets:
+            self._datasets[source] = list(documents_of(source, self.fields, self.tokenizer, self.need, self.seed))
+        return (Unread(document=one, size=len(one.text)) for one in self._datasets[source])
+
+    def _streamed_bytes(self) -> int:
+        files = (source.path for source in self.sources if isinstance(source, LocalFile) and not _seekable(source))
+        return sum(path.stat().st_size for path in files)
+
+    def _survey(self) -> dict[str, _Extent]:
+        """The extent of every domain, in the order of their first documents."""
+        found: dict[str, _Extent] = {}
+        with shown(self.bar, "counting text", self._streamed_bytes()) as advance:
+            for number, source in enumerate(self.sources):
+                if isinstance(source, LocalFile) and _seekable(source):
+                    size = source.path.stat().st_size
+                    mine = found.setdefault(source.domain, _Extent())
+                    self._starts[number] = mine.characters
+                    mine.characters += size
+                    mine.texts += size > 0
+                    mine.sample += [_cut(source.path, size * part // 8, SAMPLE // 8) for part in range(8)]
+                    mine.sampled += sum(map(len, (text.encode() for text in mine.sample[-8:])))
+                    continue
+                for one in self._documents(source, advance):
+                    mine = found.setdefault(one.document.domain, _Extent())
+                    mine.add(one, len(found) <= SAMPLED_DOMAINS)
+        self._measure([one for one in found.values() if one.sample])
+        return found
+
+    def _measure(self, sampled: list[_Extent]) -> None:
+        """Set how many characters make a token in every domain of which there is a sample."""
+        for one in sampled:
+            ids = self.tokenizer(one.sample, add_special_tokens=False, verbose=False)["input_ids"]
+            tokens = sum(map(len, ids))
+            one.per_token = max(0.25, one.sampled / tokens) if tokens and one.sampled else CHARACTERS
+            one.sample.clear()
+
+    def _read(self, chosen: Sequence[tuple[str, Any]]) -> list[tuple[str, Row]]:
+        """The rows of chosen places in their order, without those that hold too little; what is a row already stays."""
+        read: dict[tuple[str, int], Row] = {}
+        numbers = [(domain, row) for domain, row in chosen if isinstance(row, int)]
+        if numbers:
+            read = dict(self._passed(self._wanted(numbers)))
+        rows = ((domain, read.get((domain, row)) if isinstance(row, int) else row) for domain, row in chosen)
+        return [(domain, row) for domain, row in rows if row is not None]
+
+    def _wanted(self, numbers: list[tuple[str, int]]) -> dict[str, _Wanted]:
+        found: dict[str, _Wanted] = {}
+        for domain, place in numbers:
+            mine, there = found.setdefault(domain, _Wanted()), self._extents[domain]
+            count, images = self._places(there)
+            if place >= count:
+                mine.images[(place - count) * there.images // images] = place
+            elif self.need.packed:
+                start = place * there.characters // count
+                reach = int(ROOMY * self.length * there.per_token) + 1
+                mine.spans.append((start, min((place + 1) * there.characters // count, start + reach), place))
+            else:
+                mine.texts[place * there.texts // count] = place
+        for mine in found.values():
+            mine.spans.sort()
+        return found
+
+    def _passed(self, wanted: dict[str, _Wanted]) -> Iterator[tuple[tuple[str, int], Row]]:
+        """Pass over the sources, as far as something is wanted of them, and give what the places hold."""
+        with shown(self.bar, "reading text", self._streamed_bytes()) as advance:
+            for number, source in enumerate(self.sources):
+                if not any(mine.left() for mine in wanted.values()):
+                    return
+                if isinstance(source, LocalFile) and _seekable(source):
+                    if source.domain in wanted:
+                        yield from self._of_plain(source, self._starts[number], wanted[source.domain])
+                    continue
+                for one in self._documents(source, advance):
+                    domain = one.document.domain
+                    if domain in wanted:
+                        yield from self._of_document(domain, one, wanted[domain])
+                        if not wanted[domain].left() and not any(mine.left() for mine in wanted.values()):
+                            return
+
+    def _of_plain(self, source: LocalFile, begin: int, mine: _Wanted) -> Iterator[tuple[tuple[str, int], Row]]:
+        """What of a plain text is wanted, read where it lies."""
+        size = source.path.stat().st_size
+        if mine.at.texts in mine.texts:
+            place = mine.texts.pop(mine.at.texts)
+            reach = int(ROOMY * self.length * self._extents[source.domain].per_token) + 1
+            first = Document(text=_cut(source.path, 0, reach), domain=source.domain, ends=reach >= size)
+            yield from self._row(source.domain, place, [first])
+        mine.at.texts += size > 0
+        while mine.spans and mine.spans[0][0] < begin + size:
+            start, stop, place = mine.spans[0]
+            low, high = max(start - begin, 0), min(stop - begin, size)
+            text = _cut(source.path, low, high - low)
+            mine.pieces.append(Document(text=text, domain=source.domain, begins=low == 0, ends=high == size))
+            if stop > begin + size:
+                break
+            mine.spans.pop(0)
+            yield from self._row(source.domain, place, mine.pieces)
+            mine.pieces = []
+        mine.at.characters = begin + size
+
+    def _of_document(self, domain: str, one: Unread, mine: _Wanted) -> Iterator[tuple[tuple[str, int], Row]]:
+        """What of a document (or a piece of one) is wanted."""
+        at, document = mine.at, one.document
+        if document.image is not None:
+            if at.images in mine.images:
+                yield (domain, mine.images.pop(at.images)), document.image
+            at.images += 1
+            return
+        begin, end = at.characters, at.characters + one.size
+        if document.begins and at.texts in mine.texts:
+            yield from self._row(domain, mine.texts.pop(at.texts), [one.made()])
+        while mine.spans and mine.spans[0][0] < end:
+            start, stop, place = mine.spans[0]
+            made = one.made()
+            scale = len(made.text) / one.size  # 1, but where the chat template added to the turns
+            low, high = int(max(start - begin, 0) * scale), int(min(stop - begin, one.size) * scale)
+            piece = replace(
+                made,
+                text=made.text[low:high],
+                begins=made.begins and low == 0,
+                ends=made.ends and high >= len(made.text),
+            )
+            mine.pieces.append(piece)
+            if stop > end:
+                break
+            mine.spans.pop(0)
+            yield from self._row(domain, place, mine.pieces)
+            mine.pieces = []
+        at.characters, at.texts = end, at.texts + document.begins
+
+    def _row(self, domain: str, place: int, pieces: list[Document]) -> Iterator[tuple[tuple[str, int], Row]]:
+        """The sequence that a place's text gives; nothing where it is too short."""
+        if not pieces[0].begins:
+            pieces[0] = replace(pieces[0], text=_from_a_word(pieces[0].text))
+        takes = int(SPARE * self.length * self._extents[domain].per_token) + 1
+        least = self.length if self.need.packed else 2
+        for most in (takes, 1 << 62):
+            some, whole = _first(pieces, most)
+            ids = [token for mine in encode(some, self.tokenizer) for token in mine]
+            if len(ids) >= self.length or whole:
+                break
+        if len(ids) >= least:
+            yield (domain, place), np.array(ids[: self.length], np.int32)
+
+
+def _first(pieces: list[Document], most: int) -> tuple[list[Document], bool]:
+    """Pieces up to a number of characters, and whether that is all of them."""
+    found: list[Document] = []
+    left = most
+    for one in pieces:
+        if len(one.text) > left:
+            return [*found, replace(one, text=one.text[:left], ends=False)], False
+        found.append(one)
+        left -= len(one.text)
+    return found, True
+
+
+def _seekable(source: LocalFile) -> bool:
+    return kind_of(source.path.name) == ".txt" and source.path.suffix not in COMPRESSED
+
+
+def _cut(path: Path, start: int, size: int) -> str:
+    """Some bytes of a plain text as characters, those that are cut at either end left out."""
+    try:
+        with path.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            raw = stream.read(size) or b""
+        first = next((place for place, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0) if start else 0
+        text = raw[first:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.start < len(raw) - first - 3 or error.reason != "unexpected end of data":
+            where = f"byte {start + first + error.start}: {error.reason}"
+            raise CorpusError(f"cannot be read as UTF-8 ({where})", where=str(path), do="convert it") from None
+        text = raw[first : first + error.start].decode("utf-8")
+    except OSError as error:
+        raise CorpusError(f"cannot be read ({error})", where=str(path), do="check the file") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _from_a_word(text: str) -> str:
+    """Text from its first line or word on, where one begins soon enough."""
+    line = text.find("\n", 0, len(text) // 8)
+    if line >= 0:
+        return text[line + 1 :]
+    word = next((place for place, one in enumerate(text[: len(text) // 4]) if one.isspace()), 0)
+    return text[word:]
+
+
+def open_text(
+    sources: Sequence[Source],
+    fields: Fields,
+    tokenizer: Any,
+    *,
+    length: int,
+    first: int | None,
+    most: int | None,
+    packed: bool = True,
+    where: str = "corpus",
+    seed: int | None = None,
+    bar: Bar | None = None,
+) -> TextRows:
+    """What sequences are taken from: `first` of them at once, up to `most` later; None: all of the text.
+
+    Raises CorpusError for files, rows and datasets that cannot be read, and where there is no text.
+    """
+    if most is not None and first is not None and not is_small(sources):
+        need = Need(sequences=most, length=length, packed=packed)
+        return Places(sources, fields, tokenizer, need=need, first=first, where=where, seed=seed, bar=bar)
+    size = sum(source.path.stat().st_size for source in sources if isinstance(source, LocalFile))
+    needed = None if most is None else Need(sequences=most, length=length, packed=packed)
+    with shown(bar, "tokenizing text", size) as advance:
+        documents = (
+            one for source in sources for one in documents_of(source, fields, tokenizer, needed, seed, advance)
+        )
+        return Pool(documents, tokenizer, length=length, packed=packed, where=where)
