@@ -16,6 +16,7 @@ from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_r
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.errors import ArtifactError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
+from moeq.numerics.slab import return_memory
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import (
@@ -223,6 +224,7 @@ def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Out
         volatile={"created": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 3)},
         apart=stage.apart,
     )
+    return_memory()
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
     return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record)
 
