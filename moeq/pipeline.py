@@ -17,6 +17,7 @@ from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.errors import ArtifactError
+from moeq.numerics.slab import return_memory
 from moeq.recipe import Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import (
@@ -260,6 +261,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
             context.reporter.say(f"  {name}: edited by hand, kept")
             (unfinished / name).unlink()
             place(directory / name, unfinished / name)
+    return_memory()
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
     return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record, edited=tuple(edited))
 

@@ -9,7 +9,6 @@ lm-eval) works on a streamed one.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -25,15 +24,9 @@ from moeq.models.loading import share, skeleton, tied
 from moeq.models.messages import REMEDY
 from moeq.models.source import ModelSource
 from moeq.models.weights import WeightReader, owner
+from moeq.numerics.slab import return_memory
 
 Overlay = Callable[[nn.Module, ExpertLayer], None]  # changes a layer's experts right after it was read
-
-
-def _return_memory() -> None:
-    """Give what was freed back to the system: glibc keeps it otherwise, and a streamed model would grow too."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def blocks_of(model: nn.Module) -> list[str]:
@@ -185,7 +178,7 @@ class StreamedModel:
             return
         self._read([name for name in self._names[block] if name not in self._pinned])
         self.loaded.add(block)
-        _return_memory()  # the tensors on disk that its parameters were put together from
+        return_memory()  # the tensors on disk that its parameters were put together from
         if self.block_overlay is not None:
             self.block_overlay(self.model, block)
         if self.overlay is not None:
@@ -218,7 +211,7 @@ class StreamedModel:
             if name not in self._pinned:
                 self._to_meta(name)
         self.loaded.discard(block)
-        _return_memory()
+        return_memory()
 
     @contextmanager
     def having(self, layer: ExpertLayer) -> Iterator[nn.Module]:

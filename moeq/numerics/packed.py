@@ -15,12 +15,11 @@ from torch import Tensor
 
 from moeq.numerics import grids
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.packing import pack, packed_row_bytes, unpack
+from moeq.numerics.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
 from moeq.numerics.widths import NESTED_BITS, SUPPORTED_BITS
 
 PARTS = ("codes", "scales", "zeros")
 SCALE_BYTES = 2
-BLOCK_VALUES = 1 << 18  # dequantized at a time on a CPU, so that what comes between stays in its cache
 
 
 def has_zeros(bits: int, symmetric: bool) -> bool:

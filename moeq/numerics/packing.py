@@ -8,10 +8,15 @@ bit i % 8 of byte i // 8. A row ends on a whole byte, its unused high bits are z
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from moeq.numerics.widths import SUPPORTED_BITS
+
+# of a matrix at a time on a CPU, so that what comes between, 8 bytes a value, stays in its cache
+BLOCK_VALUES = 1 << 18
 
 
 def packed_row_bytes(length: int, bits: int) -> int:
@@ -35,6 +40,16 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         raise ValueError(f"codes must lie in [0, {2**bits})")
     if bits == 8:
         return codes.to(torch.uint8).contiguous()
+    length, rows = codes.shape[-1], math.prod(codes.shape[:-1])
+    found = torch.empty((rows, packed_row_bytes(length, bits)), dtype=torch.uint8, device=codes.device)
+    step = max(1, BLOCK_VALUES // max(1, length)) if found.device.type == "cpu" else max(1, rows)
+    for start, block in enumerate(codes.reshape(rows, length).split(step)):
+        found[start * step : start * step + step] = _packed(block, bits)
+    return found.view(*codes.shape[:-1], found.shape[-1])
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Rows of codes [R, K] as bytes [R, ceil(K*bits/8)], through 64-bit words."""
     length = codes.shape[-1]
     groups = (length + 7) // 8  # 8 codes fill `bits` whole bytes
     padded = torch.zeros((*codes.shape[:-1], groups * 8), dtype=torch.int64, device=codes.device)
@@ -43,7 +58,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     words = (padded.view(*codes.shape[:-1], groups, 8) << shifts).sum(-1)
     byte_shifts = torch.arange(bits, device=codes.device) * 8
     stream = (words.unsqueeze(-1) >> byte_shifts) & 255
-    return stream.flatten(-2)[..., : packed_row_bytes(length, bits)].to(torch.uint8).contiguous()
+    return stream.flatten(-2)[..., : packed_row_bytes(length, bits)].to(torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:

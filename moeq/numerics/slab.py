@@ -1,12 +1,21 @@
-"""Keeping small results apart from the large temporaries that they are computed from."""
+"""Memory that would stay behind: small results apart from their temporaries, and what was freed given back."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import Tensor
 
 BLOCK_BYTES = 64 << 20  # over 32 MiB, glibc maps an allocation by itself, apart from the heap
 ALIGNMENT = 64
+
+
+def return_memory() -> None:
+    """Give what was freed back to the system; glibc keeps it otherwise, and whatever comes next lies on top of it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class Slab:

@@ -12,7 +12,8 @@ What is held, and where the code holds it:
 - losses (quantizers/layer.py): the layer's tokens in float32 and three quarters of them again, the packed replicas and
   their parts, and one batch of experts under losses.working_memory;
 - what a stage freed stays with the allocator in part and is there beside what later stages hold;
-- export (verification/): a second process with the checkpoint, and one block of the reference at a time;
+- export (verification/): a second process with the checkpoint, and one block of the reference at a time, with a group
+  of its experts (of the format dequantized: all);
 - eval (stages/evaluate.py): a loaded model is dropped only when the next one has been loaded; logits in float32, the
   exported checkpoint whole.
 """
@@ -25,6 +26,7 @@ import torch
 
 from moeq.artifacts.assignment import FULL
 from moeq.artifacts.trace import BYTES_PER_CHOICE
+from moeq.exporters.readers import PLAIN
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import memory_bytes
 from moeq.numerics.grids import resolved_group_size
@@ -40,6 +42,7 @@ from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import WEIGHT_BYTES
 from moeq.recipe import Recipe
 from moeq.stages.losses import ON_DEMAND
+from moeq.verification.reference import GROUP_BYTES
 
 MIB = 2**20
 PROGRAM = 380 * MIB  # the interpreter with torch, transformers, pyarrow, lm-eval and matplotlib; measured 290 to 355
@@ -286,9 +289,14 @@ class Memory:
         loaded = 4 * rest + sizes.others.packed + self.placed
         if loaded > memory_bytes(torch.device("cpu")):
             return []
+        reference = 4 * (sizes.resident + sizes.largest_block) // self.d
+        if PLAIN not in self.recipe.export.formats:  # whose experts are read as stacks, a layer at a time
+            largest = max(sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
+            one, experts = 4 * largest.parameters_per_expert, 4 * largest.num_experts * largest.parameters_per_expert
+            reference -= max(0, experts - max(GROUP_BYTES, one) - one)
         return [
             Term(what=APART, bytes=int(PROGRAM + CACHES + loaded), lever=lever),
-            Term(what="reference in float32", bytes=4 * (sizes.resident + sizes.largest_block) // self.d, lever=lever),
+            Term(what="reference in float32", bytes=reference, lever=lever),
         ]
 
     def _eval(self) -> list[Moment]:

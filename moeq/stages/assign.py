@@ -38,6 +38,7 @@ from moeq.estimator.latency import expert_seconds
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import packed_bytes
+from moeq.numerics.slab import return_memory
 from moeq.numerics.traces import closed_form, hutchinson
 from moeq.recipe import AssignSection
 from moeq.reporting.frontier import frontier_svg
@@ -306,6 +307,7 @@ def _computed_traces(context: Context, how: tuple[str, int | None]) -> list[np.n
     with context.reporter.bar("traces", len(context.layers)) as advance:
         for layer in context.layers:
             found.append(np.array([_trace(context, layer, e, how, generator) for e in range(layer.num_experts)]))
+            return_memory()
             advance()
     return found
 

@@ -24,7 +24,7 @@ from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
-from moeq.numerics.slab import Slab
+from moeq.numerics.slab import Slab, return_memory
 from moeq.quantizers.layer import rtn_batch
 from moeq.quantizers.measuring import GPTQ, RTN
 from moeq.quantizers.stored import packed_batch
@@ -62,6 +62,7 @@ def run(context: Context) -> dict[str, Any]:
             made[replicas.layer.name] = replicas.made_by()
             placed, others = placed + sizes[0], others + sizes[1]
             refined += len(replicas.refined)
+            return_memory()
             advance()
     write_json(directory / NAME, {"schema_version": SCHEMA_VERSION, "layers": made})
     experts = {"placed_expert_bytes": placed, "other_replica_bytes": others, "refined_experts": refined}

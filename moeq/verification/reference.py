@@ -1,14 +1,17 @@
 """The model with dequantized weights, layer by layer: what a checkpoint's loader is compared with.
 
-It is read from the packed checkpoint itself, each decoder layer as it is about to run; one layer lies in memory.
+It is read from the packed checkpoint itself, each decoder layer as it is about to run; one layer lies in memory, and of
+its experts, which are twice as large in float32 as they were, a group at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +22,7 @@ from moeq.models.streaming import StreamedModel
 from moeq.numerics.packed import PackedWeight
 
 CPU = torch.device("cpu")
+GROUP_BYTES = 128 << 20  # of experts in float32 that lie in memory at a time
 
 
 def values(matrix: PackedWeight | Tensor) -> Tensor:
@@ -43,14 +47,25 @@ def streamed(packed: PackedSource, dtype: torch.dtype, trust_remote_code: bool =
     plain = replace(packed.source, config=packed.config, tensors=tensors)
     model = StreamedModel(plain, dtype, CPU, trust_remote_code, frozenset(supplied))
 
-    def fill(model: nn.Module, layer: ExpertLayer) -> None:
-        if layer.name in whole:
-            return
-        for expert in range(layer.num_experts):
+    def fill_some(layer: ExpertLayer, experts: range) -> None:
+        for expert in experts:
             matrices, biases = packed.expert(layer, expert)
             found = {name: values(matrix) for name, matrix in matrices.items()}
-            set_expert_weights(model, layer, expert, found)
-            set_expert_biases(model, layer, expert, biases)
+            set_expert_weights(model.model, layer, expert, found)
+            set_expert_biases(model.model, layer, expert, biases)
+
+    grouped = set()
+    for layer in packed.layers:
+        size = group_size(layer, dtype)
+        if layer.name not in whole and size < layer.num_experts:
+            grouped.add(layer.name)
+            run_in_groups(model.model, layer, size, partial(fill_some, layer))
+
+    def fill(_: nn.Module, layer: ExpertLayer) -> None:
+        if layer.name in grouped:
+            empty(model.model, layer)
+        elif layer.name not in whole:
+            fill_some(layer, range(layer.num_experts))
 
     def fill_others(target: nn.Module, block: str) -> None:
         with torch.no_grad():
@@ -61,6 +76,40 @@ def streamed(packed: PackedSource, dtype: torch.dtype, trust_remote_code: bool =
     fill_others(model.model, "")
     model.overlay, model.block_overlay = fill, fill_others
     return model
+
+
+def group_size(layer: ExpertLayer, dtype: torch.dtype) -> int:
+    """How many of a layer's experts are in memory at a time, at most all of them."""
+    return min(layer.num_experts, max(1, GROUP_BYTES // (dtype.itemsize * layer.parameters_per_expert)))
+
+
+def run_in_groups(model: nn.Module, layer: ExpertLayer, size: int, fill: Callable[[range], None]) -> None:
+    """Have a layer's experts run `size` at a time, the others being zero meanwhile, and their outputs added up.
+
+    Every expert adds to the output what its own weights make of it, whatever the family: the output is that of zeros
+    (a shared bias, tokens that pass through) and, for each group, what changes with it. fill(experts): writes them.
+    """
+    module = model.get_submodule(layer.name)
+    run = module.forward
+
+    def forward(*arguments: Any, **named: Any) -> Tensor:
+        nothing: Tensor = run(*arguments, **named)
+        total = nothing.clone()
+        for start in range(0, layer.num_experts, size):
+            fill(range(start, min(start + size, layer.num_experts)))
+            total += run(*arguments, **named) - nothing
+            empty(model, layer)
+        return total
+
+    module.forward = forward
+
+
+def empty(model: nn.Module, layer: ExpertLayer) -> None:
+    """Make a layer's experts zeros, of which only what is written to takes memory."""
+    for name in layer.parameters:
+        parameter = model.get_parameter(f"{layer.name}.{name}")
+        zeros = torch.from_numpy(np.zeros(parameter.numel() * parameter.element_size(), np.uint8))
+        parameter.data = zeros.view(parameter.dtype).view(parameter.shape)
 
 
 def _others(packed: PackedSource) -> dict[str, Callable[[], PackedWeight | Tensor]]:
@@ -103,11 +152,8 @@ def run_recorded(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tenso
 def run_alone(model: nn.Module, layer: ExpertLayer, rows: Tensor, top_k: int) -> Tensor:
     """What every expert gives back for rows [t, H] alone, [E, t, H]; experts that are called with indices [t, k]."""
     experts: Any = model.get_submodule(layer.name)
-    weights = torch.zeros(len(rows), top_k)
+    number = torch.arange(layer.num_experts).repeat_interleave(len(rows))
+    weights = torch.zeros(len(number), top_k)
     weights[:, 0] = 1
-    return torch.stack(
-        [
-            experts(rows, torch.full_like(weights, expert, dtype=torch.long), weights)
-            for expert in range(layer.num_experts)
-        ]
-    )
+    found: Tensor = experts(rows.repeat(layer.num_experts, 1), number[:, None].expand(-1, top_k), weights)
+    return found.view(layer.num_experts, len(rows), -1)

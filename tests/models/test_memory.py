@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import importlib
+import json
 import subprocess
 import sys
 import weakref
@@ -21,6 +24,7 @@ from moeq.recipe import load_recipe
 from moeq.stages import quantize
 from moeq.stages.context import Context
 
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 MANY_SHAPES = """
 import moeq, re, torch
 def anonymous():
@@ -34,6 +38,79 @@ start = anonymous()
 go(range(200, 800))
 print(anonymous() - start)
 """
+
+STAGES_GIVE_BACK = """
+import argparse, contextlib, ctypes, json, re, sys
+from pathlib import Path
+import moeq
+sys.path.insert(0, sys.argv[1])
+import memory
+from moeq import pipeline
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages.context import Context
+from moeq.verification import reference
+
+folder = Path(sys.argv[2])
+left = {}
+def look(where):
+    held = memory.resident()["RssAnon"]
+    ctypes.CDLL(None).malloc_trim(0)
+    left[where] = max(left.get(where, 0), held - memory.resident()["RssAnon"])
+
+class Watching(Reporter):
+    @contextlib.contextmanager
+    def bar(self, title, total):
+        def advance():
+            peaks.setdefault(title, 0)
+            if title in ("quantize", "traces"):
+                look(f"a layer of {title}")
+            peaks[title] = max(peaks[title], watch.above()["RssAnon"])
+        watch.reset()
+        yield advance
+
+reference.GROUP_BYTES = 16 << 20
+peaks = {}
+recipe = load_recipe(None, [*memory.OVERRIDES, "corpus.sequences=4", "corpus.sequence_length=64"])
+context = Context(recipe=recipe, model_name=str(folder), out=folder.parent / "run", reporter=Watching(quiet=True))
+watch = memory.Peaks()
+for stage in ("profile", "losses", "assign", "quantize", "export"):
+    before = memory.resident()["RssAnon"]
+    pipeline.run(context, (stage,))
+    if stage == "assign":
+        watch.start = memory.resident()
+    look(stage)
+print(json.dumps([left, peaks["comparing"]]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc here")
+def test_what_layers_and_stages_freed_is_given_back(tmp_path: Path) -> None:
+    """Or every layer and stage would begin on top of it: export has room for two layers as they are on disk."""
+    sys.path.insert(0, BENCHMARKS)
+    try:
+        memory = importlib.import_module("memory")
+    finally:
+        sys.path.remove(BENCHMARKS)
+    (tmp_path / "model").mkdir()
+    sizes = argparse.Namespace(hidden=1024, intermediate=1024, experts=12)
+    memory.make(tmp_path / "model", 2, sizes)
+    command = [sys.executable, "-c", STAGES_GIVE_BACK, BENCHMARKS, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    left, compared = json.loads(done.stdout.splitlines()[-1])
+    assert set(left) == {
+        "profile",
+        "losses",
+        "assign",
+        "quantize",
+        "export",
+        "a layer of quantize",
+        "a layer of traces",
+    }
+    assert max(left.values()) < 6e6, left
+    layer = 2 * 3 * sizes.experts * sizes.hidden * sizes.intermediate
+    assert compared < 2 * layer, compared
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc here")

@@ -23,7 +23,7 @@ from moeq.errors import ArtifactError, EvaluationError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
-from moeq.verification import launch, probe
+from moeq.verification import launch, probe, reference
 from moeq.verification.launch import NotInstalledError
 from moeq.verification.verify import Options, Verdict, require, verify
 
@@ -81,6 +81,13 @@ def test_a_native_checkpoint(run: Path, tiny_mixtral: Path) -> None:
     assert verdict.distance.equal == len(
         [key for key in load_file(tiny_mixtral / "model.safetensors") if "exp" not in key]
     )
+
+
+def test_experts_of_the_reference_one_at_a_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "GROUP_BYTES", 1)
+    verdict = check(run / "checkpoint")
+    assert not verdict.problems
+    assert all(layer.worst < 1e-5 and len(layer.expert_errors or ()) == 5 for layer in verdict.layers)
 
 
 def test_the_command(moeq: ForkServer, run: Path) -> None:
