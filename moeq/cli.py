@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json as jsonlib
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -72,7 +73,7 @@ VerifyOption = Annotated[
 ]
 
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143  # as shells have it: 128 and the number of the signal
 
 
 def _version(show: bool) -> None:
@@ -836,7 +837,13 @@ def _as_moeq_error(error: Exception) -> MoeqError:
 
 
 def main() -> None:
-    """Entry point: errors become one line on standard error and an exit code by class, never a traceback."""
+    """Entry point: errors become one line on standard error and an exit code by class, never a traceback.
+
+    SIGTERM ends a command as Ctrl-C does: what is half-written goes.
+    """
+    ended_by: list[int] = []
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: _interrupt(ended_by, number))
     try:
         try:
             app()
@@ -846,6 +853,7 @@ def main() -> None:
         code = leaving.code if isinstance(leaving, SystemExit) else INTERRUPTED  # typer makes 130 of an interrupt
         if code == INTERRUPTED:
             print("interrupted; run the same command to go on", file=sys.stderr)
+            code = TERMINATED if ended_by else INTERRUPTED
         sys.exit(code)
     except BrokenPipeError:
         _drop_output()
@@ -860,6 +868,12 @@ def main() -> None:
             _drop_output()
         print(f"moeq: {known}", file=sys.stderr)
         sys.exit(known.exit_code)
+
+
+def _interrupt(ended_by: list[int], number: int) -> None:
+    """A signal as an interrupt; it is noted."""
+    ended_by.append(number)
+    raise KeyboardInterrupt
 
 
 def _drop_output() -> None:

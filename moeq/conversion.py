@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.files import building, claimed
 from moeq.errors import ArtifactError, RecipeError
 from moeq.exporters import CONVERTED, write
 from moeq.exporters.foreign import WriteOptions
@@ -25,17 +26,17 @@ def convert(
     trust_remote_code: bool = False,
     verify: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Write `checkpoint` to `out` in the format `name`; returns what was written.
+    """Write `checkpoint` to `out` in the format `name`, which appears when it is whole and right; returns what it is.
 
     verify: where to tell what the format's own loader makes of it; None: it is not loaded. Raises EvaluationError where
-    it loads wrongly or holds other values, RecipeError for an unknown format or an `out` that is there, ArtifactError
-    for a directory that is no packed checkpoint of moeq's or of another tool's, PlanError for what the format's runtime
+    it loads wrongly or holds other values, RecipeError for an unknown format or an `out` that is there, StorageError
+    while another process writes it, ArtifactError for a directory that is no packed checkpoint of moeq's or of another
+    tool's, PlanError for what the format's runtime
     would not load as it is meant.
     """
     if name not in CONVERTED:
         raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(CONVERTED)}")
-    if out.exists():
-        raise RecipeError("is there already", where=str(out), do="choose another --out or remove it")
+    _refuse_present(out)
     source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
     if format_of(source.source) == PLAIN:
         do = "make a packed one of it with `moeq run`"
@@ -43,11 +44,19 @@ def convert(
     sides = find_side_files(source.source.path, source.config, trust_remote_code)
     said = [line for line in (sides.said(), read_origin(source.source.path).said()) if line is not None]
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
-    write(name, source, out, options)
     verdict = None
-    if verify is not None:
-        verdict = check_written(out, verify, against=checkpoint, trust_remote_code=trust_remote_code)
+    with claimed(out):
+        _refuse_present(out)  # who had the claim before has made it
+        with building(out) as unfinished:
+            write(name, source, unfinished, options)
+            if verify is not None:
+                verdict = check_written(unfinished, verify, against=checkpoint, trust_remote_code=trust_remote_code)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     found = {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
     found |= {"notes": said} if said else {}
     return found if verdict is None else found | {"verified_with": verdict.target, "logits_error": verdict.logits_error}
+
+
+def _refuse_present(out: Path) -> None:
+    if out.exists():
+        raise RecipeError("is there already", where=str(out), do="choose another --out or remove it")

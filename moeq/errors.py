@@ -13,7 +13,7 @@
 | 9 | EvaluationError | evaluation: tasks, generation, a checkpoint that does not load right |
 | 10 | EstimateError | hardware files and the performance estimate |
 | 11 | PlanError | a plan that does not fit: memory, disk, or a format that cannot carry the recipe |
-| 130 | | interrupted |
+| 130, 143 | | interrupted: Ctrl-C, SIGTERM |
 """
 
 from __future__ import annotations

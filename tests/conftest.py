@@ -79,10 +79,10 @@ def probe_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         launch.write_request(folder, wanted)
         if server is not None:
             running = server.start(folder, program=PROBE, cwd=folder)
-            yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: running.wait().code)
+            yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda timeout: running.wait().code)
         elif not probes_apart and package in ("moeq", "transformers"):
             probe.main(folder)
-            yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda: 0)
+            yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda timeout: 0)
         else:
             with fresh(wanted, python) as process:
                 yield process

@@ -13,16 +13,18 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import is_current, read_record, write_record
 from moeq.artifacts.targets import LOADED_BY, WIDEN, Target, loads_width, refuse_layers
-from moeq.errors import PlanError
+from moeq.errors import ArtifactError, PlanError
 from moeq.exporters import CONVERTED, export, gguf, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.front_matter import read_origin
 from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
+from moeq.exporters.packed_source import PackedSource
 from moeq.models.loading import expert_keys
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
 from moeq.stages import assign, losses, model_card, others, profile, quantize, refine
+from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
 from moeq.stages.side_files import say_left_behind
 from moeq.verification.written import check_written
@@ -60,7 +62,8 @@ def run(context: Context) -> dict[str, Any]:
         advance()
     write_card(context, manifest)
     if context.recipe.export.verify:
-        _check_written(context, target)
+        _check_copies(context, target)
+        _check_written(context, target, AsQuantized(context, assignment))
     _write_formats(context)
     return manifest.totals.model_dump() | {"original_expert_bytes": original_bytes(context, inputs.expert_keys)}
 
@@ -169,14 +172,23 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
         trust_remote_code=recipe.trust_remote_code,
         model_name=context.stamp.name,
     )
-    write(name, NativeReader(context.directory("export"), recipe.trust_remote_code), directory, options)
+    native = NativeReader(context.directory("export"), recipe.trust_remote_code)
+    write(name, native, directory, options)
     if recipe.export.verify:
-        _check_written(context, directory, context.directory("export"))
+        _check_written(context, directory, native)
     stage, stamp, seed = f"export-{name}", context.stamp, recipe.seed
     write_record(directory, stage=stage, model=stamp, seed=seed, key=key, inputs={}, summary={}, volatile={})
 
 
-def _check_written(context: Context, directory: Path, against: Path | None = None) -> None:
+def _check_copies(context: Context, directory: Path) -> None:
+    """ArtifactError for a file that is not, byte for byte, what quantize recorded when it wrote it."""
+    for name, stamp in read_record(context.directory("quantize"), "quantize").files.items():
+        if (directory / name).is_file() and sha256_file(directory / name) != stamp.sha256:
+            where = str(context.directory("quantize") / name)
+            raise ArtifactError("is not what quantize wrote", where=where, do="run `moeq quantize` again")
+
+
+def _check_written(context: Context, directory: Path, against: PackedSource) -> None:
     check_written(directory, context.reporter, against=against, trust_remote_code=context.recipe.trust_remote_code)
 
 

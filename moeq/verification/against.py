@@ -19,7 +19,7 @@ from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.weights import is_dequantized
 from moeq.progress import Reporter
-from moeq.verification.reference import streamed, values
+from moeq.verification.reference import packed_others, streamed, values
 
 UNLIKE = 1.0  # relative error of a matrix beyond which it is no rounding of the original: 1 bit stays below 0.7
 
@@ -72,12 +72,17 @@ def compare_with(
     )
 
 
-def differences(name: str, packed: PackedSource, reporter: Reporter, trust_remote_code: bool) -> list[str]:
-    """What of a checkpoint's values is not as in a packed checkpoint that it was made of; nothing is loaded or run."""
-    source = open_source(name)
-    other = open_packed(source.path, trust_remote_code=trust_remote_code, as_values=True)
-    problems, _ = _experts(source, packed, other, reporter, trust_remote_code)
-    return problems + [f"{key} is not as in {source.name}" for key in _tensors(source, packed)[1]]
+def differences(made_of: PackedSource, packed: PackedSource, reporter: Reporter) -> list[str]:
+    """What of a checkpoint's values is not as in what it was made of; nothing is loaded or run.
+
+    Read and compared expert by expert: a layer is never in memory.
+    """
+    problems, _ = _experts(made_of.source, packed, made_of, reporter, False)
+    theirs = packed_others(made_of)
+    for name, read in packed_others(packed).items():
+        if name not in theirs or not torch.equal(values(read()), values(theirs[name]())):
+            problems.append(f"{name}: its values differ")
+    return problems + [f"{key} is not as in {made_of.source.name}" for key in _tensors(made_of.source, packed)[1]]
 
 
 def _model(source: ModelSource, other: PackedSource | None, trust: bool) -> StreamedModel:

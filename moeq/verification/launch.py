@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moeq.errors import EvaluationError, MoeqError, RecipeError
+from moeq.tables import human_seconds
 from moeq.verification import probe
 
 
@@ -43,6 +45,10 @@ INSTALL = {
     "gguf": "pip install gguf==0.19.0",
     "llama_cpp": "pip install llama-cpp-python",
 }
+
+
+BASE_SECONDS = 600  # that a target may take whatever the size: to import, and to compile kernels
+BYTES_PER_SECOND = 10e6  # of a checkpoint, that the slowest loader on a slow disk reads, unpacks and runs in that time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +133,7 @@ def _environment(target: str) -> dict[str, str]:
     found.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     own = Path(probe.__file__).resolve().parents[2]
     given = [Path(path).absolute() for path in found.pop("PYTHONPATH", "").split(os.pathsep) if path]
+    found[probe.PARENT] = str(os.getpid())
     paths = [own, *given] if target == "moeq" else [path for path in given if path.resolve() != own]
     return found | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
@@ -134,14 +141,26 @@ def _environment(target: str) -> dict[str, str]:
 def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
     """Wait for the probe and read what it wrote.
 
-    Raises NotInstalledError where a package is not installed, EvaluationError where the target cannot load or run it.
+    Raises NotInstalledError where a package is not installed, EvaluationError where the target cannot load or run it,
+    or takes longer than `limit_seconds`.
     """
-    code = process.wait()
+    limit = limit_seconds(request.checkpoint)
+    try:
+        code = process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise _failed(request, f"no answer in {human_seconds(limit)}") from None
     arguments = list(process.args) if isinstance(process.args, list) else []
     folder = Path(str(arguments[-1]))
     if not (folder / probe.ANSWER).is_file():
         last = (folder / "log").read_text("utf-8", "replace").strip().splitlines()
-        what = f"its process ended with {code}" + (f": {last[-1]}" if last else "")
+        if code == -signal.SIGKILL:
+            raise EvaluationError(
+                "its process was killed (SIGKILL), as the system does when memory runs out",
+                where=f"{request.checkpoint}, target {request.target}",
+                do="verify it where there is more memory; `--no-verify` exports without",
+            )
+        ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
+        what = f"its process ended {ended}" + (f": {last[-1]}" if last else "")
         raise _failed(request, what)
     said = json.loads((folder / probe.ANSWER).read_text("utf-8"))
     if said["absent"] is not None:
@@ -149,6 +168,12 @@ def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
     if said["error"] is not None:
         raise _failed(request, said["error"])
     return Answer(loading=said["loading"], versions=said["versions"], tensors=safe_open(folder / probe.TENSORS, "pt"))
+
+
+def limit_seconds(checkpoint: Path) -> float:
+    """How long the probe may take: by the bytes of the checkpoint's files."""
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    return BASE_SECONDS + size / BYTES_PER_SECOND
 
 
 def _absent(request: Request, package: str, python: str, error: str) -> MoeqError:

@@ -1,7 +1,8 @@
 """The model with dequantized weights, layer by layer: what a checkpoint's loader is compared with.
 
-It is read from the packed checkpoint itself, each decoder layer as it is about to run; one layer lies in memory, and of
-its experts, which are twice as large in float32 as they were, a group at a time.
+It is read from what the checkpoint was made of, or where that is not there from the checkpoint itself, each decoder
+layer as it is about to run; one layer lies in memory, and of its experts, which are twice as large in float32 as they
+were, a group at a time.
 """
 
 from __future__ import annotations
@@ -30,15 +31,24 @@ def values(matrix: PackedWeight | Tensor) -> Tensor:
     return matrix.dequantize() if isinstance(matrix, PackedWeight) else matrix.float()
 
 
-def streamed(packed: PackedSource, dtype: torch.dtype, trust_remote_code: bool = False) -> StreamedModel:
+def rounded_values(matrix: PackedWeight | Tensor, stored: torch.dtype | None) -> Tensor:
+    """A matrix's values in float32 as a checkpoint has them that stores them in a type; None: one that packs them."""
+    found = values(matrix)
+    return found if stored is None or not isinstance(matrix, PackedWeight) else found.to(stored).float()
+
+
+def streamed(
+    packed: PackedSource, dtype: torch.dtype, trust_remote_code: bool = False, stored: torch.dtype | None = None
+) -> StreamedModel:
     """A model of the family whose experts and packed modules are the dequantized ones.
 
-    Raises ModelError when the checkpoint's other tensors are not the model's, ArtifactError for damaged experts.
+    stored: the type that their values are rounded to, None for none. Raises ModelError when the checkpoint's other
+    tensors are not the model's, ArtifactError for damaged experts.
     """
     stacked = [packed.stacked(layer) for layer in packed.layers] if isinstance(packed, Foreign) else []
     whole = {layer.name for layer, keys in zip(packed.layers, stacked, strict=False) if keys}
     keys = [*packed.rest(), *(key for found in stacked for key in found)]
-    others = _others(packed)
+    others = packed_others(packed)
     supplied = {
         f"{layer.name}.{part}" for layer in packed.layers for part in layer.parameters if layer.name not in whole
     }
@@ -50,7 +60,7 @@ def streamed(packed: PackedSource, dtype: torch.dtype, trust_remote_code: bool =
     def fill_some(layer: ExpertLayer, experts: range) -> None:
         for expert in experts:
             matrices, biases = packed.expert(layer, expert)
-            found = {name: values(matrix) for name, matrix in matrices.items()}
+            found = {name: rounded_values(matrix, stored) for name, matrix in matrices.items()}
             set_expert_weights(model.model, layer, expert, found)
             set_expert_biases(model.model, layer, expert, biases)
 
@@ -71,7 +81,7 @@ def streamed(packed: PackedSource, dtype: torch.dtype, trust_remote_code: bool =
         with torch.no_grad():
             for module, read in others.items():
                 if model.block_of(module) == block:
-                    target.get_parameter(f"{module}.weight").copy_(values(read()))
+                    target.get_parameter(f"{module}.weight").copy_(rounded_values(read(), stored))
 
     fill_others(model.model, "")
     model.overlay, model.block_overlay = fill, fill_others
@@ -112,7 +122,7 @@ def empty(model: nn.Module, layer: ExpertLayer) -> None:
         parameter.data = zeros.view(parameter.dtype).view(parameter.shape)
 
 
-def _others(packed: PackedSource) -> dict[str, Callable[[], PackedWeight | Tensor]]:
+def packed_others(packed: PackedSource) -> dict[str, Callable[[], PackedWeight | Tensor]]:
     """How each packed module outside of the experts is read, by its name in memory."""
     if isinstance(packed, Foreign):
         return {name: lambda name=name: packed.other(name) for name in packed.other_names()}  # type: ignore[misc]

@@ -1,7 +1,8 @@
 """Does a checkpoint load right? Its files, its loader's complaints, every layer's outputs and the logits.
 
 The target's own loader runs in a fresh process and records what the experts of every layer were given and gave back.
-The same inputs then run through the dequantized weights, layer by layer, so that errors do not add up.
+The same inputs then run through the dequantized weights, layer by layer, so that errors do not add up: those of what
+the checkpoint was made of, where that is known, whose values it must hold.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, RecipeError
 from moeq.exporters.packed_source import PackedSource
-from moeq.exporters.readers import format_of, open_packed
+from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.exporters.readers.foreign import Foreign
 from moeq.exporters.readers.gguf import Gguf
 from moeq.models.experts import ExpertLayer
@@ -29,7 +30,7 @@ from moeq.models.source import ModelSource
 from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
 from moeq.verification import launch
-from moeq.verification.against import Distance, compare_with
+from moeq.verification.against import Distance, compare_with, differences
 from moeq.verification.files import check_native
 from moeq.verification.reference import after_experts, run_alone, run_recorded, streamed
 
@@ -108,11 +109,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def verify(path: Path, options: Options, reporter: Reporter) -> Verdict:
+def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSource | None = None) -> Verdict:
     """Check one checkpoint; what is wrong with how it loads stands in the verdict.
 
-    Raises ArtifactError for damaged files, RecipeError for a target that is not installed, EvaluationError where the
-    target cannot load it at all.
+    made_of: what its values must be, and those of the reference; None: it is compared with itself. Raises ArtifactError
+    for damaged files, RecipeError for a target that is not installed, EvaluationError where the target cannot load it
+    at all.
     """
     if not path.exists():
         raise RecipeError("no such directory", where=str(path), do="give a checkpoint's directory")
@@ -121,7 +123,8 @@ def verify(path: Path, options: Options, reporter: Reporter) -> Verdict:
     request = _request(path, packed, method, options)
     with launch.started(request, options.python) as process:
         files = _check_files(path, packed, reporter)
-        reference = streamed(packed, torch.float32, options.trust_remote_code)
+        stored = None if made_of is None else _stored_as(packed)
+        reference = streamed(made_of or packed, torch.float32, options.trust_remote_code, stored)
         reporter.say(f"  loading with {request.target} in a process of its own")
         answer = launch.answer(process, request)
         layers, wanted = _compare(reference, packed, answer, request, reporter)
@@ -131,6 +134,7 @@ def verify(path: Path, options: Options, reporter: Reporter) -> Verdict:
     if options.against is not None:
         inputs = dict(request.inputs)
         distance = compare_with(options.against, packed, inputs, found, reporter, options.trust_remote_code)
+    differing = () if made_of is None else differences(made_of, packed, reporter)
     verdict = Verdict(
         checkpoint=str(path),
         format=method,
@@ -144,7 +148,16 @@ def verify(path: Path, options: Options, reporter: Reporter) -> Verdict:
         logits_error=error,
         distance=distance,
     )
-    return replace(verdict, problems=tuple(_problems(packed, verdict)))
+    return replace(verdict, problems=(*differing, *_problems(packed, verdict)))
+
+
+def _stored_as(packed: PackedSource) -> torch.dtype | None:
+    """The type in which a checkpoint stores its experts' values; None for one that packs some."""
+    if not packed.layers:
+        return None
+    found = list(packed.expert(packed.layers[0], 0)[0].values())
+    plain = [matrix.dtype for matrix in found if isinstance(matrix, Tensor)]
+    return plain[0] if len(plain) == len(found) and format_of(packed.source) == PLAIN else None
 
 
 def require(verdict: Verdict) -> None:

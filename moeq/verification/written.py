@@ -8,6 +8,7 @@ import torch
 from rich.markup import escape
 
 from moeq.errors import EvaluationError
+from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_packed
 from moeq.models.loading import memory_bytes
 from moeq.progress import Reporter
@@ -18,28 +19,34 @@ from moeq.verification.verify import Options, Verdict, require, resident_bytes, 
 
 
 def check_written(
-    directory: Path, reporter: Reporter, *, against: Path | None = None, trust_remote_code: bool = False
+    directory: Path,
+    reporter: Reporter,
+    *,
+    against: PackedSource | Path | None = None,
+    trust_remote_code: bool = False,
 ) -> Verdict | None:
     """Load a checkpoint in a fresh process and compare it; EvaluationError when it loads wrongly.
 
-    against: the packed checkpoint whose values it must hold. None, and the reason is said, where the target's package
-    is not installed here (its values are compared all the same) or memory is too small.
+    against: what it was made of: what its values must be, and those that its loader computes with. None, and the reason
+    is said, where the target's package is not installed here or memory is too small; values are compared all the same.
     """
     packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
+    made_of = against
+    if isinstance(made_of, Path):
+        made_of = open_packed(made_of, trust_remote_code=trust_remote_code, as_values=True)
     size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
     if size > memory:
         reporter.say(
-            f"  [yellow]not verified: loading it takes {human_bytes(size)} of memory, there are {human_bytes(memory)}; "
-            f"`moeq verify {escape(str(directory))}` on a larger machine[/yellow]"
+            f"  [yellow]not loaded: that takes {human_bytes(size)} of memory, there are {human_bytes(memory)}; "
+            "`moeq verify` it on a larger machine[/yellow]"
         )
+        _check_values(packed, made_of, directory, reporter)
         return None
     try:
-        source = None if against is None else str(against)
-        verdict = verify(directory, Options(against=source, trust_remote_code=trust_remote_code), reporter)
+        verdict = verify(directory, Options(trust_remote_code=trust_remote_code), reporter, made_of)
     except NotInstalledError as error:
         reporter.say(f"  [yellow]not verified: {escape(str(error))}[/yellow]")
-        if against is not None:
-            _check_values(directory, against, reporter, trust_remote_code)
+        _check_values(packed, made_of, directory, reporter)
         return None
     require(verdict)
     worst = max((check.worst for check in verdict.layers), default=0.0)
@@ -49,11 +56,12 @@ def check_written(
     return verdict
 
 
-def _check_values(directory: Path, against: Path, reporter: Reporter, trust_remote_code: bool) -> None:
+def _check_values(packed: PackedSource, made_of: PackedSource | None, directory: Path, reporter: Reporter) -> None:
     """EvaluationError where a checkpoint that cannot be loaded here holds other values than what it was made of."""
-    packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
-    problems = differences(str(against), packed, reporter, trust_remote_code)
+    if made_of is None:
+        return
+    problems = differences(made_of, packed, reporter)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise EvaluationError(f"{problems[0]}{more}", where=str(directory), do="do not use it; write it again")
-    reporter.say(f"  its values are those of {escape(against.name)}")
+    reporter.say(f"  its values are those of {escape(made_of.source.name)}")

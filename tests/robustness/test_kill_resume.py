@@ -223,10 +223,12 @@ def test_a_damaged_assignment_is_refused_until_made_again(
     """It may be edited by hand, so it is not thrown away; what the error advises must help."""
     path = run_copy / DAMAGED["assign"]
     path.write_bytes(path.read_bytes()[:100])
-    refused = moeq.run("run", recipe, "--out", run_copy, "--quiet")
-    assert refused.code == 7, refused.stderr
-    assert "run `moeq assign` again" in refused.stderr
     for command in (["assign"], ["run", recipe]):
+        refused = moeq.run(*command, "--out", run_copy, "--quiet")
+        assert refused.code == 7, refused.stderr
+        assert "run `moeq assign --force`" in refused.stderr
+        assert path.stat().st_size == 100
+    for command in (["assign", "--force"], ["run", recipe]):
         finished = moeq.run(*command, "--out", run_copy, "--quiet")
         assert (finished.code, finished.stderr) == (0, "")
     assert digests(run_copy) == digests(finished_run)
