@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError, RecipeError
 from moeq.exporters import CONVERTED, write
 from moeq.exporters.foreign import WriteOptions
@@ -38,6 +39,7 @@ def convert(
     if format_of(source.source) == PLAIN:
         do = "make a packed one of it with `moeq run`"
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
+    check_sums(checkpoint, reporter=verify)
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
     write(name, source, out, options)
     verdict = None

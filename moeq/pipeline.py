@@ -9,10 +9,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
+from moeq.artifacts.digests import spent
 from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
-from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
+from moeq.artifacts.stage import (
+    StageRecord,
+    current_digest,
+    damage,
+    edited_files,
+    is_current,
+    read_record,
+    write_record,
+)
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.errors import ArtifactError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
@@ -32,6 +43,7 @@ from moeq.stages import (
     report,
 )
 from moeq.stages.context import STORE, Context
+from moeq.stages.recorded import MODEL_FILES, changed_files
 from moeq.tables import human_seconds
 
 RECIPE_COPY = "recipe.yaml"
@@ -46,7 +58,7 @@ class Stage:
     revision: raised when the same inputs give other results, so that older artifacts are made again; text: parts of
     the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what would make it fail
     later; intact: whether what it wrote outside its own directory is still there; apart: files outside its digest;
-    editable: files that people may change by hand.
+    editable: files that people may change by hand; glances: stages of whose artifacts it reads none of the weights.
     """
 
     name: str
@@ -62,6 +74,7 @@ class Stage:
     intact: Callable[[Context], bool] | None = None
     apart: frozenset[str] = frozenset()
     editable: frozenset[str] = frozenset()
+    glances: frozenset[str] = frozenset()
 
     def needs(self, recipe: Recipe) -> tuple[str, ...]:
         """The stages whose artifacts it reads."""
@@ -107,7 +120,7 @@ STAGES = (
         extra=assign.own_hardware,
         check=assign.check,
         apart=frozenset({SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
-        editable=frozenset({assign.NAME}),
+        editable=assign.EDITABLE,
     ),
     Stage(name="quantize", run=quantize.run, sections=("quantize",), after=("losses", "assign"), computes=True),
     Stage(
@@ -147,6 +160,7 @@ STAGES = (
         after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),
         extra=report.own_inputs,
         intact=report.is_intact,
+        glances=frozenset({"quantize", "export"}),
     ),
 )
 BY_NAME = {stage.name: stage for stage in STAGES}
@@ -172,8 +186,14 @@ def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     if extra is not None:
         found["extra"] = digest_of(extra)
     for name in stage.needs(context.recipe):
-        found[name] = current_digest(context.directory(name), name)
+        found[name] = _digest_before(context, name, cached=not context.check)
     return found
+
+
+def _digest_before(context: Context, name: str, *, cached: bool) -> str:
+    """Digest of an earlier stage's files; ArtifactError for one that is not what the stage wrote, nor may be edited."""
+    editable = BY_NAME[name].editable
+    return current_digest(context.directory(name), name, editable, cached=cached, reporter=context.reporter)
 
 
 def _sections(context: Context, stage: Stage) -> dict[str, Any]:
@@ -198,20 +218,29 @@ def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Out
     keep_edits=False: files that were edited by hand are made again.
     """
     directory = context.directory(stage.name)
+    before = spent()
     inputs = _inputs(context, stage)
     key = digest_of([stage.name, stage.revision, inputs])
-    current = is_current(directory, stage.name, key, stage.editable if keep_edits else frozenset())
+    editable = stage.editable if keep_edits else frozenset()
+    current = is_current(directory, stage.name, key, editable, cached=not context.check)
     if current and (stage.intact is None or stage.intact(context)):
         record = read_record(directory, stage.name)
-        edited = current_digest(directory, stage.name) != record.digest
+        edited = edited_files(directory, stage.name, stage.editable)
         note = "edited by hand, kept" if edited else "unchanged, skipped"
         context.reporter.say(f"[dim]{stage.name:9} {note}[/dim]")
         return Outcome(stage=stage.name, skipped=True, seconds=0.0, record=record)
+    for what in damage(directory, stage.name, stage.editable):
+        context.reporter.say(f"  [yellow]{stage.name}: {escape(what)}; made again[/yellow]")
     context.reporter.say(f"[bold]{stage.name}[/bold]")
+    context.check_model()
+    for name in stage.needs(context.recipe):
+        _digest_before(context, name, cached=name in stage.glances and not context.check)
     started = time.monotonic()
     (directory / "stage.json").unlink(missing_ok=True)
     summary = stage.run(context)
     seconds = time.monotonic() - started
+    context.check_model()
+    created = datetime.now(UTC).isoformat(timespec="seconds")
     record = write_record(
         directory,
         stage=stage.name,
@@ -220,8 +249,9 @@ def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Out
         key=key,
         inputs=inputs,
         summary=summary,
-        volatile={"created": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 3)},
+        volatile={"created": created, "seconds": round(seconds, 3), MODEL_FILES: context.model_files},
         apart=stage.apart,
+        before=before,
     )
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
     return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record)
@@ -248,16 +278,26 @@ def run_alone(context: Context, name: str) -> Outcome:
     _prepare(context, [stage])
     with locked(context.out):
         _remove_partials(context)
-        made = dict.fromkeys(stage.needs(context.recipe), context)
-        for needed, of in (made | ({REPARAM: context.given()} if context.folds else {})).items():
-            record = read_record(context.directory(needed), needed)
-            if record.model.digest != of.stamp.digest:
-                raise ArtifactError(
-                    f"made from another model ({record.model.name})",
-                    where=str(context.directory(needed)),
-                    do=f"run `moeq {needed}` again or choose another --out",
-                )
+        made = {REPARAM: context.given()} if context.folds else {}
+        for needed, of in (made | dict.fromkeys(stage.needs(context.recipe), context)).items():
+            _check_model_of(of, needed)
+            if needed == REPARAM:
+                _digest_before(context, needed, cached=not context.check)
         return run_stage(context, stage, keep_edits=False)
+
+
+def _check_model_of(context: Context, needed: str) -> None:
+    """ArtifactError where a stage was run on another model, or on other bytes of this one."""
+    record = read_record(context.directory(needed), needed)
+    if record.model.digest == context.stamp.digest:
+        return
+    changed = changed_files(record, context.model_files)
+    what = f": {changed[0]} is not the file that it read" if changed else ""
+    raise ArtifactError(
+        f"made from another model ({record.model.name}){what}",
+        where=str(context.directory(needed)),
+        do=f"run `moeq {needed}` again or choose another --out",
+    )
 
 
 def _prepare(context: Context, stages: list[Stage]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from moeq.artifacts.files import write_in_chunks, write_json
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import copy_file, write_in_chunks, write_json
 from moeq.models.source import INDEX, ModelSource, read_header
 from moeq.models.weights import plain_chunks, plain_header
 from moeq.runtime.hook import HOOK_FILE
@@ -62,4 +62,4 @@ def copy_side_files(source: ModelSource, directory: Path) -> None:
     """Tokenizer, generation settings and whatever else comes along, but not the hook of moeq's own format."""
     for path in source.side_files():
         if path.name != HOOK_FILE:
-            shutil.copyfile(path, directory / path.name)
+            copy_file(path, directory / path.name, digest_of_file(path, cached=True))

@@ -26,6 +26,9 @@ from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout,
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
+from moeq.artifacts.sums import LINE_BYTES as SUMS_LINE_BYTES
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.artifacts.sums import UNLISTED
 from moeq.artifacts.targets import LOADED_BY, grids_of, loadable_grid, widest_of
 from moeq.estimator import load_hardware
 from moeq.evaluation import document as samples
@@ -54,6 +57,7 @@ from moeq.stages import estimate as estimate_stage
 from moeq.stages import losses as losses_stage
 from moeq.stages import profile as profile_stage
 from moeq.stages.context import Context
+from moeq.stages.recorded import MODEL_FILES
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DIGEST = "0" * 64
@@ -189,6 +193,7 @@ class Disk:
         return placed_bytes(self.sizes, section, self.recipe) - dense
 
     def _record(self, stage: str, files: dict[str, int]) -> int:
+        source = self.context.source
         record = StageRecord(
             stage=stage,
             model=self.stamp,
@@ -197,7 +202,13 @@ class Disk:
             inputs=dict.fromkeys(_inputs(BY_NAME[stage], self.recipe), DIGEST),
             files={name: FileStamp(bytes=size, sha256=DIGEST) for name, size in files.items()},
             digest=DIGEST,
-            volatile={"created": "2026-01-01T00:00:00+00:00", "seconds": 1.234},
+            volatile={
+                "created": "2026-01-01T00:00:00+00:00",
+                "seconds": 1.234,
+                "hashed_bytes": self.sizes.disk,
+                "hashing_seconds": 1.234,
+                MODEL_FILES: {path.name: DIGEST for path in (*source.side_files(), *source.files)},
+            },
         )
         summary, each = SUMMARIES[stage]
         return len(canonical_json(record.model_dump(mode="json"))) + summary + each * len(self.sections)
@@ -478,7 +489,8 @@ class Disk:
         files["config.json"] = len(canonical_json(config | {"quantization_config": quantization}).encode())
         files |= {path.name: path.stat().st_size for path in source.side_files()}
         files |= {} if own_code else {HOOK_FILE: len(HOOK_TEXT)}
-        return files | self._manifest()
+        files |= self._manifest()
+        return files | {SUMS: sum(SUMS_LINE_BYTES + len(name.encode()) for name in files if name not in UNLISTED)}
 
     def _rest(self) -> dict[str, list[str]]:
         """Shards of what is not a routed expert, as the exporter fills them."""

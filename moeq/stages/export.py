@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from moeq.artifacts.assignment import MIXED, Assignment
-from moeq.artifacts.files import digest_of, sha256_file, write_text
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.artifacts.stage import is_current, read_record, write_record
+from moeq.artifacts.stage import damage, is_current, read_record, write_record
 from moeq.artifacts.targets import LOADED_BY, WIDEN, Target, loads_width, refuse_layers
 from moeq.errors import PlanError
 from moeq.exporters import CONVERTED, export, gguf, write
@@ -128,9 +131,11 @@ def check_formats(context: Context, assignment: Assignment) -> None:
 def write_format(context: Context, name: str) -> None:
     """Write the checkpoint in another format, unless it is there and made of this one."""
     directory, stage, key = format_directory(context.out, name), f"export-{name}", _format_key(context, name)
-    if is_current(directory, stage, key):
+    if is_current(directory, stage, key, cached=not context.check):
         context.reporter.say(f"[dim]  {name} unchanged, skipped[/dim]")
         return
+    for what in damage(directory, stage):
+        context.reporter.say(f"  [yellow]{directory.name}: {escape(what)}; made again[/yellow]")
     context.reporter.say(f"  {name}")
     recipe = context.recipe
     options = WriteOptions(
@@ -153,15 +158,16 @@ def _check_written(context: Context, directory: Path, against: Path | None = Non
 
 def _format_key(context: Context, name: str) -> str:
     section = context.recipe.export
-    manifest = sha256_file(context.directory("export") / MANIFEST)
+    manifest = digest_of_file(context.directory("export") / MANIFEST, cached=not context.check)
     settings = [section.max_shard, section.widen, section.verify]
     return digest_of([name, FORMAT_REVISION, context.stamp.digest, manifest, *settings])
 
 
 def formats_intact(context: Context) -> bool:
     """Whether the checkpoint is there in all other formats that the recipe wants."""
+    cached = not context.check
     return (context.directory("export") / MANIFEST).is_file() and all(
-        is_current(format_directory(context.out, name), f"export-{name}", _format_key(context, name))
+        is_current(format_directory(context.out, name), f"export-{name}", _format_key(context, name), cached=cached)
         for name in context.recipe.export.formats
     )
 

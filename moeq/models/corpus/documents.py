@@ -8,7 +8,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from moeq.artifacts.files import digest_of, sha256_file
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import digest_of
 from moeq.errors import CorpusError
 from moeq.models.corpus.chat import conversation, rendered
 from moeq.models.corpus.images import ImageRow, image_row
@@ -72,7 +73,7 @@ def read_documents(
 def images_digest(documents: Sequence[Document]) -> str:
     """Digest of the image files that documents name; images inside Parquet belong to the digest of their source."""
     images = [image for document in documents if document.image is not None for image in document.image.images]
-    return digest_of([sha256_file(image) for image in images if isinstance(image, Path)])
+    return digest_of([digest_of_file(image) for image in images if isinstance(image, Path)])
 
 
 def _of_dataset(source: HubDataset, fields: Fields, tokenizer: Any, seed: int | None) -> Iterator[Document]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from moeq.artifacts.files import digest_of, sha256_file
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import digest_of
 from moeq.bundled import bundled_path
 from moeq.errors import CorpusError
 from moeq.models import hub
@@ -38,7 +39,7 @@ class LocalFile:
 
     def identity(self) -> list[str]:
         """What decides its documents."""
-        return [self.domain, sha256_file(self.path)]
+        return [self.domain, digest_of_file(self.path, cached=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
