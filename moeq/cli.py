@@ -41,6 +41,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Result as JSON on stan
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model's directory brings along.")
 ]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Read and hash every file, also those that have not changed since they were.")
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress, no messages but errors.")]
 QuantizerOption = Annotated[
     Literal["rtn", "gptq", "signround", "best"] | None,
@@ -100,6 +103,7 @@ def _context(
     trust: bool,
     quantizer: str | None = None,
     refine: bool = False,
+    check: bool = False,
 ) -> Context:
     """The run that the options describe."""
     from moeq.progress import Reporter
@@ -116,7 +120,7 @@ def _context(
     if name is None:
         raise RecipeError("no model", where=str(recipe or "defaults"), do="give a recipe, --model, or --out of a run")
     target = out or Path("moeq-out") / loaded.name
-    return Context(recipe=loaded, model_name=name, out=target, reporter=Reporter(quiet=quiet))
+    return Context(recipe=loaded, model_name=name, out=target, reporter=Reporter(quiet=quiet), check=check)
 
 
 def _overrides(loaded: Recipe, quantizer: str | None, refine: bool) -> list[str]:
@@ -142,13 +146,14 @@ def run(
     refine: RefineOption = False,
     verify: VerifyOption = True,
     force: ForceOption = False,
+    check: CheckOption = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Run all stages below in order; goes on where it was stopped."""
     wanted = [*(set_ or []), *_verify_override(verify)]
-    context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine)
+    context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine, check)
     from moeq import pipeline, results, terminal
 
     outcomes = pipeline.run(context, force=force)
@@ -176,12 +181,13 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
         format_: FormatOption = None,
         widen: WidenOption = False,
         verify: VerifyOption = True,
+        check: CheckOption = False,
         trust_remote_code: TrustOption = False,
         json: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
         wanted = [*(set_ or []), *_export_overrides(format_, widen), *_verify_override(verify)]
-        context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine)
+        context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine, check)
         _run_stage(context, name, json, quiet)
 
     command.__doc__ = summary
@@ -274,6 +280,7 @@ def assign(
     ] = False,
     quantizer: QuantizerOption = None,
     force: ForceOption = False,
+    check: CheckOption = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -284,7 +291,7 @@ def assign(
     if method not in (None, "optimal") and ndp_latency is None:
         chosen.append("assign.ndp_latency_ms=null")  # the recipe's, which belongs to its own method
     overrides = [*(set_ or []), *_assign_overrides(method, given), *chosen]
-    context = _context(recipe, model, out, overrides, quiet, trust_remote_code, quantizer)
+    context = _context(recipe, model, out, overrides, quiet, trust_remote_code, quantizer, check=check)
     from moeq import pipeline, terminal
     from moeq.stages import assign as stage
 
@@ -332,11 +339,12 @@ def report(
             "similarity of prefill and decode, activation maps, and the curves of eval.low_precision.",
         ),
     ] = None,
+    check: CheckOption = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    context = _context(recipe, model, out, set_, quiet, trust_remote_code)
+    context = _context(recipe, model, out, set_, quiet, trust_remote_code, check=check)
     from moeq import pipeline, terminal
     from moeq.stages import report as stage
 
@@ -450,6 +458,7 @@ def estimate(
             "hardware; --out takes the fitted YAML.",
         ),
     ] = None,
+    check: CheckOption = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -492,7 +501,8 @@ def estimate(
             raise refusal
         return
     overrides = command.recipe_overrides(asked)
-    _run_stage(_context(asked.recipe, model, out, overrides, quiet, trust_remote_code), "estimate", json, quiet)
+    described = _context(asked.recipe, model, out, overrides, quiet, trust_remote_code, check=check)
+    _run_stage(described, "estimate", json, quiet)
 
 
 def evaluate(
@@ -552,6 +562,7 @@ def evaluate(
         Literal["auto", "float32", "float16", "bfloat16"], typer.Option(help="Type that a comparison computes in.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="Of a comparison: auto, cpu or cuda.")] = "auto",
+    check: CheckOption = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -582,7 +593,8 @@ def evaluate(
     )
     if command.needs_a_run(asked):
         overrides = command.recipe_overrides(asked)
-        _run_stage(_context(asked.recipe, model, out, overrides, quiet, trust_remote_code), "eval", json, quiet)
+        context = _context(asked.recipe, model, out, overrides, quiet, trust_remote_code, check=check)
+        _run_stage(context, "eval", json, quiet)
         return
     from moeq import terminal
 

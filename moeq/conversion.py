@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.files import building, claimed
+from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError, RecipeError
 from moeq.exporters import CONVERTED, write
 from moeq.exporters.foreign import WriteOptions
@@ -43,6 +44,7 @@ def convert(
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
     sides = find_side_files(source.source.path, source.config, trust_remote_code)
     said = [line for line in (sides.said(), read_origin(source.source.path).said()) if line is not None]
+    check_sums(checkpoint, reporter=verify)
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
     verdict = None
     with claimed(out):

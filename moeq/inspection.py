@@ -15,7 +15,8 @@ from moeq.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
-from moeq.artifacts.stage import RECORD, current_digest, read_record
+from moeq.artifacts.stage import RECORD, StageRecord, edited_files, read_record
+from moeq.artifacts.sums import check_sums
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError
@@ -29,9 +30,9 @@ from moeq.models.source import open_source, read_header
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import losses
-from moeq.stages.context import DIRECTORIES
+from moeq.stages.context import DIRECTORIES, store_folder
 from moeq.tables import human_bytes
-from moeq.verification.files import check_code, check_files, check_native
+from moeq.verification.files import Checked, check_code, check_files, check_native
 
 QUIET = Reporter(quiet=True)
 
@@ -49,26 +50,27 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
         if (path / INTEGER).is_file() and (path / INTEGER_SCHEMA).is_file():
             return replay(path)
         if (path / "recipe.yaml").is_file():
-            return _run_directory(path)
+            return _run_directory(path, reporter)
         if (path / replicas.MARKER).is_file():
             return _store(path, reporter)
         if (path / RECORD).is_file():
-            return _stage(path)
+            return _stage(path, reporter)
         if holds_gguf(path):
-            return _gguf(path, trust_remote_code)
+            return _gguf(path, reporter, trust_remote_code)
         if (path / "config.json").is_file():
-            return _model(path, trust_remote_code)
+            return _model(path, reporter, trust_remote_code)
         raise ArtifactError("neither a checkpoint, a run, a stage nor a model", where=str(path), do="give another path")
     return _file(path, reporter)
 
 
 def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, Any]:
     """Describe a checkpoint that moeq exported; ArtifactError when a file is not as the manifest says."""
-    manifest, on_disk = check_native(directory, reporter)
-    return _checkpoint_summary(manifest, on_disk, check_code(directory, manifest))
+    checked = check_native(directory, reporter)
+    return _checkpoint_summary(checked, check_code(directory, checked.manifest))
 
 
-def _checkpoint_summary(manifest: PlacementManifest, on_disk: int, code: dict[str, str]) -> dict[str, Any]:
+def _checkpoint_summary(checked: Checked, code: dict[str, str]) -> dict[str, Any]:
+    manifest = checked.manifest
     flat = [expert for layer in manifest.layers for expert in layer.experts]
     widths = [expert.widths for expert in flat]
     matrices = count_matrices(widths)
@@ -87,9 +89,10 @@ def _checkpoint_summary(manifest: PlacementManifest, on_disk: int, code: dict[st
         "non_expert_bytes": manifest.totals.non_expert_bytes,
         **_packed_modules(manifest),
         "bytes_by_tier": {f"{tier}_bytes": size for tier, size in manifest.totals.bytes_by_tier.items()},
-        "tensor_bytes_on_disk": on_disk,
+        "tensor_bytes_on_disk": checked.tensor_bytes,
         **({"code": code} if code else {}),
         "check": "every size, sum and SHA-256 equals the manifest",
+        "checked_files": checked.files,
     }
 
 
@@ -104,19 +107,54 @@ def _packed_modules(manifest: PlacementManifest) -> dict[str, Any]:
     return {"packed_module_bytes": manifest.totals.packed_module_bytes, "packed_modules": found}
 
 
-def _run_directory(path: Path) -> dict[str, Any]:
+def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
+    """Describe a run, every file read; ArtifactError for the first that is not what its stage wrote.
+
+    Files that may be edited may have been, but must be valid.
+    """
     from moeq.pipeline import BY_NAME
 
-    found: dict[str, Any] = {"kind": "moeq run", "recipe": load_recipe(path / "recipe.yaml").name}
+    recipe = load_recipe(path / "recipe.yaml")
+    found: dict[str, Any] = {"kind": "moeq run", "recipe": recipe.name}
     for name in BY_NAME:
         directory = path / DIRECTORIES.get(name, name)
         if not (directory / RECORD).is_file():
             found[name] = "not run"
             continue
-        digest = read_record(directory, name).digest
-        same = current_digest(directory, name) == digest
-        found[name] = digest[:16] if same else f"{digest[:16]}, changed by hand since"
+        record = read_record(directory, name)
+        edited = _checked_stage(directory, record, reporter)
+        found[name] = f"{record.digest[:16]}, {edited} edited by hand since" if edited else record.digest[:16]
+        if name == "losses":
+            _check_replicas(directory, store_folder(recipe, path), reporter)
+    for directory in sorted(path.glob("checkpoint-*")):
+        if (directory / RECORD).is_file():
+            sums = check_sums(directory, reporter=reporter)
+            check_files(directory, read_record(directory, "export"), {} if sums is None else sums.files, reporter)
+            found[directory.name] = "there are no digests" if sums is None else sums.text
     return found
+
+
+def _checked_stage(directory: Path, record: StageRecord, reporter: Reporter) -> str:
+    """Names of the files of a stage that were edited by hand, as they may be; ArtifactError for any other change."""
+    from moeq.pipeline import BY_NAME
+
+    known = BY_NAME.get(record.stage)
+    editable = frozenset[str]() if known is None else known.editable
+    check_files(directory, record, reporter=reporter, editable=editable)
+    edited = edited_files(directory, record.stage, editable)
+    for name in edited:
+        read_assignment(directory / name)  # the one kind of file that people edit
+    return ", ".join(edited)
+
+
+def _check_replicas(directory: Path, store: Path, reporter: Reporter) -> None:
+    """ArtifactError unless a run's replicas are in the store as they were written."""
+    index = replicas.read_index(directory)
+    with reporter.bar("checking the store", len(index.layers)) as advance:
+        for layer, wanted in enumerate(index.layers):
+            if wanted:
+                replicas.LayerReplicas(store / index.set, layer).check(wanted)
+            advance()
 
 
 def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
@@ -143,9 +181,10 @@ def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
     }
 
 
-def _stage(path: Path) -> dict[str, Any]:
+def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
     record = read_record(path, path.name)
-    check_files(path, record)
+    edited = _checked_stage(path, record, reporter)
+    sums = check_sums(path, reporter=reporter)
     return {
         "kind": f"artifact of moeq {record.stage}",
         "model": record.model.name,
@@ -153,12 +192,14 @@ def _stage(path: Path) -> dict[str, Any]:
         "digest": record.digest,
         "files": {name: human_bytes(stamp.bytes) for name, stamp in record.files.items()},
         "summary": record.summary,
-        "check": "every SHA-256 equals the record",
+        "check": "every SHA-256 equals the record" + (f", but of {edited}, which was edited" if edited else ""),
+        **({} if sums is None else {"checked_files": sums.text}),
     }
 
 
-def _model(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+def _model(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
     source = open_source(str(path))
+    sums = check_sums(path, reporter=reporter)
     skeleton, layers = loading.describe(source, trust_remote_code)
     keys = loading.expert_keys(source, skeleton, layers)
     expert_bytes = sum(source.tensors[key].bytes for key in keys)
@@ -170,7 +211,8 @@ def _model(path: Path, trust_remote_code: bool) -> dict[str, Any]:
         "dtype": str(loading.source_dtype(source)).removeprefix("torch."),
         "expert_bytes": expert_bytes,
         "non_expert_bytes": sum(header.bytes for header in source.tensors.values()) - expert_bytes,
-        "digest": source.stamp().digest,
+        "digest": source.stamp(source.file_digests(cached=sums is not None, reporter=reporter)).digest,
+        **({} if sums is None else {"checked_files": sums.text}),
     }
 
 
@@ -192,8 +234,9 @@ def _trace(path: Path) -> dict[str, Any]:
     }
 
 
-def _gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+def _gguf(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
     found = open_gguf(path, trust_remote_code)
+    sums = check_sums(path, reporter=reporter)
     stacks = {stack_name(layer, part) for layer in found.layers for part in layer.projections}
     sizes = {name: tensor.bytes for name, tensor in found.file.tensors.items()}
     types = Counter(found.file.tensors[name].type.name for name in sorted(stacks))
@@ -205,6 +248,7 @@ def _gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
         "expert_bytes": sum(size for name, size in sizes.items() if name in stacks),
         "non_expert_bytes": sum(size for name, size in sizes.items() if name not in stacks),
         "check": "every tensor of the model is there, in its shape, and no other",
+        **({} if sums is None else {"checked_files": sums.text}),
     }
 
 

@@ -10,11 +10,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.digests import digest_of_file, spent
 from moeq.artifacts.evaluation import NAME as EVALUATION
-from moeq.artifacts.files import BEGUN, building, digest_of, locked, place, remove_partials, sha256_file, write_bytes
+from moeq.artifacts.files import BEGUN, building, digest_of, locked, place, remove_partials, write_bytes
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
-from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
+from moeq.artifacts.stage import (
+    StageRecord,
+    current_digest,
+    damage,
+    edited_files,
+    is_current,
+    read_record,
+    write_record,
+)
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.errors import ArtifactError
 from moeq.numerics.slab import return_memory
@@ -35,6 +46,7 @@ from moeq.stages import (
     report,
 )
 from moeq.stages.context import STORE, Context
+from moeq.stages.recorded import MODEL_FILES, changed_files
 from moeq.stages.run_directory import RECIPE_COPY, check_model, check_out, record_of, write_recipe
 from moeq.stages.side_files import code_of
 from moeq.tables import human_seconds
@@ -50,9 +62,9 @@ class Stage:
     after_growth: stages whose artifacts it also reads when the calibration text grows until experts are covered;
     revision: raised when the same inputs give other results, so that older artifacts are made again; text: parts of
     the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what would make it fail
-    later; intact: whether what it wrote outside its own directory is
-    still there; apart: files outside its digest; editable: files that people may change by hand, and accept: raises
-    what is wrong with them; progress: patterns of files that it goes on with when it was broken off.
+    later; intact: whether what it wrote outside its own directory is still there; apart: files outside its digest;
+    editable: files that people may change by hand, and accept: raises what is wrong with them; progress: patterns of
+    files that it goes on with when it was broken off; glances: stages of whose artifacts it reads none of the weights.
     """
 
     name: str
@@ -70,6 +82,7 @@ class Stage:
     editable: frozenset[str] = frozenset()
     accept: Callable[[Context], object] | None = None
     progress: Callable[[Context], Sequence[str]] = lambda _: NO_PROGRESS
+    glances: frozenset[str] = frozenset()
 
     def needs(self, recipe: Recipe) -> tuple[str, ...]:
         """The stages whose artifacts it reads."""
@@ -116,7 +129,7 @@ STAGES = (
         extra=assign.own_hardware,
         check=assign.check,
         apart=frozenset({SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
-        editable=frozenset({assign.NAME}),
+        editable=assign.EDITABLE,
         accept=assign.load,
     ),
     Stage(
@@ -165,6 +178,7 @@ STAGES = (
         after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),
         extra=report.own_inputs,
         intact=report.is_intact,
+        glances=frozenset({"quantize", "export"}),
     ),
 )
 BY_NAME = {stage.name: stage for stage in STAGES}
@@ -197,12 +211,18 @@ def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     """Digests of all that a stage's result depends on."""
     found = _own_inputs(context, stage)
     for name in stage.needs(context.recipe):
-        found[name] = current_digest(context.directory(name), name)
+        found[name] = _digest_before(context, name, cached=not context.check)
     return found
 
 
 def _key(stage: Stage, inputs: dict[str, str]) -> str:
     return digest_of([stage.name, stage.revision, inputs])
+
+
+def _digest_before(context: Context, name: str, *, cached: bool) -> str:
+    """Digest of an earlier stage's files; ArtifactError for one that is not what the stage wrote, nor may be edited."""
+    editable = BY_NAME[name].editable
+    return current_digest(context.directory(name), name, editable, cached=cached, reporter=context.reporter)
 
 
 def _sections(context: Context, stage: Stage) -> dict[str, Any]:
@@ -227,6 +247,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     force: files that were edited by hand are made again. Raises ArtifactError where they would have to be without.
     """
     directory = context.finished(stage.name)
+    before = spent()
     inputs = _inputs(context, stage)
     key = _key(stage, inputs)
     edited = _edited(context, stage)
@@ -240,11 +261,18 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
         context.reporter.say(f"[dim]{stage.name:9} {note}[/dim]")
         record = read_record(directory, stage.name)
         return Outcome(stage=stage.name, skipped=True, seconds=0.0, record=record, edited=tuple(edited))
+    for what in damage(directory, stage.name, stage.editable):
+        context.reporter.say(f"  [yellow]{stage.name}: {escape(what)}; made again[/yellow]")
     context.reporter.say(f"[bold]{stage.name}[/bold]")
+    context.check_model()
+    for name in stage.needs(context.recipe):
+        _digest_before(context, name, cached=name in stage.glances and not context.check)
     started = time.monotonic()
     with building(directory, progress=stage.progress(context)) as unfinished, context.writing(stage.name, unfinished):
         summary = stage.run(context)
         seconds = time.monotonic() - started
+        context.check_model()
+        created = datetime.now(UTC).isoformat(timespec="seconds")
         record = write_record(
             unfinished,
             stage=stage.name,
@@ -253,10 +281,11 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
             key=key,
             inputs=inputs,
             summary=summary,
-            volatile={"created": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 3)},
+            volatile={"created": created, "seconds": round(seconds, 3), MODEL_FILES: context.model_files},
             apart=stage.apart,
+            before=before,
         )
-        edited = [name for name in edited if sha256_file(directory / name) != record.files[name].sha256]
+        edited = [name for name in edited if digest_of_file(directory / name) != record.files[name].sha256]
         for name in edited:
             context.reporter.say(f"  {name}: edited by hand, kept")
             (unfinished / name).unlink()
@@ -268,7 +297,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
 
 def _is_current(context: Context, stage: Stage, key: str, edited: frozenset[str] = frozenset()) -> bool:
     """Whether what a stage would make is there; edited: files that need not be as it made them."""
-    there = is_current(context.finished(stage.name), stage.name, key, edited)
+    there = is_current(context.finished(stage.name), stage.name, key, edited, cached=not context.check)
     return there and (stage.intact is None or stage.intact(context))
 
 
@@ -278,12 +307,9 @@ def _edited(context: Context, stage: Stage) -> list[str]:
     A file that was put there by hand, or that an old moeq wrote and was killed, is not told from an edited one.
     """
     directory = context.finished(stage.name)
-    record = record_of(directory, stage.name)
-    there = [name for name in sorted(stage.editable) if (directory / name).is_file()]
-    if record is None:
-        return there
-    stamps = record.files
-    return [name for name in there if name in stamps and sha256_file(directory / name) != stamps[name].sha256]
+    if record_of(directory, stage.name) is None:
+        return [name for name in sorted(stage.editable) if (directory / name).is_file()]
+    return edited_files(directory, stage.name, stage.editable)
 
 
 def _accept(context: Context, stage: Stage, key: str) -> None:
@@ -439,16 +465,26 @@ def _check_directory(context: Context) -> None:
 
 
 def _check_needed(context: Context, stage: Stage) -> None:
-    """ArtifactError when an artifact that a stage reads is missing or of another model."""
-    made = dict.fromkeys(stage.needs(context.recipe), context)
-    for needed, of in (made | ({REPARAM: context.given()} if context.folds else {})).items():
-        record = read_record(context.finished(needed), needed)
-        if record.model.digest != of.stamp.digest:
-            raise ArtifactError(
-                f"made from another model ({record.model.name})",
-                where=str(context.finished(needed)),
-                do=f"run `moeq {needed}` again or choose another --out",
-            )
+    """ArtifactError when an artifact that a stage reads is missing, of another model, or not what was written."""
+    made = {REPARAM: context.given()} if context.folds else {}
+    for needed, of in (made | dict.fromkeys(stage.needs(context.recipe), context)).items():
+        _check_model_of(of, needed)
+        if needed == REPARAM:
+            _digest_before(context, needed, cached=not context.check)
+
+
+def _check_model_of(context: Context, needed: str) -> None:
+    """ArtifactError where a stage was run on another model, or on other bytes of this one."""
+    record = read_record(context.directory(needed), needed)
+    if record.model.digest == context.stamp.digest:
+        return
+    changed = changed_files(record, context.model_files)
+    what = f": {changed[0]} is not the file that it read" if changed else ""
+    raise ArtifactError(
+        f"made from another model ({record.model.name}){what}",
+        where=str(context.directory(needed)),
+        do=f"run `moeq {needed}` again or choose another --out",
+    )
 
 
 def _prepare(context: Context, stages: list[Stage]) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 
 gc.disable()  # nothing of what is imported until the tests run is garbage
+_digests = tempfile.TemporaryDirectory(prefix="moeq-cache-")  # not the user's: tests leave nothing there
 for _name, _value in {
+    "MOEQ_CACHE": _digests.name,
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -17,7 +17,7 @@ from moeq.recipe import RefineSection, load_recipe
 from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
-STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
+STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet", "--check"}
 FLAGS = {
     "run": STAGE | {"--quantizer", "--refine", "--verify"},
     **dict.fromkeys(("profile", "reparam"), STAGE),

@@ -7,7 +7,6 @@ either whole or not there, whatever happens to the process.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import hashlib
 import json
@@ -15,12 +14,16 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, BinaryIO, Protocol
 
+from moeq.artifacts.digests import Hashing, digest_of_file, linking, remember
 from moeq.artifacts.reading import read_json_file
+from moeq.artifacts.storage import storage_errors
 from moeq.errors import ArtifactError, MoeqError, StorageError
 
 PARTIAL = ".partial"  # suffix of everything that is not finished
@@ -38,15 +41,6 @@ _DTYPE_NAMES = {  # torch's dtypes as safetensors names them
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
 
-_ADVICE = {
-    errno.ENOSPC: "free some space or choose another --out",
-    errno.EDQUOT: "free some space or choose another --out",
-    errno.EFBIG: "the file system or a limit of this shell forbids files of this size; choose another --out",
-    errno.EROFS: "choose an --out on a writable disk",
-    errno.EACCES: "check the permissions or choose another --out",
-    errno.EPERM: "check the permissions or choose another --out",
-}
-
 
 class StoredTensor(Protocol):
     """Where a tensor lies on disk: file, dtype as safetensors writes it, shape, offset in the file, bytes."""
@@ -61,16 +55,6 @@ class StoredTensor(Protocol):
     def offset(self) -> int: ...
     @property
     def bytes(self) -> int: ...
-
-
-@contextmanager
-def storage_errors(path: Path, doing: str = "write") -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the path and what to do."""
-    try:
-        yield
-    except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "check the path or choose another --out")
-        raise StorageError(f"cannot {doing}: {error.strerror or error}", where=str(path), do=advice) from error
 
 
 def sync(path: Path) -> None:
@@ -89,16 +73,21 @@ def make_directory(path: Path) -> Path:
     return path
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file, then sync it and rename it to `path`; nothing is left behind on failure."""
+def write_atomically(path: Path, write: Callable[[Path], str | None]) -> None:
+    """Let `write` fill a temporary file, then sync it and rename it to `path`; nothing is left behind on failure.
+
+    A writer that gives back the SHA-256 of what it wrote saves the next one who wants to know it a reading.
+    """
     make_directory(path.parent)
     partial = path.with_name(path.name + PARTIAL)
     with storage_errors(path):
         try:
-            write(partial)
+            digest = write(partial)
             sync(partial)
             os.replace(partial, path)
             sync(path.parent)
+            if digest is not None:
+                remember(path, digest)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
@@ -160,20 +149,30 @@ def write_in_chunks(
     tensors: Headers,
     chunks: Callable[[str], Iterable[bytes | memoryview]],
     metadata: Mapping[str, str] | None = None,
+    *,
+    hashed: bool = True,
 ) -> None:
     """Write tensors {name: dtype, shape, bytes} atomically, one after the other, each as its chunks come.
 
-    The file is the one that `write_tensors` would make of them.
+    The file is the one that `write_tensors` would make of them. hashed: whether the whole file's SHA-256 is of use.
     """
     order, head = _layout(tensors, dict(metadata or {}))
 
-    def write(partial: Path) -> None:
-        with partial.open("wb") as stream:
-            stream.write(head)
-            for name in order:
-                stream.writelines(chunks(name))
+    def write(partial: Path) -> str | None:
+        return _write_stream(partial, (chunk for name in order for chunk in chunks(name)), head, hashed=hashed)
 
     write_atomically(path, write)
+
+
+def _write_stream(path: Path, chunks: Iterable[bytes | memoryview], head: bytes, *, hashed: bool) -> str | None:
+    """Write a file's head and chunks; the SHA-256 of both."""
+    hashing = Hashing()
+    with path.open("wb") as stream:
+        for chunk in chain([head], chunks):
+            if hashed:
+                hashing.update(chunk)
+            stream.write(chunk)
+    return hashing.hexdigest() if hashed else None
 
 
 class TensorFile:
@@ -181,6 +180,9 @@ class TensorFile:
 
     The header lies in room that was kept for it, filled up with spaces as the format allows. A tensor whose bytes would
     leave the next one unaligned is kept and written last. Neither atomic nor synced: `building` is both.
+
+    The header is known last and stands first, so that the digest is taken of the finished file, whose tensors must
+    have the CRC-32 of what was written: a bit that turned on the way is seen.
     """
 
     def __init__(self, path: Path, names: Iterable[str], metadata: Mapping[str, str]) -> None:
@@ -191,7 +193,7 @@ class TensorFile:
         )
         self._room = least + -least % ALIGNMENT
         self._entries: dict[str, dict[str, Any]] = {}
-        self._end = 0
+        self._end = self._crc = 0
         self._kept: dict[str, Any] = {}
         with storage_errors(path):
             self._stream = path.open("wb", buffering=0)
@@ -217,6 +219,10 @@ class TensorFile:
             write_all(self._stream, memoryview(self._room.to_bytes(8, "little") + text.ljust(self._room)))
             self._stream.close()
 
+    def check(self) -> None:
+        """Read a finished file back and keep its digest; StorageError where it is not what was written."""
+        read_back(self._path, 8 + self._room, self._crc)
+
     def close(self) -> None:
         """Close a file that is given up."""
         self._stream.close()
@@ -224,10 +230,25 @@ class TensorFile:
     def _write(self, name: str, tensor: Any) -> None:
         data = tensor_bytes(tensor)
         start, self._end = self._end, self._end + data.nbytes
+        self._crc = zlib.crc32(data, self._crc)
         dtype = dtype_name(tensor.dtype)
         self._entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, self._end]}
         with storage_errors(self._path):
             write_all(self._stream, data)
+
+
+def read_back(path: Path, start: int, crc: int) -> None:
+    """Read a finished file and keep its digest; StorageError unless what follows `start` has the CRC-32 of what was
+    written: for files whose first bytes are known last."""
+    hashing, found = Hashing(), 0
+    with storage_errors(path, "read"), path.open("rb") as stream:
+        hashing.update(stream.read(start))
+        for chunk in hashing.passing(_pieces(stream)):
+            found = zlib.crc32(chunk, found)
+    if found != crc:
+        do = "check the disk, and run the same command again"
+        raise StorageError("reads otherwise than it was written", where=str(path), do=do)
+    remember(path, hashing.hexdigest())
 
 
 def write_all(stream: Any, data: memoryview) -> None:
@@ -261,16 +282,13 @@ def dtype_name(dtype: Any) -> str:
     return _DTYPE_NAMES[str(dtype)]
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str]) -> None:
+def _write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str]) -> str | None:
     header = {
         name: (_DTYPE_NAMES[str(tensor.dtype)], tuple(tensor.shape), tensor.numel() * tensor.element_size())
         for name, tensor in tensors.items()
     }
     order, head = _layout(header, metadata)
-    with path.open("wb") as stream:
-        stream.write(head)
-        for name in order:
-            stream.write(tensor_bytes(tensors[name]))
+    return _write_stream(path, (tensor_bytes(tensors[name]) for name in order), head, hashed=True)
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
@@ -303,16 +321,6 @@ def _element_bits(dtype: str) -> int:
     return int(found[0]) if found else 8
 
 
-def sha256_file(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with storage_errors(path, "read"), path.open("rb") as stream:
-        chunk_bytes = min(CHUNK_BYTES, path.stat().st_size + 1)
-        while chunk := stream.read(chunk_bytes):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def digest_of(value: Any) -> str:
     """Hexadecimal SHA-256 of a JSON-serializable value."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
@@ -322,10 +330,26 @@ def place(source: Path, target: Path) -> None:
     """Put a copy of a file at `target`: a hard link where the file system allows, else a copy."""
     with storage_errors(target):
         try:
-            os.link(source, target)
+            with linking(source):
+                os.link(source, target)
         except OSError:
-            shutil.copyfile(source, target)
+            copy_file(source, target, digest_of_file(source, cached=True))
             sync(target)
+
+
+def _pieces(stream: BinaryIO) -> Iterator[bytes]:
+    while piece := stream.read(CHUNK_BYTES):
+        yield piece
+
+
+def copy_file(source: Path, target: Path, sha256: str | None = None) -> None:
+    """Copy a file's bytes; ArtifactError where they have not the digest that they must have."""
+    hashing = Hashing()
+    with storage_errors(target), source.open("rb") as stream, target.open("wb") as copy:
+        copy.writelines(hashing.passing(_pieces(stream)))
+    if sha256 is not None and hashing.hexdigest() != sha256:
+        raise ArtifactError("changed while it was copied", where=str(source), do="run the same command again")
+    remember(target, hashing.hexdigest())
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import safe_open
 
+from moeq.artifacts.digests import digest_of_chunks, digest_of_part, remember
 from moeq.artifacts.files import (
     digest_of,
     dtype_name,
@@ -38,7 +39,7 @@ from moeq.artifacts.files import (
     write_text,
 )
 from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
-from moeq.artifacts.stage import HASHED_BYTES, check_schema_version, read_model
+from moeq.artifacts.stage import check_schema_version, read_model
 from moeq.errors import ArtifactError
 from moeq.numerics.packed import PARTS, PackedWeight, packed_shapes
 
@@ -192,6 +193,7 @@ class LayerReplicas:
         check_schema_version(metadata.get("moeq_schema_version"), str(SCHEMA_VERSION), self.path, remedy=REMEDY)
         self.entries: dict[str, dict[str, Any]] = _entries(self.path, metadata)
         self._handle: Any = None
+        self._read: set[str] = set()  # entries whose bytes were hashed
 
     def keys(self, entry: str) -> list[str]:
         """Names of an entry's tensors."""
@@ -200,25 +202,40 @@ class LayerReplicas:
     def bytes(self, entry: str) -> int:
         return sum(self.tensors[key].bytes for key in self.keys(entry))
 
-    def is_sound(self, entry: str) -> bool:
-        """Whether an entry's tensors hold what was written: they are read and hashed."""
-        chunks = (chunk for key in self.keys(entry) for chunk in stored_chunks(self.tensors[key]))
-        return entry in self.entries and _sha256(chunks) == self.entries[entry]["sha256"]
+    def is_sound(self, entry: str, *, cached: bool = False) -> bool:
+        """Whether an entry's tensors hold what was written: they are read and hashed.
 
-    def check(self, wanted: Mapping[str, str]) -> None:
-        """ArtifactError unless the entries are there with these digests; those of a small file are hashed."""
-        small = self.path.stat().st_size <= HASHED_BYTES
+        cached: that it was done of this very file before will do.
+        """
+
+        def read() -> str:
+            self._read.add(entry)
+            return digest_of_chunks(chunk for key in self.keys(entry) for chunk in stored_chunks(self.tensors[key]))
+
+        stated = self.entries.get(entry)
+        return stated is not None and digest_of_part(self.path, entry, read, cached=cached) == stated["sha256"]
+
+    def check(self, wanted: Mapping[str, str], *, cached: bool = False) -> None:
+        """ArtifactError unless the entries are there with these digests and sound."""
         for entry, digest in wanted.items():
             if entry not in self.entries:
                 raise ArtifactError(f"no replicas {entry}", where=str(self.path), do=REMEDY)
-            if self.entries[entry]["sha256"] != digest or (small and not self.is_sound(entry)):
-                raise ArtifactError(f"replicas {entry} are damaged", where=str(self.path), do=REMEDY)
+            self._check_sound(entry, stated=self.entries[entry]["sha256"] == digest, cached=cached)
+
+    def _check_sound(self, entry: str, *, stated: bool = True, cached: bool = False) -> None:
+        if not stated or not self.is_sound(entry, cached=cached):
+            raise ArtifactError(f"replicas {entry} are damaged", where=str(self.path), do=REMEDY)
 
     def expert(self, entry: str, projection: str, expert: int) -> PackedWeight:
-        """One expert's matrix of an entry; ArtifactError when the file lacks it, or its tensors are of other sizes."""
+        """One expert's matrix of an entry, whose bytes are checked before the first is given out.
+
+        Raises ArtifactError when the file lacks it, when its tensors are of other sizes, or damaged.
+        """
         if entry not in self.entries or projection not in self.entries[entry]["projections"]:
             raise ArtifactError(f"no replicas {entry} of {projection}", where=str(self.path), do=REMEDY)
         self._check_stack(entry, projection, expert)
+        if entry not in self._read:
+            self._check_sound(entry)
         if self._handle is None:
             self._handle = safe_open(self.path, "pt")
         found = self.entries[entry]
@@ -282,15 +299,20 @@ def existing(directory: Path, layer: int) -> LayerReplicas | None:
         return None
 
 
-def lacking(directory: Path, layer: int, made: Iterable[MadeType], damaged: Callable[[Path], None]) -> list[MadeType]:
-    """Those whose replicas or rows of a layer a store lacks; files that are damaged are named, and lacking."""
+def lacking(
+    directory: Path, layer: int, made: Iterable[MadeType], damaged: Callable[[Path], None], *, cached: bool = True
+) -> list[MadeType]:
+    """Those whose replicas or rows of a layer a store lacks; files that are damaged are named, and lacking.
+
+    cached: as in `LayerReplicas.is_sound`; whoever reads replicas checks them then.
+    """
     path = layer_file(directory, layer)
     there = existing(directory, layer)
     if there is None and path.exists():
         damaged(path)
     found = []
     for one in made:
-        sound = one.entry is None or (there is not None and there.is_sound(one.entry))
+        sound = one.entry is None or (there is not None and there.is_sound(one.entry, cached=cached))
         if not sound and there is not None and one.entry in there.entries:
             damaged(path)
         rows = rows_file(directory, layer, one.rows)
@@ -345,13 +367,6 @@ def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _sha256(chunks: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _write(
     directory: Path,
     layer: int,
@@ -370,7 +385,7 @@ def _write(
             | ({"nested": True} if weight.nested else {})
             for projection, weight in weights.items()
         }
-        entries[name] = described(name, _sha256(tensor_bytes(mine[key]) for key in sorted(mine)), shapes)
+        entries[name] = described(name, digest_of_chunks(tensor_bytes(mine[key]) for key in sorted(mine)), shapes)
         tensors |= mine
     stored = {} if old is None else {key: old.tensors[key] for name in kept for key in old.keys(name)}
     layout = {key: (found.dtype, found.shape, found.bytes) for key, found in stored.items()}
@@ -379,7 +394,10 @@ def _write(
         for key, tensor in tensors.items()
     }
     chunks = partial(_chunks, stored, tensors)
-    write_in_chunks(layer_file(directory, layer), layout, chunks, layer_metadata(layer, entries))
+    path = layer_file(directory, layer)
+    write_in_chunks(path, layout, chunks, layer_metadata(layer, entries), hashed=False)
+    for name in new:
+        remember(path, entries[name]["sha256"], name)
 
 
 def _chunks(stored: Mapping[str, TensorHeader], tensors: Mapping[str, Any], key: str) -> Iterator[Any]:

@@ -6,14 +6,18 @@ artifacts before it); its `digest` is that of the bytes it wrote. Dates and timi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.markup import escape
 
-from moeq.artifacts.files import digest_of, read_json, sha256_file, write_json
+from moeq.artifacts.digests import Spent, digests_of_files, spent
+from moeq.artifacts.files import digest_of, read_json, write_json
 from moeq.artifacts.reading import RelativeName
 from moeq.errors import ArtifactError
+from moeq.progress import Reporter
 from moeq.version import __version__
 
 SCHEMA_VERSION = 1
@@ -83,40 +87,98 @@ def read_record(directory: Path, stage: str) -> StageRecord:
     return read_model(path, StageRecord, SCHEMA_VERSION, remedy=remedy)
 
 
-HASHED_BYTES = 16 << 20  # files up to this size are hashed again when a later stage reads them
+def is_current(
+    directory: Path, stage: str, key: str, editable: frozenset[str] = frozenset(), *, cached: bool = True
+) -> bool:
+    """Whether the stage was finished with this key and all its files hold what it wrote.
 
-
-def is_current(directory: Path, stage: str, key: str, editable: frozenset[str] = frozenset()) -> bool:
-    """Whether the stage was finished with this key and all its files are still there at their size.
-
-    `editable` files may have been changed by hand: they only have to be there.
+    `editable` files may have been changed by hand: they only have to be there. cached: digests that were taken of these
+    very files before will do.
     """
+    record = _record_if_any(directory, stage)
+    return record is not None and record.key == key and not _changes(directory, record, editable, cached=cached)
+
+
+def damage(directory: Path, stage: str, editable: frozenset[str] = frozenset(), *, cached: bool = True) -> list[str]:
+    """What is wrong with the files of a finished stage, a phrase each; nothing where it was not finished."""
     if not (directory / RECORD).exists():
-        return False
+        return []
     try:
         record = read_record(directory, stage)
-    except ArtifactError:
-        return False  # of another schema version or damaged: `moeq run` makes it again
-    return record.key == key and all(
-        (directory / name).is_file() and (name in editable or _unchanged(directory / name, stamp))
-        for name, stamp in record.files.items()
-    )
+    except ArtifactError as error:
+        return [f"{RECORD}: {error.what}"]
+    return [
+        f"{name} changed since it was written" if (directory / name).is_file() else f"{name} is missing"
+        for name in _changes(directory, record, editable, cached=cached)
+    ]
 
 
-def _unchanged(path: Path, stamp: FileStamp) -> bool:
-    size = path.stat().st_size
-    return size == stamp.bytes and (size > HASHED_BYTES or sha256_file(path) == stamp.sha256)
-
-
-def current_digest(directory: Path, stage: str) -> str:
-    """Digest of what a stage's files hold now: small files are hashed again, so that hand edits reach later stages."""
+def edited_files(directory: Path, stage: str, editable: frozenset[str]) -> list[str]:
+    """Files of a finished stage that were changed by hand, as they may be."""
     record = read_record(directory, stage)
-    found = {}
+    mine = {name: stamp for name, stamp in record.files.items() if name in editable and (directory / name).is_file()}
+    return [name for name, stamp in mine.items() if digests_of(directory, [name])[name] != stamp.sha256]
+
+
+def digests_of(
+    directory: Path, names: Iterable[str], *, cached: bool = True, reporter: Reporter | None = None
+) -> dict[str, str]:
+    """SHA-256 of files of a directory."""
+    paths = {name: directory / name for name in names}
+    found = digests_of_files(
+        paths.values(), cached=cached, reporter=reporter, title=f"checking {escape(directory.name)}"
+    )
+    return {name: found[path] for name, path in paths.items()}
+
+
+def _record_if_any(directory: Path, stage: str) -> StageRecord | None:
+    if not (directory / RECORD).exists():
+        return None
+    try:
+        return read_record(directory, stage)
+    except ArtifactError:
+        return None  # of another schema version or damaged: `moeq run` makes it again
+
+
+def _changes(directory: Path, record: StageRecord, editable: frozenset[str], *, cached: bool) -> list[str]:
+    """Files that are missing, or have another size or digest; those that may be edited only have to be there."""
+    found = []
+    same_size = []
+    for name, stamp in record.files.items():
+        path = directory / name
+        if not path.is_file() or (name not in editable and path.stat().st_size != stamp.bytes):
+            found.append(name)
+        elif name not in editable:
+            same_size.append(name)
+    now = digests_of(directory, same_size, cached=cached)
+    return found + [name for name in same_size if now[name] != record.files[name].sha256]
+
+
+def current_digest(
+    directory: Path,
+    stage: str,
+    editable: frozenset[str] = frozenset(),
+    *,
+    cached: bool = True,
+    reporter: Reporter | None = None,
+) -> str:
+    """Digest of what a stage's files hold now: hand edits of those that may be edited reach later stages.
+
+    cached: where nothing of them is read, digests that were taken of these very files before will do. Raises
+    ArtifactError naming the first file that is missing, or is not editable and not what the stage wrote.
+    """
+    record = read_record(directory, stage)
+    again = f"run `moeq {stage}` again"
     for name, stamp in record.files.items():
         path = directory / name
         if not path.is_file():
-            raise ArtifactError("file is missing", where=str(path), do=f"run `moeq {stage}` again")
-        found[name] = sha256_file(path) if path.stat().st_size <= HASHED_BYTES else stamp.sha256
+            raise ArtifactError("file is missing", where=str(path), do=again)
+        if name not in editable and path.stat().st_size != stamp.bytes:
+            raise ArtifactError("changed since the stage wrote it", where=str(path), do=again)
+    found = digests_of(directory, record.files, cached=cached, reporter=reporter)
+    for name, digest in found.items():
+        if name not in editable and digest != record.files[name].sha256:
+            raise ArtifactError("changed since the stage wrote it", where=str(directory / name), do=again)
     return digest_of(found)
 
 
@@ -131,19 +193,23 @@ def write_record(
     summary: dict[str, Any],
     volatile: dict[str, Any],
     apart: frozenset[str] = frozenset(),
+    before: Spent | None = None,
 ) -> StageRecord:
-    """Hash every file of the stage's directory and write its record: the last act of a stage.
+    """Write the record of a stage with the digests of all its files: the last act of a stage.
 
-    `apart` names files that later stages may rewrite and that are therefore left out of the record.
+    `apart` names files that later stages may rewrite and that are therefore left out of the record. before: what
+    hashing had taken when the stage began, for `volatile`.
     """
     names = sorted(
         path.relative_to(directory).as_posix()
         for path in directory.rglob("*")
         if path.is_file() and path.name not in {RECORD, *apart} and not _hidden(path.relative_to(directory))
     )
-    files = {
-        name: FileStamp(bytes=(directory / name).stat().st_size, sha256=sha256_file(directory / name)) for name in names
-    }
+    digests = digests_of(directory, names)
+    files = {name: FileStamp(bytes=(directory / name).stat().st_size, sha256=digests[name]) for name in names}
+    if before is not None:
+        took = spent().since(before)
+        volatile = volatile | {"hashed_bytes": took.bytes, "hashing_seconds": round(took.seconds, 3)}
     record = StageRecord(
         stage=stage,
         model=model,

@@ -2,53 +2,104 @@
 
 from __future__ import annotations
 
-import os
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from moeq.artifacts.files import sha256_file, write_text
+from moeq.artifacts.digests import digests_of_files
+from moeq.artifacts.files import write_text
 from moeq.artifacts.reading import inside
 from moeq.errors import ArtifactError
+from moeq.progress import Reporter
 
 NAME = "SHA256SUMS"
 UNLISTED = {NAME, "README.md", ".gitattributes"}  # what people edit once a checkpoint is published
+BESIDE = UNLISTED | {"stage.json"}  # what may lie beside the files that are listed
+ACTIVE = {".py", ".safetensors", ".bin", ".pt", ".pth", ".gguf"}  # files that loaders run or take weights from
 MAX_BYTES = 1 << 24
+LINE_BYTES = 67  # beside the name
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _REMEDY = "download it, or write it, again"
 
 
-def write_sums(directory: Path) -> None:
-    """Write the digests of all files."""
-    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name not in UNLISTED)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = pool.map(sha256_file, [directory / name for name in names])
-        write_text(
-            directory / NAME, "".join(f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True))
-        )
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What was checked: {file: SHA-256} that SHA256SUMS lists, and the names of files that it does not."""
+
+    files: dict[str, str]
+    unlisted: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        more = f"; not listed: {', '.join(self.unlisted)}" if self.unlisted else ""
+        return f"SHA-256 of {len(self.files)} files as in {NAME}{more}"
+
+    def require_inactive(self, directory: Path) -> None:
+        """ArtifactError for a file that is not listed and that a loader might run or take weights from."""
+        for name in self.unlisted:
+            if Path(name).suffix in ACTIVE:
+                raise ArtifactError(f"{NAME} does not list it", where=str(directory / name), do="remove it, " + _REMEDY)
 
 
-def check_sums(directory: Path) -> int | None:
-    """Compare a directory with its SHA256SUMS; the number of files, or None where there are no sums.
+def write_sums(directory: Path, *, reporter: Reporter | None = None) -> None:
+    """Write the digests of all files; those that their writers took are not taken again."""
+    paths = sorted(path for path in directory.iterdir() if path.is_file() and path.name not in UNLISTED)
+    digests = digests_of_files(paths, cached=True, reporter=reporter)
+    write_text(directory / NAME, "".join(f"{digests[path]}  {path.name}\n" for path in paths))
 
-    Raises ArtifactError for a line that cannot be read and for the first file that is missing or changed.
+
+def check_sums(
+    directory: Path,
+    *,
+    only: Callable[[str], bool] = lambda name: True,
+    cached: bool = False,
+    reporter: Reporter | None = None,
+) -> Sums | None:
+    """Compare a directory with its SHA256SUMS, reading every file; None where there are no sums.
+
+    only: whose bytes are compared; all must be there. cached: digests that were taken of these very files before will
+    do. Raises ArtifactError for a line that cannot be read and for the first file that is missing or changed.
     """
-    path = directory / NAME
-    if not path.is_file():
+    if not (directory / NAME).is_file():
         return None
+    stated = _read_sums(directory)
+    files = {name: inside(directory, name) for name in stated}
+    wanted = [name for name in stated if only(name)]
+    found = digests_of_files(
+        (files[name] for name in wanted), cached=cached, reporter=reporter, title=f"checking {NAME}"
+    )
+    for name in wanted:
+        if found[files[name]] != stated[name]:
+            raise ArtifactError(f"changed since {NAME} was written", where=str(files[name]), do=_REMEDY)
+    return Sums(files=stated, unlisted=tuple(name for name in _visible(directory) if name not in stated))
+
+
+def _visible(directory: Path) -> list[str]:
+    """Files of a directory and those below it, but what is hidden and what may lie beside listed files."""
+    names = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in names if name not in BESIDE and not re.match(r"\.|.*/\.", name))
+
+
+def _read_sums(directory: Path) -> dict[str, str]:
+    """{file: digest} as SHA256SUMS states it; ArtifactError for a line that is none, and for a file that is missing."""
+    path = directory / NAME
     if path.stat().st_size > MAX_BYTES:
         raise ArtifactError(f"larger than {MAX_BYTES} bytes", where=str(path), do=_REMEDY)
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, 1):
+    found: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        where = f"{path}, line {number}"
         match = _LINE.fullmatch(line)
         if match is None:
-            raise ArtifactError("no digest and name", where=f"{path}, line {number}", do=_REMEDY)
+            raise ArtifactError("no digest and name", where=where, do=_REMEDY)
         try:
             file = inside(directory, match[2])
         except ValueError as error:
-            raise ArtifactError(str(error), where=f"{path}, line {number}", do=_REMEDY) from None
+            raise ArtifactError(str(error), where=where, do=_REMEDY) from None
+        if match[2] in found:
+            raise ArtifactError(f"{match[2]} is there twice", where=where, do=_REMEDY)
         if not file.is_file():
             raise ArtifactError("missing", where=str(file), do=_REMEDY)
-        if sha256_file(file) != match[1]:
-            raise ArtifactError(f"changed since {NAME} was written", where=str(file), do=_REMEDY)
-    return len(lines)
+        found[match[2]] = match[1]
+    return found

@@ -17,6 +17,7 @@ from typing import Any
 
 from moeq.artifacts.assignment import Assignment, read_assignment
 from moeq.artifacts.reading import read_json_file
+from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, nearest
 from moeq.evaluation.context_options import ContextOptions
 from moeq.models.source import ModelSource, open_source
@@ -124,6 +125,7 @@ def _opened(word: str, runs: dict[Path, Context], trust: bool) -> list[Subject |
         return list(_of_run(_run(path, runs, trust), None))
     source = open_source(word, trust_remote_code=trust)
     if (source.config.get("quantization_config") or {}).get("quant_method") == METHOD:
+        check_sums(source.path, cached=True)
         shown = f"{source.path.resolve().parent.name}/{source.name}"
         return [Subject(name=shown, source=source, checkpoint=source.path)]
     return [Subject(name=source.name, source=source)]

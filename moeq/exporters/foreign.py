@@ -153,7 +153,7 @@ class Draft:
         finally:
             wait(pending)
             stream.close()
-        self.unsynced.append(self.syncing.submit(sync, path))
+        self.unsynced.append(self.syncing.submit(_kept, path, stream))
 
     def write(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         """Write a file of tensors that are all there."""
@@ -178,12 +178,18 @@ class Draft:
         write_json(self.directory / "config.json", self.sides.config(config))
         self.sides.copy(self.directory)
         write_text(self.directory / CARD, card)
-        write_sums(self.directory)
         for file in self.unsynced:
             file.result()
+        write_sums(self.directory)
 
     def _format(self) -> str:
         return "format" if self.target is None else f"format {self.target.format}"
+
+
+def _kept(path: Path, stream: TensorFile) -> None:
+    """See that a finished file is on the disk, as it was written."""
+    sync(path)
+    stream.check()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ before them last. E experts, N output rows, K inputs.
 from __future__ import annotations
 
 import importlib
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from moeq.artifacts.files import dtype_name, tensor_bytes, torch_dtype
+from moeq.artifacts.files import dtype_name, read_back, tensor_bytes, torch_dtype
 from moeq.artifacts.targets import LOADED_BY, ONE_WIDTH, WIDEN, Grid, Target, refuse_stack, widest_of
 from moeq.errors import PlanError, RecipeError
 from moeq.exporters.foreign import Draft, WriteOptions, card, drafting, grid_of
@@ -75,10 +76,12 @@ class Writer:
     entries: dict[str, Entry]
     scratch: Path
     written: list[str] = field(default_factory=list)
+    start: int = 0
+    crc: int = 0  # of the tensors
 
     def begin(self) -> None:
         """Leave room for the header."""
-        self.stream.write(bytes(len(self._header())))
+        self.start = self.stream.write(bytes(len(self._header())))
 
     def add(self, name: str, kind: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write the next tensor's bytes; they are padded to the alignment."""
@@ -87,9 +90,13 @@ class Writer:
         self.written.append(name)
         rows = TYPES[kind].row_bytes(entry.shape[-1])
         entry.type, entry.bytes = kind, rows * int(torch.Size(entry.shape[:-1]).numel())
-        written = sum(self.stream.write(chunk) for chunk in chunks)
+        written = sum(self._write(chunk) for chunk in chunks)
         assert written == entry.bytes, (name, written, entry.bytes)
-        self.stream.write(bytes(-written % ALIGNMENT))
+        self._write(bytes(-written % ALIGNMENT))
+
+    def _write(self, chunk: bytes | memoryview) -> int:
+        self.crc = zlib.crc32(chunk, self.crc)
+        return self.stream.write(chunk)
 
     def finish(self) -> None:
         """Put the header before the tensors."""
@@ -191,6 +198,7 @@ def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
                 for piece in packed[name]:
                     writer.add(piece.name, *_packed_module(draft, name, piece, weight))
             writer.finish()
+        read_back(draft.directory / FILE, writer.start, writer.crc)
         draft.complete(source.config, card(draft, f"llama.cpp, with gguf {VERSION}", LOADING, "gguf"))
 
 

@@ -6,12 +6,12 @@ experts-layer-NNN.safetensors    one MoE layer's experts at their placed widths
 others-NNN.safetensors           packed modules of a decoder layer outside of its experts, and of no layer, if any
 replicas-layer-NNN.safetensors   the other widths, where the recipe asked for them (not loaded by transformers)
 model.safetensors.index.json     key -> file
-placement.json                   the manifest; README.md, the model card, is written by the stage
+placement.json                   the manifest
+SHA256SUMS                       of all files; README.md, the model card, which people edit, is written by the stage
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
-from moeq.artifacts.files import filling, place, write_json, write_text
+from moeq.artifacts.digests import digest_of_chunks
+from moeq.artifacts.files import filling, place, stored_chunks, write_json, write_text
 from moeq.artifacts.manifest import (
     CodeFile,
     PlacedExpert,
@@ -34,6 +35,7 @@ from moeq.artifacts.manifest import (
     write_manifest,
 )
 from moeq.artifacts.others import OtherTable
+from moeq.artifacts.sums import write_sums
 from moeq.exporters.plain import write_index, write_plain
 from moeq.models.experts import ExpertLayer
 from moeq.models.side_files import SideFiles, find_side_files
@@ -111,6 +113,7 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
             write_text(unfinished / HOOK_FILE, HOOK_TEXT)
         manifest = _manifest(inputs, found, sides)
         write_manifest(unfinished, manifest)
+        write_sums(unfinished)
     return manifest
 
 
@@ -306,12 +309,7 @@ def _stored(width: int, start: str, keys: list[str], headers: dict[str, TensorHe
 
 def tensors_sha256(headers: Sequence[TensorHeader]) -> str:
     """SHA-256 of tensors' bytes, one after the other, read from their files."""
-    digest = hashlib.sha256()
-    for header in headers:
-        with header.file.open("rb") as stream:
-            stream.seek(header.offset)
-            digest.update(stream.read(header.bytes))
-    return digest.hexdigest()
+    return digest_of_chunks(chunk for header in headers for chunk in stored_chunks(header))
 
 
 def _totals(

@@ -11,7 +11,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, MIXED, width_of
+from moeq.artifacts.digests import digest_of_chunks
+from moeq.artifacts.files import tensor_bytes
 from moeq.artifacts.manifest import PlacedModule, Replica, read_manifest
+from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError
 from moeq.exporters.packed_source import Matrices
 from moeq.models.experts import ExpertLayer
@@ -35,9 +38,12 @@ class NativeReader:
     layers: list[ExpertLayer]
 
     def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
-        """Raises ArtifactError when config.json, the manifest and the model's structure differ."""
+        """Raises ArtifactError when config.json, the manifest and the model's structure differ, or a file that is not
+        checked expert by expert has changed since SHA256SUMS was written."""
         self.path = path
         self.manifest = read_manifest(path)
+        checked_as_read = self.manifest.files()
+        check_sums(path, only=lambda name: name not in checked_as_read, cached=True)
         self.source = open_source(str(path))
         config = {name: value for name, value in self.source.config.items() if name != "quantization_config"}
         self.config = unhooked(config)
@@ -68,6 +74,7 @@ class NativeReader:
             raise ArtifactError(
                 f"no replica of {key} bits", where=self._where(f"{layer.name}, expert {expert}"), do=ALL_REPLICAS
             )
+        self._check(found, f"{layer.name}, expert {expert}")
         stored = found if found.leading_bits_of is None else found.model_copy(update={"bits": found.leading_bits_of})
         matrices = {
             projection: self._matrix(stored, layer, projection, f"{layer.name}, expert {expert}, {projection}")
@@ -91,6 +98,7 @@ class NativeReader:
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
         """Packed modules outside of the experts."""
         for module in self.manifest.others:
+            self._check(module, module.name)
             shape = (module.rows, module.inputs)
             grid = {"bits": module.bits, "group_size": module.group_size, "symmetric": module.symmetric}
             yield module.name, self._packed(module, module.key_prefix, shape, grid, module.name)
@@ -116,6 +124,14 @@ class NativeReader:
         nested = bool(grid.get("nested")) and bits in NESTED_BITS
         settings = {"bits": bits, "group_size": grid["group_size"], "symmetric": grid["symmetric"], "nested": nested}
         return self._packed(replica, prefix, shape, settings, what)
+
+    def _check(self, place: Replica | PlacedModule, what: str) -> None:
+        """ArtifactError unless the tensors of an expert or a module hold what the manifest says."""
+        tensors = (self._tensor(place.file, f"{place.key_prefix}{stamp.name}", what) for stamp in place.tensors)
+        if digest_of_chunks(map(tensor_bytes, tensors)) != place.sha256:
+            raise ArtifactError(
+                "SHA-256 differs from the manifest", where=self._where(f"{place.file}: {what}"), do=REMEDY
+            )
 
     def _packed(
         self, place: Replica | PlacedModule, prefix: str, shape: tuple[int, int], grid: dict[str, Any], what: str

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq.artifacts.files import building, sha256_file, tensor_bytes, torch_dtype, write_tensors
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import building, tensor_bytes, torch_dtype, write_tensors
 from moeq.artifacts.integer import (
     KINDS,
     REMEDY,
@@ -46,7 +47,7 @@ def write(
         write_tensors(partial / WEIGHTS, constants)
         write_tensors(partial / VECTORS, vectors)
         files = {
-            name: FileStamp(bytes=(partial / name).stat().st_size, sha256=sha256_file(partial / name))
+            name: FileStamp(bytes=(partial / name).stat().st_size, sha256=digest_of_file(partial / name, cached=True))
             for name in (WEIGHTS, VECTORS)
         }
         manifest = IntegerManifest(
@@ -149,7 +150,7 @@ def read(folder: Path) -> tuple[IntegerManifest, Program, dict[str, Tensor]]:
     constants = {stored.name: _read(folder, stored, headers, ()) for stored in manifest.tensors}
     values = {stored.name: _read(folder, stored, headers, (manifest.vectors,)) for stored in manifest.values}
     for name, stamp in manifest.files.items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != stamp.sha256:
+        if not (folder / name).is_file() or digest_of_file(folder / name) != stamp.sha256:
             raise ArtifactError("its SHA-256 differs from the manifest", where=str(folder / name), do=REMEDY)
     for name, tensor in constants.items():
         if name.endswith("shift") and not bool(((tensor >= 0) & (tensor <= MAX_SHIFT)).all()):

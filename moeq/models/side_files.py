@@ -9,13 +9,13 @@ run, and must not bring along what nobody has read. Pickles, libraries and folde
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.files import sha256_file, write_json
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import copy_file, write_json
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import ModelError
 from moeq.models.source import CONFIG, CONFIG_BYTES, SIDE_FILES, VOCABULARIES, check_part
@@ -68,7 +68,7 @@ class SideFiles:
 
     def code_digests(self) -> dict[str, str]:
         """{name: SHA-256} of the code that goes along."""
-        return {path.name: sha256_file(path) for path in self.code}
+        return {path.name: digest_of_file(path) for path in self.code}
 
     def copy(self, directory: Path) -> None:
         """Write them all into a directory; ModelError for what has become a link that leads out, or no file."""
@@ -77,7 +77,7 @@ class SideFiles:
             if path.name in self.cleaned:
                 write_json(directory / path.name, self.cleaned[path.name])
             else:
-                shutil.copyfile(path, directory / path.name)
+                copy_file(path, directory / path.name, digest_of_file(path, cached=True))
 
     def said(self) -> str | None:
         """One line on what stays behind, or None."""

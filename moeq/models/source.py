@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.artifacts.files import digest_of, sha256_file
+from moeq.artifacts.digests import digests_of_files
+from moeq.artifacts.files import digest_of
 from moeq.artifacts.reading import TensorHeader as TensorHeader
 from moeq.artifacts.reading import inside, plain_name, read_json_file, safetensors_header
 from moeq.artifacts.stage import ModelStamp
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
 from moeq.models import hub
+from moeq.progress import Reporter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +47,7 @@ PARTS = re.compile(  # names of files that a model is read from, or that an expo
     r"|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)([-._].*)?", re.IGNORECASE
 )  # fmt: skip
 CONFIG_BYTES = 64 << 20  # the largest config.json that is read
-WHOLE_BYTES = 64 << 20  # files up to this size are hashed whole, larger ones by samples
+SAMPLED_BYTES = 64 << 20  # moeq before 0.18 hashed files above this size by samples
 SAMPLE_BYTES, SAMPLES = 64 << 10, 64
 MODULES = re.compile(r"layers$|_layer$|^depths?$|blocks$|experts$|_stages$")  # counts of modules in a configuration
 SIZES = re.compile(r"(_size|_dim|_heads|_rank|_width|_groups)$|^d_|^n_embd$")  # what sizes tensors
@@ -75,16 +77,25 @@ class ModelSource:
         code = sorted(self.path.glob("*.py")) if "auto_map" in self.config else []
         return [self.path / name for name in SIDE_FILES if (self.path / name).is_file()] + code
 
-    def stamp(self) -> ModelStamp:
-        """Name, revision and a digest of configuration, tokenizer and weights.
+    def file_digests(self, *, cached: bool = True, reporter: Reporter | None = None) -> dict[str, str]:
+        """{name: SHA-256} of tokenizer, side files and weights, every byte of them.
 
-        Weights up to 64 MiB a file are hashed whole; larger files by size, header and 64 evenly spaced samples, so that
-        a 700 GB model is stamped in seconds.
+        cached: of files that were read before and have not changed since, the digest that was found then.
         """
-        found: dict[str, Any] = {"config": self.config}
-        found |= {path.name: sha256_file(path) for path in self.side_files()}
-        found |= {path.name: _weights_digest(path) for path in self.files}
+        paths = {path.name: path for path in [*self.side_files(), *self.files]}
+        found = digests_of_files(paths.values(), cached=cached, reporter=reporter, title="hashing the model")
+        return {name: found[path] for name, path in paths.items()}
+
+    def stamp(self, files: Mapping[str, str] | None = None) -> ModelStamp:
+        """Name, revision and a digest of configuration, tokenizer and weights; files: the digests, where known."""
+        found = {"config": self.config, **(self.file_digests() if files is None else files)}
         return ModelStamp(name=self.name, revision=self.revision, digest=digest_of(found))
+
+    def sampled_digest(self, files: Mapping[str, str]) -> str:
+        """The digest that older moeq gave this model: of weights above 64 MiB it read the size, the header and 64
+        samples. Only to know the model of an older run again."""
+        sampled = {path.name: _sampled(path) for path in self.files if path.stat().st_size > SAMPLED_BYTES}
+        return digest_of({"config": self.config, **files, **sampled})
 
 
 def open_source(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelSource:
@@ -296,10 +307,8 @@ def _whole_numbers(node: Any) -> Iterator[tuple[str, int]]:
                 yield key, value
 
 
-def _weights_digest(path: Path) -> str:
+def _sampled(path: Path) -> str:
     size = path.stat().st_size
-    if size <= WHOLE_BYTES:
-        return sha256_file(path)
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -26,7 +26,6 @@ from moeq.artifacts.files import canonical_json, safetensors_layout
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
-from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.targets import LOADED_BY, grids_of, loadable_grid, widest_of
 from moeq.estimator import load_hardware
 from moeq.evaluation import document as samples
@@ -53,6 +52,7 @@ from moeq.stages import losses as losses_stage
 from moeq.stages import profile as profile_stage
 from moeq.stages.checkpoint_size import replica_shapes, stored_widths
 from moeq.stages.context import Context
+from moeq.stages.recorded import MODEL_FILES
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DIGEST = "0" * 64
@@ -189,6 +189,7 @@ class Disk:
         return placed_bytes(self.sizes, section, self.recipe) - dense
 
     def _record(self, stage: str, files: dict[str, int]) -> int:
+        source = self.context.source
         record = StageRecord(
             stage=stage,
             model=self.stamp,
@@ -197,7 +198,13 @@ class Disk:
             inputs=dict.fromkeys(_inputs(BY_NAME[stage], self.recipe), DIGEST),
             files={name: FileStamp(bytes=size, sha256=DIGEST) for name, size in files.items()},
             digest=DIGEST,
-            volatile={"created": "2026-01-01T00:00:00+00:00", "seconds": 1.234},
+            volatile={
+                "created": "2026-01-01T00:00:00+00:00",
+                "seconds": 1.234,
+                "hashed_bytes": self.sizes.disk,
+                "hashing_seconds": 1.234,
+                MODEL_FILES: {path.name: DIGEST for path in (*source.side_files(), *source.files)},
+            },
         )
         summary, each = SUMMARIES[stage]
         return len(canonical_json(record.model_dump(mode="json"))) + summary + each * len(self.sections)
@@ -440,7 +447,7 @@ class Disk:
     def _export(self) -> dict[str, int]:
         """The checkpoint's files as `assign.size` counts them; those of packed experts exactly."""
         files = self.sizes.checkpoint.files(self.own.expert_widths()) | self._packed()
-        return {name: size for name, size in files.items() if name not in (RECORD, SUMS)}
+        return {name: size for name, size in files.items() if name != RECORD}
 
     def _eval(self) -> dict[str, int]:
         rows = []

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.files import storage_errors, sync
+from moeq.artifacts.files import sync
+from moeq.artifacts.storage import storage_errors
 from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq

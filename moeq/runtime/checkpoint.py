@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from moeq.artifacts.manifest import read_manifest
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError
 from moeq.models.loading import compute_dtype, load_model
 from moeq.models.source import open_source
@@ -23,21 +25,35 @@ def load(
     *,
     dtype: str = "auto",
     placement: bool | Mapping[str, str] = False,
+    verify: bool = False,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """A checkpoint that moeq exported, ready to run; `moeq.load`.
 
     dtype: auto (the checkpoint's), float32, bfloat16 or float16. placement: False puts all on one device, the GPU where
     there is one; True the experts of tier gpu and everything that is no expert there, the other experts in the
-    machine's memory; {tier: device} somewhere else. Raises ArtifactError for a checkpoint that is not moeq's or has
-    no placement, ModelError for a device that is not there.
+    machine's memory; {tier: device} somewhere else. verify: first read every file and compare it with SHA256SUMS;
+    refused are also code and weights that it does not list, and a checkpoint without it. Raises ArtifactError for a
+    checkpoint that is not moeq's, is not what SHA256SUMS says or has no placement, ModelError for a device that is not
+    there.
     """
     source = open_source(str(path), trust_remote_code=trust_remote_code)
+    if verify:
+        verify_files(source.path)
     devices = tier_devices(placement if isinstance(placement, Mapping) else {})
     layers = read_manifest(source.path).layers if placement else ()
     first = torch.device("cpu") if placement else devices["gpu"]
     model = load_checkpoint(source.path, compute_dtype(source, dtype, devices["gpu"]), first, trust_remote_code)
     return place(model, layers, devices) if placement else model
+
+
+def verify_files(path: Path) -> None:
+    """ArtifactError unless a checkpoint holds what SHA256SUMS says, and no other code or weights."""
+    sums = check_sums(path)
+    if sums is None:
+        what = f"no {SUMS}: an older moeq made it, nothing says what its files must hold"
+        raise ArtifactError(what, where=str(path), do="export it again, or load it without verify")
+    sums.require_inactive(path)
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:

@@ -26,7 +26,8 @@ from moeq.artifacts.assignment import (
     width_of,
     write_assignment,
 )
-from moeq.artifacts.files import make_directory, sha256_file, write_json, write_text
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import make_directory, write_json, write_text
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
 from moeq.artifacts.targets import Target, grids_of, refuse_stack
@@ -47,6 +48,7 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 
 NAME = "assignment.json"
+EDITABLE = frozenset({NAME})  # by hand, before quantize
 FRONTIER, FRONTIER_PLOT = "frontier.json", "frontier.svg"
 FRONTIER_VERSION = 1
 AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
@@ -213,7 +215,7 @@ def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignme
 
 def constants_digest(name: str) -> str:
     """Digest of a hardware's constants: what was made for an edited hardware file is made again."""
-    return sha256_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json()
+    return digest_of_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json()
 
 
 def own_hardware(context: Context) -> list[str] | None:

@@ -22,6 +22,7 @@ from moeq.artifacts import manifest
 from moeq.artifacts.assignment import FULL, MIXED, WIDTHS, Assignment, Tier, Width, matrix_widths, width_of
 from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
+from moeq.artifacts.sums import LINE_BYTES, UNLISTED
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.exporters.front_matter import read_origin
 from moeq.exporters.moeq import extra_name, layer_name, listed_code, quantization
@@ -41,6 +42,7 @@ from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import model_card, others
 from moeq.stages.context import Context
 from moeq.stages.other_sizes import Others
+from moeq.stages.recorded import MODEL_FILES
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 SPARE_BYTES = 400  # an expert: what is counted beyond what is written
@@ -149,10 +151,8 @@ class CheckpointSize:
         files |= self._sides.sizes()
         files |= {} if self._own_code else {HOOK_FILE: len(HOOK_TEXT)}
         files |= self._manifest()
-        return files | {
-            RECORD: self._record(files),
-            SUMS: sum(len(DIGEST) + len(name) + 3 for name in (*files, RECORD)),
-        }
+        files[SUMS] = sum(LINE_BYTES + len(name.encode()) for name in files if name not in UNLISTED)
+        return files | {RECORD: self._record(files)}
 
     def _record(self, files: dict[str, int]) -> int:
         """Bytes of the stage's record."""
@@ -167,7 +167,13 @@ class CheckpointSize:
             files=dict.fromkeys(files, stamp),
             digest=DIGEST,
             summary=dict.fromkeys(counted, most) | {"bytes_by_tier": dict.fromkeys(get_args(Tier), most)},
-            volatile={"created": "2026-01-01T00:00:00+00:00", "seconds": 123456.789},
+            volatile={
+                "created": "2026-01-01T00:00:00+00:00",
+                "seconds": 123456.789,
+                "hashed_bytes": most,
+                "hashing_seconds": 123456.789,
+                MODEL_FILES: {path.name: DIGEST for path in (*self.source.side_files(), *self.source.files)},
+            },
         )
         return len(canonical_json(record.model_dump(mode="json")).encode())
 

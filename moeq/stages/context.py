@@ -18,7 +18,7 @@ from torch import nn
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.profile import read_profile
 from moeq.artifacts.stage import ModelStamp, read_record
-from moeq.errors import ArtifactError, CorpusError, RecipeError
+from moeq.errors import ArtifactError, CorpusError, ModelError, RecipeError
 from moeq.evaluation.harness import BUNDLED_TASK, open_tasks
 from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer, find_expert_layers
@@ -29,6 +29,7 @@ from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
 from moeq.recipe import PerplexitySection, Recipe, TestImagesSection
+from moeq.stages.recorded import stamp_of
 
 STORE = "store"
 STORE_VARIABLE = "MOEQ_STORE"
@@ -46,13 +47,15 @@ def store_folder(recipe: Recipe, out: Path) -> Path:
 class Context:
     """One run: a recipe on a model in a directory.
 
-    as_given: the model is the one that was named, even where the recipe goes on with a folded one.
+    as_given: the model is the one that was named, even where the recipe goes on with a folded one. check: files are
+    read and hashed also where a digest that was taken of them before would do.
     """
 
     recipe: Recipe
     model_name: str
     out: Path
     as_given: bool = False
+    check: bool = False
     reporter: Reporter = field(default_factory=Reporter)
     announced: bool = False
     overwritten: list[str] = field(default_factory=list)  # resident parameters of a streamed model
@@ -109,8 +112,20 @@ class Context:
         return open_source(self.model_name, self.recipe.revision, trust_remote_code=self.recipe.trust_remote_code)
 
     @cached_property
+    def model_files(self) -> dict[str, str]:
+        """{name: SHA-256} of the model's files as this run found them."""
+        return self.source.file_digests(cached=not self.check, reporter=self.reporter)
+
+    @cached_property
     def stamp(self) -> ModelStamp:
-        return self.source.stamp()
+        return stamp_of(self.source, self.model_files, self.out)
+
+    def check_model(self) -> None:
+        """ModelError naming the first of the model's files that has changed since this run began."""
+        now = self.source.file_digests()
+        for path in [*self.source.side_files(), *self.source.files]:
+            if now[path.name] != self.model_files.get(path.name):
+                raise ModelError("changed since the run began", where=str(path), do="run the same command again")
 
     @cached_property
     def device(self) -> torch.device:

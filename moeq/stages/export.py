@@ -7,11 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from moeq.artifacts.assignment import MIXED, Assignment, Width
-from moeq.artifacts.files import building, digest_of, sha256_file, write_text
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.artifacts.stage import is_current, read_record, write_record
+from moeq.artifacts.stage import damage, is_current, read_record, write_record
 from moeq.artifacts.targets import LOADED_BY, WIDEN, Target, loads_width, refuse_layers
 from moeq.errors import ArtifactError, PlanError
 from moeq.exporters import CONVERTED, export, gguf, write
@@ -156,9 +159,11 @@ def _write_formats(context: Context) -> None:
     with ExitStack() as stack:
         for name in context.recipe.export.formats:
             directory, stage, key = format_directory(context.out, name), f"export-{name}", _format_key(context, name)
-            if is_current(directory, stage, key):
+            if is_current(directory, stage, key, cached=not context.check):
                 context.reporter.say(f"[dim]  {name} unchanged, skipped[/dim]")
                 continue
+            for what in damage(directory, stage):
+                context.reporter.say(f"  [yellow]{directory.name}: {escape(what)}; made again[/yellow]")
             context.reporter.say(f"  {name}")
             _write_format(context, name, key, stack.enter_context(building(directory)))
 
@@ -183,7 +188,7 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
 def _check_copies(context: Context, directory: Path) -> None:
     """ArtifactError for a file that is not, byte for byte, what quantize recorded when it wrote it."""
     for name, stamp in read_record(context.directory("quantize"), "quantize").files.items():
-        if (directory / name).is_file() and sha256_file(directory / name) != stamp.sha256:
+        if (directory / name).is_file() and digest_of_file(directory / name, cached=True) != stamp.sha256:
             where = str(context.directory("quantize") / name)
             raise ArtifactError("is not what quantize wrote", where=where, do="run `moeq quantize` again")
 
@@ -194,15 +199,16 @@ def _check_written(context: Context, directory: Path, against: PackedSource) -> 
 
 def _format_key(context: Context, name: str) -> str:
     section = context.recipe.export
-    manifest = sha256_file(context.directory("export") / MANIFEST)
+    manifest = digest_of_file(context.directory("export") / MANIFEST, cached=not context.check)
     settings = [section.max_shard, section.widen, section.verify]
     return digest_of([name, FORMAT_REVISION, context.stamp.digest, manifest, *settings])
 
 
 def formats_intact(context: Context) -> bool:
     """Whether the checkpoint is there in all other formats that the recipe wants."""
+    cached = not context.check
     return (context.directory("export") / MANIFEST).is_file() and all(
-        is_current(format_directory(context.out, name), f"export-{name}", _format_key(context, name))
+        is_current(format_directory(context.out, name), f"export-{name}", _format_key(context, name), cached=cached)
         for name in context.recipe.export.formats
     )
 

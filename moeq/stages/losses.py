@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from rich.markup import escape
 
 from moeq.artifacts import expert_effects, replicas
 from moeq.artifacts.effects import NAME as EFFECTS
@@ -148,7 +149,11 @@ def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]
     with context.reporter.bar("checking the store", len(context.layers)) as advance:
         for layer in context.layers:
             found[layer.index] = replicas.lacking(
-                context.store / index.set, layer.index, index.made, context.say_damaged
+                context.store / index.set,
+                layer.index,
+                index.made,
+                context.say_damaged,
+                cached=not context.check,
             )
             advance()
     wanted = len(index.made) * len(context.layers)
@@ -223,12 +228,15 @@ def _layer_rows(context: Context, index: ReplicaIndex, layer: int) -> list[dict[
 
 
 def is_intact(context: Context) -> bool:
-    """Whether the store still has every replica that the index names; those of small files are hashed."""
+    """Whether the store still has every replica that the index names; what is damaged is said."""
     try:
         index = load_index(context)
         for layer in range(len(context.layers) if index.entries() else 0):
-            LayerReplicas(context.store / index.set, layer).check(index.layers[layer])
-    except (ArtifactError, IndexError):
+            LayerReplicas(context.store / index.set, layer).check(index.layers[layer], cached=not context.check)
+    except IndexError:
+        return False
+    except ArtifactError as error:
+        context.reporter.say(f"  [yellow]{escape(error.where or '')}: {escape(error.what)}[/yellow]")
         return False
     return others_stage.is_intact(context)
 
@@ -277,9 +285,12 @@ def load_index(context: Context) -> ReplicaIndex:
 
 
 def stored(context: Context, index: ReplicaIndex, layer: int) -> LayerReplicas:
-    """One layer's replicas as the index names them; ArtifactError when they are missing, damaged or others."""
+    """One layer's replicas as the index names them; ArtifactError when they are missing or others.
+
+    Those of which an expert is asked for are read, and checked again, then.
+    """
     found = LayerReplicas(context.store / index.set, layer)
     if layer >= len(index.layers):
         raise ArtifactError("not finished", where=str(context.directory("losses")), do=replicas.REMEDY)
-    found.check(index.layers[layer])
+    found.check(index.layers[layer], cached=True)
     return found

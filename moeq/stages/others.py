@@ -167,7 +167,8 @@ class Making:
     def _lacking(self, block: str, modules: list[OtherModule]) -> list[OtherModule]:
         kinds = {module.kind for module in modules}
         made = (one for one in self.index.made if one.kind in kinds)
-        lacking = replicas.lacking(self.store, self.blocks.index(block), made, self.context.say_damaged)
+        number, damaged = self.blocks.index(block), self.context.say_damaged
+        lacking = replicas.lacking(self.store, number, made, damaged, cached=not self.context.check)
         return [module for one in lacking for module in modules if module.kind == one.kind]
 
     @property
@@ -309,14 +310,14 @@ def _row(module: OtherModule, how: Grid, result: Result, tied: str | None) -> Ot
 
 
 def is_intact(context: Context) -> bool:
-    """Whether the store still has what the index names; files that are small are hashed."""
+    """Whether the store still has what the index names."""
     if not context.recipe.others.widths():
         return True
     try:
         index = artifact.read_index(context.directory("losses"))
         for number, wanted in enumerate(index.layers):
             if wanted:
-                LayerReplicas(context.store / index.set, number).check(wanted)
+                LayerReplicas(context.store / index.set, number).check(wanted, cached=not context.check)
     except ArtifactError:
         return False
     return bool(index.layers)
@@ -379,7 +380,7 @@ class Stored:
         if self._open is None or self._open[0] != module.block:
             number = self._numbers[module.block]
             there = LayerReplicas(self.context.store / self.index.set, number)
-            there.check(self.index.layers[number])
+            there.check(self.index.layers[number], cached=True)
             self._open = (module.block, there)
         return self._open[1].expert(self.index.entry_of(module.kind), module.name, 0)
 

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, matrix_widths, width_of
-from moeq.artifacts.files import digest_of, read_json, sha256_file, write_json
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import digest_of, read_json, write_json
 from moeq.artifacts.stage import current_digest
 from moeq.errors import ArtifactError, AssignmentError
 from moeq.exporters.moeq import layer_name
@@ -28,6 +29,7 @@ from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.quantizers.signround_layer import Widths
 from moeq.recipe import RefineSection
 from moeq.stages import losses
+from moeq.stages.assign import EDITABLE
 from moeq.stages.context import Context
 
 REVISION = 1  # of what is half done; when the same inputs give other replicas, raise it and that of the stage
@@ -65,7 +67,8 @@ class Progress:
         if context.recipe.quantize.refine is None:
             (directory / PROGRESS).unlink(missing_ok=True)
             return cls(path=directory / PROGRESS, key="", files={})
-        before = [current_digest(context.directory(stage), stage) for stage in ("losses", "assign")]
+        editable = {"losses": frozenset[str](), "assign": EDITABLE}
+        before = [current_digest(context.directory(stage), stage, names) for stage, names in editable.items()]
         section = context.recipe.quantize.model_dump(mode="json")
         key = digest_of([REVISION, context.stamp.digest, *before, section, context.compute()])
         try:
@@ -76,13 +79,13 @@ class Progress:
         sound = {
             name: digest
             for name, digest in files.items()
-            if (directory / name).is_file() and sha256_file(directory / name) == digest
+            if (directory / name).is_file() and digest_of_file(directory / name) == digest
         }
         return cls(path=directory / PROGRESS, key=key, files=sound)
 
     def add(self, paths: list[Path]) -> None:
         """Note a layer's files."""
-        self.files |= {path.name: sha256_file(path) for path in paths}
+        self.files |= {path.name: digest_of_file(path, cached=True) for path in paths}
         write_json(self.path, {"key": self.key, "files": self.files})
 
 

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.evaluation import Translation
-from moeq.artifacts.files import make_directory, sha256_file, write_text
+from moeq.artifacts.files import make_directory, write_text
 from moeq.evaluation import translation
 from moeq.stages.context import Context
 
@@ -80,7 +81,7 @@ def text_digests(context: Context) -> list[str] | None:
     if section is None:
         return None
     names = [name for name in (section.source, section.target) if name is not None]
-    return [sha256_file(Path(name).expanduser()) for name in names]
+    return [digest_of_file(Path(name).expanduser()) for name in names]
 
 
 def figures(found: Translation) -> dict[str, dict[str, float]]:

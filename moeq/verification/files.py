@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.files import sha256_file
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest
-from moeq.artifacts.stage import RECORD, StageRecord, read_record
+from moeq.artifacts.stage import RECORD, StageRecord, digests_of, read_record
+from moeq.artifacts.sums import NAME, Sums, check_sums
 from moeq.errors import ArtifactError
 from moeq.exporters.moeq import tensors_sha256
 from moeq.models.source import read_header
@@ -18,12 +22,24 @@ QUIET = Reporter(quiet=True)
 EXPORT_AGAIN = "export the checkpoint again"
 
 
-def check_native(directory: Path, reporter: Reporter = QUIET) -> tuple[PlacementManifest, int]:
-    """Compare sizes, sums and SHA-256 of every replica with the manifest; ArtifactError at the first difference.
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A checkpoint that is as its manifest says. tensor_bytes: on disk; files: which other files were compared with
+    what, in words."""
 
-    Returns the manifest and the bytes of all tensors on disk.
+    manifest: PlacementManifest
+    tensor_bytes: int
+    files: str
+
+
+def check_native(directory: Path, reporter: Reporter = QUIET) -> Checked:
+    """Read a whole checkpoint: every replica's size and SHA-256 against the manifest, its sums, then every file against
+    SHA256SUMS and the stage's record. ArtifactError at the first difference.
     """
     manifest = read_manifest(directory)
+    listed = check_sums(directory, only=lambda name: False)
+    if listed is not None:
+        _refuse_other_weights(directory, listed)
     headers = {path.name: read_header(path) for path in sorted(directory.glob("*.safetensors"))}
     by_tier: dict[str, int] = {}
     placed = other = 0
@@ -57,13 +73,31 @@ def check_native(directory: Path, reporter: Reporter = QUIET) -> tuple[Placement
         if found != expected:
             raise ArtifactError(
                 f"{what}: {found}, the manifest states {expected}",
-                where=str(directory),
+                where=str(directory / MANIFEST),
                 do="export the checkpoint again",
             )
-    if (directory / RECORD).is_file():  # covers what the manifest does not: config, index, other weights, tokenizer
-        check_files(directory, read_record(directory, "export"))
+    sums = check_sums(directory, reporter=reporter)
+    record = read_record(directory, "export") if (directory / RECORD).is_file() else None
+    if record is not None:
+        check_files(directory, record, {} if sums is None else sums.files, reporter)
     check_code(directory, manifest)
-    return manifest, on_disk
+    return Checked(manifest=manifest, tensor_bytes=on_disk, files=_checked_files(sums, record))
+
+
+def _checked_files(sums: Sums | None, record: StageRecord | None) -> str:
+    if sums is not None:
+        return sums.text
+    older = f"no {NAME}: an older moeq made it"
+    if record is not None:
+        return f"SHA-256 of {len(record.files)} files as in {RECORD} ({older})"
+    return f"configuration, tokenizer and weights outside of the experts are not covered ({older}; export it again)"
+
+
+def _refuse_other_weights(directory: Path, sums: Sums) -> None:
+    for name in sums.unlisted:
+        if name.endswith(".safetensors"):
+            where = str(directory / name)
+            raise ArtifactError(f"weights that {NAME} does not list", where=where, do="remove it")
 
 
 def check_code(directory: Path, manifest: PlacementManifest) -> dict[str, str]:
@@ -77,7 +111,7 @@ def check_code(directory: Path, manifest: PlacementManifest) -> dict[str, str]:
         path, one = directory / name, listed.get(name)
         if not path.is_file():
             raise ArtifactError("missing, the manifest lists it", where=str(path), do=EXPORT_AGAIN)
-        sha256 = sha256_file(path)
+        sha256 = digest_of_file(path)
         if name == HOOK_FILE and sha256 != HOOK_SHA256:
             raise ArtifactError("is not the hook that moeq writes", where=str(path), do=EXPORT_AGAIN)
         if one is not None and one.sha256 != sha256:
@@ -114,11 +148,24 @@ def _check_replica(directory: Path, replica: Replica | PlacedModule, headers: di
         raise ArtifactError(f"{what}: SHA-256 differs from the manifest", where=str(directory / replica.file), do=again)
 
 
-def check_files(directory: Path, record: StageRecord) -> None:
-    """Compare a directory with the record of its stage; ArtifactError at the first file that is missing or changed."""
+def check_files(
+    directory: Path,
+    record: StageRecord,
+    known: Mapping[str, str] | None = None,
+    reporter: Reporter = QUIET,
+    editable: frozenset[str] = frozenset(),
+) -> None:
+    """Compare a directory with the record of its stage; ArtifactError at the first file that is missing or changed.
+
+    known: digests of files that were just read; editable: files that only have to be there.
+    """
+    stage = record.stage.partition("-")[0]  # export-gguf is of export
+    again = f"run `moeq {stage}` again"
+    for name in record.files:
+        if not (directory / name).is_file():
+            raise ArtifactError("missing since the stage wrote it", where=str(directory / name), do=again)
+    rest = [name for name in record.files if name not in {*(known or {}), *editable}]
+    found = {**(known or {}), **digests_of(directory, rest, cached=False, reporter=reporter)}
     for name, stamp in record.files.items():
-        path = directory / name
-        if not path.is_file() or sha256_file(path) != stamp.sha256:
-            raise ArtifactError(
-                "missing or changed since the stage wrote it", where=str(path), do=f"run `moeq {record.stage}` again"
-            )
+        if name not in editable and found[name] != stamp.sha256:
+            raise ArtifactError("changed since the stage wrote it", where=str(directory / name), do=again)

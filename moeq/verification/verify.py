@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.files import torch_dtype
-from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, RecipeError
 from moeq.exporters.packed_source import PackedSource
@@ -243,10 +242,9 @@ def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> str:
     if isinstance(packed, Foreign | Gguf):
         packed.check()
         shapes = "every tensor has the shape and type that config.json says"
-        count = check_sums(path)
-        return f"{shapes}; {f'SHA-256 of {count} files as in {SUMS}' if count else 'there are no digests'}"
-    check_native(path, reporter)
-    return "every size, sum and SHA-256 equals the manifest"
+        sums = check_sums(path, reporter=reporter)
+        return f"{shapes}; {'there are no digests' if sums is None else sums.text}"
+    return f"every size, sum and SHA-256 equals the manifest; {check_native(path, reporter).files}"
 
 
 def _compare(

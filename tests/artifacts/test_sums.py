@@ -29,7 +29,27 @@ def test_sha256sum_reads_them(directory: Path) -> None:
 
 def test_the_card_may_change(directory: Path) -> None:
     (directory / "README.md").write_text("other words")
-    assert check_sums(directory) == 2
+    sums = check_sums(directory)
+    assert sums is not None
+    assert (sorted(sums.files), sums.unlisted) == (["a.safetensors", "config.json"], ())
+
+
+def test_files_that_are_not_listed_are_named(directory: Path) -> None:
+    (directory / "modeling.py").write_text("import os")
+    (directory / "LICENSE").write_text("words")
+    (directory / "more").mkdir()
+    (directory / "more" / "b.safetensors").write_bytes(b"other weights")
+    sums = check_sums(directory)
+    assert sums is not None
+    assert sums.unlisted == ("LICENSE", "modeling.py", "more/b.safetensors")
+    assert sums.text == "SHA-256 of 2 files as in SHA256SUMS; not listed: LICENSE, modeling.py, more/b.safetensors"
+    with pytest.raises(ArtifactError, match=r"modeling\.py.*does not list it"):
+        sums.require_inactive(directory)
+
+
+def test_only_some_files_may_be_compared(directory: Path) -> None:
+    (directory / "a.safetensors").write_bytes(b"Weights")
+    assert check_sums(directory, only=lambda name: name != "a.safetensors") is not None
 
 
 def test_no_sums_are_no_error(tmp_path: Path) -> None:

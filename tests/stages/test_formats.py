@@ -14,6 +14,7 @@ from fork_server import ForkServer
 from made_sources import quantization_of, save_model
 
 from moeq import conversion, pipeline
+from moeq.artifacts.sums import write_sums
 from moeq.errors import ArtifactError, EvaluationError, PlanError, RecipeError
 from moeq.exporters import dequantized
 from moeq.exporters.native_reader import NativeReader
@@ -107,12 +108,14 @@ def test_damage_is_named(finished: Path, tmp_path: Path) -> None:
     placed = json.loads((tmp_path / "broken" / "placement.json").read_text("utf-8"))
     placed["layers"][1]["hidden_size"] += 1
     (tmp_path / "broken" / "placement.json").write_text(json.dumps(placed))
+    write_sums(tmp_path / "broken")
     with pytest.raises(ArtifactError, match=r"model\.layers\.1\.mlp\.experts: config\.json and the manifest differ"):
         NativeReader(tmp_path / "broken")
     placed["layers"][1]["hidden_size"] -= 1
     replica = placed["layers"][0]["experts"][2]["replicas"][0]
     replica["bits"] = 8 if replica["bits"] != 8 else 4
     (tmp_path / "broken" / "placement.json").write_text(json.dumps(placed))
+    write_sums(tmp_path / "broken")
     reader = NativeReader(tmp_path / "broken")
     with pytest.raises(ArtifactError, match=r"model\.layers\.0\.mlp\.experts, expert 2, gate_proj: codes is"):
         reader.expert(reader.layers[0], 2)

@@ -19,6 +19,7 @@ from torch import nn
 
 from moeq import pipeline
 from moeq.artifacts.stage import RECORD
+from moeq.artifacts.sums import NAME as SUMS
 from moeq.errors import ArtifactError, EvaluationError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -54,9 +55,10 @@ def run(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(run: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
+    """A copy that may be damaged, without the digests of whole files."""
     shutil.copytree(run / "checkpoint", tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / RECORD).unlink()
+    (tmp_path / "checkpoint" / SUMS).unlink()
     return tmp_path / "checkpoint"
 
 
@@ -69,7 +71,10 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_a_native_checkpoint(run: Path, tiny_mixtral: Path) -> None:
     verdict = check(run / "checkpoint", against=str(tiny_mixtral))
     assert not verdict.problems
-    assert verdict.files == "every size, sum and SHA-256 equals the manifest"
+    count = len((run / "checkpoint" / "SHA256SUMS").read_text("utf-8").splitlines())
+    assert verdict.files == (
+        f"every size, sum and SHA-256 equals the manifest; SHA-256 of {count} files as in SHA256SUMS"
+    )
     assert [layer.how for layer in verdict.layers] == ["experts", "experts"]
     assert all(layer.worst < 1e-6 and len(layer.expert_errors or ()) == 5 for layer in verdict.layers)
     assert verdict.logits_error < 1e-6

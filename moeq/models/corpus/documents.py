@@ -8,7 +8,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from moeq.artifacts.files import digest_of, sha256_file
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import digest_of
 from moeq.errors import CorpusError
 from moeq.models.corpus.chat import conversation, rendered
 from moeq.models.corpus.images import ImageRow, image_row
@@ -123,7 +124,7 @@ def images_digest(sources: Sequence[Source], fields: Fields, bar: Bar | None = N
             for one in of_file(path, str(path), None, fields, None, advance, naming=fields.image):
                 if one.document.image is not None:
                     images = one.document.image.images
-                    found = [*(found or []), *(sha256_file(image) for image in images if isinstance(image, Path))]
+                    found = [*(found or []), *(digest_of_file(image) for image in images if isinstance(image, Path))]
     return None if found is None else digest_of(found)
 
 

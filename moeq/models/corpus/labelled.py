@@ -18,7 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moeq.artifacts.files import digest_of, sha256_file
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import digest_of
 from moeq.artifacts.reading import read_json_file
 from moeq.bundled import bundled_path
 from moeq.errors import CorpusError
@@ -143,7 +144,7 @@ def _digits(name: str) -> ImageSet:
         name=name,
         public_name=DIGITS,
         domain=DIGITS,
-        digest=digest_of([DIGITS, images.flatten().tolist(), sha256_file(split)]),
+        digest=digest_of([DIGITS, images.flatten().tolist(), digest_of_file(split)]),
         images=images,
         labels=torch.tensor(found.target, dtype=torch.long),
         rows=rows,
@@ -190,7 +191,7 @@ def _file(name: str, files: ImageFiles | None) -> ImageSet:
         name=name,
         public_name=path.name,
         domain=path.stem,
-        digest=sha256_file(path),
+        digest=digest_of_file(path),
         images=tensors["images"],
         labels=tensors["labels"],
         rows=rows,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
-from moeq.artifacts.files import digest_of, storage_errors
+from moeq.artifacts.digests import BLOCK_BYTES, digest_of_file
+from moeq.artifacts.files import digest_of
 from moeq.bundled import bundled_path
 from moeq.errors import CorpusError
 from moeq.models import hub
 from moeq.models.corpus.hub_datasets import choose_files
 from moeq.models.corpus.rows import kind_of, stem_of
-from moeq.models.corpus.streams import AT_ONCE, COMPRESSED, Advance, Bar, shown
+from moeq.models.corpus.streams import COMPRESSED, Advance, Bar, shown
 from moeq.recipe import HUB, HUB_DATASET
 
 BUNDLED = "bundled"
@@ -40,7 +41,7 @@ class LocalFile:
 
     def identity(self, advance: Advance) -> list[str]:
         """What decides its documents."""
-        return [self.domain, _sha256(self.path, advance)]
+        return [self.domain, digest_of_file(self.path, cached=True, advance=partial(advance, BLOCK_BYTES))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +92,6 @@ def sources_digest(sources: Sequence[Source], bar: Bar | None = None) -> str:
     size = sum(source.path.stat().st_size for source in sources if isinstance(source, LocalFile))
     with shown(bar, "hashing text", size) as advance:
         return digest_of([source.identity(advance) for source in sources])
-
-
-def _sha256(path: Path, advance: Advance) -> str:
-    digest = hashlib.sha256()
-    with storage_errors(path, "read"), path.open("rb") as stream:
-        while chunk := stream.read(AT_ONCE):
-            digest.update(chunk)
-            advance(len(chunk))
-    return digest.hexdigest()
 
 
 def pinned(source: str | Sequence[str], opened: Sequence[Source]) -> str | list[str]:
