@@ -39,8 +39,8 @@ def _wanted(key: str, value: Any) -> str | None:
         return "it must be a list of names"
     if key == "quant_method" and not isinstance(value, str):
         return "it must be a name"
-    if key in COUNTS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        return "it must be a whole number from 1"
+    if key in COUNTS and not isinstance(value, list | dict):  # of stages or parts that have their own
+        return "it must be a number from 1" if isinstance(value, bool | str) or value < 1 else None
     return None
 
 

@@ -198,6 +198,7 @@ def test_preprocessor(moeq: ForkServer, tmp_path: Path, key: str, value: Any) ->
 def test_what_configurations_may_hold(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     check_config({"auto_map": None, "quantization_config": {}, "text_config": {"vocab_size": 1}, "x": [1]}, file)
+    check_config({"num_attention_heads": [1, 2], "max_position_embeddings": 1200.0}, file)
     check_config({"architectures": None, "vocab_size": None, "ffn_config": {"moe_top_k": 2}}, file)
     check_top_k({"top_k": 50, "num_experts_per_tok": None, "text_config": {"moe_topk": [1, 4]}}, 4, file)
     for key in TOP_K:
