@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from moeq.bounded import shortened
 from moeq.errors import InternalError, MoeqError, RecipeError, StorageError
 from moeq.version import __version__
 
@@ -840,7 +841,9 @@ def _as_moeq_error(error: Exception) -> MoeqError:
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG):
         return StorageError(error.strerror or str(error), where="standard output", do="free some space")
     if isinstance(error, OSError) and error.filename is not None:
-        return StorageError(error.strerror or str(error), where=str(error.filename), do="check the disk and the path")
+        return StorageError(
+            error.strerror or str(error), where=shortened(str(error.filename), 400), do="check the disk and the path"
+        )
     with tempfile.NamedTemporaryFile("w", prefix="moeq-", suffix=".log", delete=False) as log:
         log.write(traceback.format_exc())
     return InternalError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moeq.errors import EvaluationError, ModelError
-from moeq.models.forward import takes_images
+from moeq.models.forward import check_tokens, takes_images
 from moeq.models.loading import compute_dtype, load_config, load_tokenizer, model_class, resolve_device
 from moeq.models.messages import quiet_transformers
 from moeq.models.source import open_source
@@ -57,6 +57,7 @@ def generate(
     started = time.monotonic()
     with torch.no_grad(), quiet_transformers():
         tensor = torch.tensor([ids], device=target)
+        check_tokens(model, tensor)
         found = model.generate(tensor, attention_mask=torch.ones_like(tensor), pad_token_id=pad, **options)[0]
     seconds = time.monotonic() - started
     new = found[len(ids) :].tolist()

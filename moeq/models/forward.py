@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moeq.errors import ModelError
+from moeq.models.source import VOCABULARIES
 
 PIXELS = "pixel_values"
 
@@ -24,9 +28,25 @@ def forward(model: Any, input_ids: Tensor, mask: Tensor | None = None, **extra: 
     """
     if takes_images(model):
         return model(**extra)
+    if not extra:  # what stands for an image may be beyond the vocabulary
+        check_tokens(model, input_ids)
     if mask is not None and model.config.is_encoder_decoder:
         extra["decoder_attention_mask"] = mask
     return model(**token_inputs(model, input_ids), attention_mask=mask, use_cache=False, **extra)
+
+
+def check_tokens(model: Any, input_ids: Tensor) -> None:
+    """ModelError naming the tokenizer for tokens that the model has no embedding of."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    largest = int(input_ids.max()) if input_ids.numel() else 0
+    if largest >= rows:
+        folder = Path(getattr(model.config, "_name_or_path", "") or ".")
+        file = next((folder / name for name in sorted(VOCABULARIES) if (folder / name).is_file()), folder)
+        raise ModelError(
+            f"token {largest} is beyond the model's vocabulary of {rows}",
+            where=str(file),
+            do="copy the tokenizer files of this model into its directory",
+        )
 
 
 def token_inputs(model: Any, input_ids: Tensor) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from moeq.artifacts.reading import read_json_file
 from moeq.errors import ModelError
+from moeq.models.configuration import check_top_k
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.merge_cache import without_merge_cache
 from moeq.models.messages import REMEDY, line, quiet_transformers
-from moeq.models.source import VOCABULARIES, ModelSource
+from moeq.models.source import CONFIG, TOKENIZER_FILES, VOCABULARIES, ModelSource
 from moeq.models.weights import (
     DEQUANTIZED,
     PACKED,
@@ -100,7 +103,7 @@ def load_config(source: ModelSource, trust_remote_code: bool = False) -> Any:
 
     trust_remote_code: a checkpoint that brings its own code may run it; without it such a checkpoint is an error.
     """
-    remote = source.config.get("auto_map", {})
+    remote = source.config.get("auto_map") or {}
     if "AutoConfig" in remote and source.config["model_type"] not in CONFIG_MAPPING and not trust_remote_code:
         raise _needs_trust(source)
     try:
@@ -108,7 +111,7 @@ def load_config(source: ModelSource, trust_remote_code: bool = False) -> Any:
             return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises ValueError, KeyError, OSError and its validators' own types
         raise ModelError(
-            f"transformers cannot read the configuration ({line(error)})", where=str(source.path), do=REMEDY
+            f"transformers cannot read the configuration ({line(error)})", where=str(source.path / CONFIG), do=REMEDY
         ) from error
 
 
@@ -128,7 +131,7 @@ def model_class(source: ModelSource, config: Any, trust_remote_code: bool = Fals
     image classifier. Raises ModelError when there is none, or when only the checkpoint's own code has it and that is
     not trusted.
     """
-    remote = source.config.get("auto_map", {})
+    remote = source.config.get("auto_map") or {}
     own = next((auto for auto in AUTOS if auto.__name__ in remote), None)
     if own is not None and trust_remote_code:
         return own
@@ -155,7 +158,9 @@ def _refuse_quantized(source: ModelSource) -> None:
     declared = quantization_of(source.config)
     method = (declared or {}).get("quant_method", "unknown")
     if declared is not None and method not in DEQUANTIZED:
-        raise ModelError(f"already quantized ({method})", where=str(source.path), do="give the original checkpoint")
+        raise ModelError(
+            f"already quantized ({method})", where=str(source.path / CONFIG), do="give the original checkpoint"
+        )
 
 
 def skeleton(
@@ -180,7 +185,7 @@ def skeleton(
     except Exception as error:
         raise ModelError(
             f"transformers cannot build it ({line(error)})",
-            where=str(source.path),
+            where=str(source.path / CONFIG),
             do="`moeq families` lists what is supported",
         ) from error
 
@@ -312,13 +317,27 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
         )
     try:
         with quiet_transformers():
-            return without_merge_cache(AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code))
+            tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code)
+            without_merge_cache(tokenizer)
+            tokenizer("a")  # some of its settings are only looked at when text comes
+            return tokenizer
     except Exception as error:
         raise ModelError(
             f"the tokenizer cannot be loaded ({line(error)})",
-            where=str(source.path),
+            where=str(_damaged_json(source.path) or source.path),
             do="copy the tokenizer files of the model again",
         ) from error
+
+
+def _damaged_json(folder: Path) -> Path | None:
+    """The first of a tokenizer's files that should be a JSON object and is none."""
+    for path in (folder / name for name in TOKENIZER_FILES if name.endswith(".json")):
+        try:
+            if path.is_file() and not isinstance(read_json_file(path), dict | list):
+                return path
+        except (OSError, ValueError):
+            return path
+    return None
 
 
 def describe(
@@ -329,7 +348,10 @@ def describe(
     packed: also of a quantized model; experts: ModelError for a model without (False: no layers then).
     """
     model = skeleton(source, trust_remote_code=trust_remote_code, packed=packed)
-    return model, find_expert_layers(model, needed=experts)
+    layers = find_expert_layers(model, needed=experts)
+    if layers:
+        check_top_k(source.config, max(layer.num_experts for layer in layers), source.path / CONFIG)
+    return model, layers
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 
 import transformers
 
+from moeq.bounded import shortened
+
+MOST_CHARACTERS = 300  # of what transformers says
 REMEDY = "check that the directory is a complete transformers checkpoint"
 
 
@@ -28,5 +31,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def line(error: Exception) -> str:
-    """The first line of an exception, with its type."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    """The first line of an exception, with its type, and the second where the first ends with a colon."""
+    lines = [one.strip() for one in str(error).splitlines() if one.strip()] or ["no message"]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return shortened(f"{type(error).__name__}: {text}", MOST_CHARACTERS)

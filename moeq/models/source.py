@@ -18,9 +18,11 @@ from moeq.artifacts.files import digest_of
 from moeq.artifacts.reading import TensorHeader as TensorHeader
 from moeq.artifacts.reading import inside, plain_name, read_json_file, safetensors_header
 from moeq.artifacts.stage import ModelStamp
+from moeq.bounded import shortened
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
 from moeq.models import hub
+from moeq.models.configuration import check_config
 from moeq.progress import Reporter
 
 if TYPE_CHECKING:
@@ -175,9 +177,13 @@ def _resolve(
                 "no such bundled model", where=name, do="use bundled:tiny-mixtral or bundled:tiny-moe-vit"
             ) from error
     path = Path(name).expanduser()
-    if path.is_dir():
-        return path, None
-    if path.exists():
+    try:
+        if path.is_dir():
+            return path, None
+        there = path.exists()
+    except OSError as error:  # a name that is too long for a file
+        raise ModelError(f"no such directory ({error.strerror})", where=shortened(name), do="check it") from None
+    if there:
         raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
         raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
@@ -230,6 +236,7 @@ def read_config(file: Path) -> dict[str, Any]:
         raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError("no model_type", where=str(file), do="give a transformers model directory")
+    check_config(config, file)
     return config
 
 

@@ -31,8 +31,8 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from moeq.artifacts.files import stored_chunks
 from moeq.errors import ModelError
-from moeq.models.messages import REMEDY, quiet_transformers
-from moeq.models.source import ModelSource
+from moeq.models.messages import REMEDY, line, quiet_transformers
+from moeq.models.source import CONFIG, ModelSource
 
 
 class BlockDequantize(Fp8Dequantize):  # type: ignore[misc]
@@ -98,8 +98,12 @@ def _quantizer(source: ModelSource) -> Any:
     declared = quantization_of(source.config)
     if declared is None or declared.get("quant_method") not in DEQUANTIZED:
         return None
-    config = AutoQuantizationConfig.from_dict(declared | {"dequantize": True})
-    return DEQUANTIZED[declared["quant_method"]](config, pre_quantized=True)
+    try:
+        config = AutoQuantizationConfig.from_dict(declared | {"dequantize": True})
+        return DEQUANTIZED[declared["quant_method"]](config, pre_quantized=True)
+    except Exception as error:  # whatever the format's own class raises
+        where = f"{source.path / CONFIG}: quantization_config"
+        raise ModelError(f"transformers cannot read it ({line(error)})", where=where, do=REMEDY) from error
 
 
 def _scales_of(key: str) -> tuple[str, ...]:

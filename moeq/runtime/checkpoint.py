@@ -59,7 +59,7 @@ def verify_files(path: Path) -> None:
 def load_checkpoint(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
     """Load a checkpoint that moeq exported; ArtifactError when it is not one."""
     source = open_source(str(path))
-    method = source.config.get("quantization_config", {}).get("quant_method")
+    method = (source.config.get("quantization_config") or {}).get("quant_method")
     if method != hf_quantizer.METHOD:
         raise ArtifactError(
             f"not exported by moeq (quant_method {method!r})",

@@ -1,0 +1,71 @@
+"""What a config.json must be before anything is built from it: values of the kinds that their keys ask for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moeq.bounded import shown
+from moeq.errors import ModelError
+
+OBJECTS = re.compile(r"_config$|^auto_map$")
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+TOP_K = (
+    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts", "moe_top_k",
+    "moe_topk", "moe_k", "top_k_experts",
+)  # fmt: skip
+REMEDY = "correct it, or download the file again"
+
+
+def check_config(config: Mapping[str, Any], file: Path) -> None:
+    """ModelError naming file and key for a value of a kind that its key cannot have; null is always allowed.
+
+    What only one family knows is left to transformers, whose refusals `loading` words.
+    """
+    for path, part in _parts(config):
+        for key, value in part.items():
+            wanted = None if value is None else _wanted(key, value)
+            if wanted is not None:
+                raise ModelError(f"{wanted}, not {shown(value)}", where=f"{file}: {path}{key}", do=REMEDY)
+
+
+def _wanted(key: str, value: Any) -> str | None:
+    """What a key's value must be, None where it is."""
+    if OBJECTS.search(key) and not isinstance(value, dict):
+        return "it must be a mapping"
+    if key == "architectures" and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        return "it must be a list of names"
+    if key == "quant_method" and not isinstance(value, str):
+        return "it must be a name"
+    if key in COUNTS and not isinstance(value, list | dict):  # of stages or parts that have their own
+        return "it must be a number from 1" if isinstance(value, bool | str) or value < 1 else None
+    return None
+
+
+def check_top_k(config: Mapping[str, Any], num_experts: int, file: Path) -> None:
+    """ModelError naming file and key where a token is to choose no expert, or more than a layer has."""
+    for path, part in _parts(config):
+        for key in TOP_K:
+            chosen = part.get(key)
+            for value in chosen if isinstance(chosen, list) else [chosen]:
+                if value is None:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= num_experts:
+                    raise ModelError(
+                        f"a token chooses {shown(value)} of {num_experts} experts",
+                        where=f"{file}: {path}{key}",
+                        do="give a number from 1 to the number of experts, as the model was trained with",
+                    )
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The configuration and those within it, each with the path of its keys."""
+    parts = [("", config)]
+    while parts:
+        path, part = parts.pop()
+        yield path, part
+        parts += [
+            (f"{path}{key}.", value) for key, value in part.items() if isinstance(value, dict) and OBJECTS.search(key)
+        ]
