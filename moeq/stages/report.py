@@ -36,7 +36,7 @@ from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 
 NAME = "report.html"
-REVISION = 5  # raised when the same run gives another page
+REVISION = 6  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 
