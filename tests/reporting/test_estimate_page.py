@@ -72,6 +72,23 @@ def test_the_page_of_one_case(preset: Estimate) -> None:
     assert page.count("<figure") == 2
 
 
+def test_every_name_on_the_page_is_escaped_and_nothing_may_run(preset: Estimate) -> None:
+    placement = uniform_placement(LARGE, bits=5, hot_experts=1)
+    plan = plan_capacity(
+        LARGE, load_hardware("paper-ctxmoe"), placement, batch=1, context=576, group_size=128, zero_points=False
+    )
+    hostile = "</style><script>alert(1)</script>"
+    named = preset.model_copy(update={"geometry": hostile, "assumptions": (hostile,)})
+    case = Case(name=hostile, geometry=asdict(LARGE), estimate=named, capacity=plan)
+    page = render(EstimateDocument(name=hostile, hardware=hostile, routing=hostile, cases=(case,)))
+    assert "<script" not in page
+    assert page.count("</style>") == 1
+    assert page.count("&lt;/style&gt;&lt;script&gt;") >= 5
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    assert policy.startswith("default-src &#x27;none&#x27;; ")
+    assert "script" not in policy
+
+
 def test_bars_stand_for_their_values() -> None:
     series = [Series(name="a", values=[1.0, 2.0], inner=[0.5, 1.0]), Series(name="mine", values=[2.0, 4.0], own=True)]
     drawing = grouped_bars("bars", "Bars", ["x", "y"], series, "seconds", "inside")

@@ -5,10 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import re
+import shutil
+import subprocess
 import xml.etree.ElementTree as ElementTree
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -129,6 +134,65 @@ def test_nothing_is_asked_of_the_network(page: str) -> None:
     assert "@import" not in page
     assert "<script" not in page
     assert not re.search(r'\s(?:src|action|srcset)="', page)
+
+
+def test_a_browser_may_run_nothing_and_fetch_nothing(page: str) -> None:
+    """The policy comes before all that it holds for, and allows what the page has: one sheet, data images, styles."""
+    found = parsed(page)
+    policies = [
+        place for place, (tag, attributes) in enumerate(found.tags)
+        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+    ]  # fmt: skip
+    (place,) = policies
+    assert [tag for tag, _ in found.tags[:place]] == ["html", "head", "meta"]
+    rules = dict(rule.split(" ", 1) for rule in str(found.tags[place][1]["content"]).split("; "))
+    (sheet,) = re.findall(r"<style>(.*?)</style>", page, flags=re.DOTALL)
+    digest = b64encode(sha256(sheet.encode()).digest()).decode()
+    assert rules == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "style-src": "'unsafe-inline'",
+        "style-src-elem": f"'sha256-{digest}'",
+        "style-src-attr": "'unsafe-inline'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    links = {str(attributes["href"]) for tag, attributes in found.tags if tag == "image"}
+    assert links
+    assert all(link.startswith("data:image/png;base64,") for link in links)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_shows_the_page_and_runs_nothing_that_got_in(page: str, tmp_path: Path) -> None:
+    injected = """<script>document.title = "RAN"</script><img src="x" onerror="document.title = 'RAN'">
+    <style>h1 { display: none }</style>"""
+    shown, refused = opened(page, tmp_path / "page.html")
+    assert "moeq report</title>" in shown
+    assert refused == [], "nothing of the page's own is refused"
+    shown, refused = opened(page.replace("</body>", f"{injected}</body>"), tmp_path / "injected.html")
+    assert "moeq report</title>" in shown
+    assert len(refused) == 4, "the script, the image, its event handler, the sheet"
+
+
+def opened(page: str, file: Path) -> tuple[str, list[str]]:
+    """What a browser makes of a page, and what the page's policy refused."""
+    file.write_text(page, "utf-8")
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"),
+            *("--virtual-time-budget=2000", f"--user-data-dir={file.parent / 'profile'}", file.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout, [line for line in done.stderr.splitlines() if "Content Security Policy" in line]
 
 
 def _without_pictures(page: str) -> str:
