@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,6 +225,7 @@ def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Out
         volatile={"created": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 3)},
         apart=stage.apart,
     )
+    gc.collect()  # models refer to themselves
     return_memory()
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
     return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record)

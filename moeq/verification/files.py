@@ -16,12 +16,14 @@ from moeq.progress import Reporter
 QUIET = Reporter(quiet=True)
 
 
-def check_native(directory: Path, reporter: Reporter = QUIET) -> tuple[PlacementManifest, int]:
+def check_native(
+    directory: Path, reporter: Reporter = QUIET, manifest: PlacementManifest | None = None
+) -> tuple[PlacementManifest, int]:
     """Compare sizes, sums and SHA-256 of every replica with the manifest; ArtifactError at the first difference.
 
-    Returns the manifest and the bytes of all tensors on disk.
+    manifest: the checkpoint's, where it was read already. Returns it and the bytes of all tensors on disk.
     """
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory) if manifest is None else manifest
     headers = {path.name: read_header(path) for path in sorted(directory.glob("*.safetensors"))}
     by_tier: dict[str, int] = {}
     placed = other = 0

@@ -18,6 +18,7 @@ from moeq.artifacts.files import torch_dtype
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, RecipeError
+from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import format_of, open_packed
 from moeq.exporters.readers.foreign import Foreign
@@ -232,7 +233,7 @@ def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> str:
         shapes = "every tensor has the shape and type that config.json says"
         count = check_sums(path)
         return f"{shapes}; {f'SHA-256 of {count} files as in {SUMS}' if count else 'there are no digests'}"
-    check_native(path, reporter)
+    check_native(path, reporter, packed.manifest if isinstance(packed, NativeReader) else None)
     return "every size, sum and SHA-256 equals the manifest"
 
 

@@ -27,6 +27,7 @@ def check_written(
     """
     packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
     size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
+    del packed  # its headers and manifest; whoever checks it opens it again
     if size > memory:
         reporter.say(
             f"  [yellow]not verified: loading it takes {human_bytes(size)} of memory, there are {human_bytes(memory)}; "
