@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -290,6 +291,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
             context.reporter.say(f"  {name}: edited by hand, kept")
             (unfinished / name).unlink()
             place(directory / name, unfinished / name)
+    gc.collect()  # models refer to themselves
     return_memory()
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
     return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record, edited=tuple(edited))

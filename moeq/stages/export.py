@@ -24,6 +24,7 @@ from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource
 from moeq.models.loading import expert_keys
+from moeq.numerics.slab import return_memory
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
 from moeq.stages import assign, losses, model_card, others, profile, quantize, refine
@@ -64,11 +65,14 @@ def run(context: Context) -> dict[str, Any]:
         manifest = export(context.recipe.export.format, inputs, target)
         advance()
     write_card(context, manifest)
+    totals = manifest.totals.model_dump()
+    del manifest  # 10 KB an expert, which verification reads for itself
+    return_memory()
     if context.recipe.export.verify:
         _check_copies(context, target)
         _check_written(context, target, AsQuantized(context, assignment))
     _write_formats(context)
-    return manifest.totals.model_dump() | {"original_expert_bytes": original_bytes(context, inputs.expert_keys)}
+    return totals | {"original_expert_bytes": original_bytes(context, inputs.expert_keys)}
 
 
 def _losses(context: Context) -> dict[str, list[dict[int, float]]]:

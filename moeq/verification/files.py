@@ -32,11 +32,13 @@ class Checked:
     files: str
 
 
-def check_native(directory: Path, reporter: Reporter = QUIET) -> Checked:
+def check_native(directory: Path, reporter: Reporter = QUIET, manifest: PlacementManifest | None = None) -> Checked:
     """Read a whole checkpoint: every replica's size and SHA-256 against the manifest, its sums, then every file against
     SHA256SUMS and the stage's record. ArtifactError at the first difference.
+
+    manifest: the checkpoint's, where it was read already.
     """
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory) if manifest is None else manifest
     listed = check_sums(directory, only=lambda name: False)
     if listed is not None:
         _refuse_other_weights(directory, listed)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moeq.artifacts.files import torch_dtype
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, RecipeError
+from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.exporters.readers.foreign import Foreign
@@ -244,7 +245,8 @@ def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> str:
         shapes = "every tensor has the shape and type that config.json says"
         sums = check_sums(path, reporter=reporter)
         return f"{shapes}; {'there are no digests' if sums is None else sums.text}"
-    return f"every size, sum and SHA-256 equals the manifest; {check_native(path, reporter).files}"
+    manifest = packed.manifest if isinstance(packed, NativeReader) else None
+    return f"every size, sum and SHA-256 equals the manifest; {check_native(path, reporter, manifest).files}"
 
 
 def _compare(

@@ -35,6 +35,7 @@ def check_written(
     if isinstance(made_of, Path):
         made_of = open_packed(made_of, trust_remote_code=trust_remote_code, as_values=True)
     size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
+    del packed  # its headers and manifest; whoever checks it opens it again
     if size > memory:
         reporter.say(
             f"  [yellow]not loaded: that takes {human_bytes(size)} of memory, there are {human_bytes(memory)}; "
