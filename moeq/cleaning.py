@@ -19,11 +19,9 @@ from typing import Any
 from moeq.artifacts import others, replicas
 from moeq.artifacts.files import PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
+from moeq.artifacts.run import DIRECTORIES, OLDER, RECIPE_COPY, STAGES, STORE, store_folder
 from moeq.errors import ArtifactError, RecipeError
-from moeq.pipeline import BY_NAME, RECIPE_COPY
 from moeq.recipe import load_recipe
-from moeq.stages.context import DIRECTORIES, STORE, store_folder
-from moeq.stages.losses import OLDER
 
 SET = re.compile(r"[0-9a-f]{64}")
 LAYER = re.compile(r"layer-\d{3,}\.safetensors")
@@ -146,7 +144,7 @@ def _clean_run(run: Path, sweep: _Sweep) -> None:
     """Drop what a killed run left half-written, but for its checkpoint, and what older versions kept of replicas."""
     for path in sorted(run.glob(f"{RECIPE_COPY}{PARTIAL}")):
         sweep.delete(path, "partial file")
-    for stage in sorted(set(BY_NAME) - set(DIRECTORIES)):
+    for stage in sorted(set(STAGES) - set(DIRECTORIES)):
         for path in sorted((run / stage).rglob(f"*{PARTIAL}")):
             sweep.delete(path, "partial file")
     for name in OLDER:

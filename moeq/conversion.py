@@ -9,6 +9,7 @@ from moeq.errors import ArtifactError, RecipeError
 from moeq.exporters import CONVERTED, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.readers import PLAIN, format_of, open_packed
+from moeq.preflight import check_absent
 from moeq.progress import Reporter
 from moeq.tables import human_bytes
 from moeq.verification.written import check_written
@@ -32,8 +33,7 @@ def convert(
     """
     if name not in CONVERTED:
         raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(CONVERTED)}")
-    if out.exists():
-        raise RecipeError("is there already", where=str(out), do="choose another --out or remove it")
+    check_absent(out)
     source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
     if format_of(source.source) == PLAIN:
         do = "make a packed one of it with `moeq run`"

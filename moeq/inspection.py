@@ -14,24 +14,17 @@ from moeq.artifacts.integer import NAME as INTEGER
 from moeq.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
+from moeq.artifacts.run import DIRECTORIES, STAGES
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import RECORD, current_digest, read_record
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError
 from moeq.evaluation import document
-from moeq.exporters.gguf_families import stack_name
-from moeq.exporters.readers import holds_gguf
-from moeq.exporters.readers.gguf import open_gguf
-from moeq.integer.replay import replay
-from moeq.models import loading
 from moeq.models.source import open_source, read_header
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import losses
-from moeq.stages.context import DIRECTORIES
 from moeq.tables import human_bytes
-from moeq.verification.files import check_files, check_native
 
 QUIET = Reporter(quiet=True)
 
@@ -47,23 +40,36 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
         if (path / MANIFEST).is_file():
             return check_checkpoint(path, reporter)
         if (path / INTEGER).is_file() and (path / INTEGER_SCHEMA).is_file():
-            return replay(path)
+            return _integer(path)
         if (path / "recipe.yaml").is_file():
             return _run_directory(path)
         if (path / replicas.MARKER).is_file():
             return _store(path, reporter)
         if (path / RECORD).is_file():
             return _stage(path)
-        if holds_gguf(path):
-            return _gguf(path, trust_remote_code)
         if (path / "config.json").is_file():
-            return _model(path, trust_remote_code)
+            return _weights(path, trust_remote_code)
         raise ArtifactError("neither a checkpoint, a run, a stage nor a model", where=str(path), do="give another path")
     return _file(path, reporter)
 
 
+def _weights(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """Describe a directory of weights, of GGUF or of safetensors."""
+    from moeq.exporters.readers import holds_gguf
+
+    return (_gguf if holds_gguf(path) else _model)(path, trust_remote_code)
+
+
+def _integer(path: Path) -> dict[str, Any]:
+    from moeq.integer.replay import replay
+
+    return replay(path)
+
+
 def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, Any]:
     """Describe a checkpoint that moeq exported; ArtifactError when a file is not as the manifest says."""
+    from moeq.verification.files import check_native
+
     return _checkpoint_summary(*check_native(directory, reporter))
 
 
@@ -103,10 +109,8 @@ def _packed_modules(manifest: PlacementManifest) -> dict[str, Any]:
 
 
 def _run_directory(path: Path) -> dict[str, Any]:
-    from moeq.pipeline import BY_NAME
-
     found: dict[str, Any] = {"kind": "moeq run", "recipe": load_recipe(path / "recipe.yaml").name}
-    for name in BY_NAME:
+    for name in STAGES:
         directory = path / DIRECTORIES.get(name, name)
         if not (directory / RECORD).is_file():
             found[name] = "not run"
@@ -143,6 +147,8 @@ def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
 
 def _stage(path: Path) -> dict[str, Any]:
     record = read_record(path, path.name)
+    from moeq.verification.files import check_files
+
     check_files(path, record)
     return {
         "kind": f"artifact of moeq {record.stage}",
@@ -156,6 +162,8 @@ def _stage(path: Path) -> dict[str, Any]:
 
 
 def _model(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    from moeq.models import loading
+
     source = open_source(str(path))
     skeleton, layers = loading.describe(source, trust_remote_code)
     keys = loading.expert_keys(source, skeleton, layers)
@@ -191,6 +199,9 @@ def _trace(path: Path) -> dict[str, Any]:
 
 
 def _gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    from moeq.exporters.gguf_families import stack_name
+    from moeq.exporters.readers.gguf import open_gguf
+
     found = open_gguf(path, trust_remote_code)
     stacks = {stack_name(layer, part) for layer in found.layers for part in layer.projections}
     sizes = {name: tensor.bytes for name, tensor in found.file.tensors.items()}
@@ -239,6 +250,8 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         table = loss_table.read_parquet(path)
         return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
     if path.suffix == ".parquet":
+        from moeq.stages import losses
+
         return {"kind": "loss table", **losses.summarize(loss_table.read_losses(path))}
     if path.suffix in {".yaml", ".yml"}:
         recipe = load_recipe(path)
@@ -249,7 +262,7 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
     if path.name == MANIFEST:
         return check_checkpoint(path.parent, reporter)
     if path.name == INTEGER:
-        return replay(path.parent)
+        return _integer(path.parent)
     if path.suffix == ".json":
         data = read_json(path)
         if isinstance(data, dict) and {"layers", "method"} <= set(data):

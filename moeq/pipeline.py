@@ -11,6 +11,7 @@ from typing import Any
 
 from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import digest_of, locked, remove_partials, write_text
+from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import StageRecord, current_digest, is_current, read_record, write_record
 from moeq.artifacts.trace import NAME as TRACE
@@ -31,10 +32,9 @@ from moeq.stages import (
     reparam,
     report,
 )
-from moeq.stages.context import STORE, Context
+from moeq.stages.context import Context
 from moeq.tables import human_seconds
 
-RECIPE_COPY = "recipe.yaml"
 REPARAM = "reparam"
 
 

@@ -16,6 +16,8 @@ from moeq.errors import RecipeError, nearest
 DEFAULT_AVERAGE_BITS = 2
 BEST = "best"  # quantizer: the method with the lowest loss
 HUB = "hub:"
+BUNDLED = "bundled"  # of texts: the part that moeq brings along
+DIGITS = "digits"  # images with labels
 HUB_DATASET = re.compile(
     r"hub:(?P<name>[\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@(?P<revision>[^@:\s]+))?"
     r"(?::(?P<config>[^@:\s]*))?(?::(?P<split>[^@:\s]+))?"

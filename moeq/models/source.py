@@ -16,7 +16,6 @@ from moeq.artifacts.reading import plain_name, read_json_file, safetensors_heade
 from moeq.artifacts.stage import ModelStamp
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
-from moeq.models import hub
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +92,15 @@ def open_source(name: str, revision: str | None = None, *, trust_remote_code: bo
     return ModelSource(name=name, path=path, revision=commit, config=config, tensors=tensors)
 
 
+def check_there(name: str, revision: str | None = None) -> None:
+    """ModelError, as `open_source` raises it, for a model that is not there or whose configuration is damaged.
+
+    Of a hub model that is asked for its configuration alone.
+    """
+    path, _ = _resolve(name, revision, False, only=(CONFIG,))
+    read_config(path / CONFIG)
+
+
 def open_config(name: str, *, beside: Sequence[str] = (), trust_remote_code: bool = False) -> ModelSource:
     """A model by its configuration alone: a directory, a config.json, a hub id or `bundled:NAME`; no tensors are read.
 
@@ -128,6 +136,8 @@ def _resolve(
         raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
         raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
+    from moeq.models import hub  # its client takes as long to import as all else here
+
     if only is not None:
         path = hub.snapshot(name, revision, [*only, *(CODE_FILES if trust_remote_code else ())], error=ModelError)
         return path, path.name
@@ -139,6 +149,8 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple
 
     Configuration and tokenizer first, then the weights that the index names: repositories often hold others beside.
     """
+    from moeq.models import hub
+
     patterns = [*SMALL_FILES, *(CODE_FILES if trust_remote_code else ())]
     path = hub.snapshot(name, revision, patterns, error=ModelError)
     hub.snapshot(name, path.name, [*patterns, *_weight_files(path)], error=ModelError)

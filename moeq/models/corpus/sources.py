@@ -13,10 +13,10 @@ from moeq.errors import CorpusError
 from moeq.models import hub
 from moeq.models.corpus.hub_datasets import choose_files
 from moeq.models.corpus.rows import COMPRESSED, kind_of, stem_of
+from moeq.recipe import BUNDLED as BUNDLED
+from moeq.recipe import DIGITS as DIGITS
 from moeq.recipe import HUB, HUB_DATASET
 
-BUNDLED = "bundled"
-DIGITS = "digits"  # images with labels
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
