@@ -19,12 +19,9 @@ from typing import Any
 from moeq.artifacts import others, replicas
 from moeq.artifacts.files import BEGUN, PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
+from moeq.artifacts.run import DIRECTORIES, OLDER, RECIPE_COPY, STAGES, STORE, store_folder
 from moeq.errors import ArtifactError, RecipeError
-from moeq.pipeline import BY_NAME
 from moeq.recipe import load_recipe
-from moeq.stages.context import DIRECTORIES, STORE, store_folder
-from moeq.stages.losses import OLDER
-from moeq.stages.run_directory import RECIPE_COPY
 
 SET = re.compile(r"[0-9a-f]{64}")
 LAYER = re.compile(r"layer-\d{3,}\.safetensors")
@@ -147,7 +144,7 @@ def _clean_run(run: Path, sweep: _Sweep) -> None:
     """Drop what a killed run left half-written, but for its checkpoint, and what older versions kept of replicas."""
     for path in sorted(run.glob(f"{RECIPE_COPY}{PARTIAL}")):
         sweep.delete(path, "partial file")
-    for stage in sorted(set(BY_NAME) - set(DIRECTORIES)):
+    for stage in sorted(set(STAGES) - set(DIRECTORIES)):
         if (run / f"{stage}{PARTIAL}").is_dir():
             sweep.delete(run / f"{stage}{PARTIAL}", "partial folder")
         for path in sorted((run / stage).rglob(f"*{PARTIAL}")):

@@ -105,11 +105,12 @@ def _context(
     quantizer: str | None = None,
     refine: bool = False,
     check: bool = False,
+    command: str = "run",
 ) -> Context:
-    """The run that the options describe."""
+    """The run that the options describe, for a command: wrong ones are refused before the stages are imported."""
+    from moeq.preflight import check_run
     from moeq.progress import Reporter
     from moeq.recipe import load_recipe
-    from moeq.stages.context import Context
 
     if recipe is None and out is not None and (out / "recipe.yaml").is_file():
         recipe = out / "recipe.yaml"
@@ -121,6 +122,9 @@ def _context(
     if name is None:
         raise RecipeError("no model", where=str(recipe or "defaults"), do="give a recipe, --model, or --out of a run")
     target = out or Path("moeq-out") / loaded.name
+    check_run(loaded, name, target, command)
+    from moeq.stages.context import Context
+
     return Context(recipe=loaded, model_name=name, out=target, reporter=Reporter(quiet=quiet), check=check)
 
 
@@ -188,7 +192,7 @@ def _stage_command(name: str, summary: str) -> Callable[..., None]:
         quiet: QuietOption = False,
     ) -> None:
         wanted = [*(set_ or []), *_export_overrides(format_, widen), *_verify_override(verify)]
-        context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine, check)
+        context = _context(recipe, model, out, wanted, quiet, trust_remote_code, quantizer, refine, check, name)
         _run_stage(context, name, json, quiet)
 
     command.__doc__ = summary
@@ -292,7 +296,9 @@ def assign(
     if method not in (None, "optimal") and ndp_latency is None:
         chosen.append("assign.ndp_latency_ms=null")  # the recipe's, which belongs to its own method
     overrides = [*(set_ or []), *_assign_overrides(method, given), *chosen]
-    context = _context(recipe, model, out, overrides, quiet, trust_remote_code, quantizer, check=check)
+    context = _context(
+        recipe, model, out, overrides, quiet, trust_remote_code, quantizer, check=check, command="assign"
+    )
     from moeq import pipeline, terminal
     from moeq.stages import assign as stage
 
@@ -345,13 +351,13 @@ def report(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    context = _context(recipe, model, out, set_, quiet, trust_remote_code, check=check)
+    if analysis is not None and maps is not None:
+        raise RecipeError("--analysis goes without --maps", do="give one of them")
+    context = _context(recipe, model, out, set_, quiet, trust_remote_code, check=check, command="report")
     from moeq import pipeline, terminal
     from moeq.stages import report as stage
 
     if analysis is not None:
-        if maps is not None:
-            raise RecipeError("--analysis goes without --maps", do="give one of them")
         from moeq.stages.analysis import write
 
         figures = write(context, analysis)
@@ -502,7 +508,7 @@ def estimate(
             raise refusal
         return
     overrides = command.recipe_overrides(asked)
-    described = _context(asked.recipe, model, out, overrides, quiet, trust_remote_code, check=check)
+    described = _context(asked.recipe, model, out, overrides, quiet, trust_remote_code, check=check, command="estimate")
     _run_stage(described, "estimate", json, quiet)
 
 
@@ -568,10 +574,9 @@ def evaluate(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from moeq.comparison import command
-    from moeq.evaluation import document
+    from moeq.comparison import options
 
-    asked = command.Asked(
+    asked = options.Asked(
         words=recipe or [],
         model=model,
         out=out,
@@ -592,12 +597,15 @@ def evaluate(
         json=json,
         quiet=quiet,
     )
-    if command.needs_a_run(asked):
-        overrides = command.recipe_overrides(asked)
-        context = _context(asked.recipe, model, out, overrides, quiet, trust_remote_code, check=check)
+    if options.needs_a_run(asked):
+        overrides = options.recipe_overrides(asked)
+        context = _context(asked.recipe, model, out, overrides, quiet, trust_remote_code, check=check, command="eval")
         _run_stage(context, "eval", json, quiet)
         return
+    options.check(asked)
     from moeq import terminal
+    from moeq.comparison import command
+    from moeq.evaluation import document
 
     def show(found: dict[str, Any]) -> None:
         if json:
@@ -656,7 +664,7 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
-    context = _context(recipe, model, out, set_, True, trust_remote_code)
+    context = _context(recipe, model, out, set_, True, trust_remote_code, command="plan")
     from moeq import terminal
     from moeq.planning.make import error_of, make_plan
 
@@ -705,6 +713,12 @@ def convert(
     quiet: QuietOption = False,
 ) -> None:
     """Write a packed checkpoint in another format, without calibration; codes are taken over exactly."""
+    from moeq import preflight
+    from moeq.models.source import check_there
+
+    preflight.check_absent(out)
+    if not checkpoint.is_file():
+        check_there(str(checkpoint))
     from moeq import conversion, terminal
     from moeq.progress import Reporter
 
@@ -747,6 +761,12 @@ def verify(
     quiet: QuietOption = False,
 ) -> None:
     """Load a checkpoint with its target's own loader in a fresh process and compare it with its weights."""
+    from moeq import preflight
+    from moeq.models.source import check_there
+
+    preflight.check_directory(checkpoint)
+    if against is not None:
+        check_there(against)
     from moeq import terminal
     from moeq.progress import Reporter
     from moeq.verification import verify as verification
@@ -796,6 +816,12 @@ def generate(
     json: JsonOption = False,
 ) -> None:
     """Continue a prompt with an exported checkpoint: a first look at what came out."""
+    from moeq import preflight
+    from moeq.models.source import check_there
+
+    preflight.check_checkpoint(checkpoint)
+    check_there(str(checkpoint))
+    preflight.check_device(device)
     from moeq import generation
 
     result = generation.generate(

@@ -13,6 +13,7 @@ from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.front_matter import read_origin
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.models.side_files import find_side_files
+from moeq.preflight import check_absent
 from moeq.progress import Reporter
 from moeq.tables import human_bytes
 from moeq.verification.written import check_written
@@ -37,7 +38,7 @@ def convert(
     """
     if name not in CONVERTED:
         raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(CONVERTED)}")
-    _refuse_present(out)
+    check_absent(out)
     source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
     if format_of(source.source) == PLAIN:
         do = "make a packed one of it with `moeq run`"

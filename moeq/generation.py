@@ -13,6 +13,7 @@ from moeq.models.forward import check_tokens, takes_images
 from moeq.models.loading import compute_dtype, load_config, load_tokenizer, model_class, resolve_device
 from moeq.models.messages import quiet_transformers
 from moeq.models.source import open_source
+from moeq.preflight import check_checkpoint
 from moeq.runtime.checkpoint import load_checkpoint
 
 
@@ -27,10 +28,7 @@ def generate(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Text, token counts and tokens per second. Raises ModelError, ArtifactError or EvaluationError."""
-    if not checkpoint.is_dir():
-        raise ModelError("no such checkpoint directory", where=str(checkpoint), do="give RUN/checkpoint of a moeq run")
-    if not (checkpoint / "config.json").is_file() and (checkpoint / "checkpoint").is_dir():
-        raise ModelError("this is a run", where=str(checkpoint), do=f"give {checkpoint / 'checkpoint'}")
+    check_checkpoint(checkpoint)
     source = open_source(str(checkpoint))
     if takes_images(model_class(source, load_config(source, trust_remote_code), trust_remote_code)):
         raise ModelError(

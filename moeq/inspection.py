@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts import evaluation, integer_report, reparam, replicas
 from moeq.artifacts import losses as loss_table
@@ -14,6 +14,7 @@ from moeq.artifacts.integer import NAME as INTEGER
 from moeq.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
+from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import RECORD, StageRecord, edited_files, read_record
 from moeq.artifacts.sums import check_sums
@@ -21,18 +22,13 @@ from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError
 from moeq.evaluation import document
-from moeq.exporters.gguf_families import stack_name
-from moeq.exporters.readers import holds_gguf
-from moeq.exporters.readers.gguf import open_gguf
-from moeq.integer.replay import replay
-from moeq.models import loading
 from moeq.models.source import open_source, read_header
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import losses
-from moeq.stages.context import DIRECTORIES, store_folder
 from moeq.tables import human_bytes
-from moeq.verification.files import Checked, check_code, check_files, check_native
+
+if TYPE_CHECKING:
+    from moeq.verification.files import Checked
 
 QUIET = Reporter(quiet=True)
 
@@ -48,23 +44,36 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
         if (path / MANIFEST).is_file():
             return check_checkpoint(path, reporter)
         if (path / INTEGER).is_file() and (path / INTEGER_SCHEMA).is_file():
-            return replay(path)
+            return _integer(path)
         if (path / "recipe.yaml").is_file():
             return _run_directory(path, reporter)
         if (path / replicas.MARKER).is_file():
             return _store(path, reporter)
         if (path / RECORD).is_file():
             return _stage(path, reporter)
-        if holds_gguf(path):
-            return _gguf(path, reporter, trust_remote_code)
         if (path / "config.json").is_file():
-            return _model(path, reporter, trust_remote_code)
+            return _weights(path, reporter, trust_remote_code)
         raise ArtifactError("neither a checkpoint, a run, a stage nor a model", where=str(path), do="give another path")
     return _file(path, reporter)
 
 
+def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
+    """Describe a directory of weights, of GGUF or of safetensors."""
+    from moeq.exporters.readers import holds_gguf
+
+    return (_gguf if holds_gguf(path) else _model)(path, reporter, trust_remote_code)
+
+
+def _integer(path: Path) -> dict[str, Any]:
+    from moeq.integer.replay import replay
+
+    return replay(path)
+
+
 def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, Any]:
     """Describe a checkpoint that moeq exported; ArtifactError when a file is not as the manifest says."""
+    from moeq.verification.files import check_code, check_native
+
     checked = check_native(directory, reporter)
     return _checkpoint_summary(checked, check_code(directory, checked.manifest))
 
@@ -112,11 +121,11 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
 
     Files that may be edited may have been, but must be valid.
     """
-    from moeq.pipeline import BY_NAME
+    from moeq.verification.files import check_files
 
     recipe = load_recipe(path / "recipe.yaml")
     found: dict[str, Any] = {"kind": "moeq run", "recipe": recipe.name}
-    for name in BY_NAME:
+    for name in STAGES:
         directory = path / DIRECTORIES.get(name, name)
         if not (directory / RECORD).is_file():
             found[name] = "not run"
@@ -136,10 +145,9 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
 
 def _checked_stage(directory: Path, record: StageRecord, reporter: Reporter) -> str:
     """Names of the files of a stage that were edited by hand, as they may be; ArtifactError for any other change."""
-    from moeq.pipeline import BY_NAME
+    from moeq.verification.files import check_files
 
-    known = BY_NAME.get(record.stage)
-    editable = frozenset[str]() if known is None else known.editable
+    editable = EDITABLE.get(record.stage, frozenset())
     check_files(directory, record, reporter=reporter, editable=editable)
     edited = edited_files(directory, record.stage, editable)
     for name in edited:
@@ -198,6 +206,8 @@ def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
 
 
 def _model(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
+    from moeq.models import loading
+
     source = open_source(str(path))
     sums = check_sums(path, reporter=reporter)
     skeleton, layers = loading.describe(source, trust_remote_code)
@@ -235,6 +245,9 @@ def _trace(path: Path) -> dict[str, Any]:
 
 
 def _gguf(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
+    from moeq.exporters.gguf_families import stack_name
+    from moeq.exporters.readers.gguf import open_gguf
+
     found = open_gguf(path, trust_remote_code)
     sums = check_sums(path, reporter=reporter)
     stacks = {stack_name(layer, part) for layer in found.layers for part in layer.projections}
@@ -285,6 +298,8 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         table = loss_table.read_parquet(path)
         return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
     if path.suffix == ".parquet":
+        from moeq.stages import losses
+
         return {"kind": "loss table", **losses.summarize(loss_table.read_losses(path))}
     if path.suffix in {".yaml", ".yml"}:
         recipe = load_recipe(path)
@@ -295,7 +310,7 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
     if path.name == MANIFEST:
         return check_checkpoint(path.parent, reporter)
     if path.name == INTEGER:
-        return replay(path.parent)
+        return _integer(path.parent)
     if path.suffix == ".json":
         data = read_json(path)
         if isinstance(data, dict) and {"layers", "method"} <= set(data):

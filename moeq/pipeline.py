@@ -17,6 +17,7 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.digests import digest_of_file, spent
 from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import BEGUN, building, digest_of, locked, place, remove_partials, write_bytes
+from moeq.artifacts.run import EDITABLE, RECIPE_COPY, STORE
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import (
     StageRecord,
@@ -46,9 +47,9 @@ from moeq.stages import (
     reparam,
     report,
 )
-from moeq.stages.context import STORE, Context
+from moeq.stages.context import Context
 from moeq.stages.recorded import MODEL_FILES, changed_files
-from moeq.stages.run_directory import RECIPE_COPY, check_model, check_out, record_of, write_recipe
+from moeq.stages.run_directory import check_model, check_out, record_of, write_recipe
 from moeq.stages.side_files import code_of
 from moeq.tables import human_seconds
 
@@ -130,7 +131,7 @@ STAGES = (
         extra=assign.own_hardware,
         check=assign.check,
         apart=frozenset({SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
-        editable=assign.EDITABLE,
+        editable=EDITABLE["assign"],
         accept=assign.load,
     ),
     Stage(

@@ -18,6 +18,8 @@ BEST = "best"  # quantizer: the method with the lowest loss
 HUB = "hub:"
 MESSAGE_CHARACTERS = 400  # of what a validator says
 MOST = 2**63 - 1
+BUNDLED = "bundled"  # of texts: the part that moeq brings along
+DIGITS = "digits"  # images with labels
 HUB_DATASET = re.compile(
     r"hub:(?P<name>[\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@(?P<revision>[^@:\s]+))?"
     r"(?::(?P<config>[^@:\s]*))?(?::(?P<split>[^@:\s]+))?"

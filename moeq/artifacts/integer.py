@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import PlainName
 from moeq.artifacts.stage import FileStamp, ModelStamp, read_model
-from moeq.numerics.fixed_point import EXACT_BITS, MAX_SHIFT, MULTIPLIER_BITS, ROUNDING
+from moeq.numerics.widths import EXACT_BITS, MAX_SHIFT, MULTIPLIER_BITS, ROUNDING
 from moeq.version import __version__
 
 SCHEMA_VERSION = 1

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 
 from moeq.artifacts.files import read_json, write_json, write_tensors
@@ -96,6 +95,8 @@ class ExpertProfile:
 
 def write_profile(directory: Path, profile: ExpertProfile, coverage: Coverage) -> None:
     """Write profile.safetensors and profile.json."""
+    import torch  # reading a profile takes none
+
     tensors: dict[str, torch.Tensor] = {"tokens": torch.from_numpy(profile.tokens)}
     for index in range(len(profile.layers)):
         tensors[f"layer.{index}.counts"] = torch.from_numpy(profile.counts[index])

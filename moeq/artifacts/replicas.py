@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import safe_open
@@ -41,7 +41,9 @@ from moeq.artifacts.files import (
 from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
 from moeq.artifacts.stage import check_schema_version, read_model
 from moeq.errors import ArtifactError
-from moeq.numerics.packed import PARTS, PackedWeight, packed_shapes
+
+if TYPE_CHECKING:
+    from moeq.numerics.packed import PackedWeight
 
 SCHEMA_VERSION = 2
 REMEDY = "run `moeq losses` again"
@@ -233,6 +235,8 @@ class LayerReplicas:
         """
         if entry not in self.entries or projection not in self.entries[entry]["projections"]:
             raise ArtifactError(f"no replicas {entry} of {projection}", where=str(self.path), do=REMEDY)
+        from moeq.numerics.packed import PARTS, PackedWeight  # what lies in a store is known without torch
+
         self._check_stack(entry, projection, expert)
         if entry not in self._read:
             self._check_sound(entry)
@@ -248,6 +252,8 @@ class LayerReplicas:
 
     def _check_stack(self, entry: str, projection: str, expert: int) -> None:
         """ArtifactError unless a projection's tensors are a stack of what its entry says, with this expert in it."""
+        from moeq.numerics.packed import PARTS, packed_shapes
+
         found = self.entries[entry]
         codes = self.tensors.get(f"{entry}.{projection}.codes")
         shape = () if codes is None else codes.shape

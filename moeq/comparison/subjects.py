@@ -17,8 +17,10 @@ from typing import Any
 
 from moeq.artifacts.assignment import Assignment, read_assignment
 from moeq.artifacts.reading import read_json_file
+from moeq.artifacts.run import RECIPE_COPY
 from moeq.artifacts.sums import check_sums
-from moeq.errors import EvaluationError, nearest
+from moeq.comparison.options import assignments_of, split_run
+from moeq.errors import EvaluationError
 from moeq.evaluation.context_options import ContextOptions
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
@@ -28,8 +30,6 @@ from moeq.stages import assign, quantize
 from moeq.stages.context import Context
 from moeq.stages.evaluate import ORIGINAL
 
-RECIPE = "recipe.yaml"
-ALL = "*"
 ASSIGNMENT_KEYS = {"method", "layers", "group_size"}  # of an assignment, not of results
 
 
@@ -118,11 +118,9 @@ def _opened(word: str, runs: dict[Path, Context], trust: bool) -> list[Subject |
     path = Path(word).expanduser()
     if path.suffix == ".json" and path.is_file():
         return _of_json(path, runs, trust)
-    folder, colon, name = word.rpartition(":")
-    if colon and (Path(folder).expanduser() / RECIPE).is_file():
-        return list(_of_run(_run(Path(folder).expanduser(), runs, trust), name))
-    if (path / RECIPE).is_file():
-        return list(_of_run(_run(path, runs, trust), None))
+    folder, name = split_run(word)
+    if folder is not None:
+        return list(_of_run(_run(folder, runs, trust), name))
     source = open_source(word, trust_remote_code=trust)
     if (source.config.get("quantization_config") or {}).get("quant_method") == METHOD:
         check_sums(source.path, cached=True)
@@ -139,7 +137,7 @@ def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject
         raise EvaluationError(f"cannot be read as JSON ({error})", where=str(path), do="check the file") from None
     if not isinstance(data, dict) or not set(data) >= ASSIGNMENT_KEYS:
         return [Earlier(path=path)]
-    folder = next((one for one in path.resolve().parents if (one / RECIPE).is_file()), None)
+    folder = next((one for one in path.resolve().parents if (one / RECIPE_COPY).is_file()), None)
     if folder is None:
         raise EvaluationError("an assignment outside of a run", where=str(path), do="put it into its run's directory")
     run = _run(folder, runs, trust)
@@ -151,9 +149,9 @@ def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject
 def _run(folder: Path, runs: dict[Path, Context], trust: bool) -> Context:
     key = folder.resolve()
     if key not in runs:
-        recipe = load_recipe(folder / RECIPE, ["trust_remote_code=true"] if trust else [])
+        recipe = load_recipe(folder / RECIPE_COPY, ["trust_remote_code=true"] if trust else [])
         if recipe.model is None:
-            raise EvaluationError("names no model", where=str(folder / RECIPE), do="give the model in the recipe")
+            raise EvaluationError("names no model", where=str(folder / RECIPE_COPY), do="give the model in the recipe")
         runs[key] = Context(recipe=recipe, model_name=recipe.model, out=folder, reporter=Reporter(quiet=True))
     return runs[key]
 
@@ -162,13 +160,8 @@ def _of_run(run: Context, name: str | None) -> list[Subject]:
     """The run's own assignment, or one by its name, or all."""
     section = {one.name: one for one in run.recipe.eval.compare}
     own = run.recipe.name
-    known = [ORIGINAL, own, *section]
-    if name is not None and name not in (*known, ALL):
-        guess = nearest(name, known)
-        hint = f"did you mean {guess!r}?" if guess else f"it has {', '.join(known)}"
-        raise EvaluationError(f"no assignment {name!r}", where=str(run.out), do=hint)
     found = []
-    for one in known if name == ALL else [name or own]:
+    for one in assignments_of(run.recipe, name, run.out):
         shown = run.out.name if one == own and name is None else f"{run.out.name}:{one}"
         assignment = None
         if one != ORIGINAL:

@@ -6,10 +6,11 @@ A row is {"name", "lm_eval": lm-eval's results with samples or None, "perplexity
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from moeq.evaluation.paired import Difference, Items, compare, standard_error
+from moeq.artifacts.evaluation import Change
+from moeq.evaluation.paired import Items, compare, standard_error
 from moeq.evaluation.results import checked, items_of, items_of_text, leaves, main_metric, members, pooled, scores_of
 
 AVERAGE, PERPLEXITY = "average", "perplexity"
@@ -23,10 +24,11 @@ class Cell:
     metric: str
     value: float
     stderr: float | None
-    change: Difference | None
+    change: Change | None
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        change = None if self.change is None else self.change.model_dump()
+        return {"metric": self.metric, "value": self.value, "stderr": self.stderr, "change": change}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,7 +14,9 @@ from moeq.assigners.online import decide
 from moeq.assigners.prefix_split import WIDTHS
 from moeq.errors import EvaluationError, RecipeError, nearest
 from moeq.recipe import Rational
-from moeq.runtime.routing_counts import RoutingCounts
+
+if TYPE_CHECKING:
+    from moeq.runtime.routing_counts import RoutingCounts
 
 
 class ContextOptions(BaseModel):

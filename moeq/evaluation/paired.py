@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeq.artifacts.evaluation import Change
 from moeq.artifacts.files import digest_of
 from moeq.errors import EvaluationError
 
@@ -44,20 +45,6 @@ class Items:
         return float(self.measure(np.ones((1, len(self.values))))[0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A measure minus the first one's, with its 95 % interval and two-sided p value over resampled items."""
-
-    difference: float
-    low: float
-    high: float
-    p: float
-    stderr: float
-    items: int
-    resamples: int = RESAMPLES
-    seed: int = SEED
-
-
 def compare(
     mine: Sequence[Items],
     first: Sequence[Items],
@@ -65,7 +52,7 @@ def compare(
     where: str = "comparison",
     resamples: int = RESAMPLES,
     seed: int = SEED,
-) -> Difference | None:
+) -> Change | None:
     """The difference of the mean over several measures (of one alone: its own), items of each drawn with replacement.
 
     The same draws go to both, so that what is common to an item cancels. p is never below 2 ** (1 - n) of n items
@@ -92,7 +79,7 @@ def compare(
     observed = float(np.mean([one.value - other.value for one, other in zip(mine, first, strict=True)]))
     tail = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return Difference(
+    return Change(
         difference=observed,
         low=float(low),
         high=float(high),

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from moeq.artifacts.files import digest_of
-from moeq.errors import CorpusError, EvaluationError
+from moeq.errors import CorpusError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.harness_models import ContextAwareLM, StaticLM, Window, answers, check_finite
 from moeq.evaluation.paired import Items, standard_error
+from moeq.evaluation.windows import check_windows, too_long
 from moeq.models import corpus
 
 FEWEST_DOCUMENTS = 10  # below that the items that are drawn are windows
@@ -61,16 +62,6 @@ def read_text(source: str, tokenizer: Any, window: int, stride: int | None) -> T
     )
 
 
-def check_windows(window: int, stride: int | None) -> int:
-    """The stride, none for the window's own length; EvaluationError for windows that cannot be."""
-    stride = window if stride is None else stride
-    if window < 2 or not 1 <= stride <= window:
-        raise EvaluationError(
-            f"window {window}, stride {stride}", where="--text", do="give 1 <= stride <= window, window at least 2"
-        )
-    return stride
-
-
 def windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[Window]:
     """(tokens that are fed, targets of the last of them) of one text; every token but the first is a target once."""
     done = 1
@@ -96,15 +87,6 @@ def score_text(lm: StaticLM, text: Text, batch_size: BatchSize) -> dict[str, Any
     sums = [[(float(one.double().sum()), len(one)) for one in mine] for mine in logprobs]
     check_finite(total for mine in sums for total, _ in mine)
     return _report(text, sums, isinstance(lm, ContextAwareLM))
-
-
-def too_long(window: int, positions: int) -> EvaluationError:
-    """What is said of a window that the model has no positions for."""
-    return EvaluationError(
-        f"a window of {window} tokens is longer than the model's {positions} positions",
-        where="--window",
-        do=f"set it to {positions} or less",
-    )
 
 
 def _in_batches(lm: StaticLM, cut: list[list[Window]], batch_size: BatchSize) -> list[list[torch.Tensor]]:

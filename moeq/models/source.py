@@ -21,7 +21,6 @@ from moeq.artifacts.stage import ModelStamp
 from moeq.bounded import shortened
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError
-from moeq.models import hub
 from moeq.models.configuration import check_config
 from moeq.progress import Reporter
 
@@ -148,6 +147,15 @@ def check_part(directory: Path, name: str) -> None:
         raise ModelError("no regular file but a pipe, a socket or a device", where=str(path), do="remove it")
 
 
+def check_there(name: str, revision: str | None = None) -> None:
+    """ModelError, as `open_source` raises it, for a model that is not there or whose configuration is damaged.
+
+    Of a hub model that is asked for its configuration alone.
+    """
+    path, _ = _resolve(name, revision, False, only=(CONFIG,))
+    read_config(path / CONFIG)
+
+
 def open_config(name: str, *, beside: Sequence[str] = (), trust_remote_code: bool = False) -> ModelSource:
     """A model by its configuration alone: a directory, a config.json, a hub id or `bundled:NAME`; no tensors are read.
 
@@ -187,6 +195,8 @@ def _resolve(
         raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
         raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
+    from moeq.models import hub  # its client takes as long to import as all else here
+
     if only is not None:
         path = hub.snapshot(name, revision, [*only, *(CODE_FILES if trust_remote_code else ())], error=ModelError)
         return path, path.name
@@ -198,6 +208,8 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple
 
     Configuration and tokenizer first, then the weights that the index names: repositories often hold others beside.
     """
+    from moeq.models import hub
+
     patterns = [*SMALL_FILES, *(CODE_FILES if trust_remote_code else ())]
     path = hub.snapshot(name, revision, patterns, error=ModelError)
     hub.snapshot(name, path.name, [*patterns, *_weight_files(path)], error=ModelError)

@@ -7,14 +7,12 @@ Letters: T tokens, D inputs, N outputs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeq.models.edges.memory import PRODUCTS, ParameterMap
+from moeq.models.edges.memory import PRODUCTS, Watching
 from moeq.models.experts import ExpertLayer
 from moeq.models.others import ATTENTION, DENSE, SHARED, OtherModules
 from moeq.numerics.reparam import symmetric_codes
@@ -28,7 +26,7 @@ def scale_of(largest: float, bits: int) -> Scale:
     return largest / (2 ** (bits - 1) - 1), bits
 
 
-class StaticInputs(TorchDispatchMode):  # type: ignore[misc]
+class StaticInputs(Watching):
     """Rounds the inputs of chosen parameters' products by their scales; without scales, notes the largest magnitude.
 
     largest: {parameter: the largest magnitude of what it was given}, of a mode without scales.
@@ -37,21 +35,9 @@ class StaticInputs(TorchDispatchMode):  # type: ignore[misc]
     def __init__(
         self, model: nn.Module, blocks: Sequence[str], chosen: frozenset[str], scales: Mapping[str, Scale] | None = None
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._map, self._chosen, self._scales = ParameterMap(model, blocks), chosen, scales
-        self._watch: AbstractContextManager[None] | None = None
+        super().__init__(model, blocks)
+        self._chosen, self._scales = chosen, scales
         self.largest: dict[str, float] = {}
-
-    def __enter__(self) -> StaticInputs:
-        self._watch = self._map.watching()
-        self._watch.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        assert self._watch is not None
-        self._watch.__exit__(*exception)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

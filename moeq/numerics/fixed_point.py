@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
+from moeq.numerics.widths import EXACT_BITS as EXACT_BITS
+from moeq.numerics.widths import MAX_SHIFT as MAX_SHIFT
+from moeq.numerics.widths import MULTIPLIER_BITS as MULTIPLIER_BITS
+from moeq.numerics.widths import ROUNDING as ROUNDING
 
-ROUNDING: Literal["half_up"] = "half_up"
-MULTIPLIER_BITS = 16
 ACCUMULATOR_BITS = 32
-EXACT_BITS = 52  # whole numbers up to 2**52, and half of one more, are exact in float64
-MAX_SHIFT = 62
 OCTAVE_STEPS = 256  # entries of the table of 2**-x
 UNIT_BITS = 15  # 1.0 in that table and in routing weights is 2**15
 

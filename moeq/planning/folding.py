@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from moeq.artifacts.reparam import NAME
+from moeq.artifacts.run import FOLDED
 from moeq.models.forward import image_positions
 from moeq.models.same_outputs import LOGIT_BYTES
 from moeq.planning.hours import Hours
 from moeq.planning.result import Need, Term
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.stages import integer_forward
-from moeq.stages.context import FOLDED, Context
+from moeq.stages.context import Context
 from moeq.stages.reparam import settings
 
 WIDTH = 4  # bytes of a number in float32

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from moeq.artifacts.replicas import read_index
+from moeq.artifacts.run import STORE
 from moeq.errors import ArtifactError
 from moeq.planning.probe import existing
 from moeq.planning.result import Machine
-from moeq.stages.context import STORE
 
 CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for none

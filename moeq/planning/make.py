@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moeq.artifacts.run import STORE
 from moeq.errors import PlanError
 from moeq.planning import capability
 from moeq.planning.disk import Disk
@@ -18,7 +19,7 @@ from moeq.planning.placed import placed_bytes, widths
 from moeq.planning.probe import measure
 from moeq.planning.result import Machine, Need, Plan, Shortage, Term
 from moeq.planning.sizes import ModelSizes, Work, model_sizes, work_sizes
-from moeq.stages.context import STORE, Context
+from moeq.stages.context import Context
 from moeq.tables import human_bytes
 
 FEW = 0.9  # of the sequences that are wanted: an estimate of less text than this is worth a note

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moeq.estimator.result import Estimate, SensitivityRow, TermRow
 from moeq.reporting import formats
 from moeq.reporting.html import Raw, Row, Section, details, element, items, paragraph, table
-from moeq.reporting.inputs import ReportInputs, SpeedInputs
 from moeq.tables import human_bytes
+
+if TYPE_CHECKING:
+    from moeq.reporting.inputs import ReportInputs, SpeedInputs
 
 OWN = "context_aware"
 POLICIES = {

@@ -48,7 +48,6 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 
 NAME = "assignment.json"
-EDITABLE = frozenset({NAME})  # by hand, before quantize
 FRONTIER, FRONTIER_PLOT = "frontier.json", "frontier.svg"
 FRONTIER_VERSION = 1
 AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits

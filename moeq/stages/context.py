@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from torch import nn
 
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.profile import read_profile
+from moeq.artifacts.run import DIRECTORIES, FOLDED, STORE, store_folder
 from moeq.artifacts.stage import ModelStamp, read_record
 from moeq.errors import ArtifactError, CorpusError, ModelError, RecipeError
 from moeq.evaluation.harness import BUNDLED_TASK, open_tasks
@@ -30,17 +30,6 @@ from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
 from moeq.recipe import PerplexitySection, Recipe, TestImagesSection
 from moeq.stages.recorded import stamp_of
-
-STORE = "store"
-STORE_VARIABLE = "MOEQ_STORE"
-FOLDED = "checkpoint"  # within reparam: the model with folded norms
-DIRECTORIES = {"export": "checkpoint"}  # stages whose directory is not called like the stage
-
-
-def store_folder(recipe: Recipe, out: Path) -> Path:
-    """Where a run of this recipe in `out` keeps replicas."""
-    chosen = recipe.store or os.environ.get(STORE_VARIABLE)
-    return Path(chosen).expanduser() if chosen else out / STORE
 
 
 @dataclass(kw_only=True)

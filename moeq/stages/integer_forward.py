@@ -11,6 +11,7 @@ from rich.markup import escape
 from torch import nn
 
 from moeq.artifacts.integer_report import NAME, SCHEMA, IntegerFigures, IntegerReport, read_report, write_report
+from moeq.artifacts.run import FOLDED
 from moeq.errors import RecipeError
 from moeq.integer.description import KNOWN, is_known
 from moeq.integer.make import lines, make
@@ -19,7 +20,7 @@ from moeq.models.corpus import ImageSequences
 from moeq.models.loading import load_model
 from moeq.models.source import ModelSource, open_source
 from moeq.recipe import IntegerSection
-from moeq.stages.context import FOLDED, Context
+from moeq.stages.context import Context
 
 FOLDER = "integer"
 WHERE = "reparam.integer"

@@ -22,6 +22,7 @@ from moeq.artifacts.files import digest_of, make_directory
 from moeq.artifacts.losses import NAME, WHOLE, LossTable, read_losses, write_losses
 from moeq.artifacts.others import INDEX as OTHERS_INDEX
 from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex, rows_file
+from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs, walk
@@ -40,7 +41,6 @@ CHOICES = frozenset(
     {"bits", "methods", "working_memory", "layer_effects", "expert_effects"}
 )  # settings that name entries, or decide nothing
 MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  # that decide rows, not replicas
-OLDER = (".parts", "replicas")  # what schema version 1 kept in the stage's directory
 
 
 def run(context: Context) -> dict[str, Any]:

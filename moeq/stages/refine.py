@@ -19,6 +19,7 @@ from torch import Tensor
 from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, matrix_widths, width_of
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import digest_of, read_json, write_json
+from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.stage import current_digest
 from moeq.errors import ArtifactError, AssignmentError
 from moeq.exporters.moeq import layer_name
@@ -29,7 +30,6 @@ from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.quantizers.signround_layer import Widths
 from moeq.recipe import RefineSection
 from moeq.stages import losses
-from moeq.stages.assign import EDITABLE
 from moeq.stages.context import Context
 
 REVISION = 1  # of what is half done; when the same inputs give other replicas, raise it and that of the stage
@@ -67,7 +67,7 @@ class Progress:
         if context.recipe.quantize.refine is None:
             (directory / PROGRESS).unlink(missing_ok=True)
             return cls(path=directory / PROGRESS, key="", files={})
-        editable = {"losses": frozenset[str](), "assign": EDITABLE}
+        editable = {"losses": frozenset[str](), **EDITABLE}
         before = [current_digest(context.directory(stage), stage, names) for stage, names in editable.items()]
         section = context.recipe.quantize.model_dump(mode="json")
         key = digest_of([REVISION, context.stamp.digest, *before, section, context.compute()])

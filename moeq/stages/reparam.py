@@ -28,6 +28,7 @@ from moeq.artifacts.reparam import (
     read_reparam,
     write_reparam,
 )
+from moeq.artifacts.run import FOLDED
 from moeq.errors import ModelError, QuantizationError, RecipeError, nearest
 from moeq.exporters.folded import ChangedCheckpoint
 from moeq.models.edges import Edge, Edges, find_edges
@@ -39,7 +40,7 @@ from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, current_batch, run_batch
 from moeq.recipe import ReparamSection
 from moeq.stages import integer_forward, w8a8
-from moeq.stages.context import FOLDED, Context
+from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file
 from moeq.stages.side_files import code_of, say_left_behind
 

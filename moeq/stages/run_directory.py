@@ -10,13 +10,13 @@ import yaml
 from rich.markup import escape
 
 from moeq.artifacts.files import BEGUN, PARTIAL, write_text
+from moeq.artifacts.run import DIRECTORIES, RECIPE_COPY, STORE
 from moeq.artifacts.stage import RECORD, StageRecord, read_record
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import load_recipe
-from moeq.stages.context import DIRECTORIES, STORE, Context
+from moeq.stages.context import Context
 
-RECIPE_COPY = "recipe.yaml"
 HEAD = "# The recipe as it was run, defaults filled in."
 MODEL_FILES = ("config.json", "placement.json", "*.safetensors", "*.gguf")  # of a checkpoint, ours or another's
 ELSEWHERE = "choose another --out"

@@ -41,13 +41,13 @@ def check_written(
             f"  [yellow]not loaded: that takes {human_bytes(size)} of memory, there are {human_bytes(memory)}; "
             "`moeq verify` it on a larger machine[/yellow]"
         )
-        _check_values(packed, made_of, directory, reporter)
+        _check_values(directory, made_of, reporter, trust_remote_code)
         return None
     try:
         verdict = verify(directory, Options(trust_remote_code=trust_remote_code), reporter, made_of)
     except NotInstalledError as error:
         reporter.say(f"  [yellow]not verified: {escape(str(error))}[/yellow]")
-        _check_values(packed, made_of, directory, reporter)
+        _check_values(directory, made_of, reporter, trust_remote_code)
         return None
     require(verdict)
     worst = max((check.worst for check in verdict.layers), default=0.0)
@@ -57,10 +57,11 @@ def check_written(
     return verdict
 
 
-def _check_values(packed: PackedSource, made_of: PackedSource | None, directory: Path, reporter: Reporter) -> None:
+def _check_values(directory: Path, made_of: PackedSource | None, reporter: Reporter, trust_remote_code: bool) -> None:
     """EvaluationError where a checkpoint that cannot be loaded here holds other values than what it was made of."""
     if made_of is None:
         return
+    packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
     problems = differences(made_of, packed, reporter)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from moeq.cli import app
 from moeq.comparison import command, loaded
+from moeq.comparison.options import Asked, needs_a_run
 from moeq.comparison.subjects import Subject, open_subjects
 from moeq.errors import EvaluationError, MoeqError, RecipeError
 from moeq.evaluation import document
@@ -25,9 +26,9 @@ from moeq.stages import evaluate
 TASKS = "made_choice,made_text,made_generate"
 
 
-def asked(words: list[Any], **more: Any) -> command.Asked:
+def asked(words: list[Any], **more: Any) -> Asked:
     given = {"overrides": [], "context_aware": [], "quiet": True, "batch_size": "4"} | more
-    return command.Asked(words=[str(word) for word in words], **given)
+    return Asked(words=[str(word) for word in words], **given)
 
 
 def values(found: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -246,9 +247,9 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
             command.run(asked(words, **more))
         assert "\n" not in str(caught.value)
     with pytest.raises(RecipeError, match="--stride belongs to models"):
-        command.needs_a_run(asked([], stride=4))
+        needs_a_run(asked([], stride=4))
     with pytest.raises(RecipeError, match="--dtype belongs to models"):
-        command.needs_a_run(asked([], dtype="float16"))
+        needs_a_run(asked([], dtype="float16"))
     for wrong, message in (
         ({"pretrained": f"{run}:*"}, "no single model"),
         ({"batch_size": "auto:4"}, "auto:4"),
@@ -258,7 +259,7 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         with pytest.raises(MoeqError, match=message):
             make_model(**({"pretrained": str(run)} | wrong))
     with pytest.raises(RecipeError, match="--set belongs to a run's stage"):
-        command.needs_a_run(asked([run], overrides=["eval.limit=1"]))
+        needs_a_run(asked([run], overrides=["eval.limit=1"]))
 
 
 RESULTS = '{"kind": "moeq evaluation", "schema_version": 1'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moeq.artifacts.evaluation import Change
 from moeq.errors import EvaluationError
 from moeq.evaluation.comparison import AVERAGE, PERPLEXITY, table
 from moeq.evaluation.paired import Items, compare, standard_error
@@ -13,6 +14,12 @@ from moeq.evaluation.paired import Items, compare, standard_error
 def items(values: np.ndarray, weights: np.ndarray | None = None, kind: str = "mean") -> Items:
     counted = np.ones(len(values)) if weights is None else weights
     return Items(kind=kind, values=values, weights=counted, names=tuple(map(str, range(len(values)))))
+
+
+def test_a_difference_is_what_eval_json_keeps() -> None:
+    found = compare([items(np.array([0.0, 1, 1]))], [items(np.array([0.0, 0, 1]))])
+    assert isinstance(found, Change)
+    assert Change(**found.model_dump(mode="json")) == found
 
 
 def test_the_interval_is_that_of_the_paired_differences() -> None:

@@ -20,8 +20,8 @@ from fork_server import Finished, ForkServer
 from robustness.runs import partials, snapshot, tiny_recipe, write_recipe
 from safetensors.torch import load_file, save_file
 
+from moeq.artifacts.run import DIRECTORIES
 from moeq.models.source import INDEX
-from moeq.stages.context import DIRECTORIES
 
 RECIPE, MODEL, CORPUS, QUANTIZATION, ASSIGNMENT, ARTIFACT, STORAGE, EVALUATION, ESTIMATE = range(2, 11)
 EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"

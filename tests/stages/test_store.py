@@ -12,6 +12,7 @@ import pytest
 
 from moeq import pipeline
 from moeq.artifacts.replicas import layer_file, rows_file
+from moeq.artifacts.run import STORE_VARIABLE
 from moeq.errors import ArtifactError
 from moeq.models.single import ExpertReader
 from moeq.numerics import gptq
@@ -19,7 +20,7 @@ from moeq.progress import Reporter
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages import losses, quantize
 from moeq.stages import losses as losses_stage
-from moeq.stages.context import STORE_VARIABLE, Context
+from moeq.stages.context import Context
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "assign={method: uniform, bits: 2}",

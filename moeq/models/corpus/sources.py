@@ -16,10 +16,10 @@ from moeq.models import hub
 from moeq.models.corpus.hub_datasets import choose_files
 from moeq.models.corpus.rows import kind_of, stem_of
 from moeq.models.corpus.streams import COMPRESSED, Advance, Bar, shown
+from moeq.recipe import BUNDLED as BUNDLED
+from moeq.recipe import DIGITS as DIGITS
 from moeq.recipe import HUB, HUB_DATASET
 
-BUNDLED = "bundled"
-DIGITS = "digits"  # images with labels
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 

@@ -1,13 +1,15 @@
-"""Which parameter of a model a tensor is a view of, by where it lies in memory."""
+"""Which parameter of a model a tensor is a view of, by where it lies in memory; modes that watch a model so."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from moeq.models.loading import tied
 
@@ -74,3 +76,32 @@ class ParameterMap:
                 first = min([name, *self._tied.get(name, ())])
                 self._held.setdefault(parameter.data_ptr(), (parameter.detach(), first))
         self._starts = sorted(self._held)
+
+
+class Watching(TorchDispatchMode):  # type: ignore[misc]
+    """A dispatch mode under which a model runs, and which knows the parameter that a tensor is a view of.
+
+    A mode says in `__torch_dispatch__` what it does with that, and in `_listen` what else it hears of the model.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._map = ParameterMap(model, blocks)
+        self._open = ExitStack()
+
+    def _listen(self) -> Iterator[RemovableHandle]:
+        """Hooks that stay as long as the mode is entered."""
+        yield from ()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opening:
+            for handle in self._listen():
+                opening.callback(handle.remove)
+            opening.enter_context(self._map.watching())
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._open.close()

@@ -8,19 +8,19 @@ is a use that the norm cannot be folded past.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moeq.models.edges.marks import FOLLOWED, RESHAPES, UNREAD, Mark, follow
-from moeq.models.edges.memory import PRODUCTS, ParameterMap
+from moeq.models.edges.memory import PRODUCTS, Watching
 from moeq.models.edges.norms import Norm
 
 
@@ -59,7 +59,7 @@ class _Product:
 ADDITIONS = {"aten::add", "aten::add_"}
 
 
-class Trace(TorchDispatchMode):  # type: ignore[misc]
+class Trace(Watching):
     """A dispatch mode under which a model runs; `of_norms`, `uses` and `parameters` are what it found.
 
     of_norms: how often each norm ran; uses: {norm: what cannot be folded past}; parameters: {name: Seen}. Parameters of
@@ -67,8 +67,8 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, model: nn.Module, norms: Sequence[Norm], blocks: Sequence[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.model, self.norms, self.blocks = model, {norm.name: norm for norm in norms}, blocks
+        super().__init__(model, blocks)
+        self.model, self.norms = model, {norm.name: norm for norm in norms}
         self.of_norms: dict[str, int] = dict.fromkeys(self.norms, 0)
         self.uses: dict[str, set[Use]] = {name: set() for name in self.norms}
         self.parameters: dict[str, Seen] = {}
@@ -76,28 +76,12 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         self._stack: list[str] = []
         self._marks: Any = WeakTensorKeyDictionary()
         self._products: Any = WeakTensorKeyDictionary()
-        self._map = ParameterMap(model, blocks)
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> Trace:
-        self._handles = [
-            register_module_forward_pre_hook(self._entered),
-            register_module_forward_hook(self._left, always_call=True),
-            *(
-                self.model.get_submodule(name).register_forward_hook(self._mark_output, with_kwargs=True)
-                for name in self.norms
-            ),
-        ]
-        self._watch = self._map.watching()
-        self._watch.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._watch.__exit__(*exception)
-        for handle in self._handles:
-            handle.remove()
+    def _listen(self) -> Iterator[RemovableHandle]:
+        yield register_module_forward_pre_hook(self._entered)
+        yield register_module_forward_hook(self._left, always_call=True)
+        for name in self.norms:
+            yield self.model.get_submodule(name).register_forward_hook(self._mark_output, with_kwargs=True)
 
     def _entered(self, module: nn.Module, _: Any) -> None:
         self._stack.append(self._names.get(id(module), type(module).__name__))

@@ -1,0 +1,23 @@
+"""Where a run keeps what: the folders of its stages, its recipe, its replicas; known without the stages' own code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moeq.recipe import Recipe
+
+RECIPE_COPY = "recipe.yaml"
+STORE = "store"
+STORE_VARIABLE = "MOEQ_STORE"
+FOLDED = "checkpoint"  # within reparam: the model with folded norms
+STAGES = ("reparam", "profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
+DIRECTORIES = {"export": "checkpoint"}  # stages whose directory is not called like the stage
+EDITABLE = {"assign": frozenset({"assignment.json"})}  # files of a stage that people may change by hand
+OLDER = (".parts", "replicas")  # of losses: what schema version 1 kept in the stage's directory
+
+
+def store_folder(recipe: Recipe, out: Path) -> Path:
+    """Where a run of this recipe in `out` keeps replicas."""
+    chosen = recipe.store or os.environ.get(STORE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else out / STORE

@@ -1,0 +1,219 @@
+"""Wrong options are refused, and what is small is answered, before torch, transformers or lm-eval are imported.
+
+One process goes through all of them with an import hook that lets none of these in: what tries fails with exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeq import cli, pipeline
+from moeq.artifacts import run as folders
+from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment, write_assignment
+
+HEAVY = ("torch", "transformers", "lm_eval", "numba", "matplotlib", "sklearn", "accelerate", "datasets",
+         "scipy.optimize", "scipy.sparse", "scipy.stats")  # fmt: skip
+DRIVER = f"""
+import contextlib, importlib.abc, io, json, sys
+
+class Refused(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if any(name == heavy or name.startswith(heavy + ".") for heavy in {HEAVY!r}):
+            raise RuntimeError(f"imports {{name}}")
+
+sys.meta_path.insert(0, Refused())
+from moeq.cli import main
+results, found = sys.argv[1], []
+for words in json.load(sys.stdin):
+    sys.argv = ["moeq", *words]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code or 0
+    found.append([code, out.getvalue(), err.getvalue()])
+json.dump(found, open(results, "w"))
+"""
+BUNDLED = ("--model", "bundled:tiny-mixtral")
+Case = tuple[tuple[str, ...], int, str]  # options, exit code, words of the line
+
+
+def of_a_run(*more: Case) -> list[Case]:
+    """What every command on a run refuses."""
+    return [
+        (("no.yaml",), 2, "no.yaml: no such recipe"),
+        (("broken.yaml",), 2, "broken.yaml"),
+        (("--out", "nowhere"), 2, "no model"),
+        (("--model", "./nowhere"), 3, "./nowhere: no such directory"),
+        (("--model", "bundled:nothing"), 3, "no such bundled model"),
+        (("--model", "empty"), 3, "no config.json"),
+        (("--model", "nobody/nothing"), 3, "nobody/nothing"),
+        ((*BUNDLED, "--set", "losses.bites=3"), 2, "did you mean 'bits'"),
+        ((*BUNDLED, "--set", "losses.group_size=3"), 2, "group_size"),
+        ((*BUNDLED, "--set", "device=gpu"), 2, "device"),
+        ((*BUNDLED, "--set", "assign.average_bits=-1"), 2, "average_bits"),
+        ((*BUNDLED, "--out", "file.txt"), 8, "file.txt: is a file"),
+        *more,
+    ]
+
+
+NO_TEXT: Case = ((*BUNDLED, "--set", "corpus.source=no.txt"), 4, "no.txt: no such file")
+NO_EVALUATION: Case = ((*BUNDLED, "--set", "eval.perplexity.source=no.txt"), 4, "no.txt: no such file")
+NO_TASKS: Case = (
+    (*BUNDLED, "--set", "eval.tasks=[mine]", "--set", "eval.include_path=nowhere"), 9, "no such folder of tasks",
+)  # fmt: skip
+NO_HARDWARE: Case = ((*BUNDLED, "--set", "estimate.hardware=abacus"), 10, "unknown hardware 'abacus'")
+EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)
+
+REFUSED: dict[str, list[Case]] = {
+    "run": EVERY,
+    "plan": EVERY,
+    "reparam": of_a_run(NO_TEXT),
+    "profile": of_a_run(NO_TEXT),
+    "losses": of_a_run(NO_TEXT),
+    "assign": of_a_run(
+        NO_HARDWARE,
+        ((*BUNDLED, "--average-bits", "many"), 2, "average_bits"),
+        ((*BUNDLED, "--average-bits", "2", "--size", "1GiB"), 2, "one budget is enough"),
+        ((*BUNDLED, "--size", "5 parsecs"), 2, "unknown unit 'parsecs'"),
+        ((*BUNDLED, "--method", "magic"), 2, "magic"),
+        ((*BUNDLED, "--target", "toaster"), 2, "toaster"),
+    ),
+    "quantize": of_a_run(),
+    "export": of_a_run(((*BUNDLED, "--format", "zip"), 2, "zip")),
+    "estimate": [
+        (("--model", "nowhere-8x7b"), 10, "did you mean 'mixtral-8x7b'"),
+        (("--model", "mixtral-8x7b", "--hardware", "abacus"), 10, "unknown hardware 'abacus'"),
+        (("--model", "mixtral-8x7b", "--grid", "in=many"), 2, "'many' is no whole number"),
+        (("--model", "mixtral-8x7b", "--replicas", "1,x"), 2, "x"),
+        (("--model", "mixtral-8x7b", "--policy", "luck"), 10, "luck"),
+        (("--sheet", "paper-000", "--model", "mixtral-8x7b"), 2, "--sheet uses nothing of --model"),
+        (("--bits", "3"), 2, "no model"),
+        (("no.yaml",), 2, "no.yaml: no such recipe"),
+        (("--out", "nowhere"), 2, "no model"),
+    ],
+    "eval": [
+        *of_a_run(NO_EVALUATION, NO_TASKS, NO_HARDWARE)[2:],
+        (("--tasks", "mine", "--include-path", "nowhere", *BUNDLED), 9, "no such folder of tasks"),
+        (("--window", "3"), 2, "--window belongs to models, checkpoints and runs"),
+        (("run", "--set", "seed=1"), 2, "--set belongs to a run's stage"),
+        (("./nowhere",), 3, "./nowhere: no such directory"),
+        (("run", "./nowhere.json"), 3, "./nowhere.json: no such directory"),
+        (("run:other",), 9, "no assignment 'other'"),
+        (("run", "--device", "gpu"), 3, "device gpu: unknown device"),
+        (("run", "--window", "4", "--stride", "9"), 9, "window 4, stride 9"),
+        (("run", "--tasks", "mine", "--window", "9"), 2, "--window without --text"),
+        (("run", "--limit", "3"), 2, "--limit without --tasks"),
+        (("run", "--tasks", "mine", "--include-path", "nowhere"), 9, "no such folder of tasks"),
+        (("run", "--batch-size", "some"), 2, "--batch-size some"),
+        (("run", "--text", "no.txt"), 4, "no.txt: no such file"),
+        (("run", "--out", "empty"), 9, "is no file that can be written"),
+        (("run", "--context-aware", "gpu_experts=x"), 2, "gpu_experts"),
+    ],
+    "report": of_a_run((("--out", "run", "--maps", "x", "--analysis", "y"), 2, "--analysis goes without --maps")),
+    "inspect": [
+        (("nowhere",), 7, "nowhere: no such file or directory"),
+        (("empty",), 7, "neither a checkpoint, a run, a stage nor a model"),
+        (("file.txt",), 7, "not a file that moeq knows"),
+        (("broken.yaml",), 2, "broken.yaml"),
+        (("broken.json",), 7, "broken.json: cannot be read as JSON"),
+    ],
+    "convert": [
+        (("nowhere/x", "--to", "gguf", "--out", "new"), 3, "nowhere/x"),
+        (("empty", "--to", "gguf", "--out", "new"), 3, "no config.json"),
+        (("run", "--to", "gguf", "--out", "empty"), 2, "empty: is there already"),
+    ],
+    "verify": [
+        (("nowhere",), 2, "nowhere: no such directory"),
+        (("run", "--against", "./nowhere"), 3, "./nowhere: no such directory"),
+    ],
+    "families": [(("nothing-like-it",), 3, "no family of this name")],
+    "generate": [
+        (("nowhere", "hi"), 3, "nowhere: no such checkpoint directory"),
+        (("empty", "hi"), 3, "no config.json"),
+        (("model", "hi", "--device", "gpu"), 3, "device gpu: unknown device"),
+    ],
+    "gc": [
+        ((), 2, "nothing to clean"),
+        (("--out", "nowhere"), 7, "not a run directory"),
+        (("--store", "empty"), 7, "empty"),
+    ],
+}
+ANSWERED = [
+    ("families",), ("families", "qwen3"), ("inspect", "assignment.json"), ("inspect", "run/recipe.yaml"),
+    ("inspect", "run"), ("gc", "--out", "run", "--dry-run"), ("estimate", "--model", "mixtral-8x7b", "--quiet"),
+    ("estimate", "--sheet", "paper-004", "--json"), ("--version",), ("eval", "--help"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what the cases name."""
+    folder = tmp_path_factory.mktemp("early")
+    for name in ("empty", "run", "model"):
+        (folder / name).mkdir()
+    (folder / "run" / "recipe.yaml").write_text("model: bundled:tiny-mixtral\n", "utf-8")
+    (folder / "model" / "config.json").write_text('{"model_type": "mixtral"}', "utf-8")
+    (folder / "broken.yaml").write_text("losses: [", "utf-8")
+    (folder / "broken.json").write_text("{", "utf-8")
+    (folder / "file.txt").write_text("text", "utf-8")
+    choice = ExpertChoice(tier="ndp", bits=2, importance=0.5)
+    layer = LayerAssignment(name="layer", experts=(choice, choice))
+    made = Assignment(name="two", method="uniform", parameters={}, group_size=64, layers=(layer,))
+    write_assignment(folder / "assignment.json", made)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(here: Path) -> dict[tuple[str, ...], Any]:
+    """What moeq says to every command line, without what is heavy: exit code, standard output, standard error."""
+    asked = [(name, *words) for name, cases in REFUSED.items() for words, _, _ in cases] + list(ANSWERED)
+    results = here / "results.json"
+    subprocess.run(
+        [sys.executable, "-c", DRIVER, str(results)],
+        input=json.dumps(asked),
+        cwd=here,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return dict(zip(asked, json.loads(results.read_text("utf-8")), strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_wrong_options_are_refused_before_anything_heavy(name: str, answers: dict[tuple[str, ...], Any]) -> None:
+    for words, code, said in REFUSED[name]:
+        found, out, err = answers[name, *words]
+        assert (found, out) == (code, ""), f"{name} {words}: {err}"
+        assert said in err, f"{name} {words}: {err}"
+        assert err.startswith("moeq: ")
+        assert err.count("\n") == 1
+
+
+def test_every_command_has_its_refusals() -> None:
+    assert {command.name or command.callback.__name__ for command in cli.app.registered_commands} == set(REFUSED)  # type: ignore[union-attr]
+    assert min(map(len, REFUSED.values())) >= 1
+
+
+@pytest.mark.parametrize("words", ANSWERED, ids=lambda words: " ".join(words))
+def test_what_is_small_is_answered_without_anything_heavy(
+    words: tuple[str, ...], answers: dict[tuple[str, ...], Any]
+) -> None:
+    code, out, err = answers[words]
+    assert (code, err) == (0, "")
+    assert out or "--quiet" in words
+
+
+def test_the_stages_that_are_known_without_their_code_are_those_of_the_pipeline() -> None:
+    assert tuple(pipeline.BY_NAME) == folders.STAGES
