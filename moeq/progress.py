@@ -26,7 +26,7 @@ class Reporter:
     def say(self, text: str) -> None:
         """One line for the user (rich markup)."""
         if not self.quiet:
-            self.console.print(text)
+            self.console.print(text, soft_wrap=True)  # the terminal's to break, so that a log has whole lines
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:

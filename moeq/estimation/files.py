@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.files import make_directory, write_json, write_text
+from moeq.artifacts.places import ELSEWHERE, refuse_artifacts
 from moeq.artifacts.stage import RECORD
 from moeq.errors import RecipeError
 from moeq.estimation.make import Question
@@ -26,9 +27,10 @@ def is_run(out: Path) -> bool:
 
 
 def check_out(out: Path) -> None:
-    """RecipeError for a directory that a run lies in, whose files it would be mixed up with."""
+    """RecipeError for a directory of a run, a model or a checkpoint, whose files these would be mixed up with."""
     if is_run(out):
-        raise RecipeError("a run lies in it", where=f"--out {out}", do="choose another --out")
+        raise RecipeError("a run lies in it", where=f"--out {out}", do=ELSEWHERE)
+    refuse_artifacts(out)
 
 
 def write_document(out: Path, found: EstimateDocument, questions: Sequence[Question]) -> dict[str, Path]:

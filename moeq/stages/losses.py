@@ -48,13 +48,7 @@ def run(context: Context) -> dict[str, Any]:
     config = context.recipe.losses
     directory = make_directory(context.directory("losses"))
     sequences = context.grown_calibration
-    stride = heldout_stride(config.heldout_fraction)
-    if len(sequences) < stride:
-        raise CorpusError(
-            f"{len(sequences)} sequences leave none to measure on (one of {stride} is held out)",
-            where="corpus.sequences",
-            do=f"use at least {stride}",
-        )
+    _check_count(context, len(sequences))
     for name in OLDER:
         shutil.rmtree(directory / name, ignore_errors=True)
     index = planned(context, sequences.digest())
@@ -93,6 +87,24 @@ def run(context: Context) -> dict[str, Any]:
         context.reporter.say(f"  fallbacks of {summary['experts']:,} experts: {counts}")
     table = others_stage.table(context)
     return summary | ({} if table is None else {"others": others_stage.summarize(table)})
+
+
+def check(context: Context) -> None:
+    """RecipeError for modules that cannot be quantized, CorpusError for too few sequences where they do not grow."""
+    others_stage.check(context)
+    if context.recipe.corpus.until_covered is None:
+        _check_count(context, context.recipe.corpus.sequences)
+
+
+def _check_count(context: Context, sequences: int) -> None:
+    """CorpusError where no sequence is left to measure on."""
+    stride = heldout_stride(context.recipe.losses.heldout_fraction)
+    if sequences < stride:
+        raise CorpusError(
+            f"{sequences} sequences leave none to measure on (one of {stride} is held out)",
+            where="corpus.sequences",
+            do=f"use at least {stride}",
+        )
 
 
 def progress(context: Context) -> tuple[str, ...]:

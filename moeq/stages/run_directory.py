@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 from rich.markup import escape
 
 from moeq.artifacts.files import BEGUN, PARTIAL, write_text
+from moeq.artifacts.places import ELSEWHERE, refuse_artifacts
 from moeq.artifacts.run import DIRECTORIES, RECIPE_COPY, STORE
 from moeq.artifacts.stage import RECORD, StageRecord, read_record
 from moeq.errors import ArtifactError, RecipeError
@@ -18,8 +20,6 @@ from moeq.recipe import load_recipe
 from moeq.stages.context import Context
 
 HEAD = "# The recipe as it was run, defaults filled in."
-MODEL_FILES = ("config.json", "placement.json", "*.safetensors", "*.gguf")  # of a checkpoint, ours or another's
-ELSEWHERE = "choose another --out"
 SHOWN = 4  # changed keys of a recipe that are named
 
 
@@ -36,22 +36,17 @@ def check_out(out: Path, stages: Iterable[str], more: Iterable[str] = ()) -> Non
 
     more: names beside the stages' directories that a run has.
     """
-    where = f"--out {out}"
-    if out.exists() and not out.is_dir():
-        raise RecipeError("is no directory", where=where, do=ELSEWHERE)
+    refuse_artifacts(out)
     if not out.is_dir():
         return
     directories = {DIRECTORIES.get(stage, stage) for stage in stages}
-    if (out / RECORD).is_file():
-        raise RecipeError("is one artifact of a run, not a run", where=where, do=f"{ELSEWHERE}, such as {out.parent}")
-    if any(any(out.glob(pattern)) for pattern in MODEL_FILES):
-        raise RecipeError("a model or checkpoint lies in it", where=where, do=ELSEWHERE)
     if any((out / name / RECORD).is_file() for name in directories) or _is_copy(out / RECIPE_COPY):
         return
     own = {name + end for name in (*directories, STORE, *more) for end in ("", PARTIAL, f".old{PARTIAL}", BEGUN)}
     for path in sorted(out.iterdir()):
         if path.name not in own and not path.name.startswith("."):
-            raise RecipeError(f"is no run and not empty ({path.name} lies in it)", where=where, do=ELSEWHERE)
+            what = f"is no run and not empty ({path.name} lies in it)"
+            raise RecipeError(what, where=f"--out {out}", do=ELSEWHERE)
 
 
 def _is_copy(path: Path) -> bool:
@@ -143,7 +138,7 @@ def _changes(before: Any, after: Any, key: str = "") -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -71,3 +71,10 @@ def finished_run(moeq: ForkServer, recipe: Path, tmp_path_factory: pytest.TempPa
 @pytest.fixture
 def run_copy(finished_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "refusals":
+                terminalreporter.write_line(f"refusals walked: {value}")

@@ -1,0 +1,22 @@
+"""Where output must not go: into a model, a checkpoint, or one artifact of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moeq.artifacts.stage import RECORD
+from moeq.errors import RecipeError
+
+MODEL_FILES = ("config.json", "placement.json", "*.safetensors", "*.gguf")  # of a checkpoint, ours or another's
+ELSEWHERE = "choose another --out"
+
+
+def refuse_artifacts(out: Path) -> None:
+    """RecipeError for a place that is a file, a model, a checkpoint, or one artifact of a run."""
+    where = f"--out {out}"
+    if out.exists() and not out.is_dir():
+        raise RecipeError("is no directory", where=where, do=ELSEWHERE)
+    if (out / RECORD).is_file():
+        raise RecipeError("is one artifact of a run, not a run", where=where, do=f"{ELSEWHERE}, such as {out.parent}")
+    if any(any(out.glob(pattern)) for pattern in MODEL_FILES):
+        raise RecipeError("a model or checkpoint lies in it", where=where, do=ELSEWHERE)
