@@ -222,7 +222,7 @@ def run_stage(context: Context, stage: Stage, *, keep_edits: bool = True) -> Out
     inputs = _inputs(context, stage)
     key = digest_of([stage.name, stage.revision, inputs])
     editable = stage.editable if keep_edits else frozenset()
-    current = is_current(directory, stage.name, key, editable, cached=not context.check)
+    current = is_current(directory, stage.name, key, editable, cached=not context.check, reporter=context.reporter)
     if current and (stage.intact is None or stage.intact(context)):
         record = read_record(directory, stage.name)
         edited = edited_files(directory, stage.name, stage.editable)

@@ -131,7 +131,7 @@ def check_formats(context: Context, assignment: Assignment) -> None:
 def write_format(context: Context, name: str) -> None:
     """Write the checkpoint in another format, unless it is there and made of this one."""
     directory, stage, key = format_directory(context.out, name), f"export-{name}", _format_key(context, name)
-    if is_current(directory, stage, key, cached=not context.check):
+    if is_current(directory, stage, key, cached=not context.check, reporter=context.reporter):
         context.reporter.say(f"[dim]  {name} unchanged, skipped[/dim]")
         return
     for what in damage(directory, stage):
