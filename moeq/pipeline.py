@@ -299,7 +299,8 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
 
 def _is_current(context: Context, stage: Stage, key: str, edited: frozenset[str] = frozenset()) -> bool:
     """Whether what a stage would make is there; edited: files that need not be as it made them."""
-    there = is_current(context.finished(stage.name), stage.name, key, edited, cached=not context.check)
+    directory, cached = context.finished(stage.name), not context.check
+    there = is_current(directory, stage.name, key, edited, cached=cached, reporter=context.reporter)
     return there and (stage.intact is None or stage.intact(context))
 
 

@@ -88,7 +88,13 @@ def read_record(directory: Path, stage: str) -> StageRecord:
 
 
 def is_current(
-    directory: Path, stage: str, key: str, editable: frozenset[str] = frozenset(), *, cached: bool = True
+    directory: Path,
+    stage: str,
+    key: str,
+    editable: frozenset[str] = frozenset(),
+    *,
+    cached: bool = True,
+    reporter: Reporter | None = None,
 ) -> bool:
     """Whether the stage was finished with this key and all its files hold what it wrote.
 
@@ -96,7 +102,9 @@ def is_current(
     very files before will do.
     """
     record = _record_if_any(directory, stage)
-    return record is not None and record.key == key and not _changes(directory, record, editable, cached=cached)
+    if record is None or record.key != key:
+        return False
+    return not _changes(directory, record, editable, cached=cached, reporter=reporter)
 
 
 def damage(directory: Path, stage: str, editable: frozenset[str] = frozenset(), *, cached: bool = True) -> list[str]:
@@ -140,7 +148,14 @@ def _record_if_any(directory: Path, stage: str) -> StageRecord | None:
         return None  # of another schema version or damaged: `moeq run` makes it again
 
 
-def _changes(directory: Path, record: StageRecord, editable: frozenset[str], *, cached: bool) -> list[str]:
+def _changes(
+    directory: Path,
+    record: StageRecord,
+    editable: frozenset[str],
+    *,
+    cached: bool,
+    reporter: Reporter | None = None,
+) -> list[str]:
     """Files that are missing, or have another size or digest; those that may be edited only have to be there."""
     found = []
     same_size = []
@@ -150,7 +165,7 @@ def _changes(directory: Path, record: StageRecord, editable: frozenset[str], *, 
             found.append(name)
         elif name not in editable:
             same_size.append(name)
-    now = digests_of(directory, same_size, cached=cached)
+    now = digests_of(directory, same_size, cached=cached, reporter=reporter)
     return found + [name for name in same_size if now[name] != record.files[name].sha256]
 
 

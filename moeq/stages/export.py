@@ -163,7 +163,7 @@ def _write_formats(context: Context) -> None:
     with ExitStack() as stack:
         for name in context.recipe.export.formats:
             directory, stage, key = format_directory(context.out, name), f"export-{name}", _format_key(context, name)
-            if is_current(directory, stage, key, cached=not context.check):
+            if is_current(directory, stage, key, cached=not context.check, reporter=context.reporter):
                 context.reporter.say(f"[dim]  {name} unchanged, skipped[/dim]")
                 continue
             for what in damage(directory, stage):

@@ -243,8 +243,12 @@ def is_intact(context: Context) -> bool:
     """Whether the store still has every replica that the index names; what is damaged is said."""
     try:
         index = load_index(context)
-        for layer in range(len(context.layers) if index.entries() else 0):
-            LayerReplicas(context.store / index.set, layer).check(index.layers[layer], cached=not context.check)
+        count = len(context.layers) if index.entries() else 0
+        with context.reporter.bar("checking the store", count) as advance:
+            for layer in range(count):
+                there = LayerReplicas(context.store / index.set, layer)
+                there.check(index.layers[layer], cached=not context.check)
+                advance()
     except IndexError:
         return False
     except ArtifactError as error:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from fork_server import Finished, ForkServer
-from robustness.runs import partials, snapshot, tiny_recipe, write_recipe
+from robustness.runs import partials, restamp, snapshot, tiny_recipe, write_recipe
 from safetensors.torch import load_file, save_file
 
 from moeq.artifacts.run import DIRECTORIES
@@ -576,6 +576,7 @@ VERSIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
 def test_another_schema_version(moeq: ForkServer, run_copy: Path, case: str) -> None:
     edit, stage, name = VERSIONS[case]
     edit(run_copy)
+    restamp(run_copy)
     shutil.rmtree(run_copy / DIRECTORIES.get(stage, stage))
     finished = moeq.run(stage, "--out", run_copy, "--quiet")
     assert_refused(finished, ARTIFACT, name, "99")

@@ -70,7 +70,7 @@ def run(model: Path, short_corpus: Path, tmp_path_factory: pytest.TempPathFactor
         "losses={group_size: 64, bits: [8], methods: [gptq], symmetric: true, per_projection: false}",
         "assign={method: uniform, bits: 8}",
         "export={formats: [gptq], verify: false, max_shard: 40MB}",
-        "eval={compare: []}",
+        f"eval={{compare: [], perplexity: {{source: {short_corpus}, sequences: 2, sequence_length: 48}}}}",
     )
     context = Context(
         recipe=load_recipe(None, list(changes)),
