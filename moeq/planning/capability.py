@@ -17,7 +17,6 @@ from moeq.numerics.packing import SUPPORTED_BITS
 from moeq.pipeline import STAGES
 from moeq.quantizers.layer import heldout_stride
 from moeq.recipe import Recipe
-from moeq.stages import evaluate
 from moeq.stages.context import Context
 
 
@@ -74,14 +73,10 @@ RULES: dict[str, Rule] = {NATIVE: native}
 
 
 def check_stages(context: Context) -> None:
-    """What the stages themselves would refuse before the first write, in their own words; text is not tokenized.
-
-    The texts of eval are those of `planning.sizes.work_sizes`: files and lengths.
-    """
+    """What the stages themselves would refuse before the first write, in their own words; no text is read."""
     for stage in STAGES:
-        check = evaluate.check_asked if stage.name == "eval" else stage.check
-        if check is not None:
-            check(context)
+        if stage.check is not None:
+            stage.check(context)
 
 
 def refusals(context: Context, asked: Asked) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.assignment import MIXED, Assignment
+from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width
 from moeq.artifacts.files import digest_of, sha256_file, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
@@ -91,6 +92,15 @@ def check(context: Context) -> None:
     if gguf.NAME in context.recipe.export.formats:
         gguf.check(context.source, context.described[0])
         _check_others(context, LOADED_BY[gguf.NAME])
+    section = context.recipe.assign
+    decided = (context.directory("assign") / assign.NAME).is_file()  # perhaps by hand
+    if section.method == "uniform" and section.bits is not None and not decided:  # then it is known beforehand
+        widths = [
+            [*[FULL] * section.gpu_experts, *[section.bits] * (layer.num_experts - section.gpu_experts)]
+            for layer in context.layers
+        ]
+        losses = context.recipe.losses
+        _check_widths(context, widths, losses.group_size, losses.symmetric, losses.nested)
 
 
 def _check_others(context: Context, target: Target) -> None:
@@ -111,14 +121,20 @@ def _check_others(context: Context, target: Target) -> None:
 
 def check_formats(context: Context, assignment: Assignment) -> None:
     """PlanError for a format whose runtime could not load what was assigned, before anything is written."""
+    _check_widths(context, assignment.expert_widths(), assignment.group_size, assignment.symmetric, assignment.nested)
+
+
+def _check_widths(
+    context: Context, widths: Sequence[Sequence[Width]], group_size: int, symmetric: bool, nested: bool
+) -> None:
     for name in context.recipe.export.formats:
         reason = refuse_layers(
             name,
             context.layers,
-            assignment.expert_widths(),
-            group_size=assignment.group_size,
-            symmetric=assignment.symmetric,
-            nested=assignment.nested,
+            widths,
+            group_size=group_size,
+            symmetric=symmetric,
+            nested=nested,
             widen=context.recipe.export.widen,
         )
         if reason is not None:
