@@ -491,22 +491,24 @@ def _check_model_of(context: Context, needed: str) -> None:
 
 
 def _prepare(context: Context, stages: list[Stage]) -> None:
-    """What can be wrong with model, device, text, tasks and hardware is found before the first write."""
+    """What can be wrong with model, device, text, tasks and hardware is found before the first write.
+
+    What follows from sizes and the recipe comes first: a large text is not read for a run that is refused anyway.
+    """
     import torch
 
     if context.recipe.threads is not None:
         torch.set_num_threads(context.recipe.threads)
     torch.manual_seed(context.recipe.seed)
     needed = ["layers", "dtype"] if any(stage.name != REPARAM for stage in stages) else ["dtype"]
-    reads = any(stage.text for stage in stages)
-    needed += ["perplexity"] if reads else []  # or what makes none possible
-    needed += ["tokenizer"] if reads and not context.takes_images else []
-    needed += ["calibration"] if any("calibration" in stage.text for stage in stages) else []
+    parts = {part for stage in stages for part in stage.text}
+    needed += ["perplexity"] if parts else []  # or what makes none possible
     for name in needed:
         getattr(context, name)
     for stage in stages:
         if stage.check is not None:
             stage.check(context)
+    context.check_text(parts)
 
 
 def _remove_partials(context: Context) -> None:

@@ -17,7 +17,6 @@ from moeq.numerics.widths import SUPPORTED_BITS
 from moeq.pipeline import STAGES
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.recipe import Recipe
-from moeq.stages import evaluate, others
 from moeq.stages.context import Context
 
 
@@ -74,15 +73,10 @@ RULES: dict[str, Rule] = {NATIVE: native}
 
 
 def check_stages(context: Context) -> None:
-    """What the stages themselves would refuse before the first write, in their own words; text is not tokenized.
-
-    The texts of eval are those of `planning.sizes.work_sizes`: files and lengths; too few sequences are of `refusals`.
-    """
-    own = {"eval": evaluate.check_asked, "losses": others.check}
+    """What the stages themselves would refuse before the first write, in their own words; no text is read."""
     for stage in STAGES:
-        check = own.get(stage.name, stage.check)
-        if check is not None:
-            check(context)
+        if stage.check is not None:
+            stage.check(context)
 
 
 def refusals(context: Context, asked: Asked) -> list[str]:

@@ -30,8 +30,8 @@ MANIFEST_BLOCK = 30 << 10  # of a block's operations, constants and values in th
 STREAM, PAIR, HEAD, WITHIN, GIVEN, ROUTED = 58, 5, 12, 7, 8, 8
 
 
-def folding_need(context: Context, sizes: ModelSizes, work: Work, hours: Hours | None) -> Need:
-    """Memory, disk and, where rates were measured, time of `moeq reparam`."""
+def folding_need(context: Context, sizes: ModelSizes, work: Work, hours: Hours | None, processor: Hours | None) -> Need:
+    """Memory, disk and, where rates were measured, time of `moeq reparam` by both clocks."""
     section = settings(context)
     text = work.calibration
     tokens = min(section.samples, text.sequences) * text.length
@@ -60,6 +60,7 @@ def folding_need(context: Context, sizes: ModelSizes, work: Work, hours: Hours |
         linked=0,
         temporary=0,
         seconds=None if hours is None else _seconds(context, text.sequences, hours),
+        processor_seconds=None if processor is None else _seconds(context, text.sequences, processor),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from moeq.artifacts.run import STORE
 from moeq.errors import PlanError
+from moeq.models.corpus import LocalFile
 from moeq.planning import capability
 from moeq.planning.disk import Disk
 from moeq.planning.folding import folding_need
@@ -28,6 +29,7 @@ FEW = 0.9  # of the sequences that are wanted: an estimate of less text than thi
 def make_plan(context: Context, *, probe: bool) -> Plan:
     """Plan a whole run. Reads configuration, headers and samples of text; with `probe`, measures for a few seconds.
 
+    Text that lies here is read as the run will read it, so that what the run would refuse is refused with its line.
     Raises what the run itself would raise first: ModelError for a model that is refused, AssignmentError, CorpusError,
     EvaluationError, EstimateError.
     """
@@ -35,6 +37,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     recipe = context.recipe
     sizes = model_sizes(context)
     capability.check_stages(context)
+    context.check_text({"calibration", "evaluation"} - _remote(context))
     work = work_sizes(context)
     placed = placed_bytes(sizes, recipe.assign, recipe)
     asked = capability.Asked(
@@ -49,11 +52,11 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     model = Memory(sizes, work, recipe, streams=context.streams, gpu=gpu, placed=placed)
     disk = Disk(context, sizes, work)
     there = machine(context.out, context.device, context.store)
-    rates = hours = None
+    rates = hours = busy = None
     if probe:
-        rates = measure(sizes, work, recipe, context.source.files, context.out, context.device)
-        free = there.ram // 2
-        hours = Hours(sizes, work, recipe, disk, rates, streams=context.streams, free=free, device=context.device)
+        rates, working = measure(sizes, work, recipe, context.source.files, context.out, context.device)
+        how: dict[str, Any] = {"streams": context.streams, "free": there.ram // 2, "device": context.device}
+        hours, busy = (Hours(sizes, work, recipe, disk, one, **how) for one in (rates, working))
     stored = {f"{STORE}/{name}": size for name, size in disk.store().items()}
     needs = tuple(
         Need(
@@ -66,10 +69,11 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
             linked=disk.linked(stage),
             temporary=disk.temporary(stage),
             seconds=None if hours is None else hours.seconds(stage),
+            processor_seconds=None if busy is None else busy.seconds(stage),
         )
         for stage in STAGES
     )
-    needs = (folding_need(context, sizes, work, hours), *needs) if folds else needs
+    needs = (folding_need(context, sizes, work, hours, busy), *needs) if folds else needs
     return Plan(
         recipe=recipe.name,
         model=_describe(context, sizes, placed),
@@ -80,6 +84,14 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         shortages=tuple(shortages(needs, there)),
         notes=tuple(_notes(context, sizes, work, probe)),
     )
+
+
+def _remote(context: Context) -> set[str]:
+    """The parts of the text that would have to be downloaded to be checked as the run does."""
+    if context.takes_images:
+        return set()
+    parts = {"calibration": context.calibration_sources, "evaluation": context.evaluation_sources}
+    return {part for part, sources in parts.items() if not all(isinstance(one, LocalFile) for one in sources)}
 
 
 def shortages(needs: tuple[Need, ...], there: Machine) -> list[Shortage]:

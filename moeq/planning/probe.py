@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,22 +55,38 @@ class Rates:
     hash_bytes: float
 
 
-def measure(sizes: ModelSizes, work: Work, recipe: Recipe, files: list[Path], out: Path, device: torch.device) -> Rates:
-    """Measure every rate; StorageError when `out` cannot be written."""
+def measure(
+    sizes: ModelSizes, work: Work, recipe: Recipe, files: list[Path], out: Path, device: torch.device
+) -> tuple[Rates, Rates]:
+    """Measure every rate, a second of the clock and a second of the processor; StorageError when `out` cannot be
+    written."""
     tokens = work.calibration.batch_tokens
     read, cached = _reading(max(files, key=lambda path: path.stat().st_size))
-    return Rates(
-        matrix_flops=_matrix_flops(sizes, tokens, device),
-        expert_seconds=_expert_seconds(sizes, expert_tokens(sizes, tokens), device),
-        attention_seconds=_attention_seconds(sizes, work, device),
-        elementwise_bytes=_elementwise(sizes, tokens, device),
-        losses_flops=_losses_flops(sizes, work, recipe.losses, device),
-        dequantized_weights=_dequantizing(sizes, recipe.losses, device),
-        read_bytes=read,
-        cached_bytes=cached,
-        write_bytes=_writing(out),
-        hash_bytes=_hashing(),
-    )
+    found = {
+        "matrix_flops": _matrix_flops(sizes, tokens, device),
+        "expert_seconds": _expert_seconds(sizes, expert_tokens(sizes, tokens), device),
+        "attention_seconds": _attention_seconds(sizes, work, device),
+        "elementwise_bytes": _elementwise(sizes, tokens, device),
+        "losses_flops": _losses_flops(sizes, work, recipe.losses, device),
+        "dequantized_weights": _dequantizing(sizes, recipe.losses, device),
+        "read_bytes": read,
+        "cached_bytes": cached,
+        "write_bytes": _writing(out),
+        "hash_bytes": _hashing(),
+    }
+    wall, processor = ({name: float(value[clock]) for name, value in found.items()} for clock in (0, 1))
+    return Rates(**wall), Rates(**processor)
+
+
+def _now() -> np.ndarray:
+    """Both clocks: that on the wall and the processor seconds of all threads, [2]."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def _since(before: np.ndarray) -> np.ndarray:
+    """Seconds by both clocks, [2]; what no clock could tell from nothing is a microsecond."""
+    taken: np.ndarray = (_now() - before).clip(1e-6)
+    return taken
 
 
 def expert_tokens(sizes: ModelSizes, tokens: int) -> int:
@@ -78,24 +94,26 @@ def expert_tokens(sizes: ModelSizes, tokens: int) -> int:
     return max(1, tokens * sizes.top_k // sizes.layers[0].num_experts)
 
 
-def _seconds(action: Callable[[], object], device: torch.device, limit: float = SECONDS) -> float:
-    """Seconds of one call, the mean of those that fit into the limit (the first one warms up, if there are more)."""
-    taken: list[float] = []
+def _seconds(action: Callable[[], object], device: torch.device, limit: float = SECONDS) -> np.ndarray:
+    """Seconds of one call by both clocks, the mean of those that fit into the limit (the first warms up, if there are
+    more)."""
+    taken: list[np.ndarray] = []
     started = time.perf_counter()
     while not taken or time.perf_counter() - started < limit:
-        begun = time.perf_counter()
+        begun = _now()
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - begun)
-    return statistics.fmean(taken[1:] or taken)
+        taken.append(_since(begun))
+    found: np.ndarray = np.mean(taken[1:] or taken, axis=0)
+    return found
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5).to(dtype)
 
 
-def _matrix_flops(sizes: ModelSizes, tokens: int, device: torch.device) -> float:
+def _matrix_flops(sizes: ModelSizes, tokens: int, device: torch.device) -> np.ndarray:
     rows = min(tokens, 2048)
     hidden = _random(rows, sizes.hidden_size, dtype=sizes.dtype, device=device)
     weight = _random(sizes.hidden_size, sizes.hidden_size, dtype=sizes.dtype, device=device)
@@ -103,7 +121,7 @@ def _matrix_flops(sizes: ModelSizes, tokens: int, device: torch.device) -> float
     return 2 * rows * sizes.hidden_size**2 / seconds
 
 
-def _expert_seconds(sizes: ModelSizes, tokens: int, device: torch.device) -> float:
+def _expert_seconds(sizes: ModelSizes, tokens: int, device: torch.device) -> np.ndarray:
     """One expert's forward; measured on at most 512 tokens, beyond which time grows with the tokens."""
     layer = sizes.layers[0]
     rows = min(tokens, 512)
@@ -119,7 +137,7 @@ def _expert_seconds(sizes: ModelSizes, tokens: int, device: torch.device) -> flo
     return _seconds(forward, device) * tokens / rows
 
 
-def _attention_seconds(sizes: ModelSizes, work: Work, device: torch.device) -> float:
+def _attention_seconds(sizes: ModelSizes, work: Work, device: torch.device) -> np.ndarray:
     """Attention of one sequence, times the sequences of a batch."""
     text = work.calibration
     one = _random(1, sizes.num_heads, text.length, sizes.head_dim, dtype=sizes.dtype, device=device)
@@ -127,7 +145,7 @@ def _attention_seconds(sizes: ModelSizes, work: Work, device: torch.device) -> f
     return seconds * min(text.batch, text.sequences)
 
 
-def _elementwise(sizes: ModelSizes, tokens: int, device: torch.device) -> float:
+def _elementwise(sizes: ModelSizes, tokens: int, device: torch.device) -> np.ndarray:
     rows = min(tokens, 8192)
     hidden = _random(rows, sizes.hidden_size, dtype=sizes.dtype, device=device)
     seconds = _seconds(lambda: hidden * hidden, device, SECONDS / 4)
@@ -158,7 +176,7 @@ def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section
 WEIGHT_OPERATIONS = 500  # what rounding, packing and decoding one weight at one width takes, as operations
 
 
-def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device: torch.device) -> float:
+def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device: torch.device) -> np.ndarray:
     """`quantize_layer` itself on a few experts, scaled down in both sizes and tokens where one of them is too much.
 
     SignRound's products run at the rate of GPTQ's.
@@ -209,7 +227,7 @@ def losses_tokens(sizes: ModelSizes, work: Work, section: LossesSection) -> tupl
     return calibration if section.tokens == "all" else calibration * share, heldout * share
 
 
-def _dequantizing(sizes: ModelSizes, section: LossesSection, device: torch.device) -> float:
+def _dequantizing(sizes: ModelSizes, section: LossesSection, device: torch.device) -> np.ndarray:
     """Mean over the widths of the recipe, on the rows of one matrix that make a million weights."""
     layer = sizes.layers[0]
     rows, inputs = layer.shape(layer.projections[0])
@@ -221,7 +239,7 @@ def _dequantizing(sizes: ModelSizes, section: LossesSection, device: torch.devic
     return rows * inputs * len(packed) / seconds
 
 
-def _reading(path: Path) -> tuple[float, float]:
+def _reading(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Bytes a second from the disk, the file's pages dropped first as far as the kernel lets us, and from the cache."""
     size = min(SLICE_BYTES, path.stat().st_size)
     with storage_errors(path, "read"), path.open("rb", buffering=0) as stream:
@@ -229,25 +247,25 @@ def _reading(path: Path) -> tuple[float, float]:
         found = []
         for _ in range(2):
             stream.seek(0)
-            started = time.perf_counter()
+            started = _now()
             left = size
             while left > 0 and (chunk := stream.read(min(left, 4 << 20))):
                 left -= len(chunk)
-            found.append(size / (time.perf_counter() - started))
-    return found[0], max(found)
+            found.append(size / _since(started))
+    return found[0], np.maximum(*found)
 
 
-def _writing(out: Path) -> float:
+def _writing(out: Path) -> np.ndarray:
     """Bytes a second of writing and syncing a file on the disk of the run directory."""
     folder = existing(out)
     data = os.urandom(4 << 20)
     with storage_errors(folder), tempfile.NamedTemporaryFile(dir=folder, prefix=".moeq-plan-") as stream:
-        started = time.perf_counter()
+        started = _now()
         for _ in range(SLICE_BYTES // len(data)):
             stream.write(data)
         stream.flush()
         sync(Path(stream.name))
-        return SLICE_BYTES / (time.perf_counter() - started)
+        return SLICE_BYTES / _since(started)
 
 
 def existing(path: Path) -> Path:
@@ -258,10 +276,10 @@ def existing(path: Path) -> Path:
     return path
 
 
-def _hashing() -> float:
+def _hashing() -> np.ndarray:
     import hashlib
 
     data = bytes(16 << 20)
-    started = time.perf_counter()
+    started = _now()
     hashlib.sha256(data).hexdigest()
-    return len(data) / (time.perf_counter() - started)
+    return len(data) / _since(started)

@@ -25,9 +25,9 @@ class Term:
 class Need:
     """What one stage needs. Bytes; `ram_terms` are those of the moment with most in memory.
 
-    `seconds` is None without a probe. `lasting` are the stage's files by name, `linked` bytes of files that it shares
-    with an earlier stage, `temporary` bytes that are gone when it ends, `elsewhere` bytes on the disk of a replica
-    store that is not that of the run.
+    `seconds`, on the wall and of the processor, are None without a probe. `lasting` are the stage's files by name,
+    `linked` bytes of files that it shares with an earlier stage, `temporary` bytes that are gone when it ends,
+    `elsewhere` bytes on the disk of a replica store that is not that of the run.
     """
 
     stage: str
@@ -39,6 +39,7 @@ class Need:
     temporary: int
     seconds: float | None
     elsewhere: int = 0
+    processor_seconds: float | None = None
 
     @property
     def ram(self) -> int:
@@ -134,6 +135,7 @@ class Plan:
                     "temporary_bytes": need.temporary,
                     "other_disk_bytes": need.elsewhere,
                     "seconds": need.seconds,
+                    "processor_seconds": need.processor_seconds,
                     "fits": not any(stage == need.stage for stage, _ in short),
                     "ram": {term.what: term.bytes for term in need.ram_terms},
                     "gpu": {term.what: term.bytes for term in need.gpu_terms},

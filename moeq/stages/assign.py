@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
 from itertools import zip_longest
@@ -28,11 +28,13 @@ from moeq.artifacts.assignment import (
 )
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import make_directory, write_json, write_text
+from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
 from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
+from moeq.assigners.limits import limit_of
 from moeq.errors import ArtifactError, AssignmentError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.latency import expert_seconds
@@ -89,9 +91,11 @@ def _write_sensitivities(context: Context, inputs: AssignInputs) -> None:
 def check(context: Context) -> None:
     """AssignmentError when a section asks for more GPU experts than a layer has, EstimateError for bad hardware.
 
-    RecipeError for routing of decode steps, which images have none of.
+    RecipeError for routing of decode steps, which images have none of; AssignmentError too for a budget that no
+    statistics could meet.
     """
-    for section in (context.recipe.assign, *context.recipe.eval.compare):
+    own = [(context.recipe.name, context.recipe.assign)]
+    for name, section in [*own, *((one.name, one) for one in context.recipe.eval.compare)]:
         if section.statistics == "decode" and context.takes_images:
             raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
         hardware = hardware_of(context, section)
@@ -104,6 +108,21 @@ def check(context: Context) -> None:
                     where=layer.name,
                     do="lower gpu_experts",
                 )
+        if section.average_bits is not None or section.expert_bytes is not None or section.size is not None:
+            widths = sorted(section.named_widths() or context.recipe.losses.bits)
+            limit_of(_inputs(context, section, name, _unmeasured(context)), widths)
+
+
+def _unmeasured(context: Context) -> ExpertProfile:
+    """A profile that tells no expert from another: what a budget must pay does not follow from statistics."""
+    flat = [np.ones((1, 2, layer.num_experts)) for layer in context.layers]
+    return ExpertProfile(
+        layers=tuple(layer.name for layer in context.layers),
+        top_k=(1,) * len(flat),
+        counts=tuple(one.astype(np.int64) for one in flat),
+        scores=tuple(flat),
+        tokens=np.ones((1, 2), np.int64),
+    )
 
 
 def make(context: Context, config: AssignSection, name: str) -> Assignment:
@@ -127,6 +146,19 @@ def decide(inputs: AssignInputs) -> Assignment:
 
 def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInputs:
     """What an assigner is given of a run, for a section of its recipe."""
+    found = _inputs(context, config, name, profile.load(context))
+    return replace(
+        found,
+        losses=losses.load(context),
+        traces=partial(traces, context, config),
+        effects=losses.load_effects(context),
+        expert_effects=losses.load_expert_effects(context),
+        ndp_seconds=ndp_seconds(context, config, (*context.recipe.losses.bits, FULL)),
+    )
+
+
+def _inputs(context: Context, config: AssignSection, name: str, statistics: ExpertProfile) -> AssignInputs:
+    """What an assigner is given beside what was measured of the experts."""
     section = context.recipe.losses
     size = source_dtype(context.source).itemsize
     widths = (*section.bits, FULL)
@@ -134,8 +166,8 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
     return AssignInputs(
         name=name,
         config=config,
-        profile=profile.load(context),
-        losses=losses.load(context),
+        profile=statistics,
+        losses=None,
         group_size=section.group_size,
         symmetric=section.symmetric,
         nested=section.nested,
@@ -150,10 +182,6 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
             for layer in context.layers
         ),
         **_checkpoint_sizes(context, config, widths),
-        traces=partial(traces, context, config),
-        effects=losses.load_effects(context),
-        expert_effects=losses.load_expert_effects(context),
-        ndp_seconds=ndp_seconds(context, config, widths),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -403,6 +403,23 @@ class Context:
         tasks = image_tasks(self.task_manager, section.tasks, with_images=corpus.has_processor(self.source.path))
         check_images(tasks, section.limit)
         return corpus.load_processor(self.source.path, self.recipe.trust_remote_code) if tasks else None
+
+    def check_text(self, parts: Collection[str]) -> None:
+        """CorpusError for text that is not there, cannot be read or is too little: what is cheap to tell comes first.
+
+        parts: calibration, evaluation.
+        """
+        if parts and not self.takes_images:
+            perplexity = self.perplexity if "evaluation" in parts else None
+            if "calibration" in parts:
+                self.check_length(self.recipe.corpus.sequence_length, "corpus.sequence_length")
+                _ = self.calibration_sources
+            if perplexity is not None:
+                self.check_length(perplexity.sequence_length, "eval.perplexity.sequence_length")
+                _ = self.evaluation_sources
+            _ = self.tokenizer
+        for part in sorted(parts):
+            getattr(self, part)
 
     def check_length(self, length: int, key: str) -> None:
         """CorpusError when sequences are longer than the positions that the model knows."""

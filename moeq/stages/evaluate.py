@@ -105,12 +105,6 @@ def _with_changes(row: EvalRow, cells: dict[str, Any]) -> EvalRow:
 
 
 def check(context: Context) -> None:
-    """What `check_asked` raises, and CorpusError for texts that are not there or too little of them."""
-    check_asked(context)
-    _ = context.evaluation
-
-
-def check_asked(context: Context) -> None:
     """EvaluationError for tasks, images and folders that are not there; no text is tokenized.
 
     RecipeError for figures that the model has none of; EvaluationError also for a translation by a model that cannot,

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from moeq.artifacts.assignment import MIXED, Assignment, Width
+from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
@@ -110,12 +110,19 @@ def check(context: Context) -> None:
 
 
 def _check_uniform(context: Context) -> None:
-    """PlanError for a format whose runtime could not load the one width that the recipe gives every expert."""
+    """PlanError for a format whose runtime could not load the one width that the recipe gives every expert.
+
+    What was decided before, perhaps by hand, is looked at instead where it is there.
+    """
     section, grid = context.recipe.assign, context.recipe.losses
-    if section.method == "uniform" and section.bits is not None and section.gpu_experts == 0:
-        widths = [[section.bits] * layer.num_experts for layer in context.layers]
-        for name in context.recipe.export.formats:
-            _check_widths(context, name, widths, grid.group_size, grid.symmetric, grid.nested)
+    if section.method != "uniform" or section.bits is None or (context.finished("assign") / assign.NAME).is_file():
+        return
+    widths = [
+        [FULL] * section.gpu_experts + [section.bits] * (layer.num_experts - section.gpu_experts)
+        for layer in context.layers
+    ]
+    for name in context.recipe.export.formats:
+        _check_widths(context, name, widths, grid.group_size, grid.symmetric, grid.nested)
 
 
 def _check_others(context: Context, target: Target) -> None:
