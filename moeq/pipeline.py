@@ -25,7 +25,6 @@ from moeq.stages import (
     export,
     integer_forward,
     losses,
-    others,
     profile,
     quantize,
     reparam,
@@ -96,7 +95,7 @@ STAGES = (
         after_growth=("profile",),
         text=("calibration",),
         computes=True,
-        check=others.check,
+        check=losses.check,
         intact=losses.is_intact,
     ),
     Stage(

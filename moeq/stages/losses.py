@@ -41,18 +41,30 @@ MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  
 OLDER = (".parts", "replicas")  # what schema version 1 kept in the stage's directory
 
 
+def check(context: Context) -> None:
+    """What would make the stage fail, before the first stage runs: too few sequences, or as `others.check`."""
+    if context.recipe.corpus.until_covered is None:
+        _check_enough(context, len(context.calibration))
+    others_stage.check(context)
+
+
+def _check_enough(context: Context, sequences: int) -> None:
+    """CorpusError when so few sequences leave none to measure on."""
+    stride = heldout_stride(context.recipe.losses.heldout_fraction)
+    if sequences < stride:
+        raise CorpusError(
+            f"{sequences} sequences leave none to measure on (one of {stride} is held out)",
+            where="corpus.sequences",
+            do=f"use at least {stride}",
+        )
+
+
 def run(context: Context) -> dict[str, Any]:
     """Write losses.parquet and the index of the replicas; what the store lacks is made."""
     config = context.recipe.losses
     directory = make_directory(context.directory("losses"))
     sequences = context.grown_calibration
-    stride = heldout_stride(config.heldout_fraction)
-    if len(sequences) < stride:
-        raise CorpusError(
-            f"{len(sequences)} sequences leave none to measure on (one of {stride} is held out)",
-            where="corpus.sequences",
-            do=f"use at least {stride}",
-        )
+    _check_enough(context, len(sequences))
     for name in OLDER:
         shutil.rmtree(directory / name, ignore_errors=True)
     index = planned(context, sequences.digest())
