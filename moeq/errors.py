@@ -63,6 +63,10 @@ class NotFiniteError(QuantizationError):
     """Weights or activations that are infinite or not numbers."""
 
 
+class AllZeroError(QuantizationError):
+    """Activations that are 0 everywhere, of which no loss can be measured."""
+
+
 class AssignmentError(MoeqError):
     exit_code = 6
 

@@ -22,12 +22,15 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
-from moeq.errors import ModelError, NotFiniteError
+from moeq.errors import AllZeroError, ModelError, NotFiniteError
 from moeq.models.experts import ExpertLayer, stacked_weights
 from moeq.models.forward import forward
 
 if TYPE_CHECKING:
     from moeq.models.streaming import StreamedModel
+
+
+LARGEST_PRODUCT = 1e18  # of an expert's matrices' largest weights: squares of its outputs then come near 1e38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,16 +177,20 @@ def out_of_turn(where: str) -> ModelError:
 
 
 def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
-    """NotFiniteError naming the expert and the matrix whose weights are not finite."""
-    for projection, stack in stacked_weights(model, layer, slice(None)).items():
-        finite = torch.isfinite(stack).flatten(1).all(1)
-        if not bool(finite.all()):
-            expert = int((~finite).nonzero()[0])
-            raise NotFiniteError(
-                "weights are not finite",
-                where=f"{layer.name}, expert {expert}, {projection}",
-                do="check the checkpoint",
-            )
+    """NotFiniteError naming the expert and the matrix whose weights are not finite, or so large that outputs
+    overflow."""
+    most = {
+        projection: torch.maximum(stack.amax((1, 2)), -stack.amin((1, 2))).double()
+        for projection, stack in stacked_weights(model, layer, slice(None)).items()
+    }  # {projection: [E]}
+    product = torch.stack(list(most.values())).prod(0)
+    for projection, each in most.items():
+        what, wrong = "weights are not finite", ~torch.isfinite(each)
+        if not bool(wrong.any()):
+            what, wrong = "weights are so large that outputs overflow", (product > LARGEST_PRODUCT) & (each > 1)
+        if bool(wrong.any()):
+            expert = int(wrong.nonzero()[0])
+            raise NotFiniteError(what, where=f"{layer.name}, expert {expert}, {projection}", do="check the checkpoint")
 
 
 def run_batch(
@@ -227,6 +234,10 @@ def gather(
             "activations before the experts are not finite, of none of the tokens",
             where=layer.name,
             do="use dtype: float32, or check the checkpoint's weights",
+        )
+    if not bool(hidden.any()):
+        raise AllZeroError(
+            "activations before the experts are all 0", where=layer.name, do="check the checkpoint's weights"
         )
     if left_out:
         hidden, experts, weights = hidden[finite], experts[finite], weights[finite]

@@ -80,6 +80,7 @@ class _Fp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
 DEQUANTIZED = {"fp8": _Fp8Quantizer, "mxfp4": Mxfp4HfQuantizer}  # by quant_method: what is dequantized while loading
 
 
+INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")  # types of which no weight is
 PACKED = {"F8_E4M3": 1, "I8": 2, "U8": 2}  # weights in a byte, by the dtype that headers name
 
 
@@ -148,20 +149,36 @@ def plain_chunks(source: ModelSource, key: str) -> Iterator[bytes]:
     yield plain.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def first_not_finite(source: ModelSource) -> str | None:
-    """The first tensor of a checkpoint, in natural order, with a value that is not finite; None when there is none.
-
-    All of it is read, one tensor at a time.
-    """
+def _plain_tensors(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors of a checkpoint, as they are unpacked, in natural order, one read at a time."""
     scales = scale_keys(source)
     for key in sorted(set(source.tensors) - scales, key=dot_natural_key):
         with safe_open(source.tensors[key].file, "pt") as handle:
             tensor = handle.get_tensor(key)
         if _scales_key(source, key) is not None:
             tensor = torch.frombuffer(bytearray(b"".join(plain_chunks(source, key))), dtype=torch.bfloat16)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.to(_wide(tensor))).all()):
-            return key
-    return None
+        if tensor.is_floating_point():
+            yield key, tensor.to(_wide(tensor))
+
+
+def first_not_finite(source: ModelSource) -> str | None:
+    """The first tensor of a checkpoint, in natural order, with a value that is not finite; None when there is none.
+
+    All of it is read, one tensor at a time.
+    """
+    return next((key for key, tensor in _plain_tensors(source) if not bool(torch.isfinite(tensor).all())), None)
+
+
+def first_all_zero(source: ModelSource) -> str | None:
+    """The first matrix of a checkpoint, in natural order, without a weight other than 0; None when there is none."""
+    return next((key for key, tensor in _plain_tensors(source) if tensor.dim() > 1 and not bool(tensor.any())), None)
+
+
+def largest(source: ModelSource) -> tuple[str, float]:
+    """The tensor of a checkpoint with the weight of the largest magnitude, and this magnitude; all of it is read."""
+    found = ((float(tensor.abs().max()), key) for key, tensor in _plain_tensors(source) if tensor.numel())
+    size, key = max(found, default=(0.0, ""))
+    return key, size
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -215,10 +232,28 @@ class WeightReader:
         self._check_scales()
 
     def _check_scales(self) -> None:
-        """ModelError for FP8 codes without scales, which the library would take for the weights themselves."""
+        """ModelError for codes without scales, which the library would take for the weights themselves.
+
+        Codes are FP8, and integers that a parameter in floating point is made of; those of a checkpoint whose
+        config.json declares no quantization that is dequantized here have none, whatever lies beside them.
+        """
+        dequantized, scales = is_dequantized(self.source), scale_keys(self.source)
+        state = self.model.state_dict()
+        floating = {
+            origin.key
+            for name, origins in self.origins.items()
+            if state[name].is_floating_point()
+            for origin in origins
+        }
         for key, header in self.source.tensors.items():
-            if header.dtype == "F8_E4M3" and not any(name in self.source.tensors for name in _scales_of(key)):
-                raise ModelError(f"{key} has no scales", where=str(self.source.path), do=REMEDY)
+            found = any(name in self.source.tensors for name in _scales_of(key))
+            codes = header.dtype in INTEGERS and key in floating and key not in scales
+            if (header.dtype == "F8_E4M3" and not found) or (codes and not (found and dequantized)):
+                raise ModelError(
+                    f"{key} has no scales that config.json declares, only {header.dtype} codes",
+                    where=str(header.file),
+                    do="use a checkpoint in bfloat16, float16 or float32",
+                )
 
     def _index(self) -> None:
         """Ask the library's rules for the parameter of every key, in the order in which it would load them."""

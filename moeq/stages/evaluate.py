@@ -29,6 +29,7 @@ from moeq.stages.low_precision import write_curves
 from moeq.stages.others import Stored
 from moeq.stages.quantize import Replicas
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
+from moeq.verification.verify import relative
 
 ORIGINAL = "original"
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}  # relative, of logits
@@ -238,7 +239,7 @@ def _exported(context: Context, wanted: torch.Tensor) -> tuple[Any, float]:
             context.directory("export"), context.dtype, context.device, context.recipe.trust_remote_code
         )
         found = packed(**_random_inputs(context), use_cache=False).logits.float()
-    error = float((found - wanted).norm() / wanted.norm())
+    error = relative(found, wanted)
     if not error <= CHECK_TOLERANCE[context.dtype]:
         raise EvaluationError(
             f"the exported checkpoint's logits are off the dequantized weights' by {error:.2g} relative",

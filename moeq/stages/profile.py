@@ -20,7 +20,7 @@ from moeq.models.corpus.images import image_tokens
 from moeq.models.walk import LayerInputs, walk
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages.context import Context
-from moeq.stages.finite import naming_the_file, say_left_out
+from moeq.stages.finite import check_output, may_overflow, naming_the_file, say_left_out
 from moeq.stages.recorder import Recorder
 
 
@@ -117,7 +117,7 @@ def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:
 def _count(context: Context, sequences: Sequences, recorder: Recorder | None = None) -> ExpertProfile:
     """One pass over some sequences; the recorder is given every layer too."""
     lengths, prefill = sequences.mask.sum(1), _prefill(context, sequences)
-    counts, scores, top_k = [], [], []
+    counts, scores, top_k, tried = [], [], [], False
     batches = sequences.batches(context.recipe.corpus.batch_size)
     with naming_the_file(context), context.reporter.bar("profile", len(context.layers)) as advance:
         for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
@@ -129,7 +129,10 @@ def _count(context: Context, sequences: Sequences, recorder: Recorder | None = N
             if recorder is not None:
                 recorder.add(inputs)
             advance()
+            tried = inputs.layer is context.layers[-1] and may_overflow(context, inputs.layer)
             del inputs  # before the next layer's are gathered
+        if tried:
+            check_output(context, sequences)
     return ExpertProfile(
         layers=tuple(layer.name for layer in context.layers),
         top_k=tuple(top_k),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,7 +13,10 @@ import torch
 import yaml
 from fork_server import ForkServer
 from robustness.runs import write_recipe
-from robustness.test_bad_input import EXPERT, QUANTIZATION, Models, assert_refused, models
+from robustness.test_bad_input import CORPUS, EXPERT, MODEL, QUANTIZATION, Models, assert_refused, models
+from safetensors.torch import load_file, save_file
+
+from moeq.models.source import INDEX
 
 __all__ = ["models"]  # the fixture
 
@@ -81,3 +85,96 @@ def test_a_whole_run_with_experts_of_zeros_and_equal_rows(
     assert zero
     assert all((row["loss"], row["relative_loss"]) == (0, 0) for row in zero)
     assert all(row["loss"] < float("inf") for row in rows)
+
+
+def changed(models: Models, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """A copy in which every tensor is what `change` makes of it."""
+    model = models.copy()
+    for shard in model.glob("*.safetensors"):
+        tensors = {key: change(key, tensor).contiguous() for key, tensor in load_file(shard).items()}
+        save_file(tensors, shard, {"format": "pt"})
+    return model
+
+
+def times(ends: str, factor: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    return lambda key, tensor: tensor * factor if re.search(ends, key) else tensor
+
+
+@pytest.mark.parametrize(
+    ("found_in", "ends", "factor"),
+    [
+        ("model.layers.1.mlp.experts", r"layers\.1\.post_attention_layernorm\.weight$", 3e38),
+        ("model.layers.1.mlp.experts, expert 2, gate_proj", r"layers\.1\.\S*experts\.2\.", 1e30),
+        ("model.layers.2.mlp.experts, expert 0, down_proj", r"layers\.2\.\S*experts\.\d\.w2", 1e37),
+        ("model.layers.2.mlp.experts, expert 3, gate_proj", r"layers\.2\.\S*experts\.3\.", 1e10),
+        ("the model's output", r"^model\.norm\.weight$", 1e30),
+        ("the model's output", r"^lm_head\.weight$", 1e38),
+    ],
+)
+def test_weights_that_overflow_are_named_at_profile(
+    moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, found_in: str, ends: str, factor: float
+) -> None:
+    """Before the first artifact, with the tensor at fault; also where only what follows the last router overflows."""
+    model = changed(models, times(ends, factor))
+    out = tmp_path / "out"
+    finished = moeq.run("run", recipe, "--model", model, "--out", out, "--quiet")
+    assert_refused(finished, QUANTIZATION, str(model), "weights of up to ", f"as seen in {found_in}")
+    named = re.search(r"safetensors: (\S+): weights of up to", finished.stderr)
+    assert named is not None
+    assert re.search(ends, named[1])
+    assert not any((out / stage).exists() for stage in ("profile", "losses", "checkpoint"))
+
+
+def test_a_model_of_zeros_is_named_at_profile(moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path) -> None:
+    model = changed(models, lambda _, tensor: torch.zeros_like(tensor))
+    out = tmp_path / "out"
+    finished = moeq.run("run", recipe, "--model", model, "--out", out, "--quiet")
+    where = f"{models.shard(model, 'lm_head.weight')}: lm_head.weight: every weight is 0"
+    assert_refused(finished, QUANTIZATION, where, "as seen in model.layers.0.mlp.experts")
+    assert not any((out / stage).exists() for stage in ("profile", "losses", "checkpoint"))
+
+
+def test_a_head_of_zeros_is_no_bug(moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path) -> None:
+    """Logits that are all 0 are equal to the checkpoint's: 0/0 is no difference."""
+    model = changed(models, times(r"^lm_head\.weight$", 0))
+    out = tmp_path / "out"
+    finished = moeq.run("run", recipe, "--model", model, "--out", out, "--quiet")
+    assert (finished.code, finished.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("layers", [r"layers\.1\.\S*experts", "experts", "o_proj"])
+@pytest.mark.parametrize("scales", [False, True])
+def test_integer_codes_without_scales_are_named(
+    moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, layers: str, scales: bool
+) -> None:
+    """int8 that nothing says the scales of was taken for the weights themselves: perplexity 2,407, and no word."""
+
+    def codes(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor * 100).round().to(torch.int8) if re.search(layers, key) else tensor
+
+    model = changed(models, codes)
+    if scales:
+        for shard in model.glob("*.safetensors"):
+            tensors = load_file(shard)
+            more = {f"{key}_scale_inv": torch.ones(1, 1) for key, one in tensors.items() if one.dtype == torch.int8}
+            save_file(tensors | more, shard, {"format": "pt"})
+        path = model / INDEX
+        index = json.loads(path.read_text("utf-8"))
+        index["weight_map"] |= {f"{k}_scale_inv": v for k, v in index["weight_map"].items() if re.search(layers, k)}
+        path.write_text(json.dumps(index))
+    out = tmp_path / "out"
+    finished = moeq.run("run", recipe, "--model", model, "--out", out, "--quiet")
+    assert_refused(finished, MODEL, str(model), ".safetensors: model.layers.", "has no scales", "only I8 codes")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("sequences", "fraction", "least"), [(2, 0.25, 4), (3, 0.25, 4), (6, 0.1, 10)])
+def test_too_few_sequences_are_said_before_the_first_stage(
+    moeq: ForkServer, recipe: Path, tmp_path: Path, sequences: int, fraction: float, least: int
+) -> None:
+    out = tmp_path / "out"
+    settings = [f"corpus.sequences={sequences}", f"losses.heldout_fraction={fraction}"]
+    options = [option for setting in settings for option in ("--set", setting)]
+    finished = moeq.run("run", recipe, "--out", out, *options, "--quiet")
+    assert_refused(finished, CORPUS, "corpus.sequences", "held out", f"use at least {least}")
+    assert not out.exists()
