@@ -20,6 +20,7 @@ MESSAGE_CHARACTERS = 400  # of what a validator says
 MOST = 2**63 - 1
 BUNDLED = "bundled"  # of texts: the part that moeq brings along
 DIGITS = "digits"  # images with labels
+LARGEST_LENGTH, LARGEST_BATCH, MOST_POINTS = 4_194_304, 4096, 1000  # of an estimate's grid: within memory and time
 HUB_DATASET = re.compile(
     r"hub:(?P<name>[\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@(?P<revision>[^@:\s]+))?"
     r"(?::(?P<config>[^@:\s]*))?(?::(?P<split>[^@:\s]+))?"
@@ -611,9 +612,16 @@ class EvalSection(Section):
 
 
 class GridSection(Section):
-    inputs: list[Annotated[int, Field(ge=1)]] = [128, 512, 2048]
-    outputs: list[Annotated[int, Field(ge=1)]] = [512, 2048]
-    batches: list[Annotated[int, Field(ge=1)]] = [1]
+    inputs: list[Annotated[int, Field(ge=1, le=LARGEST_LENGTH)]] = [128, 512, 2048]
+    outputs: list[Annotated[int, Field(ge=1, le=LARGEST_LENGTH)]] = [512, 2048]
+    batches: list[Annotated[int, Field(ge=1, le=LARGEST_BATCH)]] = [1]
+
+    @model_validator(mode="after")
+    def _check(self) -> GridSection:
+        points = len(self.inputs) * len(self.outputs) * len(self.batches)
+        if points > MOST_POINTS:
+            raise ValueError(f"{points} points, give at most {MOST_POINTS}")
+        return self
 
 
 class StatedSection(Section):

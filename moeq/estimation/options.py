@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from moeq.errors import RecipeError, nearest
 from moeq.estimator import Grid
+from moeq.recipe import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS
 
 AXES = {"in": "inputs", "out": "outputs", "batch": "batches"}
-LARGEST = {"in": 4_194_304, "out": 4_194_304, "batch": 4096}  # keeps memory and time of a sweep within reason
-MOST_POINTS = 1000
+LARGEST = {"in": LARGEST_LENGTH, "out": LARGEST_LENGTH, "batch": LARGEST_BATCH}
 NO_REPLICAS = "none"
 
 

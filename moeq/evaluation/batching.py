@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from moeq.models.forward import vocabulary
+
 BatchSize = int | Literal["auto"]
 MOST_ROWS = 64
 SHARE = 0.2  # of free memory that logits may take
@@ -24,6 +26,5 @@ def rows_at_once(batch_size: BatchSize, model: Any, length: int) -> int:
     """The given number; `auto`: as many sequences of `length` tokens as have room for their logits, 1 to 64."""
     if batch_size != "auto":
         return batch_size
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
     room = SHARE * free_bytes(next(model.parameters()).device)
-    return int(max(1, min(MOST_ROWS, room // (max(1, length) * vocabulary * LOGIT_BYTES))))
+    return int(max(1, min(MOST_ROWS, room // (max(1, length) * vocabulary(model) * LOGIT_BYTES))))

@@ -35,9 +35,16 @@ def forward(model: Any, input_ids: Tensor, mask: Tensor | None = None, **extra: 
     return model(**token_inputs(model, input_ids), attention_mask=mask, use_cache=False, **extra)
 
 
+def vocabulary(model: Any) -> int:
+    """Rows of the input embeddings; the weight of packed ones is a guard of another shape."""
+    embeddings = model.get_input_embeddings()
+    rows = getattr(embeddings, "num_embeddings", None)
+    return int(embeddings.weight.shape[0] if rows is None else rows)
+
+
 def check_tokens(model: Any, input_ids: Tensor) -> None:
     """ModelError naming the tokenizer for tokens that the model has no embedding of."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = vocabulary(model)
     largest = int(input_ids.max()) if input_ids.numel() else 0
     if largest >= rows:
         folder = Path(getattr(model.config, "_name_or_path", "") or ".")
@@ -64,8 +71,7 @@ def drawn_inputs(model: Any, count: int, length: int, seed: int) -> dict[str, Te
     generator = torch.Generator().manual_seed(seed)
     if takes_images(model):
         return {PIXELS: torch.rand(count, *image_shape(model.config), generator=generator)}
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return token_inputs(model, torch.randint(vocabulary, (count, length), generator=generator))
+    return token_inputs(model, torch.randint(vocabulary(model), (count, length), generator=generator))
 
 
 def image_shape(config: Any) -> tuple[int, int, int]:

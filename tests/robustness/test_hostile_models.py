@@ -17,7 +17,9 @@ from robustness.test_bad_input import ARTIFACT, CORPUS, MODEL, STORAGE, assert_r
 from moeq.errors import ModelError
 from moeq.models import loading
 from moeq.models.configuration import TOP_K, check_config, check_top_k
+from moeq.models.forward import check_tokens
 from moeq.models.source import open_source
+from moeq.runtime.packed_modules import PackedEmbedding
 
 VALUES: list[Any] = [None, True, 0, -1, 10**30, 1.5, "many", [1, 2], {"a": 1}]
 MORE_KEYS = (
@@ -167,6 +169,18 @@ def test_a_tokenizer_of_a_larger_model(moeq: ForkServer, short_corpus: Path, tmp
     for more in ([], ["--set", "stream=always"]):
         finished = moeq.run(*command, *more)
         assert_refused(finished, MODEL, str(tmp_path / "model" / "tokenizer.json"), "vocabulary of 300")
+
+
+def test_tokens_of_packed_embeddings() -> None:
+    """Their own weight is a guard of one number."""
+    model = torch.nn.Module()
+    model.config = None
+    packed = PackedEmbedding(torch.nn.Embedding(10, 16), 4, 16, False)
+    model.get_input_embeddings = lambda: packed
+    check_tokens(model, torch.tensor([[0, 9]]))
+    check_tokens(model, torch.tensor([], dtype=torch.long))
+    with pytest.raises(ModelError, match="token 10 is beyond the model's vocabulary of 10"):
+        check_tokens(model, torch.tensor([[0, 10]]))
 
 
 def test_names_that_are_no_models(moeq: ForkServer, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from robustness.test_bad_input import ESTIMATE, HARDWARE, RECIPE, assert_refused
 
 from moeq.bounded import YAML_BYTES, YAML_DEPTH, YAML_NODES, YamlError, parse_yaml, read_bounded
+from moeq.errors import RecipeError
+from moeq.recipe import Recipe, load_recipe
 
 MORE_BYTES = 256 << 20  # of memory
 CPU_SECONDS = 10  # a machine may do other things too
@@ -60,6 +63,11 @@ RECIPES: dict[str, tuple[str | bytes, list[str]]] = {  # text, what the line say
     "bytes of 5,000 digits": (f"export: {{max_shard: '{'9' * 5000} GB'}}\n", ["line 1", "max_shard"]),
     "bytes and many blanks": (f"export: {{max_shard: '1{' ' * 60_000}!'}}\n", ["line 1", "max_shard"]),
     "bytes beyond 64 bits": ("export: {max_shard: 99999999999 GiB}\n", ["line 1", "max_shard"]),
+    "a grid of a million points": (
+        f"estimate: {{grid: {{inputs: {[1] * 1000}, outputs: {[1] * 1000}}}}}\n",
+        ["line 1", "1000000 points"],
+    ),
+    "lengths beyond reach": ("estimate: {grid: {inputs: [9223372036854775807]}}\n", ["line 1", "estimate.grid.inputs"]),
     "the year 0": ("corpus: {sequences: 0000-01-01}\n", ["line 1", "corpus.sequences", "'0000-01-01'"]),
     "the year 99999": ("corpus: {sequences: 99999-99-99}\n", ["line 1", "corpus.sequences"]),
     "the 32nd of a month": ("seed: 2001-01-32\n", ["line 1", "seed", "'2001-01-32'"]),
@@ -86,6 +94,42 @@ RECIPES: dict[str, tuple[str | bytes, list[str]]] = {  # text, what the line say
     "a long value": (f"corpus: {{sequences: {'k' * 60_000}}}\n", ["line 1", "corpus.sequences"]),
     "a long name of a data set": (f"corpus: {{source: 'hub:{'@' * 60_000}'}}\n", ["line 1", "hub dataset"]),
 }
+
+
+VALUES_OF_ANY_KEY = (
+    "null", "-1", "0", "9223372036854775807", "-9223372036854775807", "1.0e+308", "1.0e-320", "many", "''", "[]",
+    "[1, 2]", "[[]]", "{}", "{a: 1}", "true", f"'{'9' * 4000}'", f"'{'9' * 400}'", "1e999999999", "2001-01-01",
+    f"'{'x' * 5000}'",
+    "[null]", "[{}]", "../../x", "1/0", "' '", "nan", "[.5]", "9" * 24 + " GB",
+)  # fmt: skip
+
+
+def _keys(schema: dict[str, Any], definitions: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Dotted keys of a recipe, sections and what is in them."""
+    options = [schema, *schema.get("anyOf", []), *schema.get("allOf", [])]
+    reference = next((one["$ref"] for one in options if "$ref" in one), None)
+    schema = schema if reference is None else definitions[reference.rsplit("/", 1)[-1]]
+    for key, value in schema.get("properties", {}).items():
+        yield from _keys(value, definitions, (*path, key))
+    if path:
+        yield ".".join(path)
+
+
+def test_every_key_of_a_recipe() -> None:
+    """Whatever stands at a key: a recipe, or one line that says where."""
+    schema = Recipe.model_json_schema()
+    keys = list(_keys(schema, schema["$defs"]))
+    assert len(keys) > 150
+    accepted = 0
+    for override in (f"{key}={value}" for key in keys for value in VALUES_OF_ANY_KEY):
+        try:
+            load_recipe(None, [override])
+            accepted += 1
+        except RecipeError as error:
+            line = str(error)
+            if len(line) > LONGEST or not error.do:
+                pytest.fail(line)
+    assert accepted > 100
 
 
 @pytest.mark.parametrize("case", RECIPES)
