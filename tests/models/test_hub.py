@@ -15,6 +15,8 @@ from models.hub_server import COMMIT, TOKEN, Hub, serving
 from safetensors.torch import load_file, save_file
 
 from moeq.errors import ModelError
+from moeq.exporters.front_matter import Origin, read_origin
+from moeq.models.side_files import find_side_files
 from moeq.models.source import INDEX, open_config, open_source
 
 NAME = "org/tiny"
@@ -76,6 +78,25 @@ def test_a_configuration_alone_takes_no_weights_along(hub: Hub) -> None:
 def test_code_comes_only_when_it_is_allowed(hub: Hub) -> None:
     assert not (open_source(NAME).path / "modeling_tiny.py").exists()
     assert (open_source(NAME, trust_remote_code=True).path / "modeling_tiny.py").exists()
+
+
+def test_the_models_own_card_and_licence_come_along_where_they_can_be_had(
+    hub: Hub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    (repository / "README.md").write_text("---\nlicense: mit\n---\n")
+    (repository / "LICENSE").write_text("as you like")
+    hub.dead.add("README.md")
+    source = open_source(NAME)
+    assert read_origin(source.path) == Origin()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert open_source(NAME).stamp() == source.stamp(), "a cache from before cards were fetched serves"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.dead.clear()
+    source = open_source(NAME)
+    assert read_origin(source.path).license == "mit"
+    assert "LICENSE" in {path.name for path in find_side_files(source.path, source.config).data}
 
 
 def test_a_gated_model_needs_the_licence_and_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,9 @@ def converted(native: Path, tmp_path: Path, digest: str) -> None:
     conversion.convert(native, "dequantized", tmp_path / "trusted", trust_remote_code=True)
     (code,) = (tmp_path / "trusted").glob("*.py")
     assert sha256(code.read_bytes()).hexdigest() == digest
+    shown = inspect(tmp_path / "trusted", trust_remote_code=True)
+    assert shown["code"] == {"tokenization_own.py": f"SHA-256 {digest}"}
+    assert "code" not in inspect(tmp_path / "untrusted")
 
 
 def test_trust_given_later_makes_the_checkpoint_again(tiny_mixtral: Path, tmp_path: Path, modules_apart: Path) -> None:
