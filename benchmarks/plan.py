@@ -9,7 +9,6 @@ than foretold.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -19,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 
+import figures
 from memory import make, resident
 
 ROOT = Path(__file__).parents[1]
@@ -108,11 +108,9 @@ def compare(title: str, model: str, recipe: list[str], overrides: list[str]) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 512), ("intermediate", 512), ("experts", 16), ("layers", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = figures.parser(__doc__, hidden=512, intermediate=512, experts=16, layers=4)
     parser.add_argument("--one", nargs="+", metavar="MODEL RECIPE OUT", help="measure in this process")
-    options = parser.parse_args()
+    options = figures.parsed(parser)
     if options.one:
         model, recipe, out, *overrides = options.one
         print(json.dumps(measure(model, recipe or None, overrides, out)))
@@ -125,10 +123,11 @@ def main() -> int:
             compare(f"{title}, stream: {how}", str(folder), [], [*SMALL, f"stream={how}"])
             for how in ("never", "always")
         ]
+    report = figures.Figures(options)
     worst = max(max(ratio, 1 / ratio) for ratio, _ in found)
-    least = min(ratio for _, ratio in found)
-    print(f"\nseconds off by a factor of {worst:.2f} (goal 2); least foretold of measured memory {least:.2f} (goal 1)")
-    return 0 if worst <= 2 and least >= 1 else 1
+    report.add("seconds, off by a factor of", worst, at_most=2)
+    report.add("foretold memory, of what a stage took at the least", min(ratio for _, ratio in found), at_least=1)
+    return report.report()
 
 
 if __name__ == "__main__":
