@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-full peers lint clean
+.PHONY: demo test test-full bench peers lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
@@ -13,6 +13,10 @@ test: $(INSTALLED) lint
 
 test-full: $(INSTALLED) lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MOEQ_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(MAKE) bench
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/bench.py
 
 peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed
 	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py

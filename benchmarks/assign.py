@@ -10,12 +10,9 @@ optimal under 5 s (of 94 x 128 and 61 x 256).
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable
 
+import figures
 import numpy as np
 
 from moeq.assigners.online import decide
@@ -31,22 +28,18 @@ GROWTH = {f"48 x {experts}": (48, experts, 2048, 512) for experts in (128, 256, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--growth", action="store_true")
-    options = parser.parse_args()
+    options = figures.arguments(__doc__, rounds=(21, 10), growth=False)
+    found = figures.Figures(options)
     print(f"{'layers x experts':17} {'prefix-split':>13} {'optimal':>9}  averages of {', '.join(AVERAGES)} bits")
-    goals = {name: measure(name, *size, options.rounds) for name, size in SIZES.items()}
-    if options.growth:
-        for name, size in GROWTH.items():
-            measure(name, *size, options.rounds)
-    split = goals["94 x 128"][0]
-    best = max(taken[1] for taken in goals.values())
-    print(
-        f"prefix-split {1000 * split:.1f} ms, goal {1000 * SPLIT_GOAL:.0f} ms; "
-        f"optimal {best:.2f} s, goal {OPTIMAL_GOAL:.0f} s"
-    )
-    return 0 if split <= SPLIT_GOAL and best <= OPTIMAL_GOAL else 1
+    taken = {
+        name: measure(name, *size, options.rounds)
+        for name, size in (SIZES | (GROWTH if options.growth else {})).items()
+    }
+    found.add("prefix-split, 94 x 128", 1000 * taken["94 x 128"][0], "ms", at_most=1000 * SPLIT_GOAL, digits=1)
+    found.add("optimal, proven", max(taken[name][1] for name in SIZES), "s", at_most=OPTIMAL_GOAL, digits=1)
+    rows = [[name, f"{1000 * split:.1f} ms", f"{optimal:.1f} s"] for name, (split, optimal) in taken.items()]
+    found.table(["layers x experts", "prefix-split", "optimal, proven"], rows)
+    return found.report()
 
 
 def measure(name: str, layers: int, experts: int, hidden: int, intermediate: int, rounds: int) -> tuple[float, float]:
@@ -62,8 +55,12 @@ def measure(name: str, layers: int, experts: int, hidden: int, intermediate: int
     for average in AVERAGES:
         whole, _, part = average.partition("/")
         limit = int(layers * experts * cost[3] * int(whole) / int(part or 1) / 4)
-        split.append(median(lambda average=average: decide(counts, counts, losses[..., :4], average), rounds))
-        optimal.append(median(lambda limit=limit: proven(values, costs, limit), max(1, rounds // 10)))
+        split.append(
+            figures.processor_seconds(lambda average=average: decide(counts, counts, losses[..., :4], average), rounds)
+        )
+        optimal.append(
+            figures.processor_seconds(lambda limit=limit: proven(values, costs, limit), max(1, rounds // 10))
+        )
     print(f"{name:17} {1000 * max(split):10.2f} ms {max(optimal):7.2f} s", flush=True)
     return max(split), max(optimal)
 
@@ -71,15 +68,6 @@ def measure(name: str, layers: int, experts: int, hidden: int, intermediate: int
 def proven(values: np.ndarray, costs: np.ndarray, limit: int) -> None:
     if not solve(values, costs, limit).proven:
         raise SystemExit("the optimum was not proven")
-
-
-def median(run: Callable[[], object], rounds: int) -> float:
-    taken = []
-    for _ in range(rounds):
-        started = time.process_time()
-        run()
-        taken.append(time.process_time() - started)
-    return statistics.median(taken)
 
 
 if __name__ == "__main__":

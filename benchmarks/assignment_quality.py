@@ -26,7 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quality import Windows, load_script, sequences
+import figures
+from quality import Windows, sequences
 
 from moeq import pipeline
 from moeq.artifacts.evaluation import EvalRow
@@ -40,41 +41,46 @@ from moeq.tables import human_bytes
 CLOSE = 0.006  # of uniform 4-bit's perplexity, at 3 bits
 MATRICES = "optimal-matrices"
 AVERAGES = ("2", "2.5", "3")
+NEEDED = ("uniform-4", "uniform-2", f"{MATRICES}-2", f"{MATRICES}-3")  # by the goals
 Entry = dict[str, Any]
 
 
 def main() -> int:
     options = arguments()
+    if options.quick and options.windows is None:
+        return figures.skipped(options, f"no trained checkpoints with their train_tiny.py in {figures.SHARED}")
     if options.data is not None:
         os.chdir(options.data)  # tasks name their data from there
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or Path(folder) / "run"
         first = context_of(options, out, [])
         pipeline.run(first, ("profile", "losses", "assign"))
-        context = context_of(options, out, list(entries(first, options)))
+        context = context_of(
+            options, out, [one for one in entries(first, options) if not options.quick or one["name"] in NEEDED]
+        )
         pipeline.run(context, ("profile", "losses", "assign", "quantize", "export", "eval"))
         rows = {row.name: row for row in evaluate.load(context).rows}
         gaps = {one.name: gap(context, one) for one in context.recipe.eval.compare}
-    return show(rows, gaps, options.goal)
+    return show(rows, gaps, options)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled:tiny-mixtral")
+    parser = figures.parser(__doc__, model="bundled:tiny-mixtral", sequences=128, group_size=64, goal=0.55)
     parser.add_argument("--calibration", nargs="+", default="bundled")
     parser.add_argument("--evaluation", nargs="+", default="bundled")
     parser.add_argument("--windows", type=Path, help="a training script whose text and windows are taken")
     parser.add_argument("--tasks", nargs="*", default=["moeq_continuation"], help="lm-eval tasks")
     parser.add_argument("--data", type=Path, help="folder with the data of the tasks and lm_eval_tasks/")
-    parser.add_argument("--sequences", type=int, default=128, help="calibration sequences of 256 tokens")
-    parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--methods", nargs="+", default=["gptq"], help="quantizers; of several, the best is taken")
     parser.add_argument("--set", action="append", default=[], help="key=value of the losses section, such as act_order")
     parser.add_argument("--weighting", choices=("mass", "squared", "none"), default="squared")
     parser.add_argument("--layer-weighting", choices=("measured", "none"), default="none")
-    parser.add_argument("--goal", type=float, default=0.55, help="share to win back at 2 bits")
     parser.add_argument("--out", type=Path, help="keep the run here")
-    options = parser.parse_args()
+    options = figures.parsed(parser)
+    if options.quick:  # the trained model that the goal was set on, only what the goals need
+        options.tasks, trained = [], figures.SHARED / "models"
+        if (trained / "train_tiny.py").is_file():
+            options.model, options.windows = str(trained / "tiny-mixtral"), trained / "train_tiny.py"
     for name in ("windows", "out", "data"):
         if getattr(options, name) is not None:
             setattr(options, name, getattr(options, name).resolve())
@@ -111,7 +117,7 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
     )
     context = Context(recipe=recipe, model_name=options.model, out=out, reporter=Reporter(quiet=True))
     if options.windows is not None:
-        windows = Windows.of(load_script(options.windows), context.tokenizer)
+        windows = Windows.of(figures.script(options.windows), context.tokenizer)
         context.__dict__["calibration"] = sequences({"": windows.calibration})
         context.__dict__["evaluation"] = sequences(windows.heldout)
     return context
@@ -181,7 +187,7 @@ def mean(row: EvalRow) -> float:
     return math.exp(sum(map(math.log, row.perplexity_by_domain.values())) / len(row.perplexity_by_domain))
 
 
-def show(rows: dict[str, EvalRow], gaps: dict[str, float | None], goal: float) -> int:
+def show(rows: dict[str, EvalRow], gaps: dict[str, float | None], options: argparse.Namespace) -> int:
     exact, two, four = (mean(rows[name]) for name in ("original", "uniform-2", "uniform-4"))
     head = f"{'assignment':34} {'bits':>5} {'experts':>9} {'ppl':>7} {'won back':>9} {'gap':>7} {'accuracy':>9}"
     print(head)
@@ -199,11 +205,10 @@ def show(rows: dict[str, EvalRow], gaps: dict[str, float | None], goal: float) -
         print(f"standard error of an accuracy: {100 * stderr:.1f} points")
     won = (two - mean(rows[f"{MATRICES}-2"])) / (two - exact)
     three = mean(rows[f"{MATRICES}-3"]) / four - 1
-    print(
-        f"optimal over matrices at 2 bits wins back {won:.1%}, goal {goal:.0%}; "
-        f"at 3 bits {three:+.2%} of uniform 4-bit's perplexity, goal {CLOSE:.1%}"
-    )
-    return 0 if won >= goal and three <= CLOSE else 1
+    found = figures.Figures(options)
+    found.add("optimal over matrices at 2 bits wins back", 100 * won, "%", at_least=100 * options.goal, digits=1)
+    found.add("at 3 bits, beyond uniform 4-bit's perplexity", 100 * three, "%", at_most=100 * CLOSE)
+    return found.report()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +26,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import figures
 
 GOAL, LAYERS = 0.6, 2
 WIDTHS = {"mixed": (2, 3, 4, 8), "uniform": (4,)}
@@ -193,15 +194,15 @@ def disk_rate(folder: Path, size: int) -> float:
 
 def measure(name: str, folder: Path, size: int) -> dict[str, float]:
     """One format: its figures, and the disk's rate around it for about as many bytes."""
-    command = [sys.executable, __file__, "--format", name, "--folder", str(folder), "--size", str(size)]
-    found: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    words = ["--format", name, "--folder", str(folder), "--size", str(size)]
+    found: dict[str, float] = figures.in_fresh_process(__file__, *words)
     found["rate"] = found["bytes"] / (found["seconds"] - found["hashed"])
     found["ratio"] = found["rate"] / found["disk"]
     return found
 
 
-def run(options: argparse.Namespace, folder: Path) -> bool:
-    """Print the table and the last line; whether the goals are met."""
+def run(options: argparse.Namespace, folder: Path) -> int:
+    """Measure every format and report; the exit code."""
     from moeq.exporters.moeq import export
 
     make_model(folder / "model", options)
@@ -211,38 +212,36 @@ def run(options: argparse.Namespace, folder: Path) -> bool:
     size = sum(path.stat().st_size for path in (folder / "mixed").iterdir())
     values = options.layers * options.experts * 3 * options.hidden * options.intermediate
     print(f"{size / 1e6:.0f} MB packed, {options.layers} layers of {options.experts} experts")
-    titles = ("MB", "s", "hash s", "CPU s", "MB/s", "disk", "ratio", "MB held", "2 layers")
-    print(f"{'format':20}" + "".join(f"{title:>9}" for title in titles))
-    worst, held = 1e9, True
+    columns = ["format", "MB", "s", "hash s", "CPU s", "MB/s", "disk MB/s", "ratio", "MB held", "two layers"]
+    print("  ".join(columns))
+    found, lines = figures.Figures(options), []
     for name in (*FORMATS, *(["dequantized"] if options.all else [])):
         rows = [measure(name, folder, 2 * values if name == "dequantized" else size) for _ in range(options.runs)]
         row = sorted(rows, key=lambda one: one["ratio"])[len(rows) // 2]
         allowed = LAYERS * row["layer"] + SLACK
-        figures = [f"{row[key] / 1e6:9.0f}" for key in ("rate", "disk")]
-        seconds = [f"{row[key]:9.2f}" for key in ("seconds", "hashed", "processor")]
-        memory = [f"{size / 1e6:9.0f}" for size in (row["memory"], allowed)]
-        print(f"{name:20}{row['bytes'] / 1e6:9.0f}", *seconds, *figures, f"{row['ratio']:9.2f}", *memory, sep="")
-        held = held and row["memory"] <= allowed
-        worst = min(worst, row["ratio"])
-    met = worst >= GOAL and held
-    print(f"export: {worst:.2f} of the disk's rate (goal {GOAL}), memory {'within' if held else 'above'} two layers")
-    return met
+        megabytes = [f"{one / 1e6:.0f}" for one in (row["bytes"], row["rate"], row["disk"], row["memory"], allowed)]
+        seconds = [f"{row[key]:.2f}" for key in ("seconds", "hashed", "processor")]
+        lines.append([name, megabytes[0], *seconds, *megabytes[1:3], f"{row['ratio']:.2f}", *megabytes[3:]])
+        print("  ".join(f"{cell:>{len(title)}}" for cell, title in zip(lines[-1], columns, strict=True)), flush=True)
+        found.add(f"{name}: of the disk's rate", row["ratio"], at_least=GOAL)
+        found.add(f"{name}: held, of two layers", row["memory"] / allowed, at_most=1)
+    found.table(columns, lines)
+    return found.report()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 2048), ("intermediate", 1024), ("experts", 32), ("layers", 24), ("runs", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--all", action="store_true", help="dequantized too, which the processor bounds")
+    parser = figures.parser(
+        __doc__, hidden=2048, intermediate=1024, experts=32, layers=(24, 8), runs=3, all=False
+    )  # fmt: skip
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure [default: a temporary one]")
     parser.add_argument("--format", help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = figures.parsed(parser)
     if options.format:
         write_format(options.format, options.folder, options.folder / f"written-{options.format}", options.size)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        sys.exit(0 if run(options, Path(folder)) else 1)
+        sys.exit(run(options, Path(folder)))
 
 
 if __name__ == "__main__":

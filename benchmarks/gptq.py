@@ -22,6 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import figures
+
 HERE = Path(__file__).resolve().parent
 BITS, MORE_BITS, LARGE_BITS = (2, 3, 4), (1, 2, 3, 4), (4,)
 GOALS = {"gptqmodel": 10.0, "llmcompressor": 6.0}
@@ -82,12 +84,15 @@ def large_operations() -> float:
     return LARGE["inputs"] ** 3 / 3 + len(LARGE_BITS) * LARGE["rows"] * LARGE["inputs"] ** 2
 
 
-def install(name: str, directory: Path) -> Path | None:
-    """The Python of a peer's environment, made when it is not there; None with a message when it can't be."""
+def install(name: str, directory: Path, quick: bool) -> Path | None:
+    """The Python of a peer's environment, made when it is not there; None with a message when it can't be, or when the
+    run is a quick one."""
     home = directory / name
     python, done = home / "bin" / "python", home / ".installed"
     if done.exists():
         return python
+    if quick:
+        return None
     print(f"installing {name} into {home}", flush=True)
     steps = [[sys.executable, "-m", "venv", "--clear", str(home)]]
     pins = directory / "torch.txt"
@@ -108,7 +113,7 @@ def install(name: str, directory: Path) -> Path | None:
 def start(options: argparse.Namespace) -> dict[str, Worker]:
     pythons: dict[str, Path | None] = {"products": Path(sys.executable), "moeq": Path(sys.executable)}
     if not options.no_peers:
-        pythons |= {name: install(name, Path(options.environments)) for name in PEERS}
+        pythons |= {name: install(name, Path(options.environments), options.quick) for name in PEERS}
     return {name: Worker(name, python, options) for name, python in pythons.items() if python is not None}
 
 
@@ -144,8 +149,10 @@ def ratio(ones: list[Any], others: list[Any], scale: float = 1.0, clock: str = "
     return statistics.median(a[clock] * scale / b[clock] for a, b in zip(ones, others, strict=True))
 
 
-def report(found: dict[str, list[Any]], operations: float, label: str, scales: dict[str, float]) -> bool:
-    """Print one table; whether the goals hold."""
+def show(
+    figure: figures.Figures, found: dict[str, list[Any]], operations: float, label: str, scales: dict[str, float]
+) -> None:
+    """Print one table and add its figures."""
     ours, limit = found["moeq"], found["products"]
     efficiency = ratio(limit, ours)
     peak = operations / median(limit) / 1e9
@@ -156,32 +163,27 @@ def report(found: dict[str, list[Any]], operations: float, label: str, scales: d
         f" ({ratio(limit, ours, clock='cpu'):.0%} by CPU time),"
         f" {ours[0]['peak_bytes'] / 1e9:.2f} GB above its inputs"
     )
-    met = [efficiency >= EFFICIENCY_GOAL]
+    figure.add(f"{label}: of the limit of matrix products", efficiency, at_least=EFFICIENCY_GOAL)
     for name, goal in GOALS.items():
         if name in found:
             scale = scales[name]
             times = ratio(found[name], ours, scale)
-            met.append(times >= goal or scale == 1)
-            wanted = f"; goal {goal:.0f}" if scale != 1 else ""  # of one width, the limit itself is not as far
+            wanted = {"at_least": goal} if scale != 1 else {}  # of one width, the limit itself is not as far
+            figure.add(f"{label}: {name}'s time, of moeq's", times, digits=1, **wanted)
             print(
                 f"  {name:16} {median(found[name]) * scale:9.2f} s  {times:7.1f} times moeq's"
-                f" ({ratio(found[name], ours, scale, 'cpu'):.1f} by CPU time{wanted}),"
+                f" ({ratio(found[name], ours, scale, 'cpu'):.1f} by CPU time),"
                 f" {found[name][0]['peak_bytes'] / 1e9:.2f} GB above its inputs"
             )
-    return all(met)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--peer-experts", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser = figures.parser(
+        __doc__, experts=(16, 4), peer_experts=2, rounds=3, threads=os.cpu_count(), no_peers=False, no_large=False,
+        environments=str(HERE.parent / "build" / "peers"),
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--no-large", action="store_true")
-    parser.add_argument("--environments", default=str(HERE.parent / "build" / "peers"))
-    options = parser.parse_args()
+    options = figures.parsed(parser)
     Path(options.environments).mkdir(parents=True, exist_ok=True)
     workers = start(options)
     try:
@@ -192,6 +194,9 @@ def main() -> int:
 
 
 def compare(workers: dict[str, Worker], options: argparse.Namespace) -> int:
+    figure = figures.Figures(options)
+    for name in [] if options.no_peers else sorted(set(PEERS) - set(workers)):
+        figure.left_out(name, "it is not installed")
     operations = expert_operations(BITS, options.experts)
     mine = {"problem": "experts", "experts": options.experts, **EXPERT}
     jobs: dict[str, list[dict[str, Any]]] = {
@@ -205,20 +210,19 @@ def compare(workers: dict[str, Worker], options: argparse.Namespace) -> int:
     found = rounds(workers, jobs, options.rounds)
     scales = dict.fromkeys(PEERS, options.experts / options.peer_experts)
     label = f"{options.experts} experts {EXPERT['hidden']} x {EXPERT['intermediate']}, bits {BITS}, group 128,"
-    met = report(found, operations, f"{label} {options.device}, {options.threads} threads", scales)
+    print(f"{label} {options.device}, {options.threads} threads")
+    show(figure, found, operations, f"{options.experts} experts", scales)
     more = ratio(found["moeq more"], found["moeq"])
-    by_cpu = ratio(found["moeq more"], found["moeq"], clock="cpu")
-    print(
-        f"  bits {MORE_BITS} take {more:.2f} times as long as {BITS} ({by_cpu:.2f} by CPU time; goal {MORE_BITS_GOAL})"
+    figure.add(
+        f"bits {MORE_BITS[0]} to {MORE_BITS[-1]}, of the time of {BITS[0]} to {BITS[-1]}", more, at_most=MORE_BITS_GOAL
     )
-    met = met and more <= MORE_BITS_GOAL
-    if not options.no_large:
+    if not (options.no_large or options.quick):
         job = {"problem": "matrix", "bits": LARGE_BITS, **LARGE}
         jobs = {name: [job] for name in workers if name != "products"}
         jobs["products"] = [{"problem": "products", "operations": large_operations()}]
         label = f"one matrix {LARGE['rows']} x {LARGE['inputs']} at {LARGE_BITS[0]} bits"
-        met = report(rounds(workers, jobs, 1), large_operations(), label, dict.fromkeys(PEERS, 1.0)) and met
-    return 0 if met else 1
+        show(figure, rounds(workers, jobs, 1), large_operations(), label, dict.fromkeys(PEERS, 1.0))
+    return figure.report()
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ bits; Hessians are factored, every matrix is quantized, codes stay on the device
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 
 import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 
+import figures  # isort: skip
 import torch  # isort: skip
 
 from moeq.numerics import gptq  # isort: skip
@@ -61,11 +61,10 @@ def layer_seconds(problems: list[tuple[torch.Tensor, torch.Tensor]], experts: in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, default in (("layers", 4), ("of-layers", 48), ("experts", 128), ("batch", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    options = figures.arguments(__doc__, device=usual, layers=(4, 1), of_layers=48, experts=128, batch=0)
+    if options.device == "cpu" and options.quick:
+        return figures.skipped(options, "there is no GPU, for which its goal is")
     device = torch.device(options.device)
     batch = min(options.experts, options.batch or experts_at_once(device))
     problems = [problem(batch, HIDDEN, 2 * INTERMEDIATE, device), problem(batch, INTERMEDIATE, HIDDEN, device)]
@@ -74,13 +73,13 @@ def main() -> int:
     whole = statistics.median(taken) * options.of_layers
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"{name}: {options.experts} experts a layer, {batch} at once, bits {BITS}")
-    print(
-        f"layer {statistics.median(taken):.2f} s (median of {options.layers}), {options.of_layers} layers {whole:.0f} s"
-    )
+    found = figures.Figures(options)
+    found.add("a layer", statistics.median(taken), "s")
+    goal = {"at_most": GOAL} if device.type == "cuda" else {}
+    found.add(f"{options.of_layers} layers", whole, "s", digits=0, **goal)
     if device.type == "cuda":
-        print(f"peak {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB; goal {GOAL:.0f} s")
-        return 0 if whole <= GOAL else 1
-    return 0
+        found.add("peak of the GPU's memory", torch.cuda.max_memory_allocated(device) / 1e9, "GB", digits=1)
+    return found.report()
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ one in every domain.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
+
+import figures
 
 from moeq import pipeline
 from moeq.artifacts.trace import NAME, RoutingTrace, read_trace
@@ -25,7 +26,6 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
 
-SHARED = Path(__file__).parents[2] / "shared"
 MODELS = ("tiny-mixtral", "tiny-qwen3-moe")
 TEXTS = ("wikitext2/valid.txt", "shakespeare.txt", "gsm8k_test.jsonl", "python.txt", "c4_sample.txt")
 
@@ -62,17 +62,18 @@ def show(found: HitRates, trace: RoutingTrace) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = figures.parser(__doc__, sequences=(120, 60), length=(512, 256), prefill=0.25, share=[0.25, 0.5])
     parser.add_argument("--model", nargs="*", type=Path)
     parser.add_argument("--source", nargs="*")
-    parser.add_argument("--sequences", type=int, default=120)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--prefill", type=float, default=0.25)
-    parser.add_argument("--share", nargs="*", type=float, default=[0.25, 0.5])
-    asked = parser.parse_args()
-    there = (SHARED / "models").is_dir()
-    models = asked.model or ([SHARED / "models" / name for name in MODELS] if there else [bundled_path("tiny-mixtral")])
-    sources = asked.source or ([str(SHARED / "data" / name) for name in TEXTS] if there else ["bundled"])
+    asked = figures.parsed(parser)
+    there = (figures.SHARED / "models").is_dir()
+    if not there and asked.quick and not asked.model:
+        return figures.skipped(asked, f"no trained models in {figures.SHARED}")
+    models, sources = [bundled_path("tiny-mixtral")], ["bundled"]
+    if there:
+        models = [figures.SHARED / "models" / name for name in MODELS]
+        sources = [str(figures.SHARED / "data" / name) for name in TEXTS]
+    models, sources = asked.model or models, asked.source or sources
     better, gains = [], []
     for model in models:
         trace = record(model, sources, asked.sequences, asked.length, asked.prefill)
@@ -82,11 +83,10 @@ def main() -> int:
             found = hit_rates(trace, max(1, round(share * trace.num_experts[0])))
             better.append(show(found, trace))
             gains.append(found.overall.gain)
-    print(
-        f"context-aware over static: {min(gains):+.1%} to {max(gains):+.1%} of the expert tokens, better in every "
-        f"domain in {sum(better)} of {len(better)} cases; goal all"
-    )
-    return 0 if all(better) else 1
+    report = figures.Figures(asked)
+    report.add("context-aware over static, least gain of expert tokens", 100 * min(gains), "points", at_least=0)
+    report.add("cases where it is better in every domain, of all", sum(better) / len(better), at_least=1)
+    return report.report()
 
 
 if __name__ == "__main__":

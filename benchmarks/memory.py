@@ -5,9 +5,9 @@
 Anonymous memory (RssAnon, sampled 50 times a second from /proc) of a fresh process for each checkpoint, stage by stage;
 mapped file pages (RssFile) apart, since the kernel may drop them. Goals for profile, losses (RTN), assign, quantize,
 export and the perplexity of the streamed model: the largest checkpoint takes at most a quarter of a layer more than
-the smallest; the level is at most the resident parts + 2 layers + 1 GB, of export two layers; a stage that reads
-weights asks the disk for at most 1.2 of the checkpoint's bytes. Not in it: eval of the exported checkpoint, which is
-loaded whole.
+the smallest, in each of them; the level is at most the resident parts + 2 layers + 1 GB, of export two layers; a stage
+that reads weights asks the disk for at most 1.2 of the checkpoint's bytes. Not in it: what loads the exported
+checkpoint whole, eval and, in the process that export verifies with, the target's loader.
 Peer column: plain from_pretrained and nothing else, up to --plain-limit.
 """
 
@@ -17,13 +17,14 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import figures
 
 if TYPE_CHECKING:
     from moeq.stages.context import Context
@@ -181,65 +182,70 @@ def bytes_read(context: Context) -> int:
     return context.streamed.bytes_read + context.expert_reader.bytes_read
 
 
-def in_fresh_process(folder: Path, how: str) -> dict[str, dict[str, float]]:
-    done = subprocess.run([sys.executable, __file__, "--one", str(folder), how], stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def verdict(found: figures.Figures, rows: dict[int, dict[str, Any]], layer_bytes: int, resident_bytes: int) -> None:
+    """The figures: growth of every stage, their level, what export and reading take."""
+    few, many = min(rows), max(rows)
+    taken = {layers: {stage: row[stage]["RssAnon"] for stage in STAGES} for layers, row in rows.items()}
+    for stage in SHOWN:
+        grown = (taken[many][stage] - taken[few][stage]) / layer_bytes
+        found.add(f"{stage}: growth from {few} to {many} layers", grown, "of a layer", at_most=0.25)
+    level, limit = max(max(row.values()) for row in taken.values()), resident_bytes + 2 * layer_bytes + GIGABYTE
+    found.add("level: resident parts + 2 layers + 1 GB", level / 1e6, "MB", at_most=limit / 1e6, digits=0)
+    exported = max(row["export"] for row in taken.values())
+    found.add("export: two layers", exported / 1e6, "MB", at_most=2 * layer_bytes / 1e6, digits=0)
+    passes = max(row[stage]["passes"] for row in rows.values() for stage in READING)
+    found.add("asked of the disk by a stage, of the checkpoint", passes, at_most=1.2)
 
 
-def verdict(found: dict[int, dict[str, dict[str, float]]], layer_bytes: int, resident_bytes: int) -> bool:
-    """Print the figures and their goals; whether all are met."""
-    highest = {layers: max(rows[stage]["RssAnon"] for stage in STAGES) for layers, rows in found.items()}
-    few, many = min(found), max(found)
-    grown = {stage: (found[many][stage]["RssAnon"] - found[few][stage]["RssAnon"]) / layer_bytes for stage in SHOWN}
-    print(f"growth from {few} to {many} layers, in layers: {', '.join(f'{s} {g:.2f}' for s, g in grown.items())}")
-    growth = (highest[many] - highest[few]) / layer_bytes
-    level, limit = max(highest.values()), resident_bytes + 2 * layer_bytes + GIGABYTE
-    exported, export_limit = max(rows["export"]["RssAnon"] for rows in found.values()), 2 * layer_bytes
-    passes = max(rows[stage]["passes"] for rows in found.values() for stage in READING)
-    print(f"export {exported / 1e6:.0f} MB (goal {export_limit / 1e6:.0f}: two layers)")
-    print(f"bytes asked of the disk, of the checkpoint, a stage: {passes:.2f} at most (goal 1.2)")
-    print(f"growth {growth:.2f} of a layer (goal 0.25); level {level / 1e6:.0f} MB (goal {limit / 1e6:.0f})")
-    return growth <= 0.25 and level <= limit and exported <= export_limit and passes <= 1.2
+def shown(layers: int, layer_bytes: int, row: dict[str, Any], plain: float | None) -> list[str]:
+    """A row of the table."""
+    mapped = max(row[stage]["RssFile"] for stage in STAGES)
+    sizes = [*(row[stage]["RssAnon"] for stage in SHOWN), mapped]
+    seconds = sum(one["seconds"] for one in row.values())
+    loaded = "not run" if plain is None else f"{plain / 1e6:.0f}"
+    return [
+        str(layers),
+        f"{layers * layer_bytes / 1e6:.0f} MB",
+        *(f"{n / 1e6:.0f}" for n in sizes),
+        loaded,
+        f"{seconds:.0f}",
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 1024), ("intermediate", 1024), ("experts", 40)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--plain-limit", type=float, default=4.5, help="GB of the largest checkpoint loaded whole")
+    parser = figures.parser(
+        __doc__, hidden=(1024, 768), intermediate=(1024, 768), experts=40, layers=([4, 8, 16, 32], [4, 12]),
+        plain_limit=(4.5, 0.0),
+    )  # fmt: skip
     parser.add_argument("--scratch", type=Path, help="folder for the checkpoints [default: the system's]")
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "HOW"), help="measure in this process")
-    options = parser.parse_args()
+    options = figures.parsed(parser)
     if options.one:
         print(json.dumps(measure(Path(options.one[0]), options.one[1])))
         return 0
     layer_bytes = 2 * (3 * options.experts * options.hidden * options.intermediate + 1280 * options.hidden)
     print(f"one layer {layer_bytes / 1e6:.0f} MB, bfloat16; peaks of RssAnon in MB above the level after imports")
-    stages = "".join(f"{stage:>11}" for stage in SHOWN)
-    print(f"layers  checkpoint{stages}   mapped   reads a stage ({len(READING)} that read)  seconds   from_pretrained")
-    found: dict[int, dict[str, dict[str, float]]] = {}
+    columns = ["layers", "checkpoint", *SHOWN, "mapped", "from_pretrained alone", "s"]
+    print("  ".join(columns))
+    found: dict[int, dict[str, Any]] = {}
+    lines = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         whole = Path(scratch) / "whole"
         whole.mkdir()
         make(whole, max(options.layers), options)
         for layers in sorted(options.layers):
             folder = first_layers(whole, Path(scratch) / f"m{layers}", layers)
-            rows = found[layers] = in_fresh_process(folder, "moeq")
-            plain = "not run"
+            found[layers] = figures.in_fresh_process(__file__, "--one", str(folder), "moeq")
+            plain = None
             if layers * layer_bytes <= options.plain_limit * GIGABYTE:
-                plain = f"{in_fresh_process(folder, 'plain')['plain']['RssAnon'] / 1e6:.0f}"
+                plain = figures.in_fresh_process(__file__, "--one", str(folder), "plain")["plain"]["RssAnon"]
             shutil.rmtree(folder)
-            anonymous = "".join(f"{rows[stage]['RssAnon'] / 1e6:11.0f}" for stage in SHOWN)
-            mapped = max(rows[stage]["RssFile"] for stage in STAGES)
-            reads = "  ".join(f"{rows[stage]['passes']:.2f}" for stage in READING)
-            seconds = sum(row["seconds"] for row in rows.values())
-            size = f"{layers * layer_bytes / 1e6:8.0f} MB"
-            print(
-                f"{layers:6} {size}{anonymous}{mapped / 1e6:9.0f}   {reads:>29}{seconds:10.0f}{plain:>18}", flush=True
-            )
-    resident_bytes = 2 * 2049 * options.hidden
-    return 0 if verdict(found, layer_bytes, resident_bytes) else 1
+            lines.append(shown(layers, layer_bytes, found[layers], plain))
+            print("  ".join(f"{cell:>{len(name)}}" for cell, name in zip(lines[-1], columns, strict=True)), flush=True)
+    report = figures.Figures(options)
+    verdict(report, found, layer_bytes, 2 * 2049 * options.hidden)
+    report.table(columns, lines)
+    return report.report()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ a factor of 1.5.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,7 +20,9 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
+import figures
 from memory import resident
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +90,7 @@ def anonymous(process: str) -> int:
     return 0
 
 
-def make(folder: Path, options: argparse.Namespace) -> Path:
+def make(folder: Path, options: Any) -> Path:
     """A random DeepSeek-V3 of the options' sizes, whose first layer is dense, with the bundled tokenizer."""
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -141,35 +142,34 @@ def compare(title: str, model: str, recipe: list[str], overrides: list[str]) -> 
     return {"seconds": seconds / taken, "ram": ram / held}
 
 
+def add_ratios(report: figures.Figures, name: str, found: dict[str, float]) -> None:
+    """What `compare` returned, as factors by which the plan is off."""
+    for what, most in (("ram", MOST_MEMORY), ("seconds", MOST_SECONDS)):
+        title = "memory" if what == "ram" else "processor seconds"
+        report.add(f"{title} of {name}, off by a factor of", max(found[what], 1 / found[what]), at_most=most)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 512), ("intermediate", 256), ("experts", 64), ("layers", 6)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = figures.parser(__doc__, hidden=512, intermediate=256, experts=64, layers=(6, 3))
     parser.add_argument("--only", choices=("demo", "deepseek"), help="one of the models")
     parser.add_argument("--one", nargs="+", metavar="MODEL RECIPE OUT", help="measure in this process")
-    options = parser.parse_args()
+    options = figures.parsed(parser)
     if options.one:
         model, recipe, out, *overrides = options.one
         print(json.dumps(measure(model, recipe or None, overrides, out)))
         return 0
-    found = {}
+    report = figures.Figures(options)
     if options.only != "deepseek":
-        found["demo"] = compare("bundled model, demo recipe", "bundled:tiny-mixtral", DEMO, [])
+        add_ratios(report, "the demo", compare("bundled model, demo recipe", "bundled:tiny-mixtral", DEMO, []))
     if options.only != "demo":
         with tempfile.TemporaryDirectory() as scratch:
             folder = make(Path(scratch) / "model", options)
             sizes = f"{options.experts} experts {options.hidden} x {options.intermediate}"
-            title = f"DeepSeek-V3, {options.layers} layers of {sizes}"
             for how in ("never", "always"):
-                name = f"{title}, stream: {how}"
-                found[f"deepseek, stream: {how}"] = compare(name, str(folder), [], [*SMALL, f"stream={how}"])
-    print()
-    for name, one in found.items():
-        print(f"{name}: peak memory {one['ram']:.2f} of the run's, processor seconds {one['seconds']:.2f}")
-    memory = max(max(one["ram"], 1 / one["ram"]) for one in found.values())
-    seconds = max(max(one["seconds"], 1 / one["seconds"]) for one in found.values())
-    print(f"memory off by a factor of {memory:.2f} (goal 1.10), processor seconds by {seconds:.2f} (goal 1.5)")
-    return 0 if memory <= MOST_MEMORY and seconds <= MOST_SECONDS else 1
+                title = f"DeepSeek-V3, {options.layers} layers of {sizes}, stream: {how}"
+                found = compare(title, str(folder), [], [*SMALL, f"stream={how}"])
+                add_ratios(report, f"a DeepSeek-V3, stream: {how}", found)
+    return report.report()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ would then be worth a format of their own.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import figures
 import torch
 from torch import Tensor
 
@@ -116,12 +116,10 @@ def output(math: ExpertMath, rows: Tensor, weights: dict[str, Tensor]) -> Tensor
 
 @torch.no_grad()
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled:tiny-mixtral")
-    model = parser.parse_args().model
-    recipe = load_recipe(None, ["corpus.sequences=128", "corpus.sequence_length=256"])
+    options = figures.arguments(__doc__, model="bundled:tiny-mixtral", sequences=(128, 64))
+    recipe = load_recipe(None, [f"corpus.sequences={options.sequences}", "corpus.sequence_length=256"])
     with tempfile.TemporaryDirectory() as out:
-        context = Context(recipe=recipe, model_name=model, out=Path(out), reporter=Reporter(quiet=True))
+        context = Context(recipe=recipe, model_name=options.model, out=Path(out), reporter=Reporter(quiet=True))
         batches = context.grown_calibration.batches(recipe.corpus.batch_size)
         found: dict[str, list[float]] = {name: [] for name in METHODS}
         for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
@@ -133,11 +131,12 @@ def main() -> int:
     sizes = {name: bits_a_weight(layer, group, extra) for name, (group, extra, _) in METHODS.items()}
     for name, (group, _, _) in METHODS.items():
         print(f"{name:26} groups of {group}  {sizes[name]:.2f} bits a weight   relative error {means[name]:.4f}")
-    print(
-        f"planes at {sizes[PLANES]:.2f} bits {means[PLANES]:.4f}, affine at {sizes[AFFINE]:.2f} bits "
-        f"{means[AFFINE]:.4f}; goal: affine no worse, at no more bits"
-    )
-    return 0 if means[AFFINE] <= means[PLANES] and sizes[AFFINE] <= sizes[PLANES] else 1
+    figure = figures.Figures(options)
+    error, size = means[AFFINE] / means[PLANES], sizes[AFFINE] / sizes[PLANES]
+    figure.add("finer affine grid's error, of the planes'", error, at_most=1, digits=3)
+    figure.add("its bits a weight, of theirs", size, at_most=1, digits=3)
+    figure.table(["", "bits a weight", "relative error"], [[n, f"{sizes[n]:.2f}", f"{means[n]:.4f}"] for n in METHODS])
+    return figure.report()
 
 
 def bits_a_weight(layer: ExpertLayer, group: int, extra: float) -> float:

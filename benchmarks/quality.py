@@ -1,12 +1,13 @@
 """Perplexity of small trained checkpoints by quantizer and width: experts only, groups of 64.
 
-    python benchmarks/quality.py MODELS [--names tiny-mixtral tiny-qwen3-moe] [--bits 4 3 2 1] [--average 2]
+    python benchmarks/quality.py [--models MODELS] [--names tiny-mixtral tiny-qwen3-moe] [--bits 4 3 2 1] [--average 2]
                                         [--methods rtn gptq signround] [--set losses.clip=mse]
                                         [--peers gptqmodel auto-round] [--environments FOLDER]
 
-MODELS is a folder of checkpoints with their training script (`train_tiny.py`: text and windows) beside them; without it
-nothing is measured. Calibration: 32 windows of 256 tokens from each domain of the training text. Perplexity: 24
-held-out windows of each, exp of the mean over domains. 200 iterations.
+MODELS is a folder of checkpoints with their training script (`train_tiny.py`: text and windows) beside them, by default
+../shared/models; without it nothing is measured. --quick: GPTQ and refining at 2 bits from clipped grids, one model.
+Calibration: 32 windows of 256 tokens from each domain of the training text. Perplexity: 24 held-out windows of each,
+exp of the mean over domains. 200 iterations.
 
 rtn, gptq, signround and best are uniform assignments over the replicas of `moeq losses`, which keeps a quarter of the
 calibration sequences apart; signround+refined is a uniform assignment of GPTQ's replicas with `quantize.refine`. With
@@ -22,8 +23,6 @@ Goals: gptq no worse than gptqmodel, signround+refined within 0.5 % of auto-roun
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import math
 import os
@@ -39,6 +38,7 @@ from typing import Any
 
 import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 
+import figures  # isort: skip
 import torch  # isort: skip
 from safetensors.torch import save_file  # isort: skip
 from torch import Tensor  # isort: skip
@@ -225,23 +225,25 @@ def install(peer: str, folder: Path) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="?", type=Path, help="folder of the checkpoints")
-    parser.add_argument("--names", nargs="+", default=["tiny-mixtral", "tiny-qwen3-moe"])
-    parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2, 1])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="gptq is always there")
-    parser.add_argument("--iterations", type=int, default=ITERATIONS)
-    parser.add_argument("--set", action="append", default=[], help="key=value of the recipe, such as losses.clip=mse")
+    parser = figures.parser(
+        __doc__, models=figures.SHARED / "models", names=(["tiny-mixtral", "tiny-qwen3-moe"], ["tiny-mixtral"]),
+        bits=([4, 3, 2, 1], [2]), iterations=ITERATIONS,
+        environments=Path.home() / ".cache" / "moeq" / "benchmarks",
+    )  # fmt: skip
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, help="gptq is always there [default: all; --quick: it]"
+    )
+    parser.add_argument("--set", action="append", help="key=value of the recipe [--quick: losses.clip=mse]")
     parser.add_argument("--average", nargs="*", default=[], help="mean widths of mixed assignments")
     parser.add_argument("--peers", nargs="*", default=[], choices=list(PACKAGES))
-    parser.add_argument("--environments", type=Path, default=Path.home() / ".cache" / "moeq" / "benchmarks")
-    options = parser.parse_args()
-    if options.models is None or not (options.models / "train_tiny.py").is_file():
-        print("skipped: give the folder of the trained checkpoints and their train_tiny.py, which are not moeq's")
-        return 0
-    script = load_script(options.models / "train_tiny.py")
+    options = figures.parsed(parser)
+    options.methods = options.methods or (["gptq"] if options.quick else list(METHODS))
+    options.set = options.set or (["losses.clip=mse"] if options.quick else [])
+    if not (options.models / "train_tiny.py").is_file():
+        return figures.skipped(options, f"no trained checkpoints with their train_tiny.py in {options.models}")
+    script = figures.script(options.models / "train_tiny.py")
     worst = dict.fromkeys(AGAINST, 0.0)
-    slowest = 0.0
+    slowest, lines = 0.0, {}
     for name in options.names:
         with tempfile.TemporaryDirectory() as folder:
             methods = [method for method in METHODS if method in (*options.methods, "gptq")]
@@ -253,28 +255,20 @@ def main() -> int:
         rows |= {f"{peer}, recorded": known.get(name, {}) for peer, known in RECORDED.items()}
         print(f"{name}, {time.monotonic() - started:.0f} s" + "".join(f"{bits:>7} bits" for bits in options.bits))
         for row, values in rows.items():
-            print(f"{row:<22}" + "".join(f"{values.get(bits, math.nan):12.2f}" for bits in options.bits), flush=True)
+            cells = [f"{values[bits]:.2f}" if bits in values else "" for bits in options.bits]
+            print(f"{row:<22}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
+            lines.setdefault(row, [row]).extend(cells)
         for mine, peer in AGAINST.items():
             goals = RECORDED[peer].get(name, {})
             ratios = [rows[mine][bits] / goals[bits] for bits in options.bits if bits in goals]
             worst[mine] = max([worst[mine], *ratios])
-    print(
-        f"gptq at most {worst['gptq']:.4f} of gptqmodel's perplexity (goal {TOLERANCE['gptqmodel']}), {REFINED} at "
-        f"most {worst[REFINED]:.4f} of auto-round's (goal {TOLERANCE['auto-round']}), a width in {slowest:.0f} s "
-        f"at most (goal {AUTO_ROUND_SECONDS} on quiet cores)"
-    )
-    met = [worst[mine] <= TOLERANCE[peer] for mine, peer in AGAINST.items()]
-    return 0 if all(met) and slowest <= AUTO_ROUND_SECONDS else 1
-
-
-def load_script(path: Path) -> ModuleType:
-    """The training script as a module."""
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    found = figures.Figures(options)
+    for mine, peer in AGAINST.items():
+        found.add(f"{mine}: perplexity, of {peer}'s at most", worst[mine], at_most=TOLERANCE[peer], digits=4)
+    found.add("refining a width", slowest, "s", at_most=AUTO_ROUND_SECONDS, digits=0)
+    columns = ["", *(f"{name}, {bits} bits" for name in options.names for bits in options.bits)]
+    found.table(columns, list(lines.values()))
+    return found.report()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """The papers' accuracy tables on small trained checkpoints: the -tiny recipes' rows on other models, text and tasks.
 
-    python benchmarks/tables.py MODELS DATA [--tables 000 001 003] [--names tiny-mixtral tiny-qwen3-moe]
-                                [--gpu-shares 0 1/4 1/2] [--sequences 128] [--limit N] [--keep FOLDER]
+    python benchmarks/tables.py [--models MODELS] [--data DATA] [--tables 000 001 003] [--gpu-shares 0 1/4 1/2]
+                                [--names tiny-mixtral tiny-qwen3-moe] [--sequences 128] [--limit N] [--keep FOLDER]
 
 MODELS is a folder of checkpoints with their training script (`train_tiny.py`: text by domain) beside them, DATA a
 folder with `lm_eval_tasks/continuation_4way.yaml` and `word_order_4way.yaml`, which name their data relative to it.
-Without them nothing is measured. Calibration: windows of 256 tokens of the training text, the domains in equal shares;
+Without them (by default in ../shared) nothing is
+measured. Calibration: windows of 256 tokens of the training text, the domains in equal shares;
 as many as the recipe says. Perplexity: held-out windows of 256, in equal shares. Accuracy: of four choices, chance is
 25 %.
 
@@ -22,8 +23,8 @@ and without the bit-width selector are paired, item by item.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import math
 import os
 import sys
 import tempfile
@@ -33,6 +34,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import bench
+import figures
 import yaml
 
 import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
@@ -98,14 +101,13 @@ def measure(table: str, model: Path, text: dict[str, Path], out: Path, options: 
     return evaluate.load(context)
 
 
-def show(report: EvalReport) -> None:
-    """A Markdown table: perplexity by domain and over all, accuracy by task with its standard error in points."""
+def show(report: EvalReport, name: str) -> dict[str, Any]:
+    """Print and return a table: perplexity by domain and over all, accuracy by task with its standard error."""
     domains = list(report.rows[0].perplexity_by_domain)
-    head = ["", "bits", "MB", *domains, "all", *TASKS.values()]
-    print(f"| {' | '.join(head)} |")
-    print(f"|---|{'---:|' * (len(head) - 1)}")
-    for row in report.rows:
-        print(f"| {' | '.join(cells(row, domains))} |")
+    head = [name, "bits", "MB", *domains, "all", *TASKS.values()]
+    rows = [cells(row, domains) for row in report.rows]
+    print(*bench.table(head, rows), sep="\n")
+    return {"columns": head, "rows": rows}
 
 
 def cells(row: EvalRow, domains: list[str]) -> list[str]:
@@ -156,15 +158,14 @@ def by_context(run: Path, text: Path, options: argparse.Namespace) -> list[dict[
 def show_by_context(rows: list[dict[str, Any]]) -> None:
     """A Markdown table, and the paired differences that the selector makes."""
     domains = list(rows[0]["perplexity"]["by_domain"])
-    head = ["", *domains, "all", *TASKS.values()]
-    print(f"\n| {' | '.join(head)} |")
-    print(f"|---|{'---:|' * (len(head) - 1)}")
+    lines = []
     for row, entry in zip(rows, comparison.table(rows), strict=True):
         found = row["perplexity"]
         values = [*(found["by_domain"][domain] for domain in domains), found["perplexity"]]
         shown = [entry["cells"][name] for name in TASKS]
         accuracy = [f"{100 * cell.value:.1f} ± {100 * (cell.stderr or 0):.1f}" for cell in shown]
-        print(f"| {' | '.join([row['name'], *(f'{one:.2f}' for one in values), *accuracy])} |")
+        lines.append([row["name"], *(f"{one:.2f}" for one in values), *accuracy])
+    print("", *bench.table(["", *domains, "all", *TASKS.values()], lines), sep="\n")
     names = {row["name"]: row for row in rows}
     print("\nwith the selector minus without, 95 % interval and p of a paired bootstrap:")
     for name, row in names.items():
@@ -181,37 +182,24 @@ def difference(name: str, change: Any) -> str:
     return f"{name} {values[0]:+.2f} [{values[1]:+.2f}, {values[2]:+.2f}] p {change.p:.3f}"
 
 
-def load_script(path: Path) -> ModuleType:
-    """The training script as a module."""
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="?", type=Path, help="folder of the checkpoints")
-    parser.add_argument("data", nargs="?", type=Path, help="folder of lm_eval_tasks and what they read")
-    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES))
-    parser.add_argument("--names", nargs="+", default=["tiny-mixtral", "tiny-qwen3-moe"])
-    parser.add_argument("--gpu-shares", nargs="+", type=Fraction, default=[Fraction(0), Fraction(1, 4), Fraction(1, 2)])
-    parser.add_argument("--sequences", type=int, default=128, help="held-out windows, of all domains together")
-    parser.add_argument("--limit", type=int, help="items a task")
-    parser.add_argument("--keep", type=Path, help="folder that the runs stay in")
-    return parser.parse_args()
-
-
 def main() -> int:
-    options = parse()
-    there = options.models and options.data and (options.models / "train_tiny.py").is_file()
-    if not there or not (options.data / "lm_eval_tasks").is_dir():
-        print("skipped: give the folder of the trained checkpoints and that of the tasks, which are not moeq's")
-        return 0
+    parser = figures.parser(
+        __doc__, models=figures.SHARED / "models", data=figures.SHARED / "data",
+        names=(["tiny-mixtral", "tiny-qwen3-moe"], ["tiny-mixtral"]),
+        gpu_shares=([Fraction(0), Fraction(1, 4), Fraction(1, 2)], [Fraction(1, 2)]), sequences=(128, 16),
+    )  # fmt: skip
+    parser.add_argument("--tables", nargs="+", choices=list(TABLES), help="[default: all; --quick: 000]")
+    parser.add_argument("--limit", type=int, help="items a task [--quick: 16]")
+    parser.add_argument("--keep", type=Path, help="folder that the runs stay in")
+    options = figures.parsed(parser)
+    options.tables = options.tables or (["000"] if options.quick else list(TABLES))
+    options.limit = 16 if options.quick and options.limit is None else options.limit
+    if not (options.models / "train_tiny.py").is_file() or not (options.data / "lm_eval_tasks").is_dir():
+        where = f"{options.models} and {options.data}"
+        return figures.skipped(options, f"no trained checkpoints with their train_tiny.py and tasks in {where}")
+    found = figures.Figures(options)
     models, keep = options.models.resolve(), options.keep and options.keep.resolve()
-    script = load_script(models / "train_tiny.py")
+    script = figures.script(models / "train_tiny.py")
     with tempfile.TemporaryDirectory() as scratch:
         folder = keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -222,10 +210,13 @@ def main() -> int:
                 started = time.monotonic()
                 report = measure(table, models / name, text, folder / f"{table}-{name}", options)
                 print(f"\n{TABLES[table]}, {name}: {time.monotonic() - started:.0f} s", flush=True)
-                show(report)
+                found.tables.append(show(report, name))
+                worst = max(row.perplexity or math.inf for row in report.rows[1:])
+                what = f"{name}, {TABLES[table].removesuffix('.yaml')}: highest perplexity, of the original's"
+                found.add(what, worst / (report.rows[0].perplexity or math.nan), digits=3)
                 if table == "000":
                     show_by_context(by_context(folder / f"{table}-{name}" / "run", pieces, options))
-    return 0
+    return found.report()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ to 0). The paper's largest losses are 0.084 and 0.180; its averages over ten pai
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 
 import cipher  # isort: skip
+import figures  # isort: skip
 
 from moeq import pipeline
 from moeq.artifacts.evaluation import Score, Translation
@@ -76,23 +76,12 @@ def _difference(one: Score) -> str:
     return f"{one.difference:+.3f} [{one.difference_low:+.3f}, {one.difference_high:+.3f}]"
 
 
-def missed(found: Translation) -> list[str]:
-    """Variants that lose more than their goal even at the better end of their interval."""
-    return [
-        f"{one.name}, beam {one.beams}"
-        for one in found.scores
-        if one.bleu.difference_high is not None and one.bleu.difference_high < -GOALS[one.name]
-    ]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="of training the toy model")
-    parser.add_argument("--sentences", type=int, default=500, help="of the toy language that are translated")
+    parser = figures.parser(__doc__, steps=600, sentences=(500, 200))
     parser.add_argument("--model", type=Path)
     parser.add_argument("--source", type=Path)
     parser.add_argument("--target", type=Path)
-    given = parser.parse_args()
+    given = figures.parsed(parser)
     own = (given.model, given.source, given.target)
     if any(own) and not all(own):
         parser.error("--model, --source and --target go together")
@@ -104,14 +93,13 @@ def main() -> int:
             print(f"trained {given.steps} steps in {time.monotonic() - started:.0f} s")
         found = measure(model, source, target, Path(folder) / "run", toy)
     show(found)
-    losers = missed(found)
-    worst = {name: min(one.bleu.difference or 0.0 for one in found.scores if one.name == name) for name in GOALS}
-    goal = ", ".join(f"{name} {-most:+.1f}" for name, most in GOALS.items())
-    print(
-        f"\nlargest loss in BLEU: int8 {worst['int8']:+.3f}, int4 {worst['int4']:+.3f}; goal (beyond chance): {goal}"
-        + (f"; MISSED by {', '.join(losers)}" if losers else "")
-    )
-    return 1 if losers else 0
+    report = figures.Figures(given)
+    for name, most in GOALS.items():
+        losses = [one.bleu for one in found.scores if one.name == name and one.bleu.difference_high is not None]
+        report.add(f"{name}: largest loss in BLEU", max(-(one.difference or 0.0) for one in losses), digits=3)
+        beyond = max(0.0, *(-(one.difference_high or 0.0) for one in losses))
+        report.add(f"{name}: beyond chance", beyond, at_most=most, digits=3)
+    return report.report()
 
 
 if __name__ == "__main__":

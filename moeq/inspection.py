@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from moeq.artifacts import evaluation, integer_report, reparam, replicas
 from moeq.artifacts import losses as loss_table
 from moeq.artifacts.assignment import count_matrices, count_widths, read_assignment
-from moeq.artifacts.files import read_json, sha256_file
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import read_json
 from moeq.artifacts.integer import NAME as INTEGER
 from moeq.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.artifacts.manifest import NAME as MANIFEST
@@ -229,7 +230,7 @@ def _model(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str,
 
 def _own_code(path: Path) -> dict[str, Any]:
     """Python files of a model, which loading it with trust runs; nothing where there are none."""
-    found = {file.name: f"SHA-256 {sha256_file(file)}" for file in sorted(path.glob("*.py"))}
+    found = {file.name: f"SHA-256 {digest_of_file(file)}" for file in sorted(path.glob("*.py"))}
     return {"code": found} if found else {}
 
 

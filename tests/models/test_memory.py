@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import memory
 import pytest
 import torch
 
@@ -24,7 +24,7 @@ from moeq.recipe import load_recipe
 from moeq.stages import quantize
 from moeq.stages.context import Context
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(Path(memory.__file__).parent)
 MANY_SHAPES = """
 import moeq, re, torch
 def anonymous():
@@ -87,11 +87,6 @@ print(json.dumps([left, peaks["comparing"]]))
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc here")
 def test_what_layers_and_stages_freed_is_given_back(tmp_path: Path) -> None:
     """Or every layer and stage would begin on top of it: export has room for two layers as they are on disk."""
-    sys.path.insert(0, BENCHMARKS)
-    try:
-        memory = importlib.import_module("memory")
-    finally:
-        sys.path.remove(BENCHMARKS)
     (tmp_path / "model").mkdir()
     sizes = argparse.Namespace(hidden=1024, intermediate=1024, experts=12)
     memory.make(tmp_path / "model", 2, sizes)
