@@ -52,8 +52,8 @@ def run(context: Context) -> dict[str, Any]:
     for name in OLDER:
         shutil.rmtree(directory / name, ignore_errors=True)
     index = planned(context, sequences.digest())
-    replicas.write_index(directory, index)  # before the first replica, so that `moeq gc` keeps it
     replicas.open_store(context.store, None if context.owns_store else context.out)
+    replicas.write_index(directory, index)  # before the first replica, so that `moeq gc` keeps it
     missing = _all_missing(context, index)
     more = others_stage.Making(context, sequences)
     if any(missing.values()) or more.needs_walk:

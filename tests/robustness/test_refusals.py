@@ -12,7 +12,7 @@ import pytest
 from robustness.refusal_sites import Site, all_sites, raised_at
 from typer.testing import CliRunner
 
-from moeq import cli, inspection
+from moeq import cli, estimator, inspection
 from moeq.errors import MoeqError
 
 FLOOR = 90  # sites that the walk below has reached
@@ -107,7 +107,7 @@ ON_THE_RUN = (
     "run --set estimate.hardware={folder}/broken.yaml", "run --set export.format=tar",
     "run --set export.formats=[zip]", "run --set export.formats=[gguf]", "run --set export.formats=[auto-round]",
     "run --set assign.average_bits=1 --set export.formats=[gptq]",
-    "run --set assign={{method:uniform,bits:1}} --set export.formats=[auto-round]", "run --set store={folder}/store",
+    "run --set assign={{method:uniform,bits:1}} --set export.formats=[auto-round]", "run --set store={folder}/text.txt",
     "run --set others={{attention:9}}", "run --set stream=sometimes", "run --set reparam={{norms:[no.such.norm]}}",
     "run --set revision=x --model no/such-model", "run --set eval.translation={{source:{folder}/no.txt}}",
     "run --set losses.bits=[]", "run --set assign.metric=x", "run --set dtype=int3",
@@ -207,6 +207,62 @@ def test_a_moved_model_is_the_same_model(things: dict[str, Path], run_copy: Path
     assert result.exception is None
     after = tree(run_copy)
     assert {name for name in before | after if before.get(name) != after.get(name)} == {"recipe.yaml"}
+
+
+POINTS = "policy,batch,input_tokens,output_tokens,prefill_seconds\n"
+HARDWARE = (  # what is wrong with a hardware file: (what stands in the preset, what stands there instead)
+    ("name:", "nmae:"), ("gpu:", "gpu: 3\nother:"), ('"80 GB", source', '"80 GB", sauce'), ('value: "80 GB", ', ""),
+    ('"3.35 TB/s"', "3.35"), ('"3.35 TB/s"', '"3.35 parsecs"'), ('"3.35 TB/s"', '".inf TB/s"'),
+    ("value: 0.8", "value: 8"),
+    ("value: 64", "value: x"), ("value: 64, source", "value: null, source"), ("value: ws", "value: zz"),
+    ("value: opt", "value: zz"), ('{value: "64 GB/s"', '{valeu: "64 GB/s"'), ("monde:", "mondo:"), ("link:", "lnik:"),
+    ("latency: {", "latency: 3 # {"), ("value: 4,", "value: -4,"), ("name:", "- name:"),
+)  # fmt: skip
+TABLES = (
+    "", "policy,policy,batch\n", "policy,btach\n", "policy,prefill_seconds\n", "policy,batch\n", POINTS,
+    f"{POINTS}gpu,1\n",
+    f"{POINTS}nobody,1,2,3,4\n", f"{POINTS}monde,x,2,3,4\n", f"{POINTS}monde,,2,3,4\n", f"{POINTS}monde,1,2,3,\n",
+    f"{POINTS}monde,1,,3,4\n", f"{POINTS}monde,1,2,3,-4\n", f'{POINTS}monde,1,2,3,"4\n', f"{POINTS}monde,1,0,3,4\n",
+)  # fmt: skip
+MODELS: tuple[dict[str, str | None], ...] = (  # files of a model that are replaced, or taken away
+    {"config.json": None}, {"config.json": "{"}, {"config.json": "[]"}, {"config.json": '{"model_type": "nobody"}'},
+    {"config.json": '{"model_type": "llama", "num_hidden_layers": 1}'}, {"model.safetensors.index.json": "{}"},
+    {"model.safetensors.index.json": '{"weight_map": {"a": "b"}}'}, {"model.safetensors.index.json": None},
+    {"model-00001-of-00003.safetensors": "x"}, {"model-00001-of-00003.safetensors": None},
+    {"model.safetensors.index.json": '{"weight_map": {"a": "model-00001-of-00003.safetensors"}}'},
+    {"config.json": '{"model_type": "mixtral", "num_local_experts": 99999999}'},
+    {"tokenizer.json": "{"}, {"tokenizer.json": None, "tokenizer_config.json": None},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", HARDWARE, ids=str)
+def test_a_hardware_file(
+    change: tuple[str, str], things: dict[str, Path], sites: dict[Site, int], tmp_path: Path
+) -> None:
+    text = (Path(estimator.__file__).parent / "hardware" / "paper-ctxmoe.yaml").read_text("utf-8")
+    assert change[0] in text
+    (tmp_path / "own.yaml").write_text(text.replace(*change, 1), "utf-8")
+    refused(f"estimate --model mixtral-8x7b --out {tmp_path}/new --hardware {tmp_path}/own.yaml", things, sites)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.yaml"]
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_a_table_of_measured_points(text: str, things: dict[str, Path], sites: dict[Site, int], tmp_path: Path) -> None:
+    (tmp_path / "points.csv").write_text(text, "utf-8")
+    refused(f"estimate --fit {tmp_path}/points.csv --model mixtral-8x7b --out {tmp_path}/new", things, sites)
+    assert [path.name for path in tmp_path.iterdir()] == ["points.csv"]
+
+
+@pytest.mark.parametrize("files", MODELS, ids=str)
+def test_a_model(files: dict[str, str | None], things: dict[str, Path], sites: dict[Site, int], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(things["model"], tmp_path / "model"))
+    for name, text in files.items():
+        (model / name).unlink()
+        if text is not None:
+            (model / name).write_text(text, "utf-8")
+    for command in (f"run --model {model} --out {tmp_path}/new", f"run --model {model} --out {RUN}"):
+        refused(command, things, sites)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
