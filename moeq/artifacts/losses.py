@@ -4,9 +4,10 @@ One row for each layer, expert, projection, method and width. `projection` is ga
 one is quantized) or expert (all of them). `loss` is the mean squared error of the expert's output, over held-out
 tokens and output features; `relative_loss` is divided by the mean square of the exact output. `calibration_tokens` and
 `heldout_tokens` count the expert's own tokens. `fallback` says what stood in for missing tokens or a failed
-factorization (none, borrowed_hessian, left_out_tokens, raised_damping, float64, rounded; joined by +), `measured_on`
-where the loss was taken (heldout: the expert's own held-out tokens; borrowed: held-out tokens of its layer). `bytes`
-counts codes, scales and zero points. `weighted_loss` is `loss` with every token's error multiplied by its squared
+factorization, and where float16 lacks range for scales (none, borrowed_hessian, left_out_tokens, raised_damping,
+float64, rounded, scale_underflow, scale_overflow; joined by +), `measured_on` where the
+loss was taken (heldout: the expert's own held-out tokens; borrowed: held-out tokens of its layer). `bytes` counts
+codes, scales and zero points. `weighted_loss` is `loss` with every token's error multiplied by its squared
 routing weight. `hessian_trace`: of the Hessians that quantized it (means of x x^T over calibration tokens), summed over
 the matrices; none for methods that take none. Both are none in tables of schema version 1.
 """

@@ -21,6 +21,8 @@ from moeq.numerics.widths import NESTED_BITS
 Symmetry = bool | Literal["narrow", "full"]
 SIGN_ZERO = 0.5
 SCALE_DTYPE = torch.float16
+LEAST_SCALE = 2.0**-24  # above 0 in float16
+COARSE_SCALE = 2.0**-17  # below which float16 keeps fewer than 8 binary digits
 SHRINKS = tuple(1 - step / 32 for step in range(21))  # of the min-max range that clipping tries, the whole first
 
 
@@ -39,9 +41,22 @@ def max_codes(bits: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor([[2.0**b - 1] for b in bits], dtype=like.dtype, device=like.device)
 
 
-def _storable(scale: Tensor) -> Tensor:
-    """Round scales to the stored float16 precision, never up to infinity, keeping the working dtype."""
-    return scale.clamp(max=torch.finfo(SCALE_DTYPE).max).to(SCALE_DTYPE).to(scale.dtype)
+def storable(scale: Tensor) -> Tensor:
+    """Round scales to the stored float16 precision, keeping the working dtype; never up to infinity, nor down to 0,
+    which would make weights of any size 0."""
+    half = scale.clamp(max=torch.finfo(SCALE_DTYPE).max).to(SCALE_DTYPE).to(scale.dtype)
+    return torch.where((half == 0) & (scale > 0), LEAST_SCALE, half)
+
+
+def beyond_float16(scales: Tensor) -> list[str]:
+    """How stored scales [..., N, G] of one weight lack in range: `scale_underflow` where even the largest has fewer
+    than 8 binary digits, `scale_overflow` where one is cut off at the largest number."""
+    most = float(scales.max()) if scales.numel() else 0.0
+    found = {
+        "scale_underflow": 0 < most < COARSE_SCALE,
+        "scale_overflow": most >= torch.finfo(SCALE_DTYPE).max,
+    }
+    return [name for name, here in found.items() if here]
 
 
 def fit_grid(weight: Tensor, bits: Sequence[int], symmetric: Symmetry = False) -> tuple[Tensor, Tensor]:
@@ -67,15 +82,15 @@ def grid_between(
     top = max_codes(bits, low)
     if symmetric:
         codes = top - 1 if symmetric == "narrow" else top + 1 if symmetric == "full" else top
-        scale = _storable(torch.maximum(high, -low) * 2 / codes)
+        scale = storable(torch.maximum(high, -low) * 2 / codes)
         zero = ((top + 1) / 2).expand_as(scale).clone()
     else:
-        scale = _storable((high - low) / top)
+        scale = storable((high - low) / top)
         zero = torch.where(scale > 0, (-low / scale.clamp(min=1e-12)).round(), 0.0)
         zero = torch.minimum(zero.clamp(min=0), top)
     for index, width in enumerate(bits):
         if width == 1:
-            scale[:, index] = _storable(2 * size[:, index])
+            scale[:, index] = storable(2 * size[:, index])
             zero[:, index] = SIGN_ZERO
     return scale, zero
 

@@ -6,7 +6,7 @@ Letters: n rows of one expert, H hidden size, I intermediate size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, first_products
+from moeq.numerics.grids import beyond_float16
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, thin
 from moeq.quantizers.stored import Packed
 from moeq.recipe import LossesSection
@@ -51,12 +52,13 @@ def measured(
     }
     found: list[dict[str, Any]] = []
     for method, packed in candidates.items():
-        fallback = "+".join(note["fallback"]) if method in STORED and note["fallback"] else "none"
+        stood_in = note["fallback"] if method in STORED else []
         for bits in config.bits:
             stored = {
                 name: packed[name][bits].map(lambda part: part[index].to(exact.rows.device))
                 for name in layer.projections
             }
+            beyond = {name: beyond_float16(one.scales) for name, one in stored.items()}
             values = {name: one.dequantize() for name, one in stored.items()}
             for projection, output in exact.outputs(values, config.per_projection):
                 names = layer.projections if projection == WHOLE else (projection,)
@@ -64,7 +66,7 @@ def measured(
                     "projection": projection,
                     "method": method,
                     "bits": bits,
-                    "fallback": fallback,
+                    "fallback": "+".join([*stood_in, *_union(beyond[name] for name in names)]) or "none",
                     "bytes": sum(stored[name].nbytes for name in names),
                     "hessian_trace": _trace(note, names) if method in STORED else None,
                 }
@@ -144,6 +146,10 @@ class _Exact:
             "relative_loss": loss / self.energy if self.energy > 0 else 0.0,
             "weighted_loss": float((self.squared * errors).mean()),
         }
+
+
+def _union(of: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in of for name in names))
 
 
 def _trace(note: dict[str, Any], names: Sequence[str]) -> float:

@@ -22,6 +22,7 @@ from moeq.models.others import OtherModule
 from moeq.models.walk import Batch, current_batch
 from moeq.numerics import gptq
 from moeq.numerics.factor import Factor, factorize
+from moeq.numerics.grids import beyond_float16
 from moeq.numerics.packed import PackedWeight, joined
 from moeq.quantizers.stored import stored_as
 
@@ -213,7 +214,16 @@ def _linear(name: str, weight: Tensor, group: InputSums | None, factor: Factor |
         "heldout_rows": 0 if group is None else group.heldout_rows,
         "fallback": _fallback(group, factor, grid),
     }
-    return Result(packed=joined(parts, 1), row=row)
+    return _result(parts, row)
+
+
+def _result(parts: list[PackedWeight], row: dict[str, Any]) -> Result:
+    """Rows that were packed apart, as one; what the scales lack is added to the fallback."""
+    packed = joined(parts, 1)
+    beyond = beyond_float16(packed.scales)
+    if beyond:
+        row["fallback"] = "+".join([name for name in [row["fallback"]] if name != "none"] + beyond)
+    return Result(packed=packed, row=row)
 
 
 def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str:
@@ -263,4 +273,4 @@ def quantize_embedding(name: str, weight: Tensor, looked_up: Tensor, grid: Grid)
         "heldout_rows": int(looked_up.sum()),
         "fallback": "none",
     }
-    return Result(packed=joined(parts, 1), row=row)
+    return _result(parts, row)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.grids import SCALE_DTYPE, group_count, inverse_scale, resolved_group_size
+from moeq.numerics.grids import group_count, inverse_scale, resolved_group_size, storable
 
 MAX_OFFSET = 0.5
 START_MARGIN = 0.1  # of a code: nearer the edges of their cells, weights would leave the start in the first steps
@@ -66,10 +66,10 @@ class TrainedGrid:
     def _fit(self) -> None:
         """Scale and zero point of the clips as they are."""
         if self.fixed_zero:
-            self.scale = (self.base * self.high_clip).to(SCALE_DTYPE).float()
+            self.scale = storable(self.base * self.high_clip)
         else:
             low, high = self.low * self.low_clip, self.high * self.high_clip
-            self.scale = ((high - low) / self.top).to(SCALE_DTYPE).float()
+            self.scale = storable((high - low) / self.top)
             self.zero = (-low * inverse_scale(self.scale)).round_().clamp_(0, self.top)
         self.inverse = inverse_scale(self.scale)
 

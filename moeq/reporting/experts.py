@@ -26,6 +26,8 @@ FALLBACKS = {
     "raised_damping": "the factorization held only with more damping",
     "float64": "the factorization held only in float64",
     "rounded": "no factorization held, so the weights were rounded to nearest",
+    "scale_underflow": "the weights are so small that their scales have few digits in float16",
+    "scale_overflow": "the weights are so large that their scales were cut off at the largest of float16",
 }
 
 

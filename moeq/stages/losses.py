@@ -34,13 +34,14 @@ from moeq.stages import others as others_stage
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file, say_left_out
 
-REVISION = 3  # raised when the same inputs give other replicas: also for what lies in stores
+REVISION = 4  # raised when the same inputs give other replicas: also for what lies in stores
 ROWS_REVISION = 2  # raised when the same replicas give other rows
 ON_DEMAND = frozenset({RTN})  # methods whose replicas are made when they are needed
 CHOICES = frozenset(
     {"bits", "methods", "working_memory", "layer_effects", "expert_effects"}
 )  # settings that name entries, or decide nothing
 MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  # that decide rows, not replicas
+BEYOND = {"scale_underflow": "small", "scale_overflow": "large"}  # what `grids.beyond_float16` finds
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -85,6 +86,11 @@ def run(context: Context) -> dict[str, Any]:
     if summary["fallbacks"]:
         counts = ", ".join(f"{name} {count:,}" for name, count in summary["fallbacks"].items())
         context.reporter.say(f"  fallbacks of {summary['experts']:,} experts: {counts}")
+    for name, count in summary["beyond_float16"].items():
+        context.reporter.say(
+            f"  [yellow]{name}: {count:,} of {summary['experts']:,} experts have weights too {BEYOND[name]} for the "
+            "scales, which are float16, at some width; their losses say what it costs[/yellow]"
+        )
     table = others_stage.table(context)
     return summary | ({} if table is None else {"others": others_stage.summarize(table)})
 
@@ -271,11 +277,13 @@ def summarize(table: LossTable) -> dict[str, Any]:
     }
     method = "gptq" if "gptq" in table.methods() else table.methods()[0]
     once = [row for row in whole if row["bits"] == table.bits()[0] and row["method"] == method]
-    fallbacks = Counter(name for row in once for name in row["fallback"].split("+") if name != "none")
+    fallbacks = Counter(name for row in once for name in row["fallback"].split("+") if name not in ("none", *BEYOND))
+    beyond = {name: len({(r["layer"], r["expert"]) for r in whole if name in r["fallback"]}) for name in BEYOND}
     return {
         "experts": len(once),
         "mean_relative_loss": relative,
         "fallbacks": dict(sorted(fallbacks.items())),
+        "beyond_float16": {name: count for name, count in beyond.items() if count},
         "measured_on_borrowed_tokens": sum(row["measured_on"] == "borrowed" for row in once),
         "fewest_calibration_tokens": min(row["calibration_tokens"] for row in once),
     }

@@ -21,7 +21,16 @@ from moeq.recipe import LossesSection
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=3, hidden_size=20, intermediate_size=12)
 SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
 TOKENS, SEQUENCES = 12, 8
-FALLBACKS = {"none", "borrowed_hessian", "left_out_tokens", "raised_damping", "float64", "rounded"}
+FALLBACKS = {
+    "none",
+    "borrowed_hessian",
+    "left_out_tokens",
+    "raised_damping",
+    "float64",
+    "rounded",
+    "scale_underflow",
+    "scale_overflow",
+}
 BITS = [1, 2, 3, 4, 8]
 
 

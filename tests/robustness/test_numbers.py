@@ -16,7 +16,9 @@ from robustness.runs import write_recipe
 from robustness.test_bad_input import CORPUS, EXPERT, MODEL, QUANTIZATION, Models, assert_refused, models
 from safetensors.torch import load_file, save_file
 
+from moeq.exporters.native_reader import NativeReader
 from moeq.models.source import INDEX
+from moeq.numerics.packed import PackedWeight
 
 __all__ = ["models"]  # the fixture
 
@@ -178,3 +180,44 @@ def test_too_few_sequences_are_said_before_the_first_stage(
     finished = moeq.run("run", recipe, "--out", out, *options, "--quiet")
     assert_refused(finished, CORPUS, "corpus.sequences", "held out", f"use at least {least}")
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("size", "says"), [(1e-6, "scale_underflow"), (1e5, "scale_overflow")])
+def test_experts_at_the_ends_of_float16_reach_the_checkpoint(
+    moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, size: float, says: str
+) -> None:
+    """fp16 scales of 8-bit weights of 1e-6 were rounded to 0, and of 2-bit ones of 1e5 cut off, without a word."""
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        return size * torch.randn(tensor.shape, generator=generator) if "experts" in key else tensor
+
+    model = changed(models, drawn)
+    settings = yaml.safe_load(recipe.read_text("utf-8"))
+    settings["losses"] |= {"bits": [2, 4, 8], "methods": ["gptq", "rtn"]}
+    settings["eval"] = {"perplexity": None, "compare": []}
+    relative = {}
+    for bits in (2, 4, 8):
+        settings["assign"] = {"method": "uniform", "bits": bits}
+        out = tmp_path / "out"
+        changed_recipe = write_recipe(tmp_path / "r.yaml", settings)
+        for stage in ("profile", "losses", "assign", "quantize", "export"):
+            finished = moeq.run(stage, changed_recipe, "--model", model, "--out", out)
+            assert finished.code == 0, finished.stderr
+            if stage == "losses" and bits == 2:
+                assert f"{says}: 15 of 15 experts" in " ".join(finished.stderr.split())
+        reader = NativeReader(out / "checkpoint")
+        matrices = reader.expert(reader.layers[1], 2)[0]
+        stored = matrices["gate_proj"]
+        assert isinstance(stored, PackedWeight)
+        exact = load_file(models.shard(model, EXPERT.format(1, 2)))[EXPERT.format(1, 2)]
+        values = stored.dequantize()
+        assert values.any(1).all(), "no row of zeros"
+        assert torch.isfinite(values).all()
+        relative[bits] = float((values - exact).norm() / exact.norm())
+    assert relative[8] < 0.05
+    assert relative[4] < 0.3
+    assert relative[2] < 0.9
+    rows = pq.read_table(out / "losses" / "losses.parquet").to_pylist()
+    flagged = {row["bits"] for row in rows if says in row["fallback"]}
+    assert flagged == ({2, 4, 8} if says == "scale_underflow" else {2})
