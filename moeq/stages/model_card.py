@@ -8,7 +8,7 @@ from typing import Any
 from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.models.vit.configuration import MODEL_TYPE as MOE_VIT
-from moeq.tables import human_bytes
+from moeq.tables import human_bytes, human_size
 
 
 def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]]) -> str:
@@ -50,7 +50,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
             for name, counts in count_matrices(widths).items()
         ),
         f"| experts by tier | {', '.join(f'{count} on {tier}' for tier, count in sorted(tiers.items()))} |",
-        f"| expert bytes, scales and zero points counted | {human_bytes(totals.placed_expert_bytes)} |",
+        f"| expert bytes, scales and zero points counted | {human_size(totals.placed_expert_bytes)} |",
         f"| other replicas | {human_bytes(totals.other_replica_bytes)} |",
         f"| everything else | {human_bytes(totals.non_expert_bytes)} |",
         *_modules(manifest),
@@ -80,7 +80,7 @@ def _figures(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"| assignment | expert bytes | {heads} |", f"|---|---:|{'---:|' * len(columns)}"]
     for row in rows:
         cells = ["" if row.get(name) is None else forms[name].format(row[name]).replace("%", " %") for name in columns]
-        lines.append(f"| {row['name']} | {human_bytes(row['expert_bytes'])} | {' | '.join(cells)} |")
+        lines.append(f"| {row['name']} | {human_size(row['expert_bytes'])} | {' | '.join(cells)} |")
     return lines
 
 
