@@ -6,19 +6,35 @@ from math import ceil
 
 
 def human_bytes(count: float) -> str:
-    """Bytes with a binary unit and three digits, rounded up, so that what is read here is enough as a limit."""
+    """Bytes with a binary unit and three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) <= 999:
-            return f"{ceil(count)} B" if unit == "B" else f"{_three_digits(count)} {unit}"
+        if abs(count) < 999.5:
+            return f"{count:.0f} B" if unit == "B" else f"{_three_digits(count)} {unit}"
         count /= 1024
     return f"{_three_digits(count)} TiB"
 
 
+def human_size(count: int) -> str:
+    """As `human_bytes`, but never less than there are: a size that may be given back as a limit, and is then met."""
+    if count <= 999:
+        return f"{count} B"
+    size = float(count)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size <= 999:
+            return f"{_three_digits_up(size)} {unit}"
+    return f"{_three_digits_up(size / 1024)} TiB"
+
+
 def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
+
+
+def _three_digits_up(value: float) -> str:
     """The least number of three digits that is not below a value."""
     for digits, most in ((2, 9.99), (1, 99.9)):
         up = ceil(value * 10**digits) / 10**digits
-        if abs(up) <= most:
+        if up <= most:
             return f"{up:.{digits}f}"
     return f"{ceil(value)}"
 

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moeq.tables import human_bytes, human_seconds
+from moeq.tables import human_bytes, human_seconds, human_size
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -132,9 +132,9 @@ IMAGE_QUALITY = (
 SIZES = (
     _Column("bits", lambda row: _number(row["average_bits"], "{:.3g}")),
     _Column("all bits", lambda row: _number(row["stored_bits"], "{:.3g}")),
-    _Column("experts", lambda row: human_bytes(row["expert_bytes"])),
+    _Column("experts", lambda row: human_size(row["expert_bytes"])),
     _Column("of orig.", lambda row: _number(row["expert_share"], "{:.1%}")),
-    _Column("whole", lambda row: "-" if row["checkpoint_bytes"] is None else human_bytes(row["checkpoint_bytes"])),
+    _Column("whole", lambda row: "-" if row["checkpoint_bytes"] is None else human_size(row["checkpoint_bytes"])),
     _Column("of orig.", lambda row: _number(row["checkpoint_share"], "{:.1%}")),
 )
 
@@ -299,7 +299,7 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
         table.add_row(
             row["target"],
             _number(row["average_bits"], "{:.3g}"),
-            "-" if row["expert_bytes"] is None else human_bytes(row["expert_bytes"]),
+            "-" if row["expert_bytes"] is None else human_size(row["expert_bytes"]),
             _number(row["objective"], "{:.4g}"),
             _number(row["ratio"], "{:.3f}"),
             row["refusal"] or "",
@@ -321,7 +321,7 @@ def print_frontier(found: dict[str, Any], plot: Path) -> None:
         table.add_row(
             point["method"],
             f"{point['average_bits']:.3g}",
-            human_bytes(point["expert_bytes"]),
+            human_size(point["expert_bytes"]),
             f"{point['objective']:.4g}",
             "dominated" if point["dominated"] else "",
             style="dim" if point["dominated"] else None,
@@ -444,7 +444,7 @@ def _plain(key: str, value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
     if isinstance(value, int) and "bytes" in key:
-        return f"{value:,} ({human_bytes(value)})" if value >= 1024 else f"{value}"
+        return f"{value:,} ({human_size(value)})" if value >= 1024 else f"{value}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

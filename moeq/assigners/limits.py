@@ -22,7 +22,7 @@ from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.targets import OF_MATRICES, TARGETS, Granularity, Target, loads_width
 from moeq.assigners.inputs import AssignInputs, hot_masks
 from moeq.errors import AssignmentError
-from moeq.tables import human_bytes
+from moeq.tables import human_bytes, human_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def byte_limit(
     if limit.total < limit.least:
         least = fixed + limit.least
         raise AssignmentError(
-            f"{whole} bytes ({human_bytes(whole)}) cannot be met; the least possible is {least} ({human_bytes(least)})",
+            f"{whole} bytes ({human_bytes(whole)}) cannot be met; the least possible is {least} ({human_size(least)})",
             where="size" if inputs.config.size is not None else "expert_bytes",
             do=f"ask for at least {least}" + (", or lower gpu_experts" if inputs.config.gpu_experts else ""),
         )

@@ -43,12 +43,13 @@ TOKENIZER_FILES = (
 VOCABULARIES = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"}
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 SIDE_FILES = ("generation_config.json", *PROCESSOR_FILES, *TOKENIZER_FILES)
+WEIGHTS = ".safetensors"
 PARTS = re.compile(  # names of files that a model is read from, or that an export may take along
     r".*\.(json|jinja|model|txt|spm|tiktoken|tokenizer|codes|safetensors|gguf|py)|README\.md"
     r"|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)([-._].*)?", re.IGNORECASE
 )  # fmt: skip
 CONFIG_BYTES = 64 << 20  # the largest config.json that is read
-SAMPLED_BYTES = 64 << 20  # moeq before 0.18 hashed files above this size by samples
+SAMPLED_BYTES = 64 << 20  # older moeq hashed files above this size by samples
 SAMPLE_BYTES, SAMPLES = 64 << 10, 64
 MODULES = re.compile(r"layers$|_layer$|^depths?$|blocks$|experts$|_stages$")  # counts of modules in a configuration
 SIZES = re.compile(r"(_size|_dim|_heads|_rank|_width|_groups)$|^d_|^n_embd$")  # what sizes tensors
@@ -119,6 +120,7 @@ def check_parts(directory: Path) -> None:
     """ModelError where a file that a model is read from, or that goes into its exports, is not the directory's own.
 
     A link that leads out of it would put a file of this machine into what is published; a pipe or a device is no file.
+    Weights in safetensors may lie elsewhere: only the model's own tensors are taken from them.
     """
     try:
         names = sorted(os.listdir(directory))
@@ -131,8 +133,10 @@ def check_parts(directory: Path) -> None:
 
 def check_part(directory: Path, name: str) -> None:
     """ModelError for one file as `check_parts` raises it; folders are let be, they are never read as files."""
+    path = directory / name
     try:
-        path = inside(directory, name)
+        if path.suffix != WEIGHTS:
+            path = inside(directory, name)
     except ValueError as error:
         do = (
             "copy the file into the directory, or give the one that holds it; if it is not the model's, remove the link"

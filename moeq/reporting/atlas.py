@@ -19,7 +19,7 @@ from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, element, figure, plain
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.maps import LOSS_MAP, Quantity, Scale, scale_of, value_map, width_map
-from moeq.tables import human_bytes
+from moeq.tables import human_size
 
 MAP_BITS = 2  # the width whose losses are shown first, where the table has it
 MEANS = " Cells: the mean of the expert's matrices."
@@ -183,7 +183,7 @@ def _widths(assignment: Assignment, row: EvalRow | None) -> ExpertMap:
     average = assignment.average_bits()
     figures = [f"{formats.bits(None if average is None else float(average))} bits"]
     if row is not None:
-        figures.append(human_bytes(row.expert_bytes))
+        figures.append(human_size(row.expert_bytes))
     return ExpertMap(
         key=f"widths-{re.sub(r'[^A-Za-z0-9_.+-]', '_', assignment.name)}",
         title=f"{plain(assignment.name)}: {', '.join(figures)}",

@@ -9,7 +9,7 @@ from moeq.reporting import formats
 from moeq.reporting.charts import Variant, dominated, size_chart
 from moeq.reporting.html import Raw, Row, Section, element, figure, join, paragraph, plain, table
 from moeq.reporting.inputs import ReportInputs
-from moeq.tables import human_bytes
+from moeq.tables import human_size
 
 BOTH = ("monde_bwrule", "monde_opt")  # MoNDE with its bandwidth rule, and cost-optimal
 
@@ -37,7 +37,7 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
     old, new = inputs.original, inputs.exported
     if new is None:
         return [_tile("exported checkpoint", "not evaluated", "eval.json has no exported row")]
-    size = _arrow(human_bytes(old.expert_bytes) if old else formats.MISSING, human_bytes(new.expert_bytes))
+    size = _arrow(human_size(old.expert_bytes) if old else formats.MISSING, human_size(new.expert_bytes))
     smaller = f"{formats.ratio(old.expert_bytes / new.expert_bytes)} smaller, " if old and new.expert_bytes else ""
     tiles = [
         _tile("bytes of all experts", size, f"{smaller}scales and zero points counted"),
@@ -92,7 +92,7 @@ def _with_note(figure: str, note: str) -> Raw:
 
 
 def _bytes(size: int | None) -> str:
-    return formats.MISSING if size is None else human_bytes(size)
+    return formats.MISSING if size is None else human_size(size)
 
 
 def _accuracy_note(old: EvalRow | None, new: EvalRow) -> str:

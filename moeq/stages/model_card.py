@@ -9,7 +9,7 @@ from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
 from moeq.models.vit.configuration import MODEL_TYPE as MOE_VIT
-from moeq.tables import human_bytes
+from moeq.tables import human_bytes, human_size
 
 
 def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]], origin: Origin) -> str:
@@ -49,7 +49,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
             for name, counts in count_matrices(widths).items()
         ),
         f"| experts by tier | {', '.join(f'{count} on {tier}' for tier, count in sorted(tiers.items()))} |",
-        f"| expert bytes, scales and zero points counted | {human_bytes(totals.placed_expert_bytes)} |",
+        f"| expert bytes, scales and zero points counted | {human_size(totals.placed_expert_bytes)} |",
         f"| other replicas | {human_bytes(totals.other_replica_bytes)} |",
         f"| everything else | {human_bytes(totals.non_expert_bytes)} |",
         *_modules(manifest),
@@ -81,7 +81,7 @@ def _figures(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"| assignment | expert bytes | {heads} |", f"|---|---:|{'---:|' * len(columns)}"]
     for row in rows:
         cells = ["" if row.get(name) is None else forms[name].format(row[name]).replace("%", " %") for name in columns]
-        lines.append(f"| {markdown(row['name'])} | {human_bytes(row['expert_bytes'])} | {' | '.join(cells)} |")
+        lines.append(f"| {markdown(row['name'])} | {human_size(row['expert_bytes'])} | {' | '.join(cells)} |")
     return lines
 
 

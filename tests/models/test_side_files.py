@@ -118,7 +118,7 @@ def replaced(path: Path, target: Path | str) -> None:
     "name",
     [
         "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.txt", "README.md",
-        "LICENSE", "model.safetensors", "model.safetensors.index.json", "notes.json", "modeling_x.py",
+        "LICENSE", "model.safetensors.index.json", "notes.json", "modeling_x.py",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["absolute", "relative", "by way of a link", "by way of a linked folder"])

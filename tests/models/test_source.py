@@ -52,19 +52,20 @@ def shard(folder: Path, out: Path) -> Path:
     return out
 
 
-def test_shards_may_be_links_to_files_within_the_directory_only(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_shards_may_be_links_to_files_elsewhere(tiny_mixtral: Path, tmp_path: Path) -> None:
     kept = shard(tiny_mixtral, tmp_path / "kept")
-    linked = tmp_path / "linked"
-    (linked / "weights").mkdir(parents=True)
+    (tmp_path / "linked").mkdir()
     for path in kept.iterdir():
-        shutil.copy(path, linked / "weights" / path.name)
-        (linked / path.name).symlink_to(f"weights/{path.name}")
-    assert set(open_source(str(linked)).tensors) == set(open_source(str(kept)).tensors)
-    first = next(linked.glob("*.safetensors"))
+        if path.suffix == ".safetensors":
+            (tmp_path / "linked" / path.name).symlink_to(path)
+        else:
+            shutil.copy(path, tmp_path / "linked" / path.name)
+    assert set(open_source(str(tmp_path / "linked")).tensors) == set(open_source(str(kept)).tensors)
+    first = next((tmp_path / "linked").glob("*.safetensors"))
     first.unlink()
-    first.symlink_to(kept / first.name)
-    with pytest.raises(ModelError, match=rf"{first.name}.* leads out of the directory, to .*kept/{first.name}"):
-        open_source(str(linked))
+    first.symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match=rf"{first.name}: no regular file"):
+        open_source(str(tmp_path / "linked"))
 
 
 def test_shards_load_as_one_file_does(tiny_mixtral: Path, tmp_path: Path) -> None:

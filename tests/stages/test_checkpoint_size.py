@@ -18,7 +18,7 @@ from moeq.recipe import AssignSection, load_recipe
 from moeq.stages import assign, evaluate
 from moeq.stages.checkpoint_size import SPARE_BYTES, SPARE_FILES, CheckpointSize, original_bytes
 from moeq.stages.context import Context
-from moeq.tables import human_bytes
+from moeq.tables import human_size
 from moeq.terminal import print_final
 
 SMALL = (
@@ -68,8 +68,8 @@ def test_the_table_shows_what_the_directory_has(finished: Context, capsys: pytes
     page = (finished.directory("report") / "report.html").read_text("utf-8")
     shown = " ".join(capsys.readouterr().out.split())
     for row in rows.values():
-        assert human_bytes(row["checkpoint_bytes"]) in shown
-        assert human_bytes(row["checkpoint_bytes"]) in page
+        assert human_size(row["checkpoint_bytes"]) in shown
+        assert human_size(row["checkpoint_bytes"]) in page
         assert row["checkpoint_bytes"] > row["total_bytes"] >= row["expert_bytes"]
     assert "whole: every file of the checkpoint, as --size limits it" in shown
 
@@ -119,7 +119,7 @@ def test_a_size_of_the_table_is_taken_as_a_limit(finished: Context, granularity:
     for row in results.final_rows(finished):
         if row["name"] == "original" or (row["name"] == "m2" and granularity == "expert"):
             continue
-        for typed in (str(row["checkpoint_bytes"]), human_bytes(row["checkpoint_bytes"])):
+        for typed in (str(row["checkpoint_bytes"]), human_size(row["checkpoint_bytes"])):
             wanted = f"assign={{method: optimal, quantizer: rtn, size: {typed}, granularity: {granularity}}}"
             section = section_of(wanted)
             found = assign.make(finished, section, "limited")
@@ -159,6 +159,6 @@ def test_a_size_of_all_replicas_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 999, 1000, 1023, 1024, 1025, 5_000_001, 10_476_322, 2**40 - 1, 3 * 2**40 + 1])
 def test_what_is_printed_is_never_less(count: int) -> None:
-    typed = section_of(f"assign={{method: optimal, quantizer: rtn, size: {human_bytes(count + 1)}}}").size
+    typed = section_of(f"assign={{method: optimal, quantizer: rtn, size: {human_size(count + 1)}}}").size
     assert typed is not None
     assert count < typed <= 1.011 * (count + 1) + 24
