@@ -69,9 +69,8 @@ def check_model(context: Context, stages: Iterable[str]) -> None:
         return  # what is there may be of the folded model, and is remade
     for record in found.values() if first is None else [first]:
         if record is not None and record.model.digest != context.stamp.digest:
-            name = record.model.name
-            what = f"a run of another model ({name})" if name != context.stamp.name else f"a run of another {name}"
-            raise ArtifactError(f"{what} lies in it", where=f"--out {context.out}", do=ELSEWHERE)
+            what = f"the run in it was made from another model ({record.model.name})"
+            raise ArtifactError(what, where=f"--out {context.out}", do=ELSEWHERE)
 
 
 def recipe_data(context: Context) -> dict[str, Any]:
