@@ -62,7 +62,7 @@ def show(found: HitRates, trace: RoutingTrace) -> bool:
 
 
 def main() -> int:
-    parser = figures.parser(__doc__, sequences=(120, 60), length=(512, 256), prefill=0.25, share=[0.25, 0.5])
+    parser = figures.parser(__doc__, sequences=120, length=512, prefill=0.25, share=[0.25, 0.5])
     parser.add_argument("--model", nargs="*", type=Path)
     parser.add_argument("--source", nargs="*")
     asked = figures.parsed(parser)
