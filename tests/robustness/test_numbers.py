@@ -127,6 +127,18 @@ def test_weights_that_overflow_are_named_at_profile(
     assert not any((out / stage).exists() for stage in ("profile", "losses", "checkpoint"))
 
 
+@pytest.mark.parametrize(("ends", "code"), [(r"^model\.norm\.weight$", QUANTIZATION), ("nothing", 0)])
+def test_a_norm_that_overflows_is_named_in_a_streamed_model_too(
+    moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, ends: str, code: int
+) -> None:
+    model = changed(models, times(ends, 1e36))
+    options = ["--model", model, "--out", tmp_path / "out", "--quiet", "--set", "stream=always"]
+    finished = moeq.run("profile", recipe, *options)
+    assert finished.code == code, finished.stderr
+    if code:
+        assert_refused(finished, code, "model.norm.weight: weights of up to 1e+36", "as seen in the model's output")
+
+
 def test_a_model_of_zeros_is_named_at_profile(moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path) -> None:
     model = changed(models, lambda _, tensor: torch.zeros_like(tensor))
     out = tmp_path / "out"
