@@ -19,7 +19,7 @@ from moeq.version import __version__
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet"}
 FLAGS = {
-    "run": STAGE | {"--quantizer", "--refine", "--verify"},
+    "run": STAGE | {"--quantizer", "--refine", "--verify", "--force"},
     **dict.fromkeys(("profile", "reparam"), STAGE),
     "eval": STAGE
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}
@@ -34,7 +34,7 @@ FLAGS = {
     "quantize": STAGE | {"--refine"},
     "assign": STAGE
     | {"--method", "--quantizer", "--average-bits", "--expert-bytes", "--size", "--target", "--price", "--frontier"}
-    | {"--granularity", "--ndp-latency", "--hardware"},
+    | {"--granularity", "--ndp-latency", "--hardware", "--force"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
     "verify": {
