@@ -214,7 +214,7 @@ def shown(layers: int, layer_bytes: int, row: dict[str, Any], plain: float | Non
 
 def main() -> int:
     parser = figures.parser(
-        __doc__, hidden=(1024, 768), intermediate=(1024, 768), experts=40, layers=([4, 8, 16, 32], [4, 12]),
+        __doc__, hidden=1024, intermediate=1024, experts=40, layers=([4, 8, 16, 32], [4, 8]),
         plain_limit=(4.5, 0.0),
     )  # fmt: skip
     parser.add_argument("--scratch", type=Path, help="folder for the checkpoints [default: the system's]")

@@ -83,8 +83,10 @@ def children() -> list[str]:
 
 
 def anonymous(process: str) -> int:
-    """Anonymous memory of a process, 0 when it has ended."""
+    """Anonymous memory of a process, 0 when it has ended, or has only just been forked and shares all of ours."""
     with contextlib.suppress(OSError, StopIteration):
+        if Path(f"/proc/{process}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes():
+            return 0
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
     return 0

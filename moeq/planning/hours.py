@@ -28,6 +28,7 @@ LOADING = 0.7  # seconds of building and filling a model, whatever its size
 TOKENIZING = 1e-6  # seconds a token
 ROW = 3e-5  # seconds a row of the loss table: made, written, read and summed up
 LIBRARY = 3.0  # seconds of loading the model's classes, the tokenizer and, for eval, lm-eval
+VERIFYING = 7.0  # of starting the target's process, which loads its libraries, and of a few tokens in it
 COMPARING = 6  # passes over the logits in which two outputs are compared
 TRACE_PASSES = 4  # passes over an expert's weights that its Hessian trace takes
 REPORT = 2.0
@@ -171,7 +172,8 @@ class Hours:
     def _export(self) -> float:
         rest = self.sizes.disk - self.sizes.experts_disk
         placed = placed_bytes(self.sizes, self.recipe.assign, self.recipe)
-        return self._reading(rest) + placed / self.rates.hash_bytes
+        verifying = VERIFYING + 2 * self._reading(self.sizes.disk) if self.recipe.export.verify else 0.0
+        return self._reading(rest) + placed / self.rates.hash_bytes + verifying
 
     def _eval(self) -> float:
         sizes, compare = self.sizes, len(self.recipe.eval.compare)

@@ -45,15 +45,17 @@ from moeq.stages.losses import ON_DEMAND
 from moeq.verification.reference import GROUP_BYTES
 
 MIB = 2**20
-PROGRAM = 380 * MIB  # the interpreter with torch, transformers, pyarrow, lm-eval and matplotlib; measured 290 to 355
+PROGRAM = 360 * MIB  # the interpreter with torch, transformers, pyarrow, lm-eval and matplotlib; measured 290 to 355
+TARGET_PROGRAM = 300 * MIB  # and with what a verification's own process loads
 HEADER = 1300  # bytes of one tensor's entry in the tables of headers and names
-TOKEN = 100  # bytes of one token while text is tokenized: ids as Python lists, twice, and the tokenizer's own
+TOKEN = 16  # bytes of one token of the text that sequences are taken from, half of which are their ids
+TOKENIZED_AT_ONCE = 150 * MIB  # what the tokenizer holds of one lot of text, of at most a MiB, at 150 bytes a character
 ROW = 1300  # bytes of one row of the loss table as a Python dictionary
 STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 REPLICA = 9000  # bytes of one replica in the manifest: nine tensors' stamps as objects and as JSON
-ESTIMATE = 150 * MIB  # arrays of the estimator's policies
-RENDERING = 150 * MIB  # figures of the report
-CACHES = 300 * MIB  # kernels' caches and the allocator's arenas once a model has run: 100 to 280 measured
+ESTIMATE = 40 * MIB  # arrays of the estimator's policies
+RENDERING = 40 * MIB  # figures of the report
+CACHES = 110 * MIB  # kernels' caches once a model has run; the allocator's arenas are in what it keeps
 KEPT = {True: 0.3, False: 1.0}  # of freed memory the allocator keeps at most: streamed (it is asked to return), loaded
 KEPT_MOST = 2**30  # larger blocks go back to the system at once
 HELD_PER_TOKEN = (
@@ -134,7 +136,9 @@ class Memory:
         return [self._term("decoder block", self.sizes.largest_block)] if self.streams else []
 
     def _text(self, tokens: int) -> Moment:
-        return [Term(what="text", bytes=tokens * TOKEN, lever="a smaller corpus")]
+        return [
+            Term(what="text", bytes=tokens * TOKEN + min(TOKENIZED_AT_ONCE, 600 * tokens), lever="a smaller corpus")
+        ]
 
     def _forward(self, tokens: int, length: int) -> Term:
         """Activations of one batch inside one decoder layer."""
@@ -295,8 +299,13 @@ class Memory:
             one, experts = 4 * largest.parameters_per_expert, 4 * largest.num_experts * largest.parameters_per_expert
             reference -= max(0, experts - max(GROUP_BYTES, one) - one)
         return [
+<<<<<<< HEAD
             Term(what=APART, bytes=int(PROGRAM + CACHES + loaded), lever=lever),
             Term(what="reference in float32", bytes=reference, lever=lever),
+=======
+            Term(what=APART, bytes=int(TARGET_PROGRAM + loaded), lever=lever),
+            Term(what="reference in float32", bytes=4 * (sizes.resident + sizes.largest_block) // self.d, lever=lever),
+>>>>>>> w-corpus
         ]
 
     def _eval(self) -> list[Moment]:
