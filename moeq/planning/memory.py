@@ -299,13 +299,8 @@ class Memory:
             one, experts = 4 * largest.parameters_per_expert, 4 * largest.num_experts * largest.parameters_per_expert
             reference -= max(0, experts - max(GROUP_BYTES, one) - one)
         return [
-<<<<<<< HEAD
-            Term(what=APART, bytes=int(PROGRAM + CACHES + loaded), lever=lever),
-            Term(what="reference in float32", bytes=reference, lever=lever),
-=======
             Term(what=APART, bytes=int(TARGET_PROGRAM + loaded), lever=lever),
-            Term(what="reference in float32", bytes=4 * (sizes.resident + sizes.largest_block) // self.d, lever=lever),
->>>>>>> w-corpus
+            Term(what="reference in float32", bytes=reference, lever=lever),
         ]
 
     def _eval(self) -> list[Moment]:
