@@ -17,7 +17,7 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
-from moeq.artifacts.stage import RECORD, StageRecord, edited_files, read_record
+from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, read_record
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
@@ -122,8 +122,6 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
 
     Files that may be edited may have been, but must be valid.
     """
-    from moeq.verification.files import check_files
-
     recipe = load_recipe(path / "recipe.yaml")
     found: dict[str, Any] = {"kind": "moeq run", "recipe": recipe.name}
     for name in STAGES:
@@ -146,8 +144,6 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
 
 def _checked_stage(directory: Path, record: StageRecord, reporter: Reporter) -> str:
     """Names of the files of a stage that were edited by hand, as they may be; ArtifactError for any other change."""
-    from moeq.verification.files import check_files
-
     editable = EDITABLE.get(record.stage, frozenset())
     check_files(directory, record, reporter=reporter, editable=editable)
     edited = edited_files(directory, record.stage, editable)

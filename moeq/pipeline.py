@@ -17,6 +17,7 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.digests import digest_of_file, spent
 from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import BEGUN, building, digest_of, locked, place, remove_partials, write_bytes
+from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.run import EDITABLE, RECIPE_COPY, STORE
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import (
@@ -48,7 +49,7 @@ from moeq.stages import (
 )
 from moeq.stages.context import Context
 from moeq.stages.recorded import MODEL_FILES, changed_files
-from moeq.stages.run_directory import check_model, check_out, record_of, write_recipe
+from moeq.stages.run_directory import check_model, record_of, write_recipe
 from moeq.stages.side_files import code_of
 from moeq.tables import human_seconds
 
@@ -421,12 +422,12 @@ def _directory(context: Context, stages: list[Stage], force: bool, *, alone: boo
     """
     _check_directory(context)
     _prepare(context if alone else context.given(), stages)
-    for stage in stages if alone else []:
-        _check_needed(context, stage)
     new = not context.out.exists()
     outcomes: list[Outcome] = []
     try:
         with locked(context.out):
+            for stage in stages if alone else []:
+                _check_needed(context, stage)
             _remove_partials(context)
             _look_ahead(context, stages, force)
             with _recipe_written(context if alone else context.given(), outcomes):
@@ -463,7 +464,7 @@ def _put_back(path: Path, before: bytes | None) -> None:
 
 def _check_directory(context: Context) -> None:
     """RecipeError, ArtifactError for a directory that belongs to something else than runs of this model."""
-    check_out(context.out, BY_NAME, (RECIPE_COPY, *export.FORMAT_DIRECTORIES))
+    refuse_artifacts(context.out)
     check_model(context.given(), BY_NAME)
 
 

@@ -197,6 +197,29 @@ def current_digest(
     return digest_of(found)
 
 
+def check_files(
+    directory: Path,
+    record: StageRecord,
+    known: Mapping[str, str] | None = None,
+    reporter: Reporter | None = None,
+    editable: frozenset[str] = frozenset(),
+) -> None:
+    """Compare a directory with the record of its stage; ArtifactError at the first file that is missing or changed.
+
+    known: digests of files that were just read; editable: files that only have to be there.
+    """
+    stage = record.stage.partition("-")[0]  # export-gguf is of export
+    again = f"run `moeq {stage}` again"
+    for name in record.files:
+        if not (directory / name).is_file():
+            raise ArtifactError("missing since the stage wrote it", where=str(directory / name), do=again)
+    rest = [name for name in record.files if name not in {*(known or {}), *editable}]
+    found = {**(known or {}), **digests_of(directory, rest, cached=False, reporter=reporter)}
+    for name, stamp in record.files.items():
+        if name not in editable and found[name] != stamp.sha256:
+            raise ArtifactError("changed since the stage wrote it", where=str(directory / name), do=again)
+
+
 def write_record(
     directory: Path,
     *,

@@ -32,8 +32,8 @@ class AsQuantized:
         self._assignment = assignment
         self._directory = context.directory("quantize")
         self._modules = {} if (table := others.table(context)) is None else {one.module: one for one in table.modules}
-        gone = expert_keys(context.source, *context.described) | scale_keys(context.source)
-        self._gone = gone | set(others.replaced_keys(context))
+        gone = expert_keys(context.source, *context.described) | set(others.replaced_keys(context))
+        self._gone = gone - scale_keys(context.source)  # which whoever dequantizes the rest needs
         self._open: dict[str, Any] = {}
         self._names: dict[str, set[str]] = {}
 

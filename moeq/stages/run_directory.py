@@ -10,14 +10,15 @@ from typing import Any
 import yaml
 from rich.markup import escape
 
-from moeq.artifacts.files import BEGUN, PARTIAL, write_text
-from moeq.artifacts.places import ELSEWHERE, refuse_artifacts
-from moeq.artifacts.run import DIRECTORIES, RECIPE_COPY, STORE
-from moeq.artifacts.stage import RECORD, StageRecord, read_record
+from moeq.artifacts.files import write_text
+from moeq.artifacts.places import ELSEWHERE
+from moeq.artifacts.run import RECIPE_COPY
+from moeq.artifacts.stage import StageRecord, read_record
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
+from moeq.stages.recorded import changed_files
 
 HEAD = "# The recipe as it was run, defaults filled in."
 SHOWN = 4  # changed keys of a recipe that are named
@@ -29,32 +30,6 @@ def record_of(directory: Path, stage: str) -> StageRecord | None:
         return read_record(directory, stage)
     except ArtifactError:
         return None
-
-
-def check_out(out: Path, stages: Iterable[str], more: Iterable[str] = ()) -> None:
-    """RecipeError for a directory to write a run to that holds something else: a model, a checkpoint, other files.
-
-    more: names beside the stages' directories that a run has.
-    """
-    refuse_artifacts(out)
-    if not out.is_dir():
-        return
-    directories = {DIRECTORIES.get(stage, stage) for stage in stages}
-    if any((out / name / RECORD).is_file() for name in directories) or _is_copy(out / RECIPE_COPY):
-        return
-    own = {name + end for name in (*directories, STORE, *more) for end in ("", PARTIAL, f".old{PARTIAL}", BEGUN)}
-    for path in sorted(out.iterdir()):
-        if path.name not in own and not path.name.startswith("."):
-            what = f"is no run and not empty ({path.name} lies in it)"
-            raise RecipeError(what, where=f"--out {out}", do=ELSEWHERE)
-
-
-def _is_copy(path: Path) -> bool:
-    """Whether a recipe is one that a run wrote to its directory."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as stream:
-        return stream.read(len(HEAD)) == HEAD.encode()
 
 
 def check_model(context: Context, stages: Iterable[str]) -> None:
@@ -70,7 +45,9 @@ def check_model(context: Context, stages: Iterable[str]) -> None:
     for record in found.values() if first is None else [first]:
         if record is not None and record.model.digest != context.stamp.digest:
             what = f"the run in it was made from another model ({record.model.name})"
-            raise ArtifactError(what, where=f"--out {context.out}", do=ELSEWHERE)
+            changed = changed_files(record, context.model_files) if record.model.name == context.stamp.name else []
+            more = f": {changed[0]} is not the file that it read" if changed else ""
+            raise ArtifactError(what + more, where=f"--out {context.out}", do=ELSEWHERE)
 
 
 def recipe_data(context: Context) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest
-from moeq.artifacts.stage import RECORD, StageRecord, digests_of, read_record
+from moeq.artifacts.stage import RECORD, StageRecord, check_files, read_record
 from moeq.artifacts.sums import NAME, Sums, check_sums
 from moeq.errors import ArtifactError
 from moeq.exporters.moeq import tensors_sha256
@@ -148,26 +147,3 @@ def _check_replica(directory: Path, replica: Replica | PlacedModule, headers: di
         raise ArtifactError(f"{what}: bytes differ from the manifest", where=str(directory / replica.file), do=again)
     if tensors_sha256(found) != replica.sha256:
         raise ArtifactError(f"{what}: SHA-256 differs from the manifest", where=str(directory / replica.file), do=again)
-
-
-def check_files(
-    directory: Path,
-    record: StageRecord,
-    known: Mapping[str, str] | None = None,
-    reporter: Reporter = QUIET,
-    editable: frozenset[str] = frozenset(),
-) -> None:
-    """Compare a directory with the record of its stage; ArtifactError at the first file that is missing or changed.
-
-    known: digests of files that were just read; editable: files that only have to be there.
-    """
-    stage = record.stage.partition("-")[0]  # export-gguf is of export
-    again = f"run `moeq {stage}` again"
-    for name in record.files:
-        if not (directory / name).is_file():
-            raise ArtifactError("missing since the stage wrote it", where=str(directory / name), do=again)
-    rest = [name for name in record.files if name not in {*(known or {}), *editable}]
-    found = {**(known or {}), **digests_of(directory, rest, cached=False, reporter=reporter)}
-    for name, stamp in record.files.items():
-        if name not in editable and found[name] != stamp.sha256:
-            raise ArtifactError("changed since the stage wrote it", where=str(directory / name), do=again)

@@ -292,6 +292,7 @@ def test_a_checkpoint_without_replicas_says_so(run: Path, tmp_path: Path) -> Non
         for expert in layer["experts"]:
             expert["replicas"] = [one for one in expert["replicas"] if one["placed"]]
     (copy / "placement.json").write_text(json.dumps(manifest))
+    (copy / "SHA256SUMS").unlink()
     with pytest.raises(EvaluationError, match="holds no replicas of every expert at 1, 2, 3, 4, 16 bits"):
         command.run(asked([copy], context_aware=["gpu_experts=1,average_bits=2"]))
     assert load_checkpoint(copy, torch.float32, torch.device("cpu")) is not None

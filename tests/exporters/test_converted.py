@@ -64,7 +64,9 @@ def test_dequantized_computes_the_same(family: str, tmp_path: Path) -> None:
 
 def test_the_models_type_is_that_of_what_is_not_packed(mixtral: Path) -> None:
     source = MadeSource(mixtral, lambda layer, expert, projection: 8)
-    packed = {key: replace(header, dtype="U8") for key, header in source.source.tensors.items() if "experts" in key}
+    packed = {
+        key: replace(header, dtype="F8_E5M2") for key, header in source.source.tensors.items() if "experts" in key
+    }
     source.source = replace(source.source, tensors=source.source.tensors | packed)
     assert plain_dtype(source) == torch.bfloat16
 

@@ -61,7 +61,7 @@ def test_a_217_gib_model_is_planned_from_its_headers(
     def refuse(*_: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(source, "_weights_digest", refuse)
+    monkeypatch.setattr(source, "digests_of_files", refuse)
     pretend(monkeypatch)
     started = time.monotonic()
     plan = make_plan(context_of(sparse_qwen, tmp_path, "losses.group_size=128"), probe=False)

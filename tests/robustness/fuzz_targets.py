@@ -156,7 +156,7 @@ class Fuzzed:
     def valid(self, target: str) -> bytes:
         """The input of a target before it is mutated."""
         if target == "sums":
-            return f"{hashlib.sha256(b'').hexdigest()}  a\n".encode() * 2
+            return "".join(f"{hashlib.sha256(b'').hexdigest()}  {name}\n" for name in "ab").encode()
         if target == "gguf":
             return self.gguf
         if target == "yaml":
@@ -294,7 +294,8 @@ class Fuzzed:
             assert (self.folder / name).resolve().is_relative_to(self.folder.resolve())
 
     def _sums(self, data: bytes) -> None:
-        (self.folder / "a").write_bytes(b"")
+        for name in "ab":
+            (self.folder / name).write_bytes(b"")
         self._write(self.folder / SUMS, data)
         check_sums(self.folder)
 

@@ -537,7 +537,7 @@ def test_stage_before_its_inputs(moeq: ForkServer, recipe: Path, tmp_path: Path,
 def test_stage_on_another_model(moeq: ForkServer, models: Models, run_copy: Path) -> None:
     other = models.edited("model.norm.weight", lambda tensor: tensor + 1)
     finished = moeq.run("assign", "--out", run_copy, "--model", other, "--quiet")
-    assert_refused(finished, ARTIFACT, "another model", "moeq profile")
+    assert_refused(finished, ARTIFACT, "another model", "choose another --out")
 
 
 def _json_version(name: str) -> Callable[[Path], None]:

@@ -177,7 +177,9 @@ def test_a_model_that_changed_between_two_stages_is_not_the_same(run: Context, m
     between = 8 + length + (size - 8 - length) * 21 // 126  # two of the samples that were once read
     with flipped(path, mtime, between):
         context, _ = again(run)
-        with pytest.raises(ArtifactError, match=r"model\.safetensors is not the file that it read.*run `moeq"):
+        with pytest.raises(
+            ArtifactError, match=r"model\.safetensors is not the file that it read; choose another --out"
+        ):
             pipeline.run_alone(context, "assign")
 
 
@@ -292,10 +294,14 @@ def test_a_checkpoint_in_another_format(run: Context, mtime: str) -> None:
 def test_files_that_were_added_are_named(run: Context, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     shutil.copytree(run.out / "checkpoint", directory)
+    (directory / "notes.txt").write_text("mine")
+    assert inspect(directory)["checked_files"].endswith("not listed: notes.txt")
     (directory / "modeling_evil.py").write_text("import os")
-    assert inspect(directory)["checked_files"].endswith("not listed: modeling_evil.py")
+    with pytest.raises(ArtifactError, match=r"modeling_evil\.py: the manifest does not list this code"):
+        inspect(directory)
     with pytest.raises(ArtifactError, match=r"modeling_evil\.py.*does not list it"):
         moeq.load(directory, verify=True)
+    (directory / "modeling_evil.py").unlink()
     shutil.copyfile(rest_file(run), directory / "more.safetensors")
     with pytest.raises(ArtifactError, match=r"more\.safetensors: weights that SHA256SUMS does not list"):
         inspect(directory)

@@ -141,6 +141,7 @@ def test_the_hook_is_listed_as_moeqs_own(untrusted: tuple[Context, list[str]], t
     assert inspect(directory)["code"] == {HOOK_FILE: f"moeq's own hook, SHA-256 {digest}"}
     assert f"| code | {HOOK_FILE}, moeq's own hook: two lines |" in (directory / "README.md").read_text()
     (directory / "stage.json").unlink()  # a published checkpoint has no record
+    (directory / "SHA256SUMS").unlink()  # nor need it state what the manifest does
     (directory / HOOK_FILE).write_text(f"{HOOK_TEXT}print()\n")
     with pytest.raises(ArtifactError, match=rf"{HOOK_FILE}: is not the hook that moeq writes"):
         inspect(directory)
@@ -153,6 +154,7 @@ def test_the_hook_is_listed_as_moeqs_own(untrusted: tuple[Context, list[str]], t
 def test_manifests_from_before_code_was_listed_still_load(untrusted: tuple[Context, list[str]], tmp_path: Path) -> None:
     directory = shutil.copytree(untrusted[0].directory("export"), tmp_path / "checkpoint")
     (directory / "stage.json").unlink()
+    (directory / "SHA256SUMS").unlink()
     manifest = json.loads((directory / "placement.json").read_text())
     del manifest["code"]
     (directory / "placement.json").write_text(json.dumps(manifest))
@@ -205,6 +207,7 @@ def test_with_trust_it_goes_along_and_is_listed(tiny_mixtral: Path, tmp_path: Pa
     assert "  left out: training_args.bin (libraries and pickles never go along)" in said
     converted(native, tmp_path, digest)
     (native / "stage.json").unlink()
+    (native / "SHA256SUMS").unlink()
     (native / "tokenization_own.py").write_text("print()")
     with pytest.raises(ArtifactError, match=r"tokenization_own\.py: changed since the manifest was written"):
         inspect(native)
