@@ -6,7 +6,7 @@ artifacts before it); its `digest` is that of the bytes it wrote. Dates and timi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 

@@ -119,9 +119,13 @@ def scale_keys(source: ModelSource) -> set[str]:
     """The tensors on disk that are scales of packed ones (or of activations); none of a plain checkpoint."""
     if not is_dequantized(source):
         return set()
-    packed = [key for key, header in source.tensors.items() if header.dtype in PACKED]
-    found = {scales for key in packed for scales in _scales_of(key)}
-    return {key for key in source.tensors if key in found or key.endswith(".activation_scale")}
+    return scales_of(source, source.tensors) | {key for key in source.tensors if key.endswith(".activation_scale")}
+
+
+def scales_of(source: ModelSource, keys: Iterable[str]) -> set[str]:
+    """The tensors on disk that are scales of those among some tensors that are packed."""
+    packed = [key for key in keys if source.tensors[key].dtype in PACKED]
+    return {scales for key in packed for scales in _scales_of(key)} & set(source.tensors)
 
 
 def plain_header(source: ModelSource, key: str) -> tuple[str, tuple[int, ...], int]:

@@ -15,7 +15,7 @@ from moeq.exporters.moeq import layer_name
 from moeq.exporters.packed_source import Matrices
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys
-from moeq.models.weights import scale_keys
+from moeq.models.weights import scale_keys, scales_of
 from moeq.numerics.packed import PARTS, PackedWeight
 from moeq.numerics.widths import NESTED_BITS
 from moeq.stages import others
@@ -32,8 +32,9 @@ class AsQuantized:
         self._assignment = assignment
         self._directory = context.directory("quantize")
         self._modules = {} if (table := others.table(context)) is None else {one.module: one for one in table.modules}
-        gone = expert_keys(context.source, *context.described) | set(others.replaced_keys(context))
-        self._gone = gone - scale_keys(context.source)  # which whoever dequantizes the rest needs
+        gone = expert_keys(context.source, *context.described) | scale_keys(context.source)
+        kept = set(context.source.tensors) - gone - set(others.replaced_keys(context))
+        self._kept = kept | scales_of(context.source, kept)  # with which the rest is dequantized
         self._open: dict[str, Any] = {}
         self._names: dict[str, set[str]] = {}
 
@@ -69,8 +70,8 @@ class AsQuantized:
             yield name, self._packed(file, name, row.bits, row.group_size, row.inputs, row.symmetric, False)
 
     def rest(self) -> list[str]:
-        """Keys of the model's tensors that stay as they are."""
-        return sorted(set(self.source.tensors) - self._gone)
+        """Keys of the model's tensors that stay as they are, and their scales."""
+        return sorted(self._kept)
 
     def _packed(
         self, file: str, prefix: str, bits: int, group_size: int, inputs: int, symmetric: bool, nested: bool
