@@ -443,19 +443,22 @@ def _round_to_nearest(
     columns: Tensor, bits: Sequence[int], group_size: int, symmetric: Symmetry, importance: Tensor | None
 ) -> Quantized:
     """Rounding (RTN) of columns [E, K, N], group by group."""
-    _, inputs, rows = columns.shape
+    experts, inputs, rows = columns.shape
     group = resolved_group_size(inputs, group_size)
-    all_codes, scales, zeros = [], [], []
+    codes = torch.empty(experts, len(bits), rows, inputs, dtype=torch.uint8, device=columns.device)
+    scales, zeros = [], []
     grids = None if importance is None else _static_grids(columns, bits, group, symmetric, importance.to(columns.dtype))
     for index in range(group_count(inputs, group_size)):
-        part = columns[:, index * group : (index + 1) * group].unsqueeze(2).expand(-1, -1, len(bits), -1)
+        here = slice(index * group, (index + 1) * group)
+        part = columns[:, here].unsqueeze(2).expand(-1, -1, len(bits), -1)
         scale, zero = fit_grid(part, bits, symmetric) if grids is None else (one[..., index] for one in grids)
         top = max_codes(bits, scale).expand(len(bits), rows)
-        all_codes.append(encode(part, inverse_scale(scale).unsqueeze(1), zero.unsqueeze(1), top).to(torch.uint8))
+        found = encode(part, inverse_scale(scale).unsqueeze(1), zero.unsqueeze(1), top)
+        codes[..., here] = found.to(torch.uint8).permute(0, 2, 3, 1)
         scales.append(scale)
         zeros.append(zero)
     return Quantized(
-        codes=torch.cat(all_codes, 1).permute(0, 2, 3, 1).contiguous(),
+        codes=codes,
         scale=torch.stack(scales, -1),
         zero=torch.stack(zeros, -1),
         bits=tuple(bits),

@@ -38,7 +38,8 @@ from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.numerics.packed import packed_shapes
 from moeq.numerics.widths import NESTED_BITS
 from moeq.pipeline import BY_NAME, Stage
-from moeq.planning.memory import loss_rows, read_share, store_bytes
+from moeq.planning.batch import store_bytes
+from moeq.planning.memory import loss_rows, read_share
 from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.measuring import STORED

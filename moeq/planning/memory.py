@@ -9,13 +9,14 @@ What is held, and where the code holds it:
   inputs of one layer with the pieces that they are joined from;
 - a streamed model (models/streaming.py): what is not in a decoder block, one block, two thirds of its experts again
   while they are stacked, all of it once more where the dtype changes;
-- losses (quantizers/layer.py): the layer's tokens in float32 and three quarters of them again, the packed replicas and
-  their parts, and one batch of experts under losses.working_memory;
-- what a stage freed stays with the allocator in part and is there beside what later stages hold;
+- losses (quantizers/layer.py): the layer's tokens in float32 and three quarters of them again, and one batch of experts
+  under losses.working_memory with the replicas that are packed by then (planning/batch.py);
+- what a batch's activations leave in the allocator's heap lies there until it is asked to return it, when a streamed
+  block is read or dropped and after each stage; what is left of a stage then is gaps between what stayed;
 - export (verification/): a second process with the checkpoint, and one block of the reference at a time, with a group
   of its experts (of the format dequantized: all);
-- eval (stages/evaluate.py): a loaded model is dropped only when the next one has been loaded; logits in float32, the
-  exported checkpoint whole.
+- eval (stages/evaluate.py): beside a loaded model the experts that replicas stand in for, until it is dropped for the
+  exported checkpoint, which is loaded whole; logits in float32.
 """
 
 from __future__ import annotations
@@ -29,23 +30,20 @@ from moeq.artifacts.trace import BYTES_PER_CHOICE
 from moeq.exporters.readers import PLAIN
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import memory_bytes
-from moeq.numerics.grids import resolved_group_size
-from moeq.numerics.packed import packed_bytes
+from moeq.planning.batch import batch_moments, store_bytes
 from moeq.planning.effects import heldout, kept
 from moeq.planning.placed import methods
 from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.layer import expert_batches
-from moeq.quantizers.layer_data import SAMPLE_TOKENS, part_rows
-from moeq.quantizers.measuring import RTN, SIGNROUND, STORED
+from moeq.quantizers.layer_data import part_rows
+from moeq.quantizers.measuring import RTN
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import WEIGHT_BYTES
 from moeq.recipe import Recipe
-from moeq.stages.losses import ON_DEMAND
 from moeq.verification.reference import GROUP_BYTES
 
 MIB = 2**20
-PROGRAM = 360 * MIB  # the interpreter with torch, transformers, pyarrow, lm-eval and matplotlib; measured 290 to 355
+PROGRAM = 350 * MIB  # the interpreter with torch, transformers, pyarrow and matplotlib; measured 290 to 340
 TARGET_PROGRAM = 300 * MIB  # and with what a verification's own process loads
 HEADER = 1300  # bytes of one tensor's entry in the tables of headers and names
 TOKEN = 16  # bytes of one token of the text that sequences are taken from, half of which are their ids
@@ -54,14 +52,17 @@ ROW = 1300  # bytes of one row of the loss table as a Python dictionary
 STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 REPLICA = 9000  # bytes of one replica in the manifest: nine tensors' stamps as objects and as JSON
 ESTIMATE = 40 * MIB  # arrays of the estimator's policies
-RENDERING = 40 * MIB  # figures of the report
-CACHES = 110 * MIB  # kernels' caches once a model has run; the allocator's arenas are in what it keeps
-KEPT = {True: 0.3, False: 1.0}  # of freed memory the allocator keeps at most: streamed (it is asked to return), loaded
-KEPT_MOST = 2**30  # larger blocks go back to the system at once
+RENDERING = 55 * MIB  # figures of the report
+KERNELS = {True: 16 * MIB, False: 60 * MIB}  # caches once a model has run: in float32, or in 16 bits by way of it
+COMPILED = 70 * MIB  # the column loop and its compiler, from losses on
+TASKS = 45 * MIB  # lm-eval, from eval on
+KEPT = 0.08  # of what earlier stages freed, gaps that cannot be returned
+HEAP_MOST = 2**30  # of freed memory in the heap; larger blocks go back to the system at once
 HELD_PER_TOKEN = (
     3  # hidden states a token that a stopped batch keeps: residual, the experts' input, a copy between them
 )
-CAPTURED = 2  # copies of a layer's inputs while they are joined: pieces and whole
+CAPTURED = 3  # copies of a layer's inputs while they are joined and looked through: pieces, whole, absolute values
+LOOKED = 2  # bytes of a number that says whether it is finite, while it is found out
 
 APART = "checkpoint in its target's process"
 COMPARED = 5  # effects: two outputs as logarithmic probabilities and what is between them, in float32
@@ -92,11 +93,18 @@ class Memory:
         earlier = STAGES[: STAGES.index(stage)]
         freed = max((self._transient(before) for before in earlier), default=0)
         always = [
-            Term(what="program", bytes=PROGRAM + CACHES),
+            Term(what="program", bytes=self._program(stage)),
             Term(what="headers", bytes=self.sizes.tensors * HEADER),
-            Term(what="kept by the allocator", bytes=int(min(KEPT[self.streams] * freed, KEPT_MOST))),
+            Term(what="kept by the allocator", bytes=int(min(KEPT * freed, HEAP_MOST))),
         ]
         return [[*always, *moment] for moment in found]
+
+    def _program(self, stage: str) -> int:
+        """Bytes of the interpreter, of libraries and of what they keep, by the time of a stage."""
+        place = STAGES.index(stage)
+        compiled = COMPILED if place >= STAGES.index("losses") else 0
+        tasks = TASKS if self.work.tasks is not None and place >= STAGES.index("eval") else 0
+        return PROGRAM + KERNELS[self.d == 4] + compiled + tasks
 
     def _transient(self, stage: str) -> int:
         """Bytes of the machine's memory that a stage frees again, at most."""
@@ -144,12 +152,19 @@ class Memory:
         """Activations of one batch inside one decoder layer."""
         sizes = self.sizes
         inner = max(layer.intermediate_size for layer in sizes.layers)
-        experts = sizes.top_k * (2 * sizes.hidden_size + 3 * inner) * self.d
+        within = (2 * sizes.hidden_size + 3 * inner) * self.d
+        weighed = sizes.hidden_size * (2 * self.d + 2 * 4)  # by weights in float32, and put back in order
+        experts = sizes.top_k * max(within, weighed)
         attention = 6 * max(sizes.hidden_size, sizes.num_heads * sizes.head_dim) * self.d
         dense = 4 * 4 * sizes.hidden_size * self.d  # a dense feed-forward part, taken as four times as wide
         mask = length * self.d  # of padded batches: a row of the mask a token
         size = tokens * (max(experts, dense) + attention + 2 * self.token + mask)
         return self._term("activations of a batch", size, "a smaller batch_size")
+
+    def _left(self, tokens: int, length: int) -> Term:
+        """What a batch's activations leave in the heap, as much as they are; a GPU's allocator uses its own again."""
+        size = 0 if self.gpu else min(self._forward(tokens, length).bytes, HEAP_MOST)
+        return Term(what="heap of activations", bytes=size, lever="a smaller batch_size")
 
     def _stopped(self, copies: float) -> Term:
         tokens = self.work.calibration.tokens
@@ -157,7 +172,8 @@ class Memory:
 
     def _captured(self, copies: float) -> Term:
         tokens = self.work.calibration.tokens
-        size = tokens * (copies * self.token + 12 * self.sizes.top_k + 16)
+        looked = LOOKED * self.sizes.hidden_size if copies > 1 else 0
+        size = tokens * (copies * self.token + looked + 12 * self.sizes.top_k + 16)
         return self._term("inputs of a layer", size, "fewer corpus.sequences")
 
     def _profile(self) -> list[Moment]:
@@ -169,7 +185,7 @@ class Memory:
             [*self._loading(), self._stopped(2), self._captured(1), tables],
             [
                 *self._model(), *self._block(), self._stopped(HELD_PER_TOKEN), self._captured(CAPTURED),
-                self._forward(text.batch_tokens, text.length), tables,
+                self._forward(text.batch_tokens, text.length), self._left(text.batch_tokens, text.length), tables,
             ],
         ]  # fmt: skip
 
@@ -184,7 +200,7 @@ class Memory:
     def _losses(self) -> list[Moment]:
         text, section, sizes = self.work.calibration, self.recipe.losses, self.sizes
         largest = max(self.sizes.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
-        packed = store_bytes(largest, self.recipe) if set(section.methods) - ON_DEMAND else 0
+        batch, packed = max(batch_moments(largest, self.recipe, self._routed(largest), gpu=self.gpu), key=sum)
         rows = loss_rows(self.sizes, self.recipe)
         whole = rows // (1 + len(largest.projections) if section.per_projection else 1)
         tokens = text.tokens * self.sizes.hidden_size * 4
@@ -194,16 +210,15 @@ class Memory:
             [*self._loading(), self._stopped(2)],
             [
                 *self._model(), *self._block(), self._stopped(HELD_PER_TOKEN), self._captured(CAPTURED),
-                self._forward(text.batch_tokens, text.length),
+                self._forward(text.batch_tokens, text.length), self._left(text.batch_tokens, text.length),
             ],
             [
                 *self._model(), *self._block(), self._stopped(HELD_PER_TOKEN), self._captured(1),
                 self._term("tokens in float32", floats, "fewer corpus.sequences"),
-                self._term("packed replicas of a layer", packed),
-                Term(what="packed replicas, joined", bytes=packed),
+                self._left(text.batch_tokens, text.length),
                 Term(what="rows of a layer", bytes=rows // len(self.sizes.layers) * ROW),
-                self._term("batch of experts", batch_bytes(largest, self.recipe, self._routed(largest)),
-                           "a smaller losses.working_memory"),
+                self._term("batch of experts", batch, "a smaller losses.working_memory"),
+                self._term("packed replicas of a layer", packed),
                 self._term("sums over inputs of other modules", sizes.others.sums()),
             ],
             [
@@ -225,7 +240,8 @@ class Memory:
                 size = int(tokens * (numbers + kept(self.sizes, section) * self.d))
                 outputs = self._term("outputs that are compared", size, "a smaller losses.working_memory")
                 moment = [*self._model(), *self._block(), outputs]
-                found.append([*moment, self._forward(int(tokens), self.work.calibration.length)])
+                length = self.work.calibration.length
+                found.append([*moment, self._forward(int(tokens), length), self._left(int(tokens), length)])
         return found
 
     def _routed(self, layer: ExpertLayer) -> int:
@@ -271,9 +287,9 @@ class Memory:
         waiting = [*self._model(), *self._block(), self._stopped(2 * HELD_PER_TOKEN), self._captured(CAPTURED)]
         return [
             [*self._loading(), self._stopped(4)],
-            [*waiting, self._forward(text.batch_tokens, text.length)],
+            [*waiting, self._forward(text.batch_tokens, text.length), self._left(text.batch_tokens, text.length)],
             [
-                *waiting, *self._tables(), packed,
+                *waiting, *self._tables(), packed, self._left(text.batch_tokens, text.length),
                 self._term("tokens in float32", floats, "fewer corpus.sequences"),
                 self._term("codes of a layer", unpacked),
                 self._term("experts in training", trained, "a smaller quantize.refine.working_memory"),
@@ -311,21 +327,20 @@ class Memory:
         exported = self._term("exported checkpoint", rest + self.placed * 1.02, "run the stages before eval alone")
         largest = max(layer.parameters_per_expert for layer in sizes.layers)
         one = self._term("one expert, dequantized", 12 * largest)
-        before = [] if self.streams else [
-            self._term("model of the assignment before", sizes.whole, "stream: always")
-        ]  # fmt: skip
-        moments = [[*self._loading(), *before, *tables]]
+        size = 0 if self.streams else sizes.expert_parameters * self.d  # in the machine's memory, wherever the model is
+        originals = Term(what="experts that were replaced", bytes=size, lever="stream: always")
+        moments = [[*self._loading(), *tables]]
         if self.streams:
             moments += [[*self._model(), exported, *tables, Term(what="being read", bytes=int(0.1 * self.placed))]]
         else:
-            moments += [[*self._model(), exported, *tables]]
+            moments += [[exported, *tables]]
         for tokens, length, lever in self._passes():
             logits = self._term("logits", tokens * sizes.vocabulary * (self.d + 12), lever)
-            running = [self._forward(tokens, length), logits, one, *tables]
+            running = [self._forward(tokens, length), self._left(tokens, length), logits, one, *tables]
             lockstep = 0 if not self.streams or text is None else text.tokens * 2 * self.token
             stopped = self._term("stopped batches", lockstep, "fewer eval.perplexity.sequences")
-            moments += [[*self._model(), *self._block(), stopped, *running]]
-            moments += [[*(self._model() if self.streams else before), exported, *running]]
+            moments += [[*self._model(), *self._block(), originals, stopped, *running]]
+            moments += [[*self._resting(), exported, *running]]
             if self.streams:
                 moments += [[*self._loading(), stopped, one, *tables]]
         if tasks is not None:
@@ -374,46 +389,3 @@ def loss_rows(sizes: ModelSizes, recipe: Recipe) -> int:
         each * layer.num_experts * (1 + len(layer.projections) if section.per_projection else 1)
         for layer in sizes.layers
     )
-
-
-def store_bytes(layer: ExpertLayer, recipe: Recipe) -> int:
-    """Bytes of the packed replicas of one layer by one method, all experts at all widths."""
-    section = recipe.losses
-    one = sum(
-        packed_bytes(*layer.shape(projection), bits, section.group_size, section.symmetric, section.nested)
-        for projection in layer.projections
-        for bits in section.bits
-    )
-    return layer.num_experts * one
-
-
-def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int) -> int:
-    """Bytes of the tensors that one batch of experts has in memory at most; `routed`: tokens of its busiest expert."""
-    section = recipe.losses
-    first = next(expert_batches(layer, section))
-    count: int = first.stop - first.start
-    hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
-    weights = layer.parameters_per_expert
-    given = routed + SAMPLE_TOKENS
-    tokens = 4 * (given * hidden + min(given, part_rows(inner)) * 3 * inner)
-    codes = count * widths * weights
-    batch = 4 * count * weights
-    moments = [tokens + batch]
-    if {*section.methods} & {*STORED}:
-        hessians = 4 * count * (hidden * hidden + inner * inner)
-        factor = 4 * count * max(hidden * hidden, inner * inner)
-        group = resolved_group_size(max(hidden, inner), section.group_size)
-        wide = count * (len(layer.projections) - 1) * inner * hidden
-        step = 16 * count * widths * max(group * 2 * inner, group * hidden)
-        moments += [
-            batch + hessians + tokens,
-            batch + hessians + 5 * factor + codes,
-            batch + hessians + 2 * factor + wide * (8 + 6 * widths) + step + codes,
-        ]
-    if SIGNROUND in section.methods:
-        moments += [batch + codes + working_memory(section.working_memory)]
-    packing = 20 * count * hidden * inner
-    both = codes * len(section.methods)
-    measured = 4 * section.max_measured_tokens * (2 * hidden + 7 * inner) + 8 * weights
-    moments += [batch + both + packing, batch + both + 2 * codes // 3, batch + both + measured]
-    return max(moments)

@@ -21,7 +21,7 @@ from moeq.numerics import gptq
 from moeq.numerics.packed import PackedWeight
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import quantize_layer
-from moeq.quantizers.layer_data import SAMPLE_TOKENS
+from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride
 from moeq.quantizers.measuring import GPTQ, SIGNROUND, STORED
 from moeq.quantizers.signround import Training
 from moeq.recipe import LossesSection, Recipe
@@ -201,22 +201,30 @@ def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device:
             break
         shrink *= 2
     experts = max(1, min(layer.num_experts, int(MOST_OPERATIONS / operations)))
-    small = replace(small, num_experts=experts)
-    total = experts * sum(few)
+    stride = heldout_stride(section.heldout_fraction)
+    tiny = replace(small, num_experts=1, hidden_size=8, intermediate_size=8)
+    _quantizing(tiny, 2 * stride, section, device)()  # the column loop may have to be compiled
+    work_once = _quantizing(replace(small, num_experts=experts), experts * sum(few), section, device)
+    seconds = _seconds(work_once, device, 2 * SECONDS)
+    return experts * operations / seconds
+
+
+def _quantizing(layer: ExpertLayer, tokens: int, section: LossesSection, device: torch.device) -> Callable[[], object]:
+    """`quantize_layer` on random weights and tokens, each of which one expert is given."""
+    experts = layer.num_experts
     inputs = LayerInputs(
-        layer=small,
-        hidden=_random(total, small.hidden_size, dtype=torch.float32, device=device),
-        experts=torch.randint(experts, (total, 1), device=device),
-        weights=torch.ones(total, 1, device=device),
-        sequence=torch.arange(total),
-        position=torch.zeros(total, dtype=torch.long),
+        layer=layer,
+        hidden=_random(tokens, layer.hidden_size, dtype=torch.float32, device=device),
+        experts=torch.randint(experts, (tokens, 1), device=device),
+        weights=torch.ones(tokens, 1, device=device),
+        sequence=torch.arange(tokens),
+        position=torch.zeros(tokens, dtype=torch.long),
     )
     weights = {
-        name: _random(experts, *small.shape(name), dtype=torch.float32, device=device) for name in small.projections
+        name: _random(experts, *layer.shape(name), dtype=torch.float32, device=device) for name in layer.projections
     }
     math = ExpertMath(gate=lambda products: nn.functional.silu(torch.stack(list(products.values()))).prod(0))
-    seconds = _seconds(lambda: quantize_layer(inputs, weights, math, section), device, 2 * SECONDS)
-    return experts * operations / seconds
+    return lambda: quantize_layer(inputs, weights, math, section)
 
 
 def losses_tokens(sizes: ModelSizes, work: Work, section: LossesSection) -> tuple[float, float]:

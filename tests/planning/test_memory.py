@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from moeq.planning.batch import batch_bytes
 from moeq.planning.make import make_plan
-from moeq.planning.memory import MIB, Memory, batch_bytes, peak
+from moeq.planning.memory import MIB, Memory, peak
 from moeq.planning.sizes import Work, model_sizes, work_sizes
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
