@@ -18,6 +18,7 @@ from moeq.quantizers.memory import working_memory
 from moeq.recipe import Recipe
 
 LOOP_BYTES = 16 << 20  # a thread's columns, residuals and feedback in GPTQ's column loop on a CPU
+LARGEST_IN_HEAP = 32 << 20  # glibc maps what is larger by itself, and gives it back at once
 
 
 def store_bytes(layer: ExpertLayer, recipe: Recipe) -> int:
@@ -105,14 +106,16 @@ def _stored_moments(layer: ExpertLayer, recipe: Recipe, count: int, tokens: int,
 
 
 def _rounding_moments(layer: ExpertLayer, recipe: Recipe, count: int, *, gpu: bool) -> list[int]:
-    """RTN: the matrices before as codes, one input-major, its codes, and a group of them in float32 and 8 bits."""
+    """RTN: the matrices before as codes, one input-major, its codes, and a group of them in float32 and 8 bits; blocks
+    that lie in the heap of a CPU leave gaps there."""
     section = recipe.losses
     rows, inputs = layer.shape(DOWN)
     one = count * len(section.bits) * rows * inputs
     share = resolved_group_size(inputs, section.group_size) / inputs
     before = (len(layer.projections) - 1) * one
     packing = 20 * count * rows * inputs if gpu else count * rows * inputs
+    gaps = 0 if gpu else min(one, LARGEST_IN_HEAP) + min(int(4 * share * one), LARGEST_IN_HEAP)
     return [
-        before + 4 * count * rows * inputs + int((1 + 5 * share) * one),
+        before + 4 * count * rows * inputs + int((1 + 5 * share) * one) + gaps,
         before + one + packing,
     ]

@@ -26,6 +26,7 @@ from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs, walk
+from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.measuring import RTN
@@ -71,6 +72,7 @@ def run(context: Context) -> dict[str, Any]:
                 _finish_layer(context, inputs, index, missing[inputs.layer.index])
                 advance()
                 del inputs  # before the next layer's are gathered
+                return_memory()
     more.finish()
     found = [_digests(context, index, layer.index) for layer in context.layers]
     replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))

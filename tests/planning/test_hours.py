@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from moeq.planning import probe
 from moeq.planning.disk import Disk
 from moeq.planning.hours import Hours
 from moeq.planning.probe import Rates
@@ -33,6 +36,20 @@ def losses_seconds(model: Path, *overrides: str, streams: bool = False) -> float
         return float(hours_of(model, "eval.perplexity=null", *more, streams=streams)._losses())
 
     return seconds(*overrides) - seconds()
+
+
+def test_compiling_is_not_measured(tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a fresh installation compiles for half a minute; here it takes fifty times as long."""
+    recipe = load_recipe(None, ["corpus.sequences=64", "corpus.sequence_length=64", "eval.perplexity=null"])
+    context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tiny_mixtral / "run")
+    sizes, work = model_sizes(context), work_sizes(context)
+
+    def rate(first: float) -> float:
+        waits = iter([first])
+        monkeypatch.setattr(probe, "quantize_layer", lambda *_: time.sleep(next(waits, 0.02)))
+        return float(probe._losses_flops(sizes, work, recipe.losses, torch.device("cpu"))[0])
+
+    assert rate(1.0) > 0.2 * rate(0.02)
 
 
 def test_layer_effects_take_a_pass_for_each_layer(tiny_mixtral: Path) -> None:

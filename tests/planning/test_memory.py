@@ -14,13 +14,13 @@ import pytest
 
 from moeq.planning.batch import batch_bytes
 from moeq.planning.make import make_plan
-from moeq.planning.memory import MIB, Memory, peak
+from moeq.planning.memory import Memory, peak
 from moeq.planning.sizes import Work, model_sizes, work_sizes
+from moeq.quantizers.layer import expert_batches
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = 300 * MIB
 SMALL = (
     "corpus.sequences=16", "corpus.sequence_length=64", "corpus.batch_size=8", "losses.methods=[rtn]",
     "losses.bits=[2,3,4]", "losses.per_projection=false", "assign={method: uniform, bits: 3, quantizer: rtn}",
@@ -71,7 +71,7 @@ def test_peaks_are_bounded_and_not_far_off(size: str, stream: str, tmp_path: Pat
     found = measured(model, tmp_path / "run", overrides)
     for need in plan.stages:
         taken = found[need.stage]["ram_bytes"]
-        assert taken <= need.ram <= 2 * taken + LIBRARIES, (need.stage, taken, need.ram, need.ram_terms)
+        assert taken <= need.ram <= 1.4 * taken, (need.stage, taken, need.ram, need.ram_terms)
 
 
 def terms(context: Context, stage: str, work: Work | None = None) -> dict[str, int]:
@@ -107,6 +107,18 @@ def test_a_batch_of_experts_stays_near_the_working_memory(sparse_small: Path, tm
         recipe = load_recipe(None, [f"losses.working_memory={memory}"])
         layer = model_sizes(Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path)).layers[0]
         assert 0.3 < batch_bytes(layer, recipe, 4096) / recipe.losses.working_memory < 3
+
+
+def test_a_batch_holds_on_a_cpu_what_its_column_loop_leaves(sparse_small: Path, tmp_path: Path) -> None:
+    """Weights, their codes, a copy of gate and up, and Hessians a few times: no float32 tensor of all widths."""
+    recipe = load_recipe(None, ["losses.working_memory=4GiB", "losses.methods=[gptq]"])
+    layer = model_sizes(Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path)).layers[0]
+    first = next(expert_batches(layer, recipe.losses))
+    weights = (first.stop - first.start) * layer.parameters_per_expert
+    hessians = 4 * (first.stop - first.start) * (layer.hidden_size**2 + layer.intermediate_size**2)
+    codes = len(recipe.losses.bits) * weights
+    tensors = 4 * weights + 4 * weights + 3 * hessians + codes
+    assert 0.8 * tensors < batch_bytes(layer, recipe, 512) < 1.1 * tensors < batch_bytes(layer, recipe, 512, gpu=True)
 
 
 def test_a_gpu_holds_what_computes_and_the_machine_the_rest(tiny_mixtral: Path, tmp_path: Path) -> None:
