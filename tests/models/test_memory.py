@@ -84,6 +84,7 @@ print(json.dumps([left, peaks["comparing"]]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc here")
 def test_what_layers_and_stages_freed_is_given_back(tmp_path: Path) -> None:
     """Or every layer and stage would begin on top of it: export has room for two layers as they are on disk."""

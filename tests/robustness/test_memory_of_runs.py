@@ -7,7 +7,7 @@ from statistics import median
 
 from fork_server import ForkServer
 
-RUNS, WARM = 7, 2  # of which the first fill what a process keeps for good
+RUNS, WARM = 6, 2  # of which the first fill what a process keeps for good
 MOST_MIB = 3.0  # a run: 10 with what tokenizers keep, 0.4 without, give or take what the allocator does
 PROGRAM = """
 import ctypes, gc, resource, shutil, sys
