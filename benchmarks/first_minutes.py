@@ -24,7 +24,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,11 +91,10 @@ def done(*words: str) -> Taken:
 
 def write_text(path: Path, size: int) -> Path:
     """A text of that size: the bundled corpus over and over, every copy numbered so that no two lines are alike."""
-    records = bundled_path("corpus", "calibration.jsonl").read_text("utf-8").splitlines()
+    records = bundled_path("corpus/calibration.jsonl").read_text("utf-8").splitlines()
     texts = [json.loads(record)["text"] for record in records]
-    opener: Callable[..., object] = gzip.open if path.suffix == ".gz" else open
     left = size
-    with opener(path, "wb") as stream:  # type: ignore[attr-defined]
+    with gzip.open(path, "wb", compresslevel=1) if path.suffix == ".gz" else path.open("wb") as stream:
         for number in itertools.count():
             part = "\n\n".join(f"{number}. {text}" for text in texts).encode()[:left]
             stream.write(part)

@@ -6,16 +6,15 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moeq.artifacts.assignment import FULL
-from moeq.assigners.online import decide
-from moeq.assigners.prefix_split import WIDTHS
 from moeq.errors import EvaluationError, RecipeError, nearest
 from moeq.recipe import Rational
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moeq.runtime.routing_counts import RoutingCounts
 
 
@@ -90,6 +89,8 @@ class ContextOptions(BaseModel):
         if self.gpu_experts >= experts:
             return frozenset({FULL})
         if self.selector:
+            from moeq.assigners.prefix_split import WIDTHS  # not where options are only read
+
             return frozenset(full | set(WIDTHS))
         return frozenset(full | {int(Fraction(self.average_bits or 0))})
 
@@ -122,6 +123,10 @@ def chooser(options: ContextOptions, losses: np.ndarray | None) -> Callable[[Rou
 
     Raises EvaluationError where losses are needed and None.
     """
+    import numpy as np
+
+    from moeq.assigners.online import decide
+    from moeq.assigners.prefix_split import WIDTHS
 
     def choose(routing: RoutingCounts) -> np.ndarray:
         layers, experts = routing.counts.shape
