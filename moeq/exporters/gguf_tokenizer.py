@@ -35,7 +35,6 @@ NAMES = {  # the patterns that a text is split by before its bytes, and what lla
     _DEEPSEEK: "deepseek-v3",
 }
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "\u2581"
 
 
 def tokenizer(source: ModelSource, vocabulary: int) -> dict[str, Value]:

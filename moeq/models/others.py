@@ -73,6 +73,14 @@ class OtherModules:
         return [module for module in self.modules if module.kind in wanted]
 
 
+def by_block(modules: Iterable[OtherModule]) -> dict[str, list[OtherModule]]:
+    """Modules by the decoder layer that they lie in, "" for none."""
+    found: dict[str, list[OtherModule]] = {}
+    for module in modules:
+        found.setdefault(module.block, []).append(module)
+    return found
+
+
 def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource | None = None) -> OtherModules:
     """The modules that can be quantized, in the structure of a model, which may lie on the meta device.
 

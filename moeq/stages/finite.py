@@ -31,23 +31,14 @@ def naming_the_file(context: Context) -> Iterator[None]:
     is: one that is not finite, or all 0, or whose weights are so large that activations overflow."""
     try:
         yield
-    except AllZeroError as error:
-        key = first_all_zero(context.source)
+    except (AllZeroError, NotFiniteError) as error:
+        zero = isinstance(error, AllZeroError)
+        key = (first_all_zero if zero else first_not_finite)(context.source)
         if key is None:
             _name_the_largest(context, error)
             raise
-        raise AllZeroError(
-            f"every weight is 0, as seen in {error.where}",
-            where=f"{context.source.tensors[key].file}: {key}",
-            do="download the checkpoint again",
-        ) from None
-    except NotFiniteError as error:
-        key = first_not_finite(context.source)
-        if key is None:
-            _name_the_largest(context, error)
-            raise
-        raise NotFiniteError(
-            f"weights are not finite, as seen in {error.where}",
+        raise type(error)(
+            f"{'every weight is 0' if zero else 'weights are not finite'}, as seen in {error.where}",
             where=f"{context.source.tensors[key].file}: {key}",
             do="download the checkpoint again",
         ) from None

@@ -15,7 +15,7 @@ from moeq.artifacts.manifest import PlacedModule, TensorStamp
 from moeq.artifacts.others import MadeOthers, OtherIndex, OtherRow, OtherTable
 from moeq.exporters.moeq import others_name
 from moeq.exporters.plain import METADATA
-from moeq.models.others import OtherModule
+from moeq.models.others import OtherModule, by_block
 from moeq.models.streaming import blocks_of
 from moeq.numerics.packed import packed_shapes
 from moeq.quantizers.others import ROWS_AT_ONCE
@@ -60,10 +60,7 @@ class Others:
 
     @cached_property
     def by_block(self) -> dict[str, list[OtherModule]]:
-        found: dict[str, list[OtherModule]] = {}
-        for module in self.modules:
-            found.setdefault(module.block, []).append(module)
-        return found
+        return by_block(self.modules)
 
     def sums(self) -> int:
         """Bytes of the sums over inputs of the decoder layer (or of the head) that has most of them.

@@ -24,7 +24,7 @@ from moeq.artifacts.replicas import LayerReplicas
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import Sequences
 from moeq.models.loading import expert_keys
-from moeq.models.others import EMBEDDINGS, HEAD, OtherModule, weight_keys
+from moeq.models.others import EMBEDDINGS, HEAD, OtherModule, by_block, weight_keys
 from moeq.models.streaming import blocks_of
 from moeq.models.walk import end_batch
 from moeq.models.weights import plain_header, scale_keys
@@ -366,10 +366,7 @@ class Stored:
     @cached_property
     def by_block(self) -> dict[str, list[OtherModule]]:
         """Modules by the decoder layer that they lie in, "" for none."""
-        found: dict[str, list[OtherModule]] = {}
-        for module in self.modules:
-            found.setdefault(module.block, []).append(module)
-        return found
+        return by_block(self.modules)
 
     def by_number(self) -> dict[int, list[OtherModule]]:
         """Modules by the number of their decoder layer; those in none have the last number."""
