@@ -5,6 +5,7 @@
 On the bundled model with the demo recipe and on a random DeepSeek-V3 (first layer dense, shared experts, latent
 attention) in bfloat16, loaded and streamed; each plan and each run in a fresh process, stage by stage. Processor
 seconds (user and system, those of processes that a stage starts included) hold on a machine that others use, too.
+--quick: without the demo, which first_minutes.py measures.
 Goals, for each model: the peak of the run within 10 % of the foretold one, the processor seconds of all stages within
 a factor of 1.5.
 """
@@ -161,7 +162,7 @@ def main() -> int:
         print(json.dumps(measure(model, recipe or None, overrides, out)))
         return 0
     report = figures.Figures(options)
-    if options.only != "deepseek":
+    if options.only == "demo" or (options.only is None and not options.quick):
         add_ratios(report, "the demo", compare("bundled model, demo recipe", "bundled:tiny-mixtral", DEMO, []))
     if options.only != "demo":
         with tempfile.TemporaryDirectory() as scratch:

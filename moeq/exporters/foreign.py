@@ -1,7 +1,7 @@
 """Writing a packed checkpoint for another runtime: what the formats have in common.
 
-Tensors are written while the next ones are converted, and a few are held; files are synced while the next are
-written.
+Tensors are written while the next ones are converted, of an expert that was read meanwhile, and a few are held; files
+are synced while the next are written.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class Draft:
     grids: dict[str, Grid] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     buffers: Buffers = field(default_factory=Buffers)
+    reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     syncing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     unsynced: list[Future[None]] = field(default_factory=list)
@@ -103,9 +104,16 @@ class Draft:
         return keys
 
     def matrices(self, layer: ExpertLayer) -> Iterator[tuple[int, str, PackedWeight | Tensor]]:
-        """Every expert's matrices in turn, each as the target can load it; PlanError for what it cannot."""
+        """Every expert's matrices in turn, each as the target can load it; PlanError for what it cannot.
+
+        The next expert is read, and its digest taken, meanwhile.
+        """
+        coming = self.reading.submit(self.source.expert, layer, 0)
         for expert in range(layer.num_experts):
-            for projection, matrix in self.source.expert(layer, expert)[0].items():
+            matrices, _ = coming.result()
+            if expert + 1 < layer.num_experts:
+                coming = self.reading.submit(self.source.expert, layer, expert + 1)
+            for projection, matrix in matrices.items():
                 name = f"{layer.name}.{expert}.{projection}"
                 if isinstance(matrix, PackedWeight):
                     yield expert, projection, self.loadable(name, matrix)
@@ -207,7 +215,7 @@ def drafting(source: PackedSource, target: Target | None, directory: Path, optio
             names=DiskNames(model),
             sides=sides,
         )
-        with draft.syncing, draft.writing:
+        with draft.reading, draft.syncing, draft.writing:
             yield draft
 
 
