@@ -25,9 +25,9 @@ from pydantic import (
 
 from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import read_model
+from moeq.numerics.widths import FULL as FULL
 
 SCHEMA_VERSION = 1
-FULL = 16
 WIDTHS = (1, 2, 3, 4, 8, FULL)
 MIXED = 0  # stands for the width of a replica whose matrices have several, where a replica is named by its width
 MIXED_NAME = "mixed"

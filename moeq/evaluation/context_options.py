@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moeq.artifacts.assignment import FULL
 from moeq.errors import EvaluationError, RecipeError, nearest
+from moeq.numerics.widths import FULL
 from moeq.recipe import Rational
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+FULL = 16  # stands for an expert or a matrix as the checkpoint has it
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 NESTED_BITS = (2, 3, 4)  # widths whose codes can be one code's leading bits, the widest last
 LAYOUT = "moeq-bitstream"

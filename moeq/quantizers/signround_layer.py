@@ -20,13 +20,13 @@ from moeq.models.experts import DOWN, ExpertMath
 from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
+from moeq.numerics.widths import FULL
 from moeq.quantizers.signround import CHECKS, WEIGHT_BYTES, Training, check_start
 from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
 from moeq.quantizers.training_rows import SEED_STRIDE, Deck, evenly
 
 CHECK_TOKENS = 2048
 BLOCK_ROWS = 4096  # of an expert at once outside of training
-FULL = 16  # the width of an expert that stays as it is
 Widths = int | tuple[int, ...]  # of an expert: one of all its matrices, or one of each, in the order of `weights`
 
 
