@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import read_model
+from moeq.recipe import Denominator, Softmax
 
 SCHEMA_VERSION = 1
 NAME = "integer.json"
@@ -48,8 +48,8 @@ class IntegerFigures(_Model):
     """
 
     widths: str
-    softmax: Literal["log-sqrt2", "log2", "uniform"]
-    denominator: Literal["quantized", "exact"]
+    softmax: Softmax
+    denominator: Denominator
     calibration_images: int
     images: int
     description_error: float

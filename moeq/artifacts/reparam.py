@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import read_model
+from moeq.recipe import Ends
 
 SCHEMA_VERSION = 1
 NAME = "reparam.json"
@@ -72,7 +73,7 @@ class ReparamReport(_Model):
 
     schema_version: int = SCHEMA_VERSION
     bits: int
-    range: Literal["minmax", "percentile"]
+    range: Ends
     percentile: float | None
     samples: int
     tokens: int

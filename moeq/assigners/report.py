@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from moeq.assigners.limits import Limit, byte_limit, limit_of, loads, spent
 from moeq.assigners.optimal import Optimum, optimum
 from moeq.assigners.sensitivity import objective
 from moeq.errors import AssignmentError
-from moeq.recipe import BUDGETS, AssignSection
+from moeq.recipe import BUDGETS, AssignSection, Metric
 
 Refuse = Callable[[Target, int], AssignmentError | None]
 KEPT = ("quantizer", "gpu_experts", "alpha", "loss_weighting", "layer_weighting", "normalization", "statistics")
@@ -194,7 +194,7 @@ def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, A
             found.append(("prefix-split", AssignSection(method="prefix-split", average_bits=average, **shared)))
         found.append(("frequency", AssignSection(method="frequency", average_bits=average, **shared)))
     if {2, 3, 4} <= set(known):
-        metrics = ("frequency", "hessian", "hybrid") if inputs.traces is not None else ("frequency",)
+        metrics = get_args(Metric) if inputs.traces is not None else ("frequency",)
         found += [
             (f"mopeq {metric}, {scope}", AssignSection(method="mopeq", metric=metric, scope=scope, **shared))
             for metric in metrics

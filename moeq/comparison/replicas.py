@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.packed import PackedWeight
-from moeq.quantizers.measuring import GPTQ
+from moeq.recipe import GPTQ
 from moeq.stages import losses
 from moeq.stages.context import Context
 from moeq.stages.quantize import Replicas

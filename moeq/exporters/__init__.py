@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.errors import RecipeError
+from moeq.recipe import FORMATS
 
 if TYPE_CHECKING:
     from moeq.exporters.foreign import WriteOptions
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 NATIVE = "moeq"
-CONVERTED = ("auto-round", "compressed-tensors", "dequantized", "gguf", "gptq")  # as a recipe writes them
+CONVERTED = tuple(sorted(FORMATS))
 
 
 def known_formats() -> list[str]:

@@ -15,8 +15,9 @@ from moeq.integer.measure import quality
 from moeq.integer.program import Program, pixel_codes
 from moeq.integer.ranges import measured
 from moeq.integer.reference import folded, forward
-from moeq.integer.settings import Settings, Softmax
+from moeq.integer.settings import Settings
 from moeq.integer.simulate import simulate
+from moeq.recipe import Softmax
 
 BATCH = 64
 

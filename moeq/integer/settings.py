@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 from moeq.errors import QuantizationError
-
-Softmax = Literal["log-sqrt2", "log2", "uniform"]
-Denominator = Literal["quantized", "exact"]
-Range = Literal["minmax", "percentile"]
-SOFTMAXES: tuple[Softmax, ...] = ("log-sqrt2", "log2", "uniform")
-DENOMINATORS: tuple[Denominator, ...] = ("quantized", "exact")
+from moeq.recipe import Denominator, Ends, Softmax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +24,7 @@ class Settings:
     attention: int = 4
     softmax: Softmax = "log-sqrt2"
     denominator: Denominator = "quantized"
-    range: Range = "minmax"
+    range: Ends = "minmax"
     percentile: float = 99.99
     calibration: int = 32
     vectors: int = 4
@@ -51,9 +46,9 @@ class Settings:
             if not low <= value <= high:
                 raise QuantizationError(f"{key} is {value}", where="integer", do=f"give {low} to {high}")
         choices = {
-            "softmax": (self.softmax, SOFTMAXES),
-            "denominator": (self.denominator, DENOMINATORS),
-            "range": (self.range, ("minmax", "percentile")),
+            "softmax": (self.softmax, get_args(Softmax)),
+            "denominator": (self.denominator, get_args(Denominator)),
+            "range": (self.range, get_args(Ends)),
         }
         for key, (choice, known) in choices.items():
             if choice not in known:

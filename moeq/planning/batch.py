@@ -13,9 +13,9 @@ from moeq.numerics.grids import resolved_group_size
 from moeq.numerics.packed import packed_bytes
 from moeq.quantizers.layer import expert_batches
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, part_rows
-from moeq.quantizers.measuring import RTN, SIGNROUND, STORED
+from moeq.quantizers.measuring import STORED
 from moeq.quantizers.memory import working_memory
-from moeq.recipe import Recipe
+from moeq.recipe import RTN, SIGNROUND, Recipe
 
 LOOP_BYTES = 16 << 20  # a thread's columns, residuals and feedback in GPTQ's column loop on a CPU
 LARGEST_IN_HEAP = 32 << 20  # glibc maps what is larger by itself, and gives it back at once

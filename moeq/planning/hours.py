@@ -16,9 +16,8 @@ from moeq.planning.placed import methods, placed_bytes
 from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer_data import SAMPLE_TOKENS
-from moeq.quantizers.measuring import RTN
 from moeq.quantizers.refine import BATCH_ROWS
-from moeq.recipe import Recipe
+from moeq.recipe import RTN, Recipe
 from moeq.stages.expert_effects import AT_ONCE
 
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch

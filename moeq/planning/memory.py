@@ -36,10 +36,9 @@ from moeq.planning.placed import methods
 from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer_data import part_rows
-from moeq.quantizers.measuring import RTN
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import WEIGHT_BYTES
-from moeq.recipe import Recipe
+from moeq.recipe import RTN, Recipe
 from moeq.verification.reference import GROUP_BYTES
 
 MIB = 2**20

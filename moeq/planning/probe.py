@@ -22,9 +22,9 @@ from moeq.numerics.packed import PackedWeight
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride
-from moeq.quantizers.measuring import GPTQ, SIGNROUND, STORED
+from moeq.quantizers.measuring import STORED
 from moeq.quantizers.signround import Training
-from moeq.recipe import LossesSection, Recipe
+from moeq.recipe import GPTQ, SIGNROUND, LossesSection, Recipe
 
 SECONDS = 0.4  # of each measurement, about
 SLICE_BYTES = 64 << 20  # read of the checkpoint and written beside the run

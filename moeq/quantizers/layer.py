@@ -21,12 +21,12 @@ from moeq.numerics.packed import PackedWeight, joined
 from moeq.numerics.slab import Slab
 from moeq.numerics.widths import NESTED_BITS
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, part_rows, sum_of_products
-from moeq.quantizers.measuring import GPTQ, RTN, STORED, measured
+from moeq.quantizers.measuring import STORED, measured
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround import Training, sign_round
 from moeq.quantizers.stored import Packed, packed_batch
 from moeq.quantizers.training_rows import Rows
-from moeq.recipe import LossesSection
+from moeq.recipe import GPTQ, RTN, LossesSection
 
 MSE = "mse"  # losses.clip
 

@@ -18,9 +18,8 @@ from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, first_products
 from moeq.numerics.grids import beyond_float16
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, thin
 from moeq.quantizers.stored import Packed
-from moeq.recipe import LossesSection
+from moeq.recipe import GPTQ, SIGNROUND, LossesSection
 
-GPTQ, RTN, SIGNROUND = "gptq", "rtn", "signround"
 STORED = (GPTQ, SIGNROUND)  # methods whose replicas are kept
 
 

@@ -25,11 +25,9 @@ from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.grids import beyond_float16
 from moeq.numerics.packed import PackedWeight, joined
 from moeq.quantizers.stored import stored_as
+from moeq.recipe import GPTQ, RTN
 
 ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and measured together
-GPTQ, RTN = "gptq", "rtn"
-
-
 NOT_ROWS, UNEVEN = "not_one_row_a_token", "inputs_vary"
 
 

@@ -34,8 +34,7 @@ from moeq.models.source import CONFIG, INDEX, ModelSource
 from moeq.models.weights import plain_header
 from moeq.numerics.packed import packed_shapes
 from moeq.numerics.widths import NESTED_BITS
-from moeq.quantizers.measuring import GPTQ
-from moeq.recipe import BEST, AssignSection, Recipe
+from moeq.recipe import BEST, GPTQ, AssignSection, Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes

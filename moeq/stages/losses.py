@@ -29,8 +29,7 @@ from moeq.models.walk import LayerInputs, walk
 from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
-from moeq.quantizers.measuring import RTN
-from moeq.recipe import LossesSection
+from moeq.recipe import RTN, LossesSection
 from moeq.stages import others as others_stage
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file, say_left_out

@@ -30,8 +30,8 @@ from moeq.models.walk import end_batch
 from moeq.models.weights import plain_header, scale_keys
 from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.quantizers.layer_data import heldout_stride
-from moeq.quantizers.others import GPTQ, RTN, Grid, Listener, Result, quantize_embedding, quantize_linears
-from moeq.recipe import Recipe
+from moeq.quantizers.others import Grid, Listener, Result, quantize_embedding, quantize_linears
+from moeq.recipe import GPTQ, RTN, Recipe
 from moeq.stages.context import Context
 
 REVISION = 1  # raised when the same inputs give other codes or figures

@@ -26,9 +26,8 @@ from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.slab import Slab, return_memory
 from moeq.quantizers.layer import rtn_batch
-from moeq.quantizers.measuring import GPTQ, RTN
 from moeq.quantizers.stored import packed_batch
-from moeq.recipe import BEST
+from moeq.recipe import BEST, GPTQ, RTN
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.runtime.swapping import Replacement

@@ -17,6 +17,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from moeq.artifacts.targets import LOADED_BY
 from moeq.errors import EvaluationError, MoeqError, RecipeError
 from moeq.tables import human_seconds
 from moeq.verification import probe
@@ -27,14 +28,9 @@ class NotInstalledError(RecipeError):
 
 
 TARGETS = tuple(probe.PACKAGES)
-OF_FORMAT = {
-    "moeq": "moeq",
-    "auto-round": "auto-round",
+OF_FORMAT = {name: target.name for name, target in LOADED_BY.items()} | {
     "intel/auto-round": "auto-round",
-    "gptq": "gptqmodel",
-    "compressed-tensors": "transformers",
     "dequantized": "transformers",
-    "gguf": "llama.cpp",
 }
 INSTALL = {
     "moeq": "pip install moeq",

@@ -1,0 +1,21 @@
+"""Recipes: YAML validated by pydantic, a file for every section; what other packages use of them stands here."""
+
+from moeq.recipe.assign import AssignSection, NamedAssignSection
+from moeq.recipe.choices import BEST, BUDGETS, FORMATS, GPTQ, RTN, SIGNROUND, Denominator, Ends, Metric, Softmax
+from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET
+from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
+from moeq.recipe.eval import LowPrecisionSection, PerplexitySection, TestImagesSection, TranslationSection
+from moeq.recipe.losses import ExpertEffectsSection, LayerEffectsSection, LossesSection
+from moeq.recipe.quantize import RefineSection
+from moeq.recipe.reading import load_recipe
+from moeq.recipe.recipe import Recipe
+from moeq.recipe.reparam import IntegerSection, ReparamSection
+from moeq.recipe.types import Rational
+
+__all__ = [
+    "BEST", "BUDGETS", "BUNDLED", "DIGITS", "FORMATS", "GPTQ", "HUB", "HUB_DATASET", "LARGEST_BATCH", "LARGEST_LENGTH",
+    "MOST_POINTS", "RTN", "SIGNROUND", "AssignSection", "CaseSection", "Denominator", "Ends", "ExpertEffectsSection",
+    "IntegerSection", "LayerEffectsSection", "LossesSection", "LowPrecisionSection", "Metric", "NamedAssignSection",
+    "PerplexitySection", "Rational", "Recipe", "RefineSection", "ReparamSection", "Softmax", "StatedSection",
+    "TestImagesSection", "TranslationSection", "load_recipe",
+]  # fmt: skip

@@ -1,0 +1,97 @@
+"""The section `estimate`: hardware, the grid of lengths, and figures that publications state."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from moeq.recipe.types import Section, repeats
+
+LARGEST_LENGTH, LARGEST_BATCH, MOST_POINTS = 4_194_304, 4096, 1000  # of the grid: within memory and time
+Length = Annotated[int, Field(ge=1, le=LARGEST_LENGTH)]
+
+
+class GridSection(Section):
+    inputs: list[Length] = Field([128, 512, 2048])
+    outputs: list[Length] = Field([512, 2048])
+    batches: list[Annotated[int, Field(ge=1, le=LARGEST_BATCH)]] = Field([1])
+
+    @model_validator(mode="after")
+    def _check(self) -> GridSection:
+        points = len(self.inputs) * len(self.outputs) * len(self.batches)
+        if points > MOST_POINTS:
+            raise ValueError(f"{points} points, give at most {MOST_POINTS}")
+        return self
+
+
+class StatedSection(Section):
+    """What a publication states of a case: a range over the grid, or one number (low and high alike).
+
+    figure: decode and end_to_end are speed-ups over the baseline `over`; ndp is how much faster the near-data side is
+    than with experts in FP16. only_largest: the publication gives the best figure of its grid ("up to").
+    """
+
+    figure: Literal["decode", "end_to_end", "ndp"]
+    over: str | None = Field(None, description="baseline, as the estimate names it: monde_bwrule, monde_opt, hobbit")
+    low: float = Field(gt=0)
+    high: float = Field(gt=0)
+    only_largest: bool = False
+    source: str = Field(min_length=1, description="where it is stated")
+
+    @model_validator(mode="after")
+    def _check(self) -> StatedSection:
+        if self.low > self.high:
+            raise ValueError(f"low is {self.low:g}, above high ({self.high:g})")
+        if (self.figure == "ndp") != (self.over is None):
+            raise ValueError("decode and end_to_end need over, ndp has none")
+        return self
+
+
+class CaseSection(Section):
+    """One model with uniform widths: `gpu_experts` of a layer in FP16 on the GPU, the others at `bits`."""
+
+    name: str = Field(min_length=1, max_length=80)
+    geometry: str = Field(description="name of a known geometry, such as mixtral-8x7b")
+    bits: float = Field(ge=1, le=16)
+    gpu_experts: int = Field(ge=0)
+    stated: list[StatedSection] = Field([])
+
+
+class FiguresSection(Section):
+    """Cases that `moeq estimate RECIPE` estimates from sizes alone, beside what a publication states of them.
+
+    miss_beyond: share of a stated figure by which an estimate may differ before it is named as a miss.
+    """
+
+    group_size: int = Field(128, ge=1, description="weights that share a scale")
+    policies: list[str] | None = Field(
+        None, description="policies beside the context-aware placement and both MoNDE baselines; none: all that can run"
+    )
+    miss_beyond: float = Field(0.05, gt=0, lt=1)
+    cases: list[CaseSection] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> FiguresSection:
+        if repeats([case.name for case in self.cases]):
+            raise ValueError("every case needs a name of its own")
+        return self
+
+
+class EstimateSection(Section):
+    hardware: str = Field("paper-ctxmoe", description="a preset's name or the path of a hardware YAML file")
+    geometry: str | list[str] = Field(
+        "model",
+        description="model: this checkpoint's own; or mixtral-8x7b, mixtral-8x22b; of several, the first that has as "
+        "many experts a layer as the model",
+    )
+    popularity: Literal["uniform", "profile", "trace"] = Field(
+        "uniform",
+        description="which experts are chosen: all alike; as often as calibration counted them; or step by step as "
+        "profile.trace recorded it (needs geometry: model)",
+    )
+    context: int = Field(1024, ge=1)
+    grid: GridSection = GridSection()
+    figures: FiguresSection | None = Field(
+        None, description="cases without a checkpoint, estimated by `moeq estimate RECIPE` alone"
+    )

@@ -1,0 +1,94 @@
+"""The section `losses`: how experts are quantized, and how much of what that costs is measured."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moeq.recipe.choices import GPTQ, RTN, SIGNROUND, Bits, Quantizer
+from moeq.recipe.types import Bytes, Section, check_group_size, check_named
+
+
+class LayerEffectsSection(Section):
+    """What quantizing one layer's experts alone does to the model's output, on held-out calibration sequences."""
+
+    bits: Bits = 2
+    sequences: int = Field(16, ge=1, description="held-out sequences it is measured on")
+
+
+class ExpertEffectsSection(Section):
+    """What quantizing one expert alone does to the model's output, on held-out calibration sequences.
+
+    Experts are measured one by one, those from which most is expected first, until the time or the number is reached;
+    the others are filled in by a fit. A later run with the same inputs keeps what was measured, and goes on where more
+    is allowed.
+    """
+
+    bits: Bits = 2
+    sequences: int = Field(16, ge=1, description="held-out sequences it is measured on")
+    seconds: float | None = Field(
+        None, gt=0, description="time to spend, over all runs of the same inputs; none: no limit"
+    )
+    experts: int | None = Field(None, ge=1, description="most experts to measure: a limit without a clock; none: all")
+
+
+class LossesSection(Section):
+    bits: list[Bits] = Field([1, 2, 3, 4, 8])
+    methods: list[Quantizer] = Field([GPTQ, RTN])
+    group_size: int = Field(128, ge=-1)
+    symmetric: bool = False
+    symmetric_range: Literal["even", "narrow", "full"] = Field(
+        "even",
+        description="what scale a largest magnitude m has on a symmetric grid of 8 (4) bits. even: m/127.5 (m/7.5); "
+        "narrow: m/127 (m/7), codes -127 to 127; full: m/128 (m/8), codes -128 to 127",
+    )
+    nested: bool = Field(
+        False, description="codes of 2 and 3 bits are the leading bits of the 4-bit ones, chosen for all three at once"
+    )
+    clip: Literal["minmax", "mse"] = Field(
+        "minmax",
+        description="ends of the grids: least and largest weight, or the part of that range with the least error of "
+        "rounding (gptq: weighted by what an input counts once later ones have made up for it)",
+    )
+    damping: float = Field(0.01, gt=0, le=1)
+    act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
+    signround_iterations: int = Field(200, ge=1, description="signround: steps of training, an expert and width")
+    borrow_tokens: float = Field(64, ge=0, description="lambda: tokens' worth of the layer's Hessian mixed in")
+    min_tokens: int = Field(16, ge=1, description="fewer own tokens than this is reported as a fallback")
+    tokens: Literal["routed", "all"] = Field("routed", description="all: every expert calibrates on all tokens")
+    heldout_fraction: float = Field(0.25, gt=0, le=0.5, description="share of sequences kept for measuring")
+    max_measured_tokens: int = Field(2048, ge=1, description="held-out tokens an expert is measured on")
+    per_projection: bool = Field(True, description="also measure each projection alone")
+    working_memory: Bytes | None = Field(
+        None, description="bound for the tensors of one batch of experts; none: 2 GiB, or 40 % of what a GPU has free"
+    )
+    layer_effects: LayerEffectsSection | None = Field(
+        None, description="also measure what each layer alone does to the output, for assign.layer_weighting"
+    )
+
+    expert_effects: ExpertEffectsSection | None = Field(
+        None, description="also measure what single experts do to the output, for assign.loss_weighting: effect"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> LossesSection:
+        if self.symmetric_range != "even" and not self.symmetric:
+            raise ValueError(f"symmetric_range: {self.symmetric_range} needs symmetric: true")
+        if self.nested and (self.act_order or SIGNROUND in self.methods):
+            raise ValueError("nested cannot go with act_order or signround")
+        if self.symmetric_range != "even" and SIGNROUND in self.methods:
+            raise ValueError(
+                f"symmetric_range: {self.symmetric_range} cannot go with signround, which trains even grids"
+            )
+        check_group_size(self.group_size)
+        check_named("bits", self.bits)
+        check_named("methods", self.methods)
+        for name, effects in (("layer_effects", self.layer_effects), ("expert_effects", self.expert_effects)):
+            if effects is not None and effects.bits not in self.bits:
+                raise ValueError(f"{name}: {effects.bits} bits is not among losses.bits")
+        return self
+
+    def symmetry(self) -> bool | Literal["narrow", "full"]:
+        """The kind of grid, as the numerics take it."""
+        return self.symmetric if self.symmetric_range == "even" else self.symmetric_range

@@ -1,0 +1,37 @@
+"""The section `others`: widths of what is not a routed expert."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from moeq.recipe.choices import GPTQ, OtherBits, OtherQuantizer
+from moeq.recipe.types import Section, check_group_size
+
+
+class OthersSection(Section):
+    """Widths of what is not a routed expert, by class of module; none: full precision. Routers and norms keep theirs.
+
+    attention: token mixers of decoder layers (attention, linear attention, Mamba); dense: feed-forward parts of layers
+    without experts; shared: shared experts, and what else every token passes in layers with experts; embeddings: the
+    table of input tokens; head: the projection to logits. Where embeddings and head are one tensor, both have the same.
+    """
+
+    attention: OtherBits | None = None
+    dense: OtherBits | None = None
+    shared: OtherBits | None = None
+    embeddings: OtherBits | None = None
+    head: OtherBits | None = None
+    method: OtherQuantizer = Field(GPTQ, description="embeddings are always rounded row by row (rtn)")
+    group_size: int | None = Field(None, ge=-1, description="none: losses.group_size")
+    symmetric: bool = False
+    damping: float | None = Field(None, gt=0, le=1, description="none: losses.damping")
+
+    @model_validator(mode="after")
+    def _check(self) -> OthersSection:
+        check_group_size(self.group_size)
+        return self
+
+    def widths(self) -> dict[str, int]:
+        """{class: bits} of the classes that are quantized."""
+        found = {name: getattr(self, name) for name in ("attention", "dense", "shared", "embeddings", "head")}
+        return {name: bits for name, bits in found.items() if bits is not None}

@@ -1,0 +1,36 @@
+"""The sections `quantize` and `export`: what is made of an assignment, and the formats that it is written in."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from moeq.recipe.choices import Format
+from moeq.recipe.types import Bytes, Section
+
+
+class RefineSection(Section):
+    """SignRound of a whole layer at the assigned widths, from the replicas that were chosen, layer after layer."""
+
+    iterations: int = Field(200, ge=1, description="steps of training a layer")
+    working_memory: Bytes | None = Field(
+        None, description="bound for the tensors of the experts trained at once; none: 2 GiB, or 40 % of a GPU's free"
+    )
+
+
+class QuantizeSection(Section):
+    refine: RefineSection | None = Field(
+        None, description="train the placed experts of every layer together; {}: with 200 iterations; none: as stored"
+    )
+    replicas: Literal["placed", "all"] = Field(
+        "placed", description="all: also every other stored width of every expert, for runtimes that place by context"
+    )
+
+
+class ExportSection(Section):
+    format: Literal["moeq"] = "moeq"
+    formats: list[Format] = Field([], description="written beside it, each as checkpoint-FORMAT")
+    widen: bool = Field(False, description="codes that a format's runtime cannot read go into wider ones, same values")
+    verify: bool = Field(True, description="load what was written in a fresh process and compare it with its weights")
+    max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")

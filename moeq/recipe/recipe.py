@@ -1,0 +1,111 @@
+"""A whole recipe: its sections, and what they ask of one another."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moeq.recipe.assign import AssignSection
+from moeq.recipe.choices import BEST
+from moeq.recipe.corpus import CorpusSection, ProfileSection
+from moeq.recipe.estimate import EstimateSection
+from moeq.recipe.eval import EvalSection
+from moeq.recipe.losses import LossesSection
+from moeq.recipe.others import OthersSection
+from moeq.recipe.quantize import ExportSection, QuantizeSection
+from moeq.recipe.reparam import ReparamSection
+from moeq.recipe.types import Section, repeats
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    recipe_version: Literal[1] = 1
+    name: str = Field("run", max_length=80, pattern=r"^\w[\w.+-]*$")
+    model: str | None = Field(
+        None, description="directory, hub id, bundled:tiny-mixtral or bundled:tiny-moe-vit; --model overrides it"
+    )
+    revision: str | None = Field(None, description="hub revision: branch, tag or commit")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    stream: Literal["auto", "always", "never"] = Field(
+        "auto", description="read decoder layers from disk as they run; auto: when the model is over a third of memory"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
+    seed: int = Field(0, ge=0)
+    trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings along")
+    store: str | None = Field(
+        None,
+        min_length=1,
+        description="folder of the replica store, which runs may share; none: $MOEQ_STORE, or the run's own",
+    )
+    corpus: CorpusSection = CorpusSection()
+    reparam: ReparamSection | None = Field(
+        None, description="fold norms into linears first and go on with the folded model; {}: as defaults have it"
+    )
+    profile: ProfileSection = ProfileSection()
+    losses: LossesSection = LossesSection()
+    others: OthersSection = OthersSection()
+    assign: AssignSection = AssignSection()
+    quantize: QuantizeSection = QuantizeSection()
+    export: ExportSection = ExportSection()
+    eval: EvalSection = EvalSection()
+    estimate: EstimateSection = EstimateSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        every = [("assign", self.assign), *((f"eval.compare {c.name}", c) for c in self.eval.compare)]
+        for where, section in every:
+            self._check_assign(where, section)
+        if self.estimate.popularity == "trace" and not (self.profile.trace and self.estimate.geometry == "model"):
+            raise ValueError("estimate.popularity trace needs profile.trace: true and estimate.geometry: model")
+        for index, sweep in enumerate(self.eval.low_precision):
+            where = f"eval.low_precision {index}"
+            if self.eval.perplexity is None:
+                raise ValueError(f"{where}: it needs eval.perplexity")
+            self._check_widths(where, {sweep.bits, sweep.high_bits} - {16})
+            self._check_quantizer(where, sweep.quantizer)
+        sized = [where for where, section in every if section.size is not None]
+        if sized and self.quantize.replicas == "all":
+            raise ValueError(
+                f"{sized[0]}: size is that of the checkpoint, which has every width with quantize.replicas all; use "
+                "expert_bytes"
+            )
+        if self.quantize.refine is not None:
+            self._check_refine()
+        if repeats([self.name, "original", *(c.name for c in self.eval.compare)]):
+            raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")
+        return self
+
+    def _check_assign(self, where: str, section: AssignSection) -> None:
+        """What an assignment, the recipe's own or one that is compared, asks of losses."""
+        self._check_quantizer(where, section.quantizer)
+        self._check_widths(where, section.named_widths())
+        if section.layer_weighting is not None and self.losses.layer_effects is None:
+            raise ValueError(f"{where}: layer_weighting measured needs losses.layer_effects")
+        if section.granularity == "projection" and not self.losses.per_projection:
+            raise ValueError(f"{where}: granularity projection needs losses.per_projection: true")
+        if section.loss_weighting == "effect" and self.losses.expert_effects is None:
+            raise ValueError(f"{where}: loss_weighting effect needs losses.expert_effects")
+        missing = sorted({1, 2, 3, 4} - set(self.losses.bits))
+        if section.method == "prefix-split" and section.selector and missing:
+            raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")
+
+    def _check_quantizer(self, where: str, quantizer: str | None) -> None:
+        if quantizer not in (None, BEST, *self.losses.methods):
+            raise ValueError(f"{where}: quantizer {quantizer} is not among losses.methods")
+
+    def _check_widths(self, where: str, widths: Set[int]) -> None:
+        foreign = sorted(widths - set(self.losses.bits))
+        if foreign:
+            raise ValueError(f"{where}: {', '.join(map(str, foreign))} bits is not among losses.bits")
+
+    def _check_refine(self) -> None:
+        if self.losses.nested:
+            raise ValueError("losses.nested cannot go with quantize.refine, which trains a width alone")
+        if self.losses.symmetric_range != "even":
+            raise ValueError("losses.symmetric_range cannot go with quantize.refine, which trains even grids")
+        if self.assign.granularity == "projection" and 16 in (self.assign.widths or ()):
+            raise ValueError("assign.widths with 16 and granularity projection cannot go with quantize.refine")

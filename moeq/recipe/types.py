@@ -1,0 +1,78 @@
+"""Sections of a recipe, and the values and checks that several of them share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from fractions import Fraction
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+MOST = 2**63 - 1
+SIZE = re.compile(r"([0-9.]{1,24})\s{0,8}([A-Za-z]{0,24})")
+RATIONAL = re.compile(
+    r"\s*[-+]?[0-9_.]{1,24}(?:[eE][-+]?[0-9]{1,2})?(?:/[0-9]{1,24})?\s*"
+)  # 1e999999999 is a number, too
+_SIZES = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def _parse_bytes(value: Any) -> Any:
+    match = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return value
+    unit = match[2].upper()
+    if unit not in _SIZES:
+        raise ValueError(f"unknown unit {match[2]!r}; use B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    return int(float(match[1]) * _SIZES[unit])
+
+
+def _parse_rational(value: Any) -> str:
+    """2.5, "2.5" and "5/2" all become "5/2": exact, since floats err in budgets."""
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, ZeroDivisionError):
+            if RATIONAL.fullmatch(str(value)):
+                return str(Fraction(str(value)))
+    raise ValueError("must be a number such as 2.5 or 5/2")
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0, le=MOST)]
+Rational = Annotated[str, BeforeValidator(_parse_rational)]
+
+
+def check_group_size(size: int | None) -> None:
+    if size is not None and size != -1 and size < 8:
+        raise ValueError("group_size must be -1 (whole rows) or at least 8")
+
+
+def repeats(values: Sequence[object]) -> bool:
+    """Whether a value is there twice."""
+    return len(set(values)) < len(values)
+
+
+def check_named(name: str, values: Sequence[object]) -> None:
+    if not values or repeats(values):
+        raise ValueError(f"{name} must name at least one value and none twice")
+
+
+def _fits(value: Any) -> bool:
+    """Whether whole numbers, those of lists and mappings included, are of 64 bits."""
+    if isinstance(value, list | dict):
+        return all(map(_fits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or -MOST <= value <= MOST
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        """Whole numbers that were written as text have no bound of their own."""
+        for name in type(self).model_fields:
+            if not _fits(getattr(self, name)):
+                raise ValueError(f"{name} is larger than 64 bits hold")
+        return self
