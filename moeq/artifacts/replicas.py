@@ -26,20 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import safe_open
 
 from moeq.artifacts.digests import digest_of_chunks, digest_of_part, remember
-from moeq.artifacts.files import (
-    digest_of,
-    dtype_name,
-    held,
-    make_directory,
-    read_json,
-    stored_chunks,
-    tensor_bytes,
-    write_in_chunks,
-    write_json,
-    write_text,
-)
+from moeq.artifacts.files import digest_of, held, make_directory, read_json, write_json, write_text
 from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
 from moeq.artifacts.stage import check_schema_version, read_model
+from moeq.artifacts.tensor_files import dtype_name, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
 
 if TYPE_CHECKING:

@@ -22,11 +22,12 @@ import torch
 from moeq.artifacts import effects, evaluation, expert_effects, losses, profile, replicas, trace
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, width_of
 from moeq.artifacts.evaluation import Change, EvalReport, EvalRow
-from moeq.artifacts.files import canonical_json, safetensors_layout
+from moeq.artifacts.files import canonical_json
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.targets import LOADED_BY, grids_of, loadable_grid, widest_of
+from moeq.artifacts.tensor_files import safetensors_layout
 from moeq.estimator import load_hardware
 from moeq.evaluation import document as samples
 from moeq.evaluation.harness import guessed_results

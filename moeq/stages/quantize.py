@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, matrix_widths, width_of
-from moeq.artifacts.files import digest_of, make_directory, read_json, write_json, write_tensors
+from moeq.artifacts.files import digest_of, make_directory, read_json, write_json
 from moeq.artifacts.replicas import LayerReplicas, ReplicaIndex
 from moeq.artifacts.stage import check_schema_version
+from moeq.artifacts.tensor_files import write_tensors
 from moeq.exporters.moeq import extra_name, layer_name, others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
