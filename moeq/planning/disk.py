@@ -38,7 +38,6 @@ from moeq.models.experts import ExpertLayer
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.numerics.packed import packed_shapes
 from moeq.numerics.widths import NESTED_BITS
-from moeq.pipeline import BY_NAME, Stage
 from moeq.planning.batch import store_bytes
 from moeq.planning.memory import loss_rows, read_share
 from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
@@ -50,11 +49,12 @@ from moeq.reporting.maps import Quantity, value_map, width_map
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, quantize, refine, report
 from moeq.stages import estimate as estimate_stage
-from moeq.stages import losses as losses_stage
 from moeq.stages import profile as profile_stage
 from moeq.stages.checkpoint_size import replica_shapes, stored_widths
 from moeq.stages.context import Context
+from moeq.stages.order import BY_NAME, Stage
 from moeq.stages.recorded import MODEL_FILES
+from moeq.stages.replicas import REFINED, entries
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DIGEST = "0" * 64
@@ -182,7 +182,7 @@ class Disk:
 
     def _replicas(self, section: AssignSection) -> int:
         """Bytes that are read from the store for one assignment."""
-        if not set(methods(section, self.recipe)) - losses_stage.ON_DEMAND:
+        if not set(methods(section, self.recipe)) & set(STORED):
             return 0
         if section is self.recipe.assign and self.recipe.quantize.replicas == "all":
             return sum(store_bytes(layer, self.recipe) for layer in self.sizes.layers)
@@ -302,14 +302,14 @@ class Disk:
         return _written(lambda folder: effects.write_effects(folder, made))
 
     def _index(self) -> dict[str, Any]:
-        made = losses_stage.entries(self.recipe.losses)
+        made = entries(self.recipe.losses)
         index = replicas.ReplicaIndex(set=DIGEST, made=made)
         one = dict.fromkeys(index.entries(), DIGEST)
         return index.model_copy(update={"layers": (one,) * len(self.sizes.layers)}).model_dump(mode="json")
 
     def _store_layer(self, layer: ExpertLayer) -> dict[str, int]:
         """Files of one layer in the store: its replicas and the rows of each method and width."""
-        folder, made = Path(DIGEST), losses_stage.entries(self.recipe.losses)
+        folder, made = Path(DIGEST), entries(self.recipe.losses)
         shape = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name))
         rows = self._cached(("rows", *shape), lambda: self._rows(layer))
         found = {replicas.rows_file(folder, layer.index, one.rows).as_posix(): rows for one in made}
@@ -327,8 +327,8 @@ class Disk:
     def _replica_file(self, layer: ExpertLayer) -> int:
         section = self.recipe.losses
         shapes: Shapes = {}
-        entries = [one for one in losses_stage.entries(section) if one.entry is not None]
-        for one in entries:
+        kept = [one for one in entries(section) if one.entry is not None]
+        for one in kept:
             for projection in layer.projections:
                 parts = packed_shapes(
                     *layer.shape(projection), one.bits, section.group_size, section.symmetric, section.nested
@@ -348,7 +348,7 @@ class Disk:
             str(one.entry): replicas.described(
                 str(one.entry), DIGEST, inside if section.nested and one.bits in NESTED_BITS else described
             )
-            for one in entries
+            for one in kept
         }
         return _file(shapes, replicas.layer_metadata(layer.index, stamps))
 
@@ -421,7 +421,7 @@ class Disk:
     def _placed_by(self) -> str:
         """Who makes the placed replicas."""
         refined = self.recipe.quantize.refine is not None
-        return methods(self.recipe.assign, self.recipe)[0] + (refine.REFINED if refined else "")
+        return methods(self.recipe.assign, self.recipe)[0] + (REFINED if refined else "")
 
     def _placed(self, layer: ExpertLayer, mine: list[Width]) -> int:
         shapes: Shapes = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}

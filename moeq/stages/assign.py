@@ -45,7 +45,7 @@ from moeq.numerics.slab import return_memory
 from moeq.numerics.traces import closed_form, hutchinson
 from moeq.recipe import AssignSection
 from moeq.reporting.frontier import frontier_svg
-from moeq.stages import losses, others, profile
+from moeq.stages import others, profile, replicas
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 
@@ -149,10 +149,10 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
     found = _inputs(context, config, name, profile.load(context))
     return replace(
         found,
-        losses=losses.load(context),
+        losses=replicas.load_losses(context),
         traces=partial(traces, context, config),
-        effects=losses.load_effects(context),
-        expert_effects=losses.load_expert_effects(context),
+        effects=replicas.load_effects(context),
+        expert_effects=replicas.load_expert_effects(context),
         ndp_seconds=ndp_seconds(context, config, (*context.recipe.losses.bits, FULL)),
     )
 

@@ -19,7 +19,7 @@ from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.memory import working_memory
 from moeq.recipe import LayerEffectsSection
 from moeq.stages.context import Context
-from moeq.stages.quantize import Replicas
+from moeq.stages.replicas import Replicas
 
 OUTPUTS = 3  # that are held at once
 

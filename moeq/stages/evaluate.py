@@ -27,7 +27,7 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.low_precision import write_curves
 from moeq.stages.others import Stored
-from moeq.stages.quantize import Replicas
+from moeq.stages.replicas import Experts, Replicas
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
 from moeq.verification.verify import relative
 
@@ -161,7 +161,7 @@ def layer_replacements(
     exported: as in `apply_assignment`; model: where weights that are rounded now are taken from, None for the disk.
     """
     directory = context.directory("quantize")
-    refined: refine.Experts = {}
+    refined: Experts = {}
     if exported:
         made = quantize.quantizers(directory)[layer.name]
         refined = refine.read_refined(directory, layer, assignment, made)

@@ -21,7 +21,7 @@ from moeq.recipe import AssignSection, LowPrecisionSection
 from moeq.runtime.swapping import ExpertPlace, Replacement, Swapped, overwrite
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
-from moeq.stages.quantize import Replicas
+from moeq.stages.replicas import Replicas
 
 
 def write_curves(context: Context) -> None:

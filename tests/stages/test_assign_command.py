@@ -18,9 +18,10 @@ from moeq.artifacts.sensitivities import read_sensitivities, write_sensitivities
 from moeq.errors import ArtifactError, AssignmentError, EstimateError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import assign, evaluate, losses, profile
+from moeq.stages import assign, evaluate, profile
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_losses
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.methods=[gptq]",
@@ -71,7 +72,7 @@ def test_sensitivities_have_what_the_losses_stage_measured(finished: Context) ->
     assert min(table["calibration_hessian_trace"]) > 0
     counts = np.concatenate([profile.load(finished).total(layer.index)[0] for layer in layers])
     assert table["activations"] == counts.tolist()
-    rows = losses.load(finished).rows("expert")
+    rows = load_losses(finished).rows("expert")
     assert all(0 <= row["weighted_loss"] <= row["loss"] * 1.0001 for row in rows)  # routing weights are at most 1
     effects = read_effects(finished.directory("losses"))
     assert effects is not None

@@ -20,8 +20,9 @@ from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.hook import unhooked
-from moeq.stages import assign, evaluate, losses
+from moeq.stages import assign, evaluate
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_index
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "corpus.batch_size=5",
@@ -194,7 +195,7 @@ def test_loss_table_is_complete_and_readable_by_others(finished: Context) -> Non
     experts = sum(layer.num_experts for layer in finished.layers)
     assert len(table) == experts * 4 * 2 * 5
     assert table.loss.notna().all()
-    index = losses.load_index(finished)
+    index = load_index(finished)
     entry = index.entry("gptq", 3)
     with safe_open(finished.out / "store" / index.set / "layer-000.safetensors", "pt") as handle:
         assert f"{entry}.gate_proj.codes" in handle.keys()  # noqa: SIM118

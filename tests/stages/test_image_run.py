@@ -26,8 +26,9 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.reporting import formats
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.stages import evaluate, losses, profile
+from moeq.stages import evaluate, profile
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_effects, load_expert_effects
 from moeq.verification import verify
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coqmoe-digits.yaml"
@@ -76,7 +77,7 @@ def test_rows_are_measured_on_logits_and_fewer_bits_cost_more(whole: Context) ->
 
 
 def test_effects_are_those_on_an_image_not_on_its_positions(whole: Context) -> None:
-    by_layer, by_expert = losses.load_effects(whole), losses.load_expert_effects(whole)
+    by_layer, by_expert = load_effects(whole), load_expert_effects(whole)
     assert by_layer is not None
     assert by_expert is not None
     assert (by_layer.tokens, by_expert.tokens, by_expert.measured) == (16, 16, 3)

@@ -30,9 +30,10 @@ from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.hf_quantizer import MoeqConfig
 from moeq.runtime.packed_modules import GUARD_SHAPE, PackedModule, TiedHead, replace_modules
-from moeq.stages import assign, evaluate, losses, others
+from moeq.stages import assign, evaluate, others
 from moeq.stages import others as others_stage
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_index
 from stages.test_families import check_export
 
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def sets(made: Context) -> dict[str, str]:
-    return {"experts": losses.load_index(made).set, "others": artifact.read_index(made.directory("losses")).set}
+    return {"experts": load_index(made).set, "others": artifact.read_index(made.directory("losses")).set}
 
 
 @pytest.fixture
