@@ -25,6 +25,7 @@ from moeq.runtime.swapping import ExpertPlace, Place, Replacement, Swapped, over
 from moeq.stages import assign, export, judges, others, quantize, refine
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.low_precision import write_curves
 from moeq.stages.others import Stored
 from moeq.stages.replicas import Experts, Replicas
@@ -257,7 +258,7 @@ def _row(
     if assignment is None:
         size = export.original_bytes(context, expert_keys(context.source, *context.described))
     else:
-        size = assign.total_bytes(context, assignment)
+        size = total_bytes(context, assignment)
     average = None if assignment is None else assignment.average_bits()
     return EvalRow(
         name=variant.name,

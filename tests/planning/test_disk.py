@@ -14,8 +14,8 @@ from moeq.planning.memory import STAGES
 from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import AssignSection, load_recipe
-from moeq.stages import assign
 from moeq.stages.context import Context
+from moeq.stages.hessian_traces import traces
 from moeq.stages.other_sizes import DIGEST as OTHERS_DIGEST
 from moeq.stages.replicas import load_index
 
@@ -149,7 +149,7 @@ def test_stages_are_within_two_percent(finished: Context, disk: Disk) -> None:
 
 def test_assign_reads_every_expert_once(finished: Context, disk: Disk) -> None:
     fresh = Context(recipe=finished.recipe, model_name=finished.model_name, out=finished.out / "elsewhere")
-    assign.traces(fresh, AssignSection(method="mopeq"))
+    traces(fresh, AssignSection(method="mopeq"))
     assert fresh.expert_reader.bytes_read == disk.read("assign") - sum(disk.lasting("assign").values())
 
 

@@ -22,6 +22,7 @@ from moeq.recipe import load_recipe
 from moeq.runtime.hook import unhooked
 from moeq.stages import assign, evaluate
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.replicas import load_index
 
 SMALL = (
@@ -114,7 +115,7 @@ def test_bytes_on_disk_are_what_the_manifest_states(finished: Context) -> None:
     found = inspection.inspect(folder)
     totals = read_manifest(folder).totals
     assert found["placed_expert_bytes"] == totals.placed_expert_bytes == sum(totals.bytes_by_tier.values())
-    assert found["placed_expert_bytes"] == assign.total_bytes(finished, assign.load(finished))
+    assert found["placed_expert_bytes"] == total_bytes(finished, assign.load(finished))
     headers = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as stream:

@@ -25,6 +25,7 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, quantize
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.replicas import load_index, load_losses, open_layer
 
 SMALL = (
@@ -163,7 +164,7 @@ def test_a_matrix_left_as_it_is_and_who_made_the_others(tiny_mixtral: Path, tmp_
     assert [key.removeprefix(f"{layer.name}.0.") for key in sorted(keys)] == ends
     replica = read_manifest(context.directory("export")).layers[1].experts[0].replicas[0]
     assert replica.quantizer == load_losses(context).best()[1][3][0]
-    assert inspection.inspect(context.directory("export"))["placed_expert_bytes"] == assign.total_bytes(
+    assert inspection.inspect(context.directory("export"))["placed_expert_bytes"] == total_bytes(
         context, assign.load(context)
     )
     ids = torch.arange(3, 33)[None]
@@ -210,7 +211,7 @@ def test_other_kinds_of_experts(family: str, tmp_path: Path) -> None:
     context = run(model, tmp_path / "run", OPTIMAL, "dtype=float32", stages=(*STAGES, "eval"))
     assert assign.load(context).is_mixed
     assert evaluate.load(context).export_logit_error < 1e-5
-    assert inspection.inspect(context.directory("export"))["placed_expert_bytes"] == assign.total_bytes(
+    assert inspection.inspect(context.directory("export"))["placed_expert_bytes"] == total_bytes(
         context, assign.load(context)
     )
 
