@@ -398,7 +398,7 @@ class Context:
         section = self.recipe.eval
         if not section.tasks or section.tasks == [BUNDLED_TASK]:
             return None
-        from moeq.evaluation.multimodal import check_images, image_tasks
+        from moeq.evaluation.multimodal import check_images, image_tasks  # brings lm-eval in, which takes seconds
 
         tasks = image_tasks(self.task_manager, section.tasks, with_images=corpus.has_processor(self.source.path))
         check_images(tasks, section.limit)
