@@ -119,8 +119,8 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
     context = Context(recipe=recipe, model_name=options.model, out=out, reporter=Reporter(quiet=True))
     if options.windows is not None:
         windows = Windows.of(figures.script(options.windows), context.tokenizer)
-        context.__dict__["calibration"] = sequences({"": windows.calibration})
-        context.__dict__["evaluation"] = sequences(windows.heldout)
+        context.text.__dict__["calibration"] = sequences({"": windows.calibration})
+        context.text.__dict__["evaluation"] = sequences(windows.heldout)
     return context
 
 

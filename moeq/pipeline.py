@@ -321,15 +321,16 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
     if context.recipe.threads is not None:
         torch.set_num_threads(context.recipe.threads)
     torch.manual_seed(context.recipe.seed)
-    needed = ["layers", "dtype"] if any(stage.name != REPARAM for stage in stages) else ["dtype"]
+    if any(stage.name != REPARAM for stage in stages):
+        _ = context.layers
+    _ = context.dtype
     parts = {part for stage in stages for part in stage.text}
-    needed += ["perplexity"] if parts else []  # or what makes none possible
-    for name in needed:
-        getattr(context, name)
+    if parts:
+        _ = context.text.perplexity  # or what makes none possible
     for stage in stages:
         if stage.check is not None:
             stage.check(context)
-    context.check_text(parts)
+    context.text.check(parts)
 
 
 def _remove_partials(context: Context) -> None:

@@ -226,7 +226,7 @@ class Disk:
             scores=tuple(count.astype(float) for count in counts),
             tokens=np.full((2, 2), self.work.calibration.tokens // 2),
             text=DIGEST,
-            corpus=tuple(source.public_name for source in self.context.calibration_sources),
+            corpus=tuple(source.public_name for source in self.context.text.calibration_sources),
         )
         coverage = made.coverage(**profile_stage.coverage_settings(self.context))
         written = _written(lambda folder: profile.write_profile(folder, made, coverage))
@@ -245,7 +245,7 @@ class Disk:
             weights=np.zeros(shape, dtype=np.float16),
             lengths=np.ones(1, dtype=np.int32),
             prefill=np.ones(1, dtype=np.int32),
-            domains=(self.context.calibration_sources[0].domain,),
+            domains=(self.context.text.calibration_sources[0].domain,),
             model=self.stamp,
             text=DIGEST,
         )

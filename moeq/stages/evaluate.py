@@ -113,7 +113,7 @@ def check(context: Context) -> None:
     CorpusError for parallel text that is not there or not parallel.
     """
     section = context.recipe.eval
-    _ = context.perplexity
+    _ = context.text.perplexity
     if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
         _ = context.task_manager
     if section.tasks:

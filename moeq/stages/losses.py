@@ -44,7 +44,7 @@ def run(context: Context) -> dict[str, Any]:
     """Write losses.parquet and the index of the replicas; what the store lacks is made."""
     config = context.recipe.losses
     directory = make_directory(context.directory("losses"))
-    sequences = context.grown_calibration
+    sequences = context.text.grown_calibration
     _check_count(context, len(sequences))
     for name in OLDER:
         shutil.rmtree(directory / name, ignore_errors=True)

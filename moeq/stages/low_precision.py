@@ -42,7 +42,7 @@ def _sweep(context: Context, section: LowPrecisionSection) -> Sweep:
         name: [(share, low_experts(order, share)) for share in sorted(section.shares)]
         for name, order in orders(counts, section.seeds, context.recipe.seed).items()
     }
-    there = context.evaluation
+    there = context.text.evaluation
     assert there is not None, "the recipe says so"
     sequences = _some(there, section.sequences)
     there_and_back = [points[:: -1 if index % 2 else 1] for index, points in enumerate(chosen.values())]

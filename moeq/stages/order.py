@@ -69,7 +69,7 @@ class Stage:
     def own_inputs(self, context: Context) -> dict[str, str]:
         """Digests of what a stage's result depends on beside the artifacts of others."""
         found = {"model": context.stamp.digest, "recipe": digest_of(_sections(context, self))}
-        found |= {part: context.text_digest(part) for part in self.text}
+        found |= {part: context.text.digest(part) for part in self.text}
         if self.computes:
             found["compute"] = digest_of(context.compute())
         extra = None if self.extra is None else self.extra(context)

@@ -39,7 +39,7 @@ PROGRESS = ".refined.json"  # not part of the artifact
 def check(context: Context) -> None:
     """CorpusError when there is no text to refine on."""
     if context.recipe.quantize.refine is not None:
-        _ = context.calibration
+        _ = context.text.calibration
 
 
 def progress(context: Context) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def refined(
     are read from the stage's files. Raises ArtifactError when the losses are of other text.
     """
     _refuse_dense_matrices(assignment)
-    sequences = context.grown_calibration
+    sequences = context.text.grown_calibration
     if load_index(context).set != planned(context, sequences.digest()).set:
         where = str(context.directory("losses"))
         raise ArtifactError("made of other text or settings", where=where, do="run `moeq losses` again")

@@ -210,7 +210,8 @@ def test_unpacked_corpus_profiles_only_real_tokens(tiny_mixtral: Path, tmp_path:
                                 "corpus.sequences=6"])  # fmt: skip
     context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / "run", reporter=Reporter(quiet=True))
     outcome = pipeline.run(context, ("profile",))[0]
-    assert outcome.record.summary["tokens"] == int(context.calibration.mask.sum()) < context.calibration.ids.numel()
+    calibration = context.text.calibration
+    assert outcome.record.summary["tokens"] == int(calibration.mask.sum()) < calibration.ids.numel()
 
 
 def test_a_hand_edited_assignment_is_kept_and_used(tiny_mixtral: Path, tmp_path: Path) -> None:

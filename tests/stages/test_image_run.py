@@ -96,7 +96,7 @@ def test_every_position_of_an_image_counts_and_as_prefill(whole: Context) -> Non
 def test_the_checkpoint_loads_with_the_auto_class_and_verifies_in_a_fresh_process(whole: Context) -> None:
     directory = whole.directory("export")
     packed = AutoModelForImageClassification.from_pretrained(directory, dtype=torch.float32).eval()
-    images = whole.evaluation
+    images = whole.text.evaluation
     assert isinstance(images, ImageSequences)
     with torch.no_grad():
         logits = packed(images.pixels).logits
@@ -158,7 +158,7 @@ def test_a_dequantized_copy_is_verified_by_the_moeq_that_brings_the_model(tmp_pa
         CPU,
     )
     packed = load_checkpoint(context.directory("export"), torch.float32, CPU)
-    images = context.evaluation
+    images = context.text.evaluation
     assert isinstance(images, ImageSequences)
     with torch.no_grad():
         torch.testing.assert_close(plain(images.pixels).logits, packed(images.pixels).logits, rtol=1e-3, atol=1e-3)

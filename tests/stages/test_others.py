@@ -167,7 +167,7 @@ def test_codes_in_the_checkpoint_are_those_of_the_numerics(deepseek: Path, tmp_p
         model.get_submodule(name).register_forward_pre_hook(
             lambda _, given, at=name: rows[at].append(given[0].reshape(-1, given[0].shape[-1]))
         )
-    sequences = made.grown_calibration
+    sequences = made.text.grown_calibration
     with torch.no_grad():
         for index in range(len(sequences)):
             if index % 4 != 3:
@@ -217,7 +217,7 @@ def test_errors_in_the_table_are_those_of_held_out_rows(deepseek: Path, tmp_path
         model.get_submodule(row.module).register_forward_hook(
             lambda _, given, output, at=row.module: rows.setdefault(at, []).append((given[0], output))
         )
-    sequences = made.grown_calibration
+    sequences = made.text.grown_calibration
     with torch.no_grad():
         forward(model, sequences.ids[3::4])
     for row in table.modules:

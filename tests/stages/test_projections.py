@@ -181,7 +181,7 @@ def test_a_matrix_left_as_it_is_and_who_made_the_others(tiny_mixtral: Path, tmp_
 @torch.no_grad()
 def predictions(context: Context) -> torch.Tensor:
     """Logits on the calibration text."""
-    batches = context.calibration.batches(4)
+    batches = context.text.calibration.batches(4)
     return torch.cat([forward(context.model, b.input_ids, b.mask.long()).logits[b.mask] for b in batches])
 
 
