@@ -36,6 +36,7 @@ from moeq.progress import Reporter
 from moeq.recipe import NamedAssignSection, Recipe
 from moeq.stages import assign, evaluate
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import total_bytes
 from moeq.tables import human_bytes
 
 CLOSE = 0.006  # of uniform 4-bit's perplexity, at 3 bits
@@ -118,8 +119,8 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
     context = Context(recipe=recipe, model_name=options.model, out=out, reporter=Reporter(quiet=True))
     if options.windows is not None:
         windows = Windows.of(figures.script(options.windows), context.tokenizer)
-        context.__dict__["calibration"] = sequences({"": windows.calibration})
-        context.__dict__["evaluation"] = sequences(windows.heldout)
+        context.text.__dict__["calibration"] = sequences({"": windows.calibration})
+        context.text.__dict__["evaluation"] = sequences(windows.heldout)
     return context
 
 
@@ -138,7 +139,7 @@ def entries(context: Context, options: argparse.Namespace) -> Iterator[Entry]:
 
     def size(entry: Entry) -> int:
         made = assign.make(context, NamedAssignSection(**entry), entry["name"])
-        return assign.total_bytes(context, made)
+        return total_bytes(context, made)
 
     yield from (shared | {"name": f"uniform-{bits}", "method": "uniform", "bits": bits} for bits in (4, 3, 2))
     for average in AVERAGES:

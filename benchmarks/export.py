@@ -42,7 +42,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from moeq.artifacts.files import write_tensors
+    from moeq.artifacts.tensor_files import write_tensors
 
     config = MixtralConfig(
         vocab_size=2048, hidden_size=options.hidden, intermediate_size=options.intermediate,
@@ -65,7 +65,7 @@ def make_experts(folder: Path, model: Path, widths: tuple[int, ...]) -> None:
     """The files of experts that `moeq export` is given, with random codes, expert e at widths[e % len(widths)]."""
     import torch
 
-    from moeq.artifacts.files import write_tensors
+    from moeq.artifacts.tensor_files import write_tensors
     from moeq.exporters.moeq import layer_name
     from moeq.models.loading import describe
     from moeq.models.source import open_source

@@ -166,7 +166,7 @@ def measure(folder: Path, how: str) -> dict[str, dict[str, float]]:
             peaks.reset()
             read, started = bytes_read(context) if rows else 0, time.monotonic()
             if stage == "perplexity":
-                text = context.evaluation
+                text = context.text.evaluation
                 perplexity(context.model, text, 4, context.device, lambda: None, streamed=context.streamed)
             else:
                 pipeline.run(context, (stage,))

@@ -120,7 +120,7 @@ def main() -> int:
     recipe = load_recipe(None, [f"corpus.sequences={options.sequences}", "corpus.sequence_length=256"])
     with tempfile.TemporaryDirectory() as out:
         context = Context(recipe=recipe, model_name=options.model, out=Path(out), reporter=Reporter(quiet=True))
-        batches = context.grown_calibration.batches(recipe.corpus.batch_size)
+        batches = context.text.grown_calibration.batches(recipe.corpus.batch_size)
         found: dict[str, list[float]] = {name: [] for name in METHODS}
         for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
             weights = stacked_weights(context.model, inputs.layer, slice(None))

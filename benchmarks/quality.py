@@ -117,7 +117,7 @@ class Bench:
         )  # fmt: skip
         found = Context(recipe=recipe, model_name=str(self.model), out=self.out, reporter=Reporter(quiet=True))
         if hasattr(self, "windows"):
-            found.__dict__["calibration"] = sequences({"": self.windows.calibration})
+            found.text.__dict__["calibration"] = sequences({"": self.windows.calibration})
         return found
 
     def seconds(self, context: Context, *stages: str) -> float:

@@ -301,6 +301,7 @@ def assign(
     )
     from moeq import pipeline, terminal
     from moeq.stages import assign as stage
+    from moeq.stages.frontier import PLOT
 
     looks = (price or frontier) and not overrides and quantizer is None and recipe is None and not force
     if looks and (context.finished("assign") / stage.NAME).is_file():
@@ -318,12 +319,12 @@ def assign(
         if "prices" in extra:
             terminal.print_prices(extra["prices"])
         if "frontier" in extra:
-            terminal.print_frontier(extra["frontier"], context.finished("assign") / stage.FRONTIER_PLOT)
+            terminal.print_frontier(extra["frontier"], context.finished("assign") / PLOT)
 
 
 def _looked_at(context: Context, price: bool, frontier: bool) -> dict[str, Any]:
     """What --price and --frontier show of an assignment."""
-    from moeq.stages import assign as stage
+    from moeq.stages import frontier as stage
 
     prices = {"prices": stage.prices(context)} if price else {}
     return prices | ({"frontier": stage.frontier(context)} if frontier else {})

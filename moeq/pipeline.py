@@ -1,25 +1,24 @@
-"""The stages in order: keys, skipping what has not changed, resuming what was killed."""
+"""Running the stages in order: skipping what has not changed, resuming what was killed."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
+import torch
 from rich.markup import escape
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.digests import digest_of_file, spent
 from moeq.artifacts.evaluation import NAME as EVALUATION
-from moeq.artifacts.files import BEGUN, building, digest_of, locked, place, remove_partials, write_bytes
+from moeq.artifacts.files import BEGUN, building, locked, place, remove_partials, write_bytes
 from moeq.artifacts.places import refuse_artifacts
-from moeq.artifacts.run import EDITABLE, RECIPE_COPY, STORE
-from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
+from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.stage import (
     StageRecord,
     current_digest,
@@ -29,161 +28,16 @@ from moeq.artifacts.stage import (
     read_record,
     write_record,
 )
-from moeq.artifacts.trace import NAME as TRACE
 from moeq.errors import ArtifactError
 from moeq.numerics.slab import return_memory
-from moeq.recipe import Recipe
-from moeq.runtime.checkpoint import CARD
-from moeq.stages import (
-    assign,
-    estimate,
-    evaluate,
-    export,
-    integer_forward,
-    losses,
-    profile,
-    quantize,
-    refine,
-    reparam,
-    report,
-)
+from moeq.stages import assign, export, integer_forward, report
 from moeq.stages.context import Context
+from moeq.stages.order import BY_NAME, Stage
 from moeq.stages.recorded import MODEL_FILES, changed_files
 from moeq.stages.run_directory import check_model, record_of, write_recipe
-from moeq.stages.side_files import code_of
 from moeq.tables import human_seconds
 
 REPARAM = "reparam"
-NO_PROGRESS: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One stage: what it runs, the sections of the recipe that it reads, the stages whose artifacts it reads.
-
-    after_growth: stages whose artifacts it also reads when the calibration text grows until experts are covered;
-    revision: raised when the same inputs give other results, so that older artifacts are made again; text: parts of
-    the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what would make it fail
-    later; intact: whether what it wrote outside its own directory is still there; apart: files outside its digest;
-    editable: files that people may change by hand, and accept: raises what is wrong with them; progress: patterns of
-    files that it goes on with when it was broken off; glances: stages of whose artifacts it reads none of the weights.
-    """
-
-    name: str
-    run: Callable[[Context], dict[str, Any]]
-    sections: tuple[str, ...]
-    after: tuple[str, ...] = ()
-    after_growth: tuple[str, ...] = ()
-    revision: int = 1
-    text: tuple[str, ...] = ()
-    computes: bool = False
-    extra: Callable[[Context], Any] | None = None
-    check: Callable[[Context], None] | None = None
-    intact: Callable[[Context], bool] | None = None
-    apart: frozenset[str] = frozenset()
-    editable: frozenset[str] = frozenset()
-    accept: Callable[[Context], object] | None = None
-    progress: Callable[[Context], Sequence[str]] = lambda _: NO_PROGRESS
-    glances: frozenset[str] = frozenset()
-
-    def needs(self, recipe: Recipe) -> tuple[str, ...]:
-        """The stages whose artifacts it reads."""
-        return self.after if recipe.corpus.until_covered is None else (*self.after, *self.after_growth)
-
-
-STAGES = (
-    Stage(
-        name="reparam",
-        run=reparam.run,
-        revision=2,
-        sections=("corpus",),
-        text=("calibration",),
-        extra=reparam.inputs,
-        check=integer_forward.check,
-    ),
-    Stage(
-        name="profile",
-        run=profile.run,
-        sections=("corpus", "profile"),
-        text=("calibration",),
-        computes=True,
-        extra=profile.coverage_settings,
-        intact=profile.trace_is_intact,
-        apart=frozenset({TRACE}),
-    ),
-    Stage(
-        name="losses",
-        run=losses.run,
-        revision=losses.REVISION + losses.ROWS_REVISION,
-        sections=("corpus", "losses", "others"),
-        after_growth=("profile",),
-        text=("calibration",),
-        computes=True,
-        check=losses.check,
-        intact=losses.is_intact,
-        progress=losses.progress,
-    ),
-    Stage(
-        name="assign",
-        run=assign.run,
-        sections=("name", "assign"),
-        after=("profile", "losses"),
-        extra=assign.own_hardware,
-        check=assign.check,
-        apart=frozenset({SENSITIVITIES, assign.FRONTIER, assign.FRONTIER_PLOT}),
-        editable=EDITABLE["assign"],
-        accept=assign.load,
-    ),
-    Stage(
-        name="quantize",
-        run=quantize.run,
-        sections=("quantize",),
-        after=("losses", "assign"),
-        computes=True,
-        progress=refine.progress,
-    ),
-    Stage(
-        name="export",
-        run=export.run,
-        revision=2,
-        sections=("export",),
-        after=("profile", "losses", "assign", "quantize"),
-        extra=code_of,
-        check=export.check,
-        intact=export.formats_intact,
-        apart=frozenset({CARD}),
-    ),
-    Stage(
-        name="eval",
-        run=evaluate.run,
-        sections=("eval", "seed"),
-        after=("profile", "losses", "assign", "export"),
-        text=("evaluation",),
-        computes=True,
-        extra=evaluate.other_inputs,
-        check=evaluate.check,
-    ),
-    Stage(
-        name="estimate",
-        run=estimate.run,
-        revision=2,
-        sections=("estimate", "eval", "seed"),
-        after=("profile", "losses", "assign"),
-        extra=estimate.hardware_digest,
-        check=estimate.check,
-    ),
-    Stage(
-        name="report",
-        run=report.run,
-        revision=report.REVISION,
-        sections=tuple(name for name in Recipe.model_fields if name not in {"model", "store"}),
-        after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),
-        extra=report.own_inputs,
-        intact=report.is_intact,
-        glances=frozenset({"quantize", "export"}),
-    ),
-)
-BY_NAME = {stage.name: stage for stage in STAGES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,50 +51,18 @@ class Outcome:
     edited: tuple[str, ...] = ()
 
 
-def _own_inputs(context: Context, stage: Stage) -> dict[str, str]:
-    """Digests of what a stage's result depends on beside the artifacts of others."""
-    found = {"model": context.stamp.digest, "recipe": digest_of(_sections(context, stage))}
-    found |= {part: context.text_digest(part) for part in stage.text}
-    if stage.computes:
-        found["compute"] = digest_of(context.compute())
-    extra = None if stage.extra is None else stage.extra(context)
-    if extra is not None:
-        found["extra"] = digest_of(extra)
-    return found
-
-
 def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     """Digests of all that a stage's result depends on."""
-    found = _own_inputs(context, stage)
+    found = stage.own_inputs(context)
     for name in stage.needs(context.recipe):
         found[name] = _digest_before(context, name, cached=not context.check)
     return found
-
-
-def _key(stage: Stage, inputs: dict[str, str]) -> str:
-    return digest_of([stage.name, stage.revision, inputs])
 
 
 def _digest_before(context: Context, name: str, *, cached: bool) -> str:
     """Digest of an earlier stage's files; ArtifactError for one that is not what the stage wrote, nor may be edited."""
     editable = BY_NAME[name].editable
     return current_digest(context.directory(name), name, editable, cached=cached, reporter=context.reporter)
-
-
-def _sections(context: Context, stage: Stage) -> dict[str, Any]:
-    """What a stage reads of the recipe; where its text (or images) lies does not matter, only what it holds."""
-    whole = context.recipe.model_dump(mode="json")
-    if context.takes_images:
-        whole["eval"]["perplexity"] = None
-    if "evaluation" in stage.text and whole["eval"]["images"] is not None:
-        del whole["eval"]["images"]["source"]
-    if "calibration" in stage.text:
-        del whole["corpus"]["source"]
-    if "evaluation" in stage.text and whole["eval"]["perplexity"] is not None:
-        del whole["eval"]["perplexity"]["source"]
-    if stage.name == "eval" and whole["eval"]["translation"] is not None:
-        del whole["eval"]["translation"]["source"], whole["eval"]["translation"]["target"]
-    return {name: whole[name] for name in stage.sections}
 
 
 def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome:
@@ -251,7 +73,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     directory = context.finished(stage.name)
     before = spent()
     inputs = _inputs(context, stage)
-    key = _key(stage, inputs)
+    key = stage.key(inputs)
     edited = _edited(context, stage)
     if edited and not force:
         _accept(context, stage, key)
@@ -339,7 +161,7 @@ def _asked_otherwise(context: Context, stage: Stage) -> bool:
     if record is None:
         return False
     own = {name: digest for name, digest in record.inputs.items() if name not in BY_NAME}
-    if own != _own_inputs(context, stage) or record.key != _key(stage, record.inputs):
+    if own != stage.own_inputs(context) or record.key != stage.key(record.inputs):
         return True
     return any(_asked_otherwise(context, BY_NAME[name]) for name in stage.needs(context.recipe))
 
@@ -375,7 +197,7 @@ def _coming_assignment(context: Context, stages: Sequence[Stage], force: bool) -
 def _is_finished(context: Context, stage: Stage, edited: frozenset[str] = frozenset()) -> bool:
     """Whether a stage would be skipped."""
     try:
-        return _is_current(context, stage, _key(stage, _inputs(context, stage)), edited)
+        return _is_current(context, stage, stage.key(_inputs(context, stage)), edited)
     except ArtifactError:  # of a stage before it
         return False
 
@@ -496,20 +318,19 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
 
     What follows from sizes and the recipe comes first: a large text is not read for a run that is refused anyway.
     """
-    import torch
-
     if context.recipe.threads is not None:
         torch.set_num_threads(context.recipe.threads)
     torch.manual_seed(context.recipe.seed)
-    needed = ["layers", "dtype"] if any(stage.name != REPARAM for stage in stages) else ["dtype"]
+    if any(stage.name != REPARAM for stage in stages):
+        _ = context.layers
+    _ = context.dtype
     parts = {part for stage in stages for part in stage.text}
-    needed += ["perplexity"] if parts else []  # or what makes none possible
-    for name in needed:
-        getattr(context, name)
+    if parts:
+        _ = context.text.perplexity  # or what makes none possible
     for stage in stages:
         if stage.check is not None:
             stage.check(context)
-    context.check_text(parts)
+    context.text.check(parts)
 
 
 def _remove_partials(context: Context) -> None:

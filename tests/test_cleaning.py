@@ -10,6 +10,7 @@ import pytest
 from fork_server import ForkServer
 
 from moeq import cleaning, pipeline
+from moeq.artifacts import replicas
 from moeq.artifacts.files import locked
 from moeq.artifacts.replicas import LayerReplicas, layer_file, read_rows
 from moeq.errors import ArtifactError, RecipeError, StorageError
@@ -17,6 +18,7 @@ from moeq.progress import Reporter
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages import losses
 from moeq.stages.context import Context
+from moeq.stages.replicas import entries, load_index
 
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "assign={method: uniform, bits: 2}",
@@ -52,7 +54,7 @@ def test_what_the_recipe_no_longer_asks_for_goes(tiny_mixtral: Path, tmp_path: P
     run(tiny_mixtral, out, "losses.bits=[2,4]", "losses.group_size=24")
     narrow = run(tiny_mixtral, out, "losses.bits=[2,4]", stages=STAGES)
     before, apart = size(narrow.store), {stage: files(narrow.directory(stage)) for stage in STAGES}
-    other = [path for path in narrow.store.iterdir() if path.is_dir() and path.name != losses.load_index(narrow).set]
+    other = [path for path in narrow.store.iterdir() if path.is_dir() and path.name != load_index(narrow).set]
     assert len(other) == 1
 
     foretold = cleaning.collect([out], None, dry_run=True)
@@ -75,7 +77,7 @@ def test_runs_that_share_a_store_keep_each_others_replicas(tiny_mixtral: Path, t
     one = run(tiny_mixtral, tmp_path / "one", f"store={shared}", "losses.bits=[2]")
     two = run(tiny_mixtral, tmp_path / "two", f"store={shared}", "losses.bits=[2,3]")
     run(tiny_mixtral, tmp_path / "two", f"store={shared}", "losses.bits=[2,4]", "losses.damping=0.02")
-    index = losses.load_index(one)
+    index = load_index(one)
     widths = lambda: sorted({e["bits"] for e in LayerReplicas(shared / index.set, 0).entries.values()})  # noqa: E731
     assert widths() == [2, 3]
     for given in ({"runs": [tmp_path / "one"], "store": None}, {"runs": [], "store": shared}):
@@ -85,7 +87,7 @@ def test_runs_that_share_a_store_keep_each_others_replicas(tiny_mixtral: Path, t
         assert len([path for path in shared.iterdir() if len(path.name) == 64]) == 2
     assert losses.is_intact(one)
     assert read_rows(shared / index.set, 0, index.made[0].rows)
-    gone = losses.entries(LossesSection(bits=[3]))
+    gone = entries(LossesSection(bits=[3]))
     assert all(read_rows(shared / index.set, 0, made.rows) is None for made in gone)
     for path in sorted(two.out.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
@@ -98,7 +100,7 @@ def test_runs_that_share_a_store_keep_each_others_replicas(tiny_mixtral: Path, t
 
 def test_what_killed_runs_left_goes_and_checkpoints_stay(tiny_mixtral: Path, tmp_path: Path) -> None:
     made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]", stages=STAGES)
-    folder = made.store / losses.load_index(made).set
+    folder = made.store / load_index(made).set
     kept = files(made.out)
     left = [
         folder / "layer-000.safetensors.partial",
@@ -126,7 +128,7 @@ def test_what_killed_runs_left_goes_and_checkpoints_stay(tiny_mixtral: Path, tmp
 
 def test_damaged_replicas_go(tiny_mixtral: Path, tmp_path: Path) -> None:
     made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")
-    path = layer_file(made.store / losses.load_index(made).set, 1)
+    path = layer_file(made.store / load_index(made).set, 1)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     found = cleaning.collect([made.out], None, dry_run=False)
@@ -140,14 +142,14 @@ def test_damaged_replicas_go(tiny_mixtral: Path, tmp_path: Path) -> None:
 def test_a_killed_run_keeps_what_it_has_made(
     tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = losses.replicas.add_rows
+    add = replicas.add_rows
 
     def failing(directory: Path, layer: int, *more: Any) -> None:
         if layer == 1:
             raise KeyboardInterrupt
         add(directory, layer, *more)
 
-    monkeypatch.setattr(losses.replicas, "add_rows", failing)
+    monkeypatch.setattr(replicas, "add_rows", failing)
     with pytest.raises(KeyboardInterrupt):
         run(tiny_mixtral, tmp_path / "run")
     before = files(tmp_path / "run" / "store")

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from moeq.artifacts.files import read_json, write_json, write_tensors
+from moeq.artifacts.files import read_json, write_json
 from moeq.artifacts.stage import check_schema_version
+from moeq.artifacts.tensor_files import write_tensors
 from moeq.errors import ArtifactError
 
 SCHEMA_VERSION = 2

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,20 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import safe_open
 
 from moeq.artifacts.digests import digest_of_chunks, digest_of_part, remember
-from moeq.artifacts.files import (
-    digest_of,
-    dtype_name,
-    held,
-    make_directory,
-    read_json,
-    stored_chunks,
-    tensor_bytes,
-    write_in_chunks,
-    write_json,
-    write_text,
-)
+from moeq.artifacts.files import digest_of, held, make_directory, read_json, write_json, write_text
 from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
 from moeq.artifacts.stage import check_schema_version, read_model
+from moeq.artifacts.tensor_files import dtype_name, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -305,6 +295,14 @@ def existing(directory: Path, layer: int) -> LayerReplicas | None:
         return None
 
 
+def digests(directory: Path, layer: int, entries: Sequence[str]) -> dict[str, str]:
+    """{entry: SHA-256} of a layer's replicas, as its file says; nothing where none are asked for."""
+    if not entries:
+        return {}
+    there = LayerReplicas(directory, layer)
+    return {entry: there.entries[entry]["sha256"] for entry in entries}
+
+
 def lacking(
     directory: Path, layer: int, made: Iterable[MadeType], damaged: Callable[[Path], None], *, cached: bool = True
 ) -> list[MadeType]:
@@ -367,6 +365,14 @@ def read_rows(directory: Path, layer: int, name: str) -> list[dict[str, Any]] | 
         return rows if (found["schema_version"], found["sha256"]) == (SCHEMA_VERSION, _text_digest(text)) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def made_rows(directory: Path, layer: int, name: str) -> list[dict[str, Any]]:
+    """What `read_rows` reads; ArtifactError where it is missing or damaged."""
+    rows = read_rows(directory, layer, name)
+    if rows is None:
+        raise ArtifactError("missing or damaged", where=str(rows_file(directory, layer, name)), do=REMEDY)
+    return rows
 
 
 def _text_digest(text: str) -> str:

@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moeq.artifacts.files import canonical_json, write_in_chunks
+from moeq.artifacts.files import canonical_json
 from moeq.artifacts.reading import TensorHeader, parse_json, safetensors_header
 from moeq.artifacts.stage import ModelStamp, check_schema_version
+from moeq.artifacts.tensor_files import write_in_chunks
 from moeq.errors import ArtifactError
 from moeq.version import __version__
 

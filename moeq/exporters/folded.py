@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.files import write_json, write_tensors, write_text
+from moeq.artifacts.files import write_json, write_text
+from moeq.artifacts.tensor_files import write_tensors
 from moeq.exporters.front_matter import CARD, folded_card
 from moeq.exporters.plain import METADATA, write_index, write_plain
 from moeq.models.disk_names import DiskNames

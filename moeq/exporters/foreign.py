@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.files import TensorFile, filling, sync, write_json, write_text
+from moeq.artifacts.files import filling, sync, write_json, write_text
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.targets import Grid, Target, loadable_grid, refuse_matrix
+from moeq.artifacts.tensor_files import TensorFile
 from moeq.errors import PlanError
 from moeq.exporters.front_matter import CARD, code_lines, front_matter, markdown, read_origin
 from moeq.exporters.packed_source import PackedSource

@@ -22,8 +22,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from moeq.artifacts.files import dtype_name, read_back, tensor_bytes, torch_dtype
+from moeq.artifacts.files import read_back
 from moeq.artifacts.targets import LOADED_BY, ONE_WIDTH, WIDEN, Grid, Target, refuse_stack, widest_of
+from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
 from moeq.errors import PlanError, RecipeError
 from moeq.exporters.foreign import Draft, WriteOptions, card, drafting, grid_of
 from moeq.exporters.gguf_families import (

@@ -21,7 +21,7 @@ from typing import Any
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
 from moeq.artifacts.digests import digest_of_chunks
-from moeq.artifacts.files import filling, place, stored_chunks, write_json, write_text
+from moeq.artifacts.files import filling, place, write_json, write_text
 from moeq.artifacts.manifest import (
     CodeFile,
     PlacedExpert,
@@ -36,6 +36,7 @@ from moeq.artifacts.manifest import (
 )
 from moeq.artifacts.others import OtherTable
 from moeq.artifacts.sums import write_sums
+from moeq.artifacts.tensor_files import stored_chunks
 from moeq.exporters.plain import write_index, write_plain
 from moeq.models.experts import ExpertLayer
 from moeq.models.side_files import SideFiles, find_side_files

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, MIXED, width_of
 from moeq.artifacts.digests import digest_of_chunks
-from moeq.artifacts.files import tensor_bytes
 from moeq.artifacts.manifest import PlacedModule, Replica, read_manifest
 from moeq.artifacts.sums import check_sums
+from moeq.artifacts.tensor_files import tensor_bytes
 from moeq.errors import ArtifactError
 from moeq.exporters.packed_source import Matrices
 from moeq.models.experts import ExpertLayer

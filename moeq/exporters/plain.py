@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from moeq.artifacts.files import write_in_chunks, write_json
+from moeq.artifacts.files import write_json
+from moeq.artifacts.tensor_files import write_in_chunks
 from moeq.models.source import INDEX, ModelSource, read_header
 from moeq.models.weights import plain_chunks, plain_header
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeq.artifacts.digests import digest_of_file
-from moeq.artifacts.files import building, tensor_bytes, torch_dtype, write_tensors
+from moeq.artifacts.files import building
 from moeq.artifacts.integer import (
     KINDS,
     REMEDY,
@@ -25,6 +25,7 @@ from moeq.artifacts.integer import (
 )
 from moeq.artifacts.reading import TensorHeader, inside, safetensors_header
 from moeq.artifacts.stage import FileStamp, ModelStamp
+from moeq.artifacts.tensor_files import tensor_bytes, torch_dtype, write_tensors
 from moeq.errors import ArtifactError, InternalError
 from moeq.integer.program import Program
 from moeq.numerics.fixed_point import MAX_SHIFT

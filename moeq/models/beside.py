@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -21,11 +21,8 @@ from torch import Tensor, nn
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
-from moeq.models.streaming import blocks_of
+from moeq.models.streaming import StreamedModel, blocks_of
 from moeq.models.walk import Batch, LayerInputs, check_weights, gather, out_of_turn, run_batch, stop_runs, tap
-
-if TYPE_CHECKING:
-    from moeq.models.streaming import StreamedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
-from moeq.artifacts.files import stored_chunks
+from moeq.artifacts.tensor_files import stored_chunks
 from moeq.errors import ModelError
 from moeq.models.messages import REMEDY, line, quiet_transformers
 from moeq.models.source import CONFIG, ModelSource

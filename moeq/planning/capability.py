@@ -14,10 +14,10 @@ from moeq.artifacts.targets import LOADED_BY, loads_width, refuse_layers
 from moeq.exporters import NATIVE
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.widths import SUPPORTED_BITS
-from moeq.pipeline import STAGES
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.recipe import Recipe
 from moeq.stages.context import Context
+from moeq.stages.order import STAGES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,12 @@ import torch
 from moeq.artifacts import effects, evaluation, expert_effects, losses, profile, replicas, trace
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, width_of
 from moeq.artifacts.evaluation import Change, EvalReport, EvalRow
-from moeq.artifacts.files import canonical_json, safetensors_layout
+from moeq.artifacts.files import canonical_json
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.targets import LOADED_BY, grids_of, loadable_grid, widest_of
+from moeq.artifacts.tensor_files import safetensors_layout
 from moeq.estimator import load_hardware
 from moeq.evaluation import document as samples
 from moeq.evaluation.harness import guessed_results
@@ -37,7 +38,6 @@ from moeq.models.experts import ExpertLayer
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.numerics.packed import packed_shapes
 from moeq.numerics.widths import NESTED_BITS
-from moeq.pipeline import BY_NAME, Stage
 from moeq.planning.batch import store_bytes
 from moeq.planning.memory import loss_rows, read_share
 from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
@@ -49,11 +49,12 @@ from moeq.reporting.maps import Quantity, value_map, width_map
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.stages import assign, quantize, refine, report
 from moeq.stages import estimate as estimate_stage
-from moeq.stages import losses as losses_stage
 from moeq.stages import profile as profile_stage
 from moeq.stages.checkpoint_size import replica_shapes, stored_widths
 from moeq.stages.context import Context
+from moeq.stages.order import BY_NAME, Stage
 from moeq.stages.recorded import MODEL_FILES
+from moeq.stages.replicas import REFINED, entries
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DIGEST = "0" * 64
@@ -181,7 +182,7 @@ class Disk:
 
     def _replicas(self, section: AssignSection) -> int:
         """Bytes that are read from the store for one assignment."""
-        if not set(methods(section, self.recipe)) - losses_stage.ON_DEMAND:
+        if not set(methods(section, self.recipe)) & set(STORED):
             return 0
         if section is self.recipe.assign and self.recipe.quantize.replicas == "all":
             return sum(store_bytes(layer, self.recipe) for layer in self.sizes.layers)
@@ -225,7 +226,7 @@ class Disk:
             scores=tuple(count.astype(float) for count in counts),
             tokens=np.full((2, 2), self.work.calibration.tokens // 2),
             text=DIGEST,
-            corpus=tuple(source.public_name for source in self.context.calibration_sources),
+            corpus=tuple(source.public_name for source in self.context.text.calibration_sources),
         )
         coverage = made.coverage(**profile_stage.coverage_settings(self.context))
         written = _written(lambda folder: profile.write_profile(folder, made, coverage))
@@ -244,7 +245,7 @@ class Disk:
             weights=np.zeros(shape, dtype=np.float16),
             lengths=np.ones(1, dtype=np.int32),
             prefill=np.ones(1, dtype=np.int32),
-            domains=(self.context.calibration_sources[0].domain,),
+            domains=(self.context.text.calibration_sources[0].domain,),
             model=self.stamp,
             text=DIGEST,
         )
@@ -301,14 +302,14 @@ class Disk:
         return _written(lambda folder: effects.write_effects(folder, made))
 
     def _index(self) -> dict[str, Any]:
-        made = losses_stage.entries(self.recipe.losses)
+        made = entries(self.recipe.losses)
         index = replicas.ReplicaIndex(set=DIGEST, made=made)
         one = dict.fromkeys(index.entries(), DIGEST)
         return index.model_copy(update={"layers": (one,) * len(self.sizes.layers)}).model_dump(mode="json")
 
     def _store_layer(self, layer: ExpertLayer) -> dict[str, int]:
         """Files of one layer in the store: its replicas and the rows of each method and width."""
-        folder, made = Path(DIGEST), losses_stage.entries(self.recipe.losses)
+        folder, made = Path(DIGEST), entries(self.recipe.losses)
         shape = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name))
         rows = self._cached(("rows", *shape), lambda: self._rows(layer))
         found = {replicas.rows_file(folder, layer.index, one.rows).as_posix(): rows for one in made}
@@ -326,8 +327,8 @@ class Disk:
     def _replica_file(self, layer: ExpertLayer) -> int:
         section = self.recipe.losses
         shapes: Shapes = {}
-        entries = [one for one in losses_stage.entries(section) if one.entry is not None]
-        for one in entries:
+        kept = [one for one in entries(section) if one.entry is not None]
+        for one in kept:
             for projection in layer.projections:
                 parts = packed_shapes(
                     *layer.shape(projection), one.bits, section.group_size, section.symmetric, section.nested
@@ -347,7 +348,7 @@ class Disk:
             str(one.entry): replicas.described(
                 str(one.entry), DIGEST, inside if section.nested and one.bits in NESTED_BITS else described
             )
-            for one in entries
+            for one in kept
         }
         return _file(shapes, replicas.layer_metadata(layer.index, stamps))
 
@@ -420,7 +421,7 @@ class Disk:
     def _placed_by(self) -> str:
         """Who makes the placed replicas."""
         refined = self.recipe.quantize.refine is not None
-        return methods(self.recipe.assign, self.recipe)[0] + (refine.REFINED if refined else "")
+        return methods(self.recipe.assign, self.recipe)[0] + (REFINED if refined else "")
 
     def _placed(self, layer: ExpertLayer, mine: list[Width]) -> int:
         shapes: Shapes = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}

@@ -37,7 +37,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     recipe = context.recipe
     sizes = model_sizes(context)
     capability.check_stages(context)
-    context.check_text({"calibration", "evaluation"} - _remote(context))
+    context.text.check({"calibration", "evaluation"} - _remote(context))
     work = work_sizes(context)
     placed = placed_bytes(sizes, recipe.assign, recipe)
     asked = capability.Asked(
@@ -90,7 +90,7 @@ def _remote(context: Context) -> set[str]:
     """The parts of the text that would have to be downloaded to be checked as the run does."""
     if context.takes_images:
         return set()
-    parts = {"calibration": context.calibration_sources, "evaluation": context.evaluation_sources}
+    parts = {"calibration": context.text.calibration_sources, "evaluation": context.text.evaluation_sources}
     return {part for part, sources in parts.items() if not all(isinstance(one, LocalFile) for one in sources)}
 
 

@@ -20,7 +20,7 @@ from moeq.assigners.prefix_split import candidates, increments
 from moeq.models.experts import ExpertLayer
 from moeq.planning.sizes import ModelSizes
 from moeq.recipe import BEST, AssignSection, Recipe
-from moeq.stages import assign
+from moeq.stages import expert_bytes as stored
 
 TYPICAL = 0.1234567890123456  # stands for a figure of full length
 
@@ -32,8 +32,7 @@ def methods(section: AssignSection, recipe: Recipe) -> tuple[str, ...]:
 
 def expert_bytes(layer: ExpertLayer, bits: Width, recipe: Recipe, full: int) -> int:
     """Stored bytes of one expert, biases included; `full`: bytes of one weight at 16 bits."""
-    section = recipe.losses
-    return assign.bytes_of(layer, bits, section.group_size, section.symmetric, full, section.nested)
+    return stored.expert_bytes(layer, bits, recipe.losses, full)
 
 
 def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[list[Width]]:
@@ -111,8 +110,7 @@ def _matrix_cost(
     """Bytes of one matrix as the section's budget counts them."""
     if section.size is not None:
         return sizes.checkpoint.matrix_bytes(layer, projection, bits)
-    losses, full = recipe.losses, sizes.source_dtype.itemsize
-    return assign.matrix_bytes(layer, projection, bits, losses.group_size, losses.symmetric, full, losses.nested)
+    return stored.matrix_bytes(layer, projection, bits, recipe.losses, sizes.source_dtype.itemsize)
 
 
 def _expert_cost(layer: ExpertLayer, bits: int, sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> int:

@@ -200,18 +200,18 @@ def work_sizes(context: Context) -> Work:
     most = section.sequences if section.until_covered is None else section.until_covered.max_sequences
     if context.takes_images:
         return _image_work(context, most)
-    context.check_length(section.sequence_length, "corpus.sequence_length")
+    context.text.check_length(section.sequence_length, "corpus.sequence_length")
     wanted = most * section.sequence_length
     fields = (section.text_field, section.messages_field)
-    tokens, ratio = _text_tokens(context, context.calibration_sources, fields, wanted)
+    tokens, ratio = _text_tokens(context, context.text.calibration_sources, fields, wanted)
     calibration = Text(sequences=most, length=section.sequence_length, batch=section.batch_size, whole=tokens)
-    perplexity = context.perplexity
+    perplexity = context.text.perplexity
     evaluation = None
     if perplexity is not None:
         length = perplexity.sequence_length
-        context.check_length(length, "eval.perplexity.sequence_length")
+        context.text.check_length(length, "eval.perplexity.sequence_length")
         wanted = (perplexity.sequences or 0) * length
-        tokens, other = _text_tokens(context, context.evaluation_sources, (perplexity.text_field,), wanted)
+        tokens, other = _text_tokens(context, context.text.evaluation_sources, (perplexity.text_field,), wanted)
         ratio = min(ratio, other)
         count = perplexity.sequences if perplexity.sequences is not None else max(1, tokens // length)
         evaluation = Text(sequences=count, length=length, batch=perplexity.batch_size, whole=tokens)
@@ -220,8 +220,8 @@ def work_sizes(context: Context) -> Work:
 
 def _image_work(context: Context, most: int) -> Work:
     """The images that there are, and as many of them as the recipe takes."""
-    _ = context.perplexity  # which may be asked for in vain
-    section, tests, length = context.recipe.corpus, context.test_images, context.image_task.positions
+    _ = context.text.perplexity  # which may be asked for in vain
+    section, tests, length = context.recipe.corpus, context.text.test_images, context.image_task.positions
 
     def text(sets: Sequence[ImageSet], part: Part, wanted: int | None, batch: int) -> Text:
         there = sum(len(one.part(part)) for one in sets)
@@ -229,8 +229,8 @@ def _image_work(context: Context, most: int) -> Work:
         return Text(sequences=count, length=length, batch=batch, whole=there * length)
 
     return Work(
-        calibration=text(context.calibration_images, "train", most, section.batch_size),
-        evaluation=text(context.evaluation_images, "test", tests.images, tests.batch_size),
+        calibration=text(context.text.calibration_images, "train", most, section.batch_size),
+        evaluation=text(context.text.evaluation_images, "test", tests.images, tests.batch_size),
         tasks=None,
     )
 

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from moeq.artifacts.assignment import (
     FULL,
     REMEDY,
     Assignment,
     ExpertChoice,
-    Width,
     count_matrices,
     count_widths,
     matrix_widths,
     read_assignment,
-    width_of,
     write_assignment,
 )
 from moeq.artifacts.digests import digest_of_file
-from moeq.artifacts.files import make_directory, write_json, write_text
+from moeq.artifacts.files import make_directory
 from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
-from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.limits import limit_of
@@ -40,20 +35,14 @@ from moeq.estimator import load_hardware
 from moeq.estimator.latency import expert_seconds
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
-from moeq.numerics.packed import packed_bytes
-from moeq.numerics.slab import return_memory
-from moeq.numerics.traces import closed_form, hutchinson
 from moeq.recipe import AssignSection
-from moeq.reporting.frontier import frontier_svg
-from moeq.stages import losses, others, profile
+from moeq.stages import others, profile, replicas
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import matrix_bytes, total_bytes
+from moeq.stages.hessian_traces import traces
 
 NAME = "assignment.json"
-FRONTIER, FRONTIER_PLOT = "frontier.json", "frontier.svg"
-FRONTIER_VERSION = 1
-AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
-TRACE_SAMPLES = 32
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -149,20 +138,22 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
     found = _inputs(context, config, name, profile.load(context))
     return replace(
         found,
-        losses=losses.load(context),
+        losses=replicas.load_losses(context),
         traces=partial(traces, context, config),
-        effects=losses.load_effects(context),
-        expert_effects=losses.load_expert_effects(context),
+        effects=replicas.load_effects(context),
+        expert_effects=replicas.load_expert_effects(context),
         ndp_seconds=ndp_seconds(context, config, (*context.recipe.losses.bits, FULL)),
     )
 
 
 def _inputs(context: Context, config: AssignSection, name: str, statistics: ExpertProfile) -> AssignInputs:
     """What an assigner is given beside what was measured of the experts."""
-    section = context.recipe.losses
-    size = source_dtype(context.source).itemsize
+    section, full = context.recipe.losses, source_dtype(context.source).itemsize
     widths = (*section.bits, FULL)
-    grid = (section.group_size, section.symmetric)
+    matrices = tuple(
+        {name: {bits: matrix_bytes(layer, name, bits, section, full) for bits in widths} for name in layer.projections}
+        for layer in context.layers
+    )
     return AssignInputs(
         name=name,
         config=config,
@@ -171,35 +162,25 @@ def _inputs(context: Context, config: AssignSection, name: str, statistics: Expe
         group_size=section.group_size,
         symmetric=section.symmetric,
         nested=section.nested,
-        bytes=tuple(
-            {bits: bytes_of(layer, bits, *grid, size, section.nested) for bits in widths} for layer in context.layers
-        ),
-        matrix_bytes=tuple(
-            {
-                name: {bits: matrix_bytes(layer, name, bits, *grid, size, section.nested) for bits in widths}
-                for name in layer.projections
-            }
-            for layer in context.layers
-        ),
-        **_checkpoint_sizes(context, config, widths),
+        bytes=tuple({bits: sum(sizes[bits] for sizes in own.values()) for bits in widths} for own in matrices),
+        matrix_bytes=matrices,
+        **_checkpoint_sizes(context, config, matrices),
     )
 
 
-def _checkpoint_sizes(context: Context, config: AssignSection, widths: Sequence[int]) -> dict[str, Any]:
+def _checkpoint_sizes(
+    context: Context, config: AssignSection, matrices: Sequence[Mapping[str, Mapping[int, int]]]
+) -> dict[str, Any]:
     """What `size` counts beside the experts' own tensors; nothing where a section does not limit it."""
     if config.size is None:
         return {}
-    size, full = CheckpointSize(context), source_dtype(context.source).itemsize
-    losses = context.recipe.losses
-    grid = (losses.group_size, losses.symmetric, full, losses.nested)
+    size = CheckpointSize(context)
     records = tuple(
         {
-            name: {
-                bits: size.matrix_bytes(layer, name, bits) - matrix_bytes(layer, name, bits, *grid) for bits in widths
-            }
-            for name in layer.projections
+            name: {bits: size.matrix_bytes(layer, name, bits) - stored for bits, stored in sizes.items()}
+            for name, sizes in own.items()
         }
-        for layer in context.layers
+        for layer, own in zip(context.layers, matrices, strict=True)
     )
     return {"other_bytes": size.other_bytes, "record_bytes": records}
 
@@ -258,141 +239,6 @@ def compared_hardware(context: Context) -> list[str] | None:
 def _digests(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
     names = [hardware_of(context, section) for section in sections]
     return [constants_digest(name) for name in names if name is not None] or None
-
-
-def frontier(context: Context) -> dict[str, Any]:
-    """Objective against bytes of every method, written as frontier.json and frontier.svg beside the assignment."""
-    inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
-    number = len(report.sections(inputs, AVERAGES))
-    with context.reporter.bar("frontier", number) as advance:
-        points = report.frontier(inputs, AVERAGES, decide, advance)
-    directory = make_directory(context.directory("assign"))
-    found = {
-        "schema_version": FRONTIER_VERSION,
-        "loss_weighting": inputs.config.loss_weighting,
-        "layer_weighting": inputs.config.layer_weighting,
-        "points": [asdict(point) for point in points],
-    }
-    write_json(directory / FRONTIER, found)
-    write_text(directory / FRONTIER_PLOT, frontier_svg(points))
-    return found
-
-
-def prices(context: Context) -> list[dict[str, Any]]:
-    """What every target's restriction costs in objective, on the budget of the recipe's assignment."""
-    inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
-    return [asdict(price) for price in report.prices(inputs, load(context), partial(_refuse_width, context))]
-
-
-def _refuse_width(context: Context, target: Target, bits: int) -> AssignmentError | None:
-    """Why a target cannot load a width of this model's matrices in the recipe's grid; None where it can.
-
-    A target of symmetric grids alone is asked about those: its price is that of the same widths.
-    """
-    section = context.recipe.losses
-    for layer in context.layers:
-        for projection in layer.projections:
-            grids = grids_of(
-                layer,
-                projection,
-                [bits],
-                group_size=section.group_size,
-                symmetric=section.symmetric or target.symmetric_only,
-                nested=section.nested,
-            )
-            found = refuse_stack(target, grids, full=False, widen=False)
-            if found is not None:
-                return AssignmentError(found[0], where=f"{layer.name}, {projection}", do=found[1])
-    return None
-
-
-def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
-    """The Hessian trace of the Frobenius norm, summed over every expert's matrices, [E] a layer (paper 003).
-
-    Experts are read from the checkpoint one by one; the same traces are not computed twice in a run, and the closed
-    form not again where the run's table of sensitivities has it.
-    """
-    how = config.trace or "closed"
-    key = (how, None if how == "closed" else config.trace_samples or TRACE_SAMPLES)
-    if key not in context.traces:
-        known = _known_traces(context) if how == "closed" else None
-        context.traces[key] = _computed_traces(context, key) if known is None else known
-    return context.traces[key]
-
-
-def _known_traces(context: Context) -> list[np.ndarray] | None:
-    """The closed form as an earlier command found it for this model; None where none did."""
-    try:
-        table = read_sensitivities(context.finished("assign") / SENSITIVITIES)
-    except ArtifactError:
-        return None
-    same = table.model == context.stamp.digest and table.experts() == [layer.num_experts for layer in context.layers]
-    return table.column("frobenius_hessian_trace") if same else None
-
-
-def _computed_traces(context: Context, how: tuple[str, int | None]) -> list[np.ndarray]:
-    generator = torch.Generator().manual_seed(context.recipe.seed)
-    found = []
-    with context.reporter.bar("traces", len(context.layers)) as advance:
-        for layer in context.layers:
-            found.append(np.array([_trace(context, layer, e, how, generator) for e in range(layer.num_experts)]))
-            return_memory()
-            advance()
-    return found
-
-
-def _trace(
-    context: Context, layer: ExpertLayer, expert: int, how: tuple[str, int | None], generator: torch.Generator
-) -> float:
-    weights, _ = context.expert_reader.read(layer, expert)
-    name, samples = how
-    if samples is None:
-        return sum(closed_form(weight) for weight in weights.values())
-    distribution: Any = name
-    return sum(hutchinson(weight, samples, distribution, generator).mean for weight in weights.values())
-
-
-def bytes_of(
-    layer: ExpertLayer,
-    widths: Width,
-    group_size: int,
-    symmetric: bool,
-    full_bytes_per_weight: int,
-    nested: bool = False,
-) -> int:
-    """Stored bytes of one expert at a width, or its matrices at theirs."""
-    grid = (group_size, symmetric, full_bytes_per_weight, nested)
-    return sum(matrix_bytes(layer, name, width_of(widths, name), *grid) for name in layer.projections)
-
-
-def matrix_bytes(
-    layer: ExpertLayer,
-    projection: str,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    full_bytes_per_weight: int,
-    nested: bool = False,
-) -> int:
-    """Stored bytes of one matrix of an expert: codes, scales and zero points, or the checkpoint's own weights at 16.
-
-    Its bias stays in the checkpoint's type at every width.
-    """
-    rows, inputs = layer.shape(projection)
-    bias = rows * full_bytes_per_weight if layer.biased else 0
-    if bits == FULL:
-        return rows * inputs * full_bytes_per_weight + bias
-    return packed_bytes(rows, inputs, bits, group_size, symmetric, nested) + bias
-
-
-def total_bytes(context: Context, assignment: Assignment) -> int:
-    """Bytes of all experts at their placed widths."""
-    size = source_dtype(context.source).itemsize
-    return sum(
-        bytes_of(layer, one, assignment.group_size, assignment.symmetric, size, assignment.nested)
-        for layer, widths in zip(context.layers, assignment.expert_widths(), strict=True)
-        for one in widths
-    )
 
 
 def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:

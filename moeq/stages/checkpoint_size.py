@@ -20,10 +20,11 @@ import torch
 
 from moeq.artifacts import manifest
 from moeq.artifacts.assignment import FULL, MIXED, WIDTHS, Assignment, Tier, Width, matrix_widths, width_of
-from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout, torch_dtype
+from moeq.artifacts.files import canonical_json
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.sums import LINE_BYTES, UNLISTED
 from moeq.artifacts.sums import NAME as SUMS
+from moeq.artifacts.tensor_files import dtype_name, safetensors_layout, torch_dtype
 from moeq.exporters.front_matter import read_origin
 from moeq.exporters.moeq import extra_name, layer_name, listed_code, quantization
 from moeq.exporters.plain import METADATA, shards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,11 +14,9 @@ import torch
 from rich.markup import escape
 from torch import nn
 
-from moeq.artifacts.files import digest_of
-from moeq.artifacts.profile import read_profile
 from moeq.artifacts.run import DIRECTORIES, FOLDED, STORE, store_folder
 from moeq.artifacts.stage import ModelStamp, read_record
-from moeq.errors import ArtifactError, CorpusError, ModelError, RecipeError
+from moeq.errors import ModelError
 from moeq.evaluation.harness import BUNDLED_TASK, open_tasks
 from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer, find_expert_layers
@@ -28,8 +26,9 @@ from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
-from moeq.recipe import PerplexitySection, Recipe, TestImagesSection
+from moeq.recipe import Recipe
 from moeq.stages.recorded import stamp_of
+from moeq.stages.text import RunText
 
 
 @dataclass(kw_only=True)
@@ -145,22 +144,9 @@ class Context:
         return takes_images(self.described[0])
 
     @cached_property
-    def perplexity(self) -> PerplexitySection | None:
-        """What perplexity is measured on; None where the recipe wants none, and for image classifiers.
-
-        Raises RecipeError where the recipe asks for what its model cannot do.
-        """
-        section = self.recipe.eval
-        if not self.takes_images:
-            if section.images is not None:
-                raise RecipeError("the model reads text, no images", where="eval.images", do="leave it out")
-            return section.perplexity
-        instead = "leave it out: an image classifier is measured by accuracy, cross-entropy and logit error"
-        if section.perplexity is not None and "perplexity" in section.model_fields_set:
-            raise RecipeError("an image classifier has no perplexity", where="eval.perplexity", do=instead)
-        if section.tasks:
-            raise RecipeError("an image classifier runs no tasks of lm-eval", where="eval.tasks", do=instead)
-        return None
+    def text(self) -> RunText:
+        """What it is calibrated and measured on."""
+        return RunText(self)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -210,178 +196,9 @@ class Context:
             self.overwritten = []
 
     @cached_property
-    def calibration_sources(self) -> list[corpus.Source]:
-        """What calibration text comes from; none for image classifiers."""
-        return [] if self.takes_images else corpus.open_sources(self.recipe.corpus.source, "calibration")
-
-    @cached_property
-    def evaluation_sources(self) -> list[corpus.Source]:
-        """What perplexity is measured on."""
-        return [] if self.perplexity is None else corpus.open_sources(self.perplexity.source, "evaluation")
-
-    @cached_property
     def image_task(self) -> corpus.ImageTask:
         """What the image classifier takes."""
         return corpus.ImageTask.of(self.described[0], self.source.path)
-
-    def image_sets(self, source: str | list[str]) -> list[corpus.ImageSet]:
-        """The labelled images that a source names."""
-        section = self.recipe.corpus
-        files = corpus.ImageFiles(
-            model=self.source.path,
-            trust_remote_code=self.recipe.trust_remote_code,
-            channels=self.image_task.shape[0],
-            image_field=section.image_field or "image",
-            label_field=section.label_field,
-            names=self.described[0].config.label2id,  # type: ignore[union-attr,arg-type]
-        )
-        return corpus.open_image_sets(source, self.image_task, files)
-
-    @cached_property
-    def calibration_images(self) -> list[corpus.ImageSet]:
-        return self.image_sets(self.recipe.corpus.source)
-
-    @cached_property
-    def evaluation_images(self) -> list[corpus.ImageSet]:
-        """What an image classifier is measured on; CorpusError where calibration would see all of it."""
-        source = self.test_images.source
-        if source is not None:
-            return self.image_sets(source)
-        for one in self.calibration_images:
-            if not one.rows:
-                raise CorpusError(
-                    "no row numbers train and test: there is nothing left to be measured on",
-                    where=one.name,
-                    do="store them, or name other images in eval.images.source",
-                )
-        return self.calibration_images
-
-    @property
-    def test_images(self) -> TestImagesSection:
-        """The recipe's section, or its defaults."""
-        return self.recipe.eval.images or TestImagesSection()
-
-    @property
-    def corpus_names(self) -> tuple[str, ...]:
-        """What artifacts call what was calibrated on."""
-        if self.takes_images:
-            return tuple(one.public_name for one in self.calibration_images)
-        return tuple(source.public_name for source in self.calibration_sources)
-
-    def calibration_chunks(self) -> Iterator[corpus.Sequences]:
-        """The calibration sequences that the recipe asks for; then, with corpus.until_covered, more and more."""
-        section = self.recipe.corpus
-        limit = section.sequences if section.until_covered is None else section.until_covered.max_sequences
-        if self.takes_images:
-            pictures = corpus.ImagePool(self.calibration_images, "train", self.image_task, f"corpus {section.source}")
-            yield from pictures.chunks(section.sequences, limit)
-            return
-        self.check_length(section.sequence_length, "corpus.sequence_length")
-        pool = corpus.open_text(
-            self.calibration_sources,
-            self._calibration_fields,
-            self.tokenizer,
-            length=section.sequence_length,
-            first=section.sequences,
-            most=limit,
-            packed=section.packed,
-            where=f"corpus {section.source}",
-            seed=self.recipe.seed if section.shuffle else None,
-            bar=self.reporter.bar,
-        )
-        if pool.with_images():
-            processor = corpus.load_processor(self.source.path, self.recipe.trust_remote_code)
-            pool.images = corpus.Encoder(processor, section.sequence_length)
-        yield from pool.chunks(section.sequences, limit)
-
-    @property
-    def _calibration_fields(self) -> corpus.Fields:
-        section = self.recipe.corpus
-        return corpus.Fields(
-            text=section.text_field,
-            messages=section.messages_field,
-            prompt=section.prompt_field,
-            response=section.response_field,
-            image=section.image_field,
-            chat=section.chat_template,
-        )
-
-    @cached_property
-    def calibration(self) -> corpus.Sequences:
-        """The calibration sequences that the recipe asks for, before they grow."""
-        return next(self.calibration_chunks())
-
-    @cached_property
-    def grown_calibration(self) -> corpus.Sequences:
-        """The sequences that the profile came to; without corpus.until_covered, those that the recipe asks for.
-
-        Raises ArtifactError when the profile was made of other text.
-        """
-        if self.recipe.corpus.until_covered is None:
-            return self.calibration
-        path = self.directory("profile")
-        wanted = read_profile(path)
-        parts, total = [], 0
-        for chunk in self.calibration_chunks():
-            parts.append(chunk)
-            total += len(chunk)
-            if total >= len(wanted.tokens):
-                break
-        found = corpus.join(parts)
-        if found.digest() != wanted.text:
-            raise ArtifactError("made of other sequences", where=str(path), do="run `moeq profile` again")
-        return found
-
-    @cached_property
-    def evaluation(self) -> corpus.Sequences | None:
-        """The evaluation text as sequences, None when the recipe wants no perplexity; or the images."""
-        section = self.perplexity
-        if self.takes_images:
-            wanted = self.test_images
-            where = f"eval.images {wanted.source or self.recipe.corpus.source}"
-            return corpus.ImagePool(self.evaluation_images, "test", self.image_task, where).take(wanted.images)
-        if section is None:
-            return None
-        self.check_length(section.sequence_length, "eval.perplexity.sequence_length")
-        pool = corpus.open_text(
-            self.evaluation_sources,
-            corpus.Fields(text=section.text_field),
-            self.tokenizer,
-            length=section.sequence_length,
-            first=section.sequences,
-            most=section.sequences,
-            where=f"eval.perplexity {section.source}",
-            bar=self.reporter.bar,
-        )
-        return pool.take(section.sequences)
-
-    def text_digest(self, part: str) -> str:
-        """Digest of all that decides the calibration or evaluation text, beside the recipe's sections.
-
-        Files are read once for it, as bytes; nothing is tokenized.
-        """
-        if part not in self.text_digests:
-            self.text_digests[part] = self._text_digest(part)
-        return self.text_digests[part]
-
-    def _text_digest(self, part: str) -> str:
-        if self.takes_images:
-            sets = self.evaluation_images if part == "evaluation" else self.calibration_images
-            return digest_of([[one.domain, one.digest] for one in sets])
-        sources = self.evaluation_sources if part == "evaluation" else self.calibration_sources
-        if not sources:
-            return "none"
-        digest = corpus.sources_digest(sources, self.reporter.bar)
-        rule = {} if corpus.is_small(sources) else {"places": str(corpus.RULE)}
-        if part == "evaluation":
-            return digest_of({"sources": digest} | rule) if rule else digest
-        found = {"sources": digest} | rule
-        images = corpus.images_digest(sources, self._calibration_fields, self.reporter.bar)
-        if images is not None:
-            found["images"] = images
-        if self.recipe.corpus.shuffle:
-            found["seed"] = str(self.recipe.seed)
-        return digest_of(found)
 
     @cached_property
     def task_manager(self) -> Any:
@@ -398,39 +215,11 @@ class Context:
         section = self.recipe.eval
         if not section.tasks or section.tasks == [BUNDLED_TASK]:
             return None
-        from moeq.evaluation.multimodal import check_images, image_tasks
+        from moeq.evaluation.multimodal import check_images, image_tasks  # brings lm-eval in, which takes seconds
 
         tasks = image_tasks(self.task_manager, section.tasks, with_images=corpus.has_processor(self.source.path))
         check_images(tasks, section.limit)
         return corpus.load_processor(self.source.path, self.recipe.trust_remote_code) if tasks else None
-
-    def check_text(self, parts: Collection[str]) -> None:
-        """CorpusError for text that is not there, cannot be read or is too little: what is cheap to tell comes first.
-
-        parts: calibration, evaluation.
-        """
-        if parts and not self.takes_images:
-            perplexity = self.perplexity if "evaluation" in parts else None
-            if "calibration" in parts:
-                self.check_length(self.recipe.corpus.sequence_length, "corpus.sequence_length")
-                _ = self.calibration_sources
-            if perplexity is not None:
-                self.check_length(perplexity.sequence_length, "eval.perplexity.sequence_length")
-                _ = self.evaluation_sources
-            _ = self.tokenizer
-        for part in sorted(parts):
-            getattr(self, part)
-
-    def check_length(self, length: int, key: str) -> None:
-        """CorpusError when sequences are longer than the positions that the model knows."""
-        config = self.source.config
-        positions = (config.get("text_config") or config).get("max_position_embeddings")
-        if isinstance(positions, int) and length > positions:
-            raise CorpusError(
-                f"{length} tokens are more than the model's {positions} positions",
-                where=key,
-                do=f"set it to {positions} or less",
-            )
 
     def compute(self) -> dict[str, str]:
         """What beside the inputs decides the digits of a result."""

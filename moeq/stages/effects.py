@@ -19,7 +19,7 @@ from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.memory import working_memory
 from moeq.recipe import LayerEffectsSection
 from moeq.stages.context import Context
-from moeq.stages.quantize import Replicas
+from moeq.stages.replicas import Replicas
 
 OUTPUTS = 3  # that are held at once
 
@@ -78,7 +78,7 @@ def heldout_batches(context: Context, count: int, kept: int = 0) -> list[Batch]:
     """
     stride = heldout_stride(context.recipe.losses.heldout_fraction)
     outputs = _outputs(context)
-    singles = context.grown_calibration.batches(1)[stride - 1 :: stride]
+    singles = context.text.grown_calibration.batches(1)[stride - 1 :: stride]
     chosen = singles if len(singles) <= count else [singles[index * len(singles) // count] for index in range(count)]
     widest = max(batch.input_ids.shape[1] for batch in chosen)
     memory = working_memory(context.recipe.losses.working_memory, context.device)

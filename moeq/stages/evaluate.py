@@ -25,9 +25,10 @@ from moeq.runtime.swapping import ExpertPlace, Place, Replacement, Swapped, over
 from moeq.stages import assign, export, judges, others, quantize, refine
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.low_precision import write_curves
 from moeq.stages.others import Stored
-from moeq.stages.quantize import Replicas
+from moeq.stages.replicas import Experts, Replicas
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
 from moeq.verification.verify import relative
 
@@ -112,7 +113,7 @@ def check(context: Context) -> None:
     CorpusError for parallel text that is not there or not parallel.
     """
     section = context.recipe.eval
-    _ = context.perplexity
+    _ = context.text.perplexity
     if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
         _ = context.task_manager
     if section.tasks:
@@ -161,7 +162,7 @@ def layer_replacements(
     exported: as in `apply_assignment`; model: where weights that are rounded now are taken from, None for the disk.
     """
     directory = context.directory("quantize")
-    refined: refine.Experts = {}
+    refined: Experts = {}
     if exported:
         made = quantize.quantizers(directory)[layer.name]
         refined = refine.read_refined(directory, layer, assignment, made)
@@ -257,7 +258,7 @@ def _row(
     if assignment is None:
         size = export.original_bytes(context, expert_keys(context.source, *context.described))
     else:
-        size = assign.total_bytes(context, assignment)
+        size = total_bytes(context, assignment)
     average = None if assignment is None else assignment.average_bits()
     return EvalRow(
         name=variant.name,

@@ -22,10 +22,9 @@ from moeq.models.partial import Outputs, beginning_at, recording
 from moeq.models.streaming import blocks_of
 from moeq.models.walk import Batch
 from moeq.recipe import ExpertEffectsSection
-from moeq.stages import losses
 from moeq.stages.context import Context
 from moeq.stages.effects import alone, divergence, heldout_batches, log_probabilities, predictions, replaced
-from moeq.stages.quantize import Replicas
+from moeq.stages.replicas import Replicas, load_index, load_losses
 
 REVISION = 1  # raised when the same inputs give other effects
 AT_ONCE = 16  # experts, at most: each keeps what goes into its decoder layer
@@ -90,7 +89,7 @@ def _time_left(section: ExpertEffectsSection, done: Measured) -> float:
 
 def _expected(context: Context, method: str, bits: int) -> list[np.ndarray]:
     """Weighted loss times own tokens of every expert, [E] a layer."""
-    table = losses.load(context)
+    table = load_losses(context)
     names = ("weighted_loss", "calibration_tokens", "heldout_tokens")
     columns = zip(*(table.matrix(method, name) for name in names), strict=True)
     return [loss[bits].astype(float) * (own[bits] + held[bits]) for loss, own, held in columns]
@@ -98,7 +97,7 @@ def _expected(context: Context, method: str, bits: int) -> list[np.ndarray]:
 
 def _inputs(context: Context, section: ExpertEffectsSection, method: str, batches: Sequence[Batch]) -> str:
     """Digest of all that decides the order of the experts and their effects."""
-    index = losses.load_index(context)
+    index = load_index(context)
     rows = next(made.rows for made in index.made if (made.method, made.bits) == (method, section.bits))
     sizes = [list(batch.input_ids.shape) for batch in batches]
     return digest_of([REVISION, index.set, rows, section.sequences, sizes, context.recipe.seed])

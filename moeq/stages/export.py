@@ -27,9 +27,10 @@ from moeq.models.loading import expert_keys
 from moeq.numerics.slab import return_memory
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
-from moeq.stages import assign, losses, model_card, others, profile, quantize, refine
+from moeq.stages import assign, model_card, others, profile, quantize
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
+from moeq.stages.replicas import REFINED, load_losses
 from moeq.stages.side_files import say_left_behind
 from moeq.verification.written import check_written
 
@@ -77,14 +78,14 @@ def run(context: Context) -> dict[str, Any]:
 
 def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
     """{layer: [{bits: loss} of every expert]} of the replicas that quantize wrote, by who made them."""
-    table = losses.load(context)
+    table = load_losses(context)
     made = quantize.quantizers(context.directory("quantize"))
     methods = {name: table.matrix(name) for name in table.methods()}
     found: dict[str, list[dict[int, float]]] = {}
     for index, (layer, experts) in enumerate(made.items()):
         found[layer] = [
             {
-                bits: float(methods[method.removesuffix(refine.REFINED)][index][bits][expert])
+                bits: float(methods[method.removesuffix(REFINED)][index][bits][expert])
                 for bits, method in mine.items()
                 if bits != MIXED
             }

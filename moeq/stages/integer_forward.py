@@ -37,8 +37,8 @@ def check(context: Context) -> None:
 def inputs(context: Context) -> dict[str, Any]:
     """What is read beside the section and the calibration images: those that it is measured on."""
     return {
-        "images": context.text_digest("evaluation"),
-        "taken": context.test_images.model_dump(mode="json", exclude={"source"}),
+        "images": context.text.digest("evaluation"),
+        "taken": context.text.test_images.model_dump(mode="json", exclude={"source"}),
     }
 
 
@@ -54,7 +54,7 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
 
     scales: s~ of the folded norms by module path. Returns what `make` found, by task, without the schemes.
     """
-    calibration, images = context.calibration, context.evaluation
+    calibration, images = context.text.calibration, context.text.evaluation
     if not isinstance(calibration, ImageSequences) or not isinstance(images, ImageSequences):
         raise RecipeError("no labelled images", where=WHERE, do="name some in corpus.source")
     folded = open_source(str(directory / FOLDED), trust_remote_code=context.recipe.trust_remote_code)

@@ -49,7 +49,7 @@ class TextJudge:
     """Perplexity on the evaluation text, and lm-eval tasks; either may be missing."""
 
     def __init__(self, context: Context) -> None:
-        self.context, self.section, self.sequences = context, context.perplexity, context.evaluation
+        self.context, self.section, self.sequences = context, context.text.perplexity, context.text.evaluation
         self.manager = context.task_manager
         self.steps = int(bool(context.recipe.eval.tasks))
         self.sizes = {"tokens": 0}
@@ -107,10 +107,10 @@ class ImageJudge:
     """Accuracy, cross-entropy, and the logits' distance from the first measured model's."""
 
     def __init__(self, context: Context) -> None:
-        found = context.evaluation
+        found = context.text.evaluation
         if not isinstance(found, ImageSequences):
             raise EvaluationError("no images to be measured on", where="eval.images", do="name some in corpus.source")
-        self.context, self.images, self.batch = context, found, context.test_images.batch_size
+        self.context, self.images, self.batch = context, found, context.text.test_images.batch_size
         self.steps = -(-len(found) // self.batch)
         self.sizes = {"tokens": 0, "images": len(found)}
         self.wanted: Tensor | None = None

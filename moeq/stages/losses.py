@@ -10,18 +10,18 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from rich.markup import escape
 
 from moeq.artifacts import expert_effects, replicas
 from moeq.artifacts.effects import NAME as EFFECTS
-from moeq.artifacts.effects import LayerEffects, read_effects, write_effects
-from moeq.artifacts.files import digest_of, make_directory
-from moeq.artifacts.losses import NAME, WHOLE, LossTable, read_losses, write_losses
+from moeq.artifacts.effects import write_effects
+from moeq.artifacts.files import make_directory
+from moeq.artifacts.losses import NAME, WHOLE, LossTable, write_losses
 from moeq.artifacts.others import INDEX as OTHERS_INDEX
-from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex, rows_file
+from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex
 from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
@@ -29,18 +29,14 @@ from moeq.models.walk import LayerInputs, walk
 from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
-from moeq.recipe import RTN, LossesSection
+from moeq.quantizers.measuring import STORED
+from moeq.stages import effects
 from moeq.stages import others as others_stage
 from moeq.stages.context import Context
+from moeq.stages.expert_effects import measure as measure_experts
 from moeq.stages.finite import naming_the_file, say_left_out
+from moeq.stages.replicas import load_index, load_losses, planned
 
-REVISION = 4  # raised when the same inputs give other replicas: also for what lies in stores
-ROWS_REVISION = 2  # raised when the same replicas give other rows
-ON_DEMAND = frozenset({RTN})  # methods whose replicas are made when they are needed
-CHOICES = frozenset(
-    {"bits", "methods", "working_memory", "layer_effects", "expert_effects"}
-)  # settings that name entries, or decide nothing
-MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  # that decide rows, not replicas
 BEYOND = {"scale_underflow": "small", "scale_overflow": "large"}  # what `grids.beyond_float16` finds
 
 
@@ -48,7 +44,7 @@ def run(context: Context) -> dict[str, Any]:
     """Write losses.parquet and the index of the replicas; what the store lacks is made."""
     config = context.recipe.losses
     directory = make_directory(context.directory("losses"))
-    sequences = context.grown_calibration
+    sequences = context.text.grown_calibration
     _check_count(context, len(sequences))
     for name in OLDER:
         shutil.rmtree(directory / name, ignore_errors=True)
@@ -73,17 +69,16 @@ def run(context: Context) -> dict[str, Any]:
                 del inputs  # before the next layer's are gathered
                 return_memory()
     more.finish()
-    found = [_digests(context, index, layer.index) for layer in context.layers]
+    store, entries = context.store / index.set, index.entries()
+    found = [replicas.digests(store, layer.index, entries) for layer in context.layers]
     replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))
     write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.layers))
     if config.layer_effects is not None:
-        from moeq.stages.effects import measure  # it reads replicas by what is defined here
-
-        write_effects(directory, measure(context, config.layer_effects))
+        write_effects(directory, effects.measure(context, config.layer_effects))
     else:
         (directory / EFFECTS).unlink(missing_ok=True)
-    effects = _expert_effects(context, directory)
-    summary = summarize(read_losses(directory / NAME)) | effects
+    measured = _expert_effects(context, directory)
+    summary = summarize(load_losses(context)) | measured
     if summary["fallbacks"]:
         counts = ", ".join(f"{name} {count:,}" for name, count in summary["fallbacks"].items())
         context.reporter.say(f"  fallbacks of {summary['experts']:,} experts: {counts}")
@@ -125,39 +120,9 @@ def _expert_effects(context: Context, directory: Path) -> dict[str, Any]:
     if section is None:
         expert_effects.remove_effects(directory)
         return {}
-    from moeq.stages.expert_effects import measure  # it reads replicas by what is defined here
-
-    found = measure(context, section)
+    found = measure_experts(context, section)
     expert_effects.write_effects(directory, found)
     return {"expert_effects": {"measured": found.measured, "of_experts": sum(map(len, found.divergence))}}
-
-
-def planned(context: Context, tokens: str) -> ReplicaIndex:
-    """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
-    settings = context.recipe.losses.model_dump(mode="json", exclude=set(CHOICES | MEASURING))
-    methods = get_args(get_args(LossesSection.model_fields["methods"].annotation)[0])
-    common = {name: value for name, value in settings.items() if not any(_is_own(name, one) for one in methods)}
-    key = [REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, common, tokens, context.compute()]
-    return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
-
-
-def entries(config: LossesSection) -> tuple[Made, ...]:
-    """The methods at the widths that a section asks for, by their names in a set."""
-    whole = config.model_dump(mode="json")
-    measuring = {name: whole[name] for name in MEASURING}
-    made = []
-    for method in config.methods:
-        own = {name: value for name, value in whole.items() if _is_own(name, method)}
-        for bits in config.bits:
-            entry = f"{method}.{bits}.{digest_of(own)[: replicas.SHORT]}"
-            rows = f"{method}.{bits}.{digest_of([entry, measuring, ROWS_REVISION])[: replicas.SHORT]}"
-            made.append(Made(method=method, bits=bits, entry=None if method in ON_DEMAND else entry, rows=rows))
-    return tuple(made)
-
-
-def _is_own(setting: str, method: str) -> bool:
-    """Whether only this method reads a setting of the section: it is called like the method, or begins so."""
-    return setting == method or setting.startswith(f"{method}_")
 
 
 def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]:
@@ -216,7 +181,7 @@ def calls(missing: Sequence[Made]) -> list[list[Made]]:
         mine = [made for made in missing if made.method == method]
         for others in found:
             same = [made.bits for made in mine] == [made.bits for made in others if made.method == others[0].method]
-            if same and (method in ON_DEMAND or all(made.entry is None for made in others)):
+            if same and (method not in STORED or all(made.entry is None for made in others)):
                 others += mine
                 break
         else:
@@ -224,25 +189,10 @@ def calls(missing: Sequence[Made]) -> list[list[Made]]:
     return found
 
 
-def _digests(context: Context, index: ReplicaIndex, layer: int) -> dict[str, str]:
-    """{entry: SHA-256} of what the run has of a layer."""
-    wanted = index.entries()
-    if not wanted:
-        return {}
-    there = LayerReplicas(context.store / index.set, layer)
-    return {entry: there.entries[entry]["sha256"] for entry in wanted}
-
-
 def _layer_rows(context: Context, index: ReplicaIndex, layer: int) -> list[dict[str, Any]]:
     """Rows of one layer by expert, method and width, whoever made them when."""
     directory = context.store / index.set
-    rows: list[dict[str, Any]] = []
-    for made in index.made:
-        mine = replicas.read_rows(directory, layer, made.rows)
-        if mine is None:
-            where = str(rows_file(directory, layer, made.rows))
-            raise ArtifactError("missing or damaged", where=where, do=replicas.REMEDY)
-        rows += mine
+    rows = [row for made in index.made for row in replicas.made_rows(directory, layer, made.rows)]
     return sorted(rows, key=lambda row: row["expert"])
 
 
@@ -288,34 +238,3 @@ def summarize(table: LossTable) -> dict[str, Any]:
         "measured_on_borrowed_tokens": sum(row["measured_on"] == "borrowed" for row in once),
         "fewest_calibration_tokens": min(row["calibration_tokens"] for row in once),
     }
-
-
-def load(context: Context) -> LossTable:
-    return read_losses(context.directory("losses") / NAME)
-
-
-def load_effects(context: Context) -> LayerEffects | None:
-    """What each layer alone does to the output, None where the recipe did not ask for it."""
-    return read_effects(context.directory("losses"))
-
-
-def load_expert_effects(context: Context) -> expert_effects.ExpertEffects | None:
-    """What each expert alone does to the output, None where the recipe did not ask for it."""
-    return expert_effects.read_effects(context.directory("losses"))
-
-
-def load_index(context: Context) -> ReplicaIndex:
-    """What the run has in the store; ArtifactError when losses was not run, or by an older moeq."""
-    return replicas.read_index(context.directory("losses"))
-
-
-def stored(context: Context, index: ReplicaIndex, layer: int) -> LayerReplicas:
-    """One layer's replicas as the index names them; ArtifactError when they are missing or others.
-
-    Those of which an expert is asked for are read, and checked again, then.
-    """
-    found = LayerReplicas(context.store / index.set, layer)
-    if layer >= len(index.layers):
-        raise ArtifactError("not finished", where=str(context.directory("losses")), do=replicas.REMEDY)
-    found.check(index.layers[layer], cached=True)
-    return found

@@ -21,7 +21,7 @@ from moeq.recipe import AssignSection, LowPrecisionSection
 from moeq.runtime.swapping import ExpertPlace, Replacement, Swapped, overwrite
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
-from moeq.stages.quantize import Replicas
+from moeq.stages.replicas import Replicas
 
 
 def write_curves(context: Context) -> None:
@@ -42,7 +42,7 @@ def _sweep(context: Context, section: LowPrecisionSection) -> Sweep:
         name: [(share, low_experts(order, share)) for share in sorted(section.shares)]
         for name, order in orders(counts, section.seeds, context.recipe.seed).items()
     }
-    there = context.evaluation
+    there = context.text.evaluation
     assert there is not None, "the recipe says so"
     sequences = _some(there, section.sequences)
     there_and_back = [points[:: -1 if index % 2 else 1] for index, points in enumerate(chosen.values())]

@@ -10,9 +10,10 @@ import torch
 
 from moeq.artifacts import others as artifact
 from moeq.artifacts import replicas
-from moeq.artifacts.files import canonical_json, dtype_name, safetensors_layout
+from moeq.artifacts.files import canonical_json
 from moeq.artifacts.manifest import PlacedModule, TensorStamp
 from moeq.artifacts.others import MadeOthers, OtherIndex, OtherRow, OtherTable
+from moeq.artifacts.tensor_files import dtype_name, safetensors_layout
 from moeq.exporters.moeq import others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.others import OtherModule, by_block

@@ -253,7 +253,7 @@ class Making:
             times = self._looked_up(tables[0])
             made = [(m, quantize_embedding(m.name, self._weight(m.name), times, self._grid(m))) for m in tables]
             self._keep("", made)
-        found = [self._digests(number, block) for number, block in enumerate(self.blocks)]
+        found = [replicas.digests(self.store, number, self._entries(block)) for number, block in enumerate(self.blocks)]
         artifact.write_index(self.directory, self.index.model_copy(update={"layers": tuple(found)}))
         artifact.write_table(self.directory, self._table(widths))
 
@@ -266,22 +266,11 @@ class Making:
         kinds = dict.fromkeys(module.kind for module in self.modules if module.block == block)
         return [self.index.entry_of(kind) for kind in kinds]
 
-    def _digests(self, number: int, block: str) -> dict[str, str]:
-        wanted = self._entries(block)
-        if not wanted:
-            return {}
-        there = LayerReplicas(self.store, number)
-        return {entry: there.entries[entry]["sha256"] for entry in wanted}
-
     def _table(self, widths: dict[str, int]) -> OtherTable:
         rows: list[OtherRow] = []
         for number, block in enumerate(self.blocks):
             for entry in self._entries(block):
-                mine = replicas.read_rows(self.store, number, entry)
-                if mine is None:
-                    where = str(replicas.rows_file(self.store, number, entry))
-                    raise ArtifactError("missing or damaged", where=where, do=replicas.REMEDY)
-                rows += [OtherRow.model_validate(row) for row in mine]
+                rows += map(OtherRow.model_validate, replicas.made_rows(self.store, number, entry))
         found = self.context.others
         order = {module.name: place for place, module in enumerate(found.modules)}
         there = {module.kind for module in found.modules}

@@ -33,7 +33,7 @@ def run(context: Context) -> dict[str, Any]:
     chunks: list[Sequences] = []
     parts: list[ExpertProfile] = []
     traces: list[RoutingTrace] = []
-    for chunk in [context.calibration] if growth is None else context.calibration_chunks():
+    for chunk in [context.text.calibration] if growth is None else context.text.calibration_chunks():
         chunks.append(chunk)
         recorder = _recorder(context, chunk) if context.recipe.profile.trace else None
         parts.append(_count(context, chunk, recorder))
@@ -48,7 +48,7 @@ def run(context: Context) -> dict[str, Any]:
     _say_phases(context, chunks[0])
     if not covered:
         context.reporter.say("  [yellow]not covered: the maximum or the end of the text is reached[/yellow]")
-    profile = replace(profile, text=join(chunks).digest(), corpus=context.corpus_names)
+    profile = replace(profile, text=join(chunks).digest(), corpus=context.text.corpus_names)
     write_profile(context.directory("profile"), profile, coverage)
     _write_trace(context, traces, profile.text)
     return summarize(profile, coverage)

@@ -6,39 +6,34 @@ stages/refine.py. Packed modules outside of the experts, where the recipe has so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, matrix_widths, width_of
-from moeq.artifacts.files import digest_of, make_directory, read_json, write_json, write_tensors
-from moeq.artifacts.replicas import LayerReplicas, ReplicaIndex
+from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.files import make_directory, read_json, write_json
 from moeq.artifacts.stage import check_schema_version
+from moeq.artifacts.tensor_files import write_tensors
 from moeq.exporters.moeq import extra_name, layer_name, others_name
 from moeq.exporters.plain import METADATA
-from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
-from moeq.models.loading import source_dtype
+from moeq.models.experts import ExpertLayer
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.slab import Slab, return_memory
-from moeq.quantizers.layer import rtn_batch
-from moeq.quantizers.stored import packed_batch
-from moeq.recipe import BEST, GPTQ, RTN
+from moeq.recipe import BEST
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
-from moeq.runtime.swapping import Replacement
-from moeq.stages import assign, losses, refine
+from moeq.stages import assign, refine
 from moeq.stages.checkpoint_size import stored_widths
 from moeq.stages.context import Context
 from moeq.stages.others import Stored
+from moeq.stages.replicas import Replicas, load_losses
 
 NAME = "quantizers.json"
 SCHEMA_VERSION = 1
-Best = list[dict[int, np.ndarray]]  # of every layer: {bits: name of the best method [E]}
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -51,7 +46,7 @@ def run(context: Context) -> dict[str, Any]:
         if path.name not in done.files:
             path.unlink()
     several = context.recipe.quantize.replicas == "all" or assignment.is_mixed
-    best = losses.load(context).best() if several and assignment.parameters.get("quantizer") == BEST else None
+    best = load_losses(context).best() if several and assignment.parameters.get("quantizer") == BEST else None
     layers = (Replicas(context, assignment, layer, best=best) for layer in context.layers)
     placed = others = refined = 0
     made: dict[str, list[dict[str, str]]] = {}
@@ -137,146 +132,6 @@ def layer_tensors(replicas: Replicas) -> tuple[dict[str, Tensor], dict[str, Tens
         for width in stored_widths(placed_key, others, section.nested, partial(replicas.method, expert))[1:]:
             extra |= made(expert, width, f"{prefix}.bits{width}")
     return placed, extra
-
-
-class Replicas:
-    """Replicas of one layer's experts: from the store, made now (rtn), or the checkpoint's own weights (16).
-
-    model: where weights are taken from; without it experts are read from the checkpoint one by one. best: the best
-    methods of all layers, where the caller has them; they are looked up when they are needed. refined: placed replicas
-    that were trained further, which stand in for those of the store.
-
-    A replica goes by its width; one whose matrices differ, which only a placed one does, by MIXED.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        assignment: Assignment,
-        layer: ExpertLayer,
-        model: nn.Module | None = None,
-        best: Best | None = None,
-        refined: refine.Experts | None = None,
-    ) -> None:
-        self.context, self.layer, self.model = context, layer, model
-        self.refined: refine.Experts = refined or {}
-        self.choices = assignment.layers[layer.index].experts
-        self.quantizer = str(assignment.parameters.get("quantizer", GPTQ))
-        self._best = best
-        self._last: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
-
-    def keys(self) -> list[list[int]]:
-        """The replicas that the checkpoint has of each expert, the placed one first."""
-        more = (*self.context.recipe.losses.bits, FULL) if self.context.recipe.quantize.replicas == "all" else ()
-        return [[one.key, *(width for width in more if width != one.key)] for one in self.choices]
-
-    def widths(self, expert: int, key: int) -> Width:
-        """The width of one of an expert's replicas, or those of its matrices."""
-        return self.choices[expert].widths if key == MIXED else key
-
-    def method(self, expert: int, bits: int) -> str:
-        """Who makes an expert's replica at a width below 16: as the assignment says, or the best method."""
-        choice = self.choices[expert]
-        if choice.bits == bits and choice.quantizer is not None:
-            return choice.quantizer
-        if self.quantizer != BEST:
-            return self.quantizer
-        if self._best is None:
-            self._best = losses.load(self.context).best()
-        return str(self._best[self.layer.index][bits][expert])
-
-    def made_by(self) -> list[dict[str, str]]:
-        """{bits: method} of every expert's replicas that the checkpoint has."""
-        return [
-            {str(key): self._maker(expert, key) for key in keys if key != FULL}
-            for expert, keys in enumerate(self.keys())
-        ]
-
-    def _maker(self, expert: int, key: int) -> str:
-        """The method that made a replica, or those of its matrices, and whether it was refined."""
-        used = [bits for bits in matrix_widths(self.widths(expert, key)) if bits != FULL]
-        methods = dict.fromkeys(self.method(expert, bits) for bits in used)
-        refined = expert in self.refined and key == self.choices[expert].key
-        return ",".join(methods) + (refine.REFINED if refined else "")
-
-    @cached_property
-    def index(self) -> ReplicaIndex:
-        return losses.load_index(self.context)
-
-    @cached_property
-    def store(self) -> LayerReplicas:
-        return losses.stored(self.context, self.index, self.layer.index)
-
-    def placed(self, expert: int) -> dict[str, PackedWeight]:
-        """The matrices of one expert's placed replica that are below 16 bits."""
-        return self.packed(expert, self.choices[expert].key)
-
-    def replacement(self, expert: int, refined_in: str = "") -> Replacement:
-        """One expert's placed replica, dequantized when it is needed; refined_in: where it was refined."""
-
-        def make() -> dict[str, Tensor]:
-            return {name: packed.dequantize() for name, packed in self.placed(expert).items()}
-
-        return Replacement(key=self.identity(expert, refined_in), make=make)
-
-    def identity(self, expert: int, refined_in: str = "") -> str:
-        """What tells an expert's placed replica from others of the same model; refined_in: where it was refined."""
-        choice = self.choices[expert]
-        methods = {bits: self.method(expert, bits) for bits in matrix_widths(choice.widths) if bits != FULL}
-        section = self.context.recipe.losses
-        grid = [section.group_size, section.symmetry(), section.nested, section.clip]
-        stored = "" if set(methods.values()) <= losses.ON_DEMAND else self.index.set
-        return digest_of([str(self.context.store), stored, grid, choice.widths, methods, refined_in])
-
-    def packed(self, expert: int, key: int) -> dict[str, PackedWeight]:
-        """The matrices of one of an expert's replicas that are below 16 bits."""
-        if expert in self.refined and key == self.choices[expert].key:
-            return dict(self.refined[expert])
-        widths = self.widths(expert, key)
-        found: dict[str, PackedWeight] = {}
-        for bits in dict.fromkeys(matrix_widths(widths)):
-            if bits != FULL:
-                names = [name for name in self.layer.projections if width_of(widths, name) == bits]
-                found |= self._at(expert, bits, names)
-        return {name: found[name] for name in self.layer.projections if name in found}
-
-    def _at(self, expert: int, bits: int, projections: Sequence[str]) -> dict[str, PackedWeight]:
-        """Some matrices of an expert's replica of one width."""
-        method = self.method(expert, bits)
-        if method not in losses.ON_DEMAND:
-            entry = self.index.entry(method, bits)
-            return {projection: self.store.expert(entry, projection, expert) for projection in projections}
-        section = self.context.recipe.losses
-        weights, _ = self.original(expert)
-        as_computed = {name: weights[name].to(self.context.dtype).float()[None] for name in projections}
-        rounded = rtn_batch(as_computed, section, [bits])
-        one = packed_batch(rounded, section, [bits], method=RTN, layer=self.layer, experts=[expert])
-        return {name: packed[bits].map(lambda part: part[0].cpu()) for name, packed in one.items()}
-
-    def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Matrices and biases of one expert in the checkpoint's own type."""
-        if self.model is not None:
-            dtype = source_dtype(self.context.source)
-            which = slice(expert, expert + 1)
-            weights, biases = (of(self.model, self.layer, which) for of in (stacked_weights, stacked_biases))
-            found = [{name: stack[0].to(dtype).cpu() for name, stack in of.items()} for of in (weights, biases)]
-            return found[0], found[1]
-        if self._last is None or self._last[0] != expert:
-            self._last = (expert, *self.context.expert_reader.read(self.layer, expert))
-        return self._last[1], self._last[2]
-
-    def tensors(self, expert: int, key: int, prefix: str) -> dict[str, Tensor]:
-        """One replica's tensors under their final names."""
-        widths = self.widths(expert, key)
-        dense = [name for name in self.layer.projections if width_of(widths, name) == FULL]
-        weights, biases = self.original(expert) if dense or self.layer.biased else ({}, {})
-        found = {f"{prefix}.{name}.bias": bias for name, bias in biases.items()}
-        found |= {f"{prefix}.{name}.dense": weights[name] for name in dense}
-        return found | {
-            f"{prefix}.{name}.{part}": tensor
-            for name, packed in self.packed(expert, key).items()
-            for part, tensor in packed.parts().items()
-        }
 
 
 def _bytes(tensor: Tensor) -> int:

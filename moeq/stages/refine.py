@@ -29,19 +29,17 @@ from moeq.numerics.packed import PARTS, PackedWeight
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.quantizers.signround_layer import Widths
 from moeq.recipe import RefineSection
-from moeq.stages import losses
 from moeq.stages.context import Context
+from moeq.stages.replicas import REFINED, Experts, load_index, planned
 
 REVISION = 1  # of what is half done; when the same inputs give other replicas, raise it and that of the stage
 PROGRESS = ".refined.json"  # not part of the artifact
-REFINED = "+refined"  # after the method that made the start
-Experts = Mapping[int, Mapping[str, PackedWeight]]  # {expert: {projection: matrix}}
 
 
 def check(context: Context) -> None:
     """CorpusError when there is no text to refine on."""
     if context.recipe.quantize.refine is not None:
-        _ = context.calibration
+        _ = context.text.calibration
 
 
 def progress(context: Context) -> tuple[str, ...]:
@@ -98,8 +96,8 @@ def refined(
     are read from the stage's files. Raises ArtifactError when the losses are of other text.
     """
     _refuse_dense_matrices(assignment)
-    sequences = context.grown_calibration
-    if losses.load_index(context).set != losses.planned(context, sequences.digest()).set:
+    sequences = context.text.grown_calibration
+    if load_index(context).set != planned(context, sequences.digest()).set:
         where = str(context.directory("losses"))
         raise ArtifactError("made of other text or settings", where=where, do="run `moeq losses` again")
     batches = sequences.batches(context.recipe.corpus.batch_size)

@@ -93,9 +93,9 @@ def inputs(context: Context) -> dict[str, Any]:
     """What the stage reads beside the corpus: its section and, where perplexities are compared, their text."""
     section = settings(context)
     found: dict[str, Any] = {"reparam": section.model_dump(mode="json"), "device": context.device.type}
-    if section.compare and context.perplexity is not None:
-        found["text"] = context.text_digest("evaluation")
-        found["perplexity"] = context.perplexity.model_dump(mode="json", exclude={"source"})
+    if section.compare and context.text.perplexity is not None:
+        found["text"] = context.text.digest("evaluation")
+        found["perplexity"] = context.text.perplexity.model_dump(mode="json", exclude={"source"})
     if section.integer is not None:
         found["integer"] = integer_forward.inputs(context)
     code = code_of(context)
@@ -106,7 +106,7 @@ def sample(context: Context, section: ReparamSection) -> list[Batch]:
     """The calibration sequences (or images) that the section asks for, once for every task of the model."""
     batches: list[Batch] = []
     left = section.samples
-    for batch in context.calibration.batches(context.recipe.corpus.batch_size):
+    for batch in context.text.calibration.batches(context.recipe.corpus.batch_size):
         if left > 0:
             batches.append(first_rows(batch, left))
             left -= len(batches[-1].sequences)
@@ -192,7 +192,7 @@ def _calibrate(
     by_block: dict[str, list[str]] = {}
     for edge in edges:
         by_block.setdefault(streamed.block_of(edge.norm.name), []).append(edge.norm.name)
-    noted = w8a8.noting(context, streamed) if section.compare and context.perplexity is not None else None
+    noted = w8a8.noting(context, streamed) if section.compare and context.text.perplexity is not None else None
     with ranges.watching(streamed.model, [edge.norm.name for edge in edges]), noted or nullcontext():
         before = outputs(streamed, batches, left=lambda block: ranges.settle(by_block.get(block, ())), advance=advance)
     return before, ranges, {} if noted is None else noted.largest

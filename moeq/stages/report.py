@@ -24,16 +24,15 @@ from moeq.stages import (
     evaluate,
     export,
     integer_forward,
-    losses,
     model_card,
     others,
     profile,
     quantize,
-    refine,
     reparam,
 )
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
+from moeq.stages.replicas import REFINED, load_losses
 
 NAME = "report.html"
 REVISION = 6  # raised when the same run gives another page
@@ -56,7 +55,7 @@ def collect(context: Context) -> ReportInputs:
     return ReportInputs(
         profile=found,
         coverage=found.coverage(**profile.coverage_settings(context)),
-        losses=losses.load(context),
+        losses=load_losses(context),
         sensitivities=assign.sensitivities(context),
         weights=others.weights(context),
         assignment=assignment,
@@ -96,7 +95,7 @@ def refined(context: Context, assignment: Assignment) -> Refined | None:
         for expert, choice in enumerate(layer.experts)
         if choice.key != FULL
     ]
-    changed = sum(method.endswith(refine.REFINED) for method in methods)
+    changed = sum(method.endswith(REFINED) for method in methods)
     return Refined(changed=changed, quantized=len(methods), iterations=section.iterations)
 
 

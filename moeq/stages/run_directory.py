@@ -60,12 +60,12 @@ def recipe_data(context: Context) -> dict[str, Any]:
         data["corpus"]["source"] = absolute(data["corpus"]["source"])
         data["eval"]["perplexity"] = None
     elif before is None or before["corpus"]["source"] != data["corpus"]["source"]:
-        data["corpus"]["source"] = _pinned(data["corpus"]["source"], context.calibration_sources)
+        data["corpus"]["source"] = _pinned(data["corpus"]["source"], context.text.calibration_sources)
     if data["eval"]["images"] is not None:
         data["eval"]["images"]["source"] = absolute(data["eval"]["images"]["source"])
     measured = data["eval"]["perplexity"]
     if measured is not None and _text_of(before) != measured["source"]:
-        measured["source"] = _pinned(measured["source"], context.evaluation_sources)
+        measured["source"] = _pinned(measured["source"], context.text.evaluation_sources)
     for key in ("source", "target") if data["eval"]["translation"] is not None else ():
         data["eval"]["translation"][key] = absolute(data["eval"]["translation"][key])
     for section, key in (("eval", "include_path"), ("estimate", "hardware"), ("assign", "hardware")):

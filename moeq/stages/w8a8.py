@@ -29,7 +29,7 @@ def noting(context: Context, streamed: StreamedModel) -> StaticInputs:
 
 def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, float]) -> PerplexityRow | None:
     """Three perplexities on the evaluation text, None where there is none; largest: inputs in calibration."""
-    if context.perplexity is None:
+    if context.text.perplexity is None:
         return None
     behind = {one.weight: folded.fold for folded in folds for one in folded.edge.consumers if one.weight in largest}
     bits = {name: behind[name].bits if name in behind else BITS for name in largest}
@@ -49,7 +49,7 @@ def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, fl
 def _measure(context: Context, scales: dict[str, Scale] | None, folds: Sequence[FoldedNorm]) -> dict[str, Any]:
     """Perplexity of one version in float32; scales None: of the original."""
     streamed = StreamedModel(context.source, torch.float32, context.device, context.recipe.trust_remote_code)
-    section, sequences = context.perplexity, context.evaluation
+    section, sequences = context.text.perplexity, context.text.evaluation
     assert section is not None
     assert sequences is not None
 

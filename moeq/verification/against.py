@@ -9,7 +9,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from moeq.artifacts.files import CHUNK_BYTES, stored_chunks
+from moeq.artifacts.files import CHUNK_BYTES
+from moeq.artifacts.tensor_files import stored_chunks
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.exporters.readers.foreign import Foreign

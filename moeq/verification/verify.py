@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.files import torch_dtype
 from moeq.artifacts.sums import check_sums
+from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import EvaluationError, RecipeError
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource

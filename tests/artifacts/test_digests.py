@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from moeq.artifacts import digests
 from moeq.artifacts.digests import digest_of_file, digests_of_files, remember, remembered, spent
-from moeq.artifacts.files import TensorFile, copy_file, place, write_in_chunks, write_tensors
+from moeq.artifacts.files import copy_file, place
+from moeq.artifacts.tensor_files import TensorFile, write_in_chunks, write_tensors
 from moeq.errors import ArtifactError, StorageError
 from moeq.progress import Reporter
 

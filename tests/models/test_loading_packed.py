@@ -11,7 +11,7 @@ import torch
 from packed_models import save_fp8, save_mxfp4
 from safetensors.torch import load_file, save_file
 
-from moeq.artifacts.files import write_in_chunks
+from moeq.artifacts.tensor_files import write_in_chunks
 from moeq.errors import ModelError
 from moeq.models import loading
 from moeq.models.source import open_source

@@ -14,9 +14,10 @@ from moeq.planning.memory import STAGES
 from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import AssignSection, load_recipe
-from moeq.stages import assign, losses
 from moeq.stages.context import Context
+from moeq.stages.hessian_traces import traces
 from moeq.stages.other_sizes import DIGEST as OTHERS_DIGEST
+from moeq.stages.replicas import load_index
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "eval.perplexity.sequences=6",
@@ -110,7 +111,7 @@ def test_every_file_of_every_stage_is_named(finished: Context, disk: Disk) -> No
 def test_every_file_of_the_store_is_foretold(finished: Context, disk: Disk) -> None:
     found = {path.relative_to(finished.store).as_posix(): path.stat().st_size
              for path in finished.store.rglob("*") if path.is_file() and path.name != ".lock"}  # fmt: skip
-    names = {DIGEST: losses.load_index(finished).set}
+    names = {DIGEST: load_index(finished).set}
     if finished.recipe.others.widths():
         names[OTHERS_DIGEST] = read_index(finished.directory("losses")).set
     named = lambda path: names.get(path.partition("/")[0], "") + path.removeprefix(path.partition("/")[0])  # noqa: E731
@@ -148,7 +149,7 @@ def test_stages_are_within_two_percent(finished: Context, disk: Disk) -> None:
 
 def test_assign_reads_every_expert_once(finished: Context, disk: Disk) -> None:
     fresh = Context(recipe=finished.recipe, model_name=finished.model_name, out=finished.out / "elsewhere")
-    assign.traces(fresh, AssignSection(method="mopeq"))
+    traces(fresh, AssignSection(method="mopeq"))
     assert fresh.expert_reader.bytes_read == disk.read("assign") - sum(disk.lasting("assign").values())
 
 

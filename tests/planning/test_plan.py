@@ -236,7 +236,7 @@ def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> Non
 
     context = context_of(tiny_mixtral, tmp_path)
     work = sizes.work_sizes(context)
-    documents = read_documents(context.calibration_sources, Fields(), context.tokenizer)
+    documents = read_documents(context.text.calibration_sources, Fields(), context.tokenizer)
     everything = make_sequences(documents, context.tokenizer, length=32, count=None)
     assert 0.9 < work.calibration.whole / everything.ids.numel() < 1.1
     import pyarrow as pa

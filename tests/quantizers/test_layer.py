@@ -19,6 +19,7 @@ from moeq.quantizers.layer import LayerResult, expert_batches, quantize_layer
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages import losses as losses_stage
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_losses
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=5, hidden_size=40, intermediate_size=24)
 SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
@@ -151,7 +152,7 @@ def test_gptq_beats_rtn_on_the_bundled_model(tmp_path: Path) -> None:
     recipe = load_recipe(None, overrides)
     context = Context(recipe=recipe, model_name="bundled:tiny-mixtral", out=tmp_path)
     losses_stage.run(context)
-    table = losses_stage.load(context)
+    table = load_losses(context)
     gptq, rtn = ([*table.matrix(method, "relative_loss")] for method in ("gptq", "rtn"))
     previous = np.inf
     for bits in (1, 2, 3, 4, 8):

@@ -23,7 +23,6 @@ import yaml
 from gguf_made import gguf_bytes
 from safetensors import SafetensorError, safe_open
 
-from moeq.artifacts.files import write_tensors
 from moeq.artifacts.gguf_file import read_gguf
 from moeq.artifacts.manifest import NAME, manifest_json, read_manifest
 from moeq.artifacts.reading import ELEMENT_BITS
@@ -32,6 +31,7 @@ from moeq.artifacts.replicas import LayerReplicas, add_replicas, layer_file, rea
 from moeq.artifacts.stage import RECORD, read_record
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
+from moeq.artifacts.tensor_files import write_tensors
 from moeq.artifacts.trace import HEADER, RoutingTrace, read_trace, write_trace
 from moeq.bounded import YAML_DEPTH, YamlError, parse_yaml
 from moeq.errors import ArtifactError, MoeqError

@@ -17,7 +17,8 @@ import pytest
 from fork_server import ForkServer, Running
 from robustness.runs import digests, partials, snapshot, tiny_recipe, write_recipe
 
-from moeq.artifacts.files import locked, write_tensors
+from moeq.artifacts.files import locked
+from moeq.artifacts.tensor_files import write_tensors
 
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
 DIRECTORIES = {"export": "checkpoint"}

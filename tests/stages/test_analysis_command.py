@@ -55,7 +55,7 @@ def test_the_files_say_what_the_profile_says(profiled: Context, tmp_path: Path) 
     whole = found["prefill_decode_cosine"]["all"]
     assert whole["own_decode"] == pytest.approx(np.mean([one for one in counted.similarity() if one is not None]))
     assert whole["decode_of_another"] < whole["own_decode"]
-    assert set(table["sequences"]) == set(profiled.calibration.domains)
+    assert set(table["sequences"]) == set(profiled.text.calibration.domains)
     with (tmp_path / "found" / "activation-all.csv").open(newline="") as file:
         values = [float(row["value"]) for row in csv.DictReader(file)]
     assert values == pytest.approx(np.concatenate(counted.activation()).tolist())

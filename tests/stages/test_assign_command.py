@@ -18,9 +18,11 @@ from moeq.artifacts.sensitivities import read_sensitivities, write_sensitivities
 from moeq.errors import ArtifactError, AssignmentError, EstimateError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import assign, evaluate, losses, profile
+from moeq.stages import assign, evaluate, frontier, profile
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
+from moeq.stages.hessian_traces import traces
+from moeq.stages.replicas import load_losses
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.methods=[gptq]",
@@ -71,7 +73,7 @@ def test_sensitivities_have_what_the_losses_stage_measured(finished: Context) ->
     assert min(table["calibration_hessian_trace"]) > 0
     counts = np.concatenate([profile.load(finished).total(layer.index)[0] for layer in layers])
     assert table["activations"] == counts.tolist()
-    rows = losses.load(finished).rows("expert")
+    rows = load_losses(finished).rows("expert")
     assert all(0 <= row["weighted_loss"] <= row["loss"] * 1.0001 for row in rows)  # routing weights are at most 1
     effects = read_effects(finished.directory("losses"))
     assert effects is not None
@@ -80,8 +82,8 @@ def test_sensitivities_have_what_the_losses_stage_measured(finished: Context) ->
 
 
 def test_traces_are_read_from_the_checkpoint(finished: Context) -> None:
-    closed = assign.traces(finished, finished.recipe.eval.compare[2])
-    sampled = assign.traces(finished, finished.recipe.eval.compare[3])
+    closed = traces(finished, finished.recipe.eval.compare[2])
+    sampled = traces(finished, finished.recipe.eval.compare[3])
     for exact, estimate in zip(closed, sampled, strict=True):
         np.testing.assert_allclose(estimate, exact, rtol=0.1)
         assert (exact != estimate).all()
@@ -91,14 +93,14 @@ def test_traces_are_in_every_table_and_not_computed_again(finished: Context, tmp
     path = finished.directory("assign") / SENSITIVITIES
     table = read_sensitivities(path)
     assert finished.recipe.assign.method == "prefix-split"  # which needs no traces
-    closed = assign.traces(finished, finished.recipe.eval.compare[2])
+    closed = traces(finished, finished.recipe.eval.compare[2])
     for kept, exact in zip(table.column("frobenius_hessian_trace"), closed, strict=True):
         np.testing.assert_array_equal(kept, exact)
     counts = np.concatenate(table.column("activations"))
     normal = [(values - values.min()) / np.ptp(values) for values in (counts, np.concatenate(closed))]
     np.testing.assert_allclose(np.concatenate(table.column("hybrid_importance")), normal[0] * normal[1])
     fresh = context_of(Path(finished.model_name), finished.out)
-    for kept, exact in zip(assign.traces(fresh, fresh.recipe.eval.compare[2]), closed, strict=True):
+    for kept, exact in zip(traces(fresh, fresh.recipe.eval.compare[2]), closed, strict=True):
         np.testing.assert_array_equal(kept, exact)
     assert "expert_reader" not in vars(fresh)
 
@@ -123,7 +125,7 @@ def test_another_models_table_is_not_taken(finished: Context, tmp_path: Path) ->
                for name, values in pq.read_table(path).to_pydict().items()}  # fmt: skip
     write_sensitivities(path, columns, "another")
     context = context_of(Path(finished.model_name), tmp_path / "run")
-    assert min(min(values) for values in assign.traces(context, context.recipe.eval.compare[2])) > 0
+    assert min(min(values) for values in traces(context, context.recipe.eval.compare[2])) > 0
     assert min(min(values) for values in assign.sensitivities(context).column("frobenius_hessian_trace")) > 0
 
 
@@ -143,7 +145,7 @@ def test_prices_frontier_and_gap(finished: Context, tmp_path: Path) -> None:
     points = found["frontier"]["points"]  # type: ignore[index]
     assert any(point["dominated"] for point in points)
     assert not any(point["dominated"] for point in points if point["method"] == "optimal")
-    plot = (tmp_path / "run" / "assign" / assign.FRONTIER_PLOT).read_text("utf-8")
+    plot = (tmp_path / "run" / "assign" / frontier.PLOT).read_text("utf-8")
     assert plot.startswith("<svg")
     assert "optimal" in plot
 
@@ -217,8 +219,8 @@ def test_inspect_knows_the_files(finished: Context, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "assign"
     table = inspection.inspect(folder / SENSITIVITIES)
     assert (table["kind"], "objective_2" in table["columns"]) == ("table of sensitivities", True)
-    assert inspection.inspect(folder / assign.FRONTIER)["kind"] == "moeq frontier"
+    assert inspection.inspect(folder / frontier.NAME)["kind"] == "moeq frontier"
     effects = inspection.inspect(tmp_path / "run" / "losses" / "layer_effects.json")
     assert effects["kind"] == "moeq layer_effects"
     moeq_assign(finished, tmp_path / "run", "--average-bits", "3")
-    assert not (folder / assign.FRONTIER).exists()  # it was of the earlier assignment
+    assert not (folder / frontier.NAME).exists()  # it was of the earlier assignment

@@ -86,7 +86,7 @@ def test_growth_in_passes_counts_what_one_pass_does(tiny_mixtral: Path, tmp_path
     grown = context(tiny_mixtral, tmp_path / "grown", *GROW)
     pipeline.run(grown, ("profile",))
     found = profile.load(grown)
-    whole = profile._count(grown, grown.grown_calibration)
+    whole = profile._count(grown, grown.text.grown_calibration)
     assert (found.tokens == whole.tokens).all()
     for mine, wanted in zip(found.counts, whole.counts, strict=True):
         assert (mine == wanted).all()
@@ -108,7 +108,7 @@ def test_the_maximum_and_the_end_of_the_text_end_it(
     short = context(tiny_mixtral, tmp_path / "short", *overrides[:1], f"corpus.source={tmp_path / 'text.txt'}",
                     "corpus.until_covered={max_sequences: 4096}")  # fmt: skip
     pipeline.run(short, ("profile",))
-    available = len(corpus.Pool(corpus.read_documents(short.calibration_sources, corpus.Fields(), None),
+    available = len(corpus.Pool(corpus.read_documents(short.text.calibration_sources, corpus.Fields(), None),
                                 short.tokenizer, length=16))  # fmt: skip
     assert table(tmp_path / "short")["sequences"] == available
 
@@ -182,10 +182,10 @@ def test_a_vision_model_is_profiled_on_images(tmp_path: Path, monkeypatch: pytes
     trace = read_trace(one.directory("profile") / TRACE)
     image = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     assert trace.images is not None
-    assert trace.images.tolist() == (one.calibration.ids[one.calibration.mask] == image).int().tolist()
+    assert trace.images.tolist() == (one.text.calibration.ids[one.text.calibration.mask] == image).int().tolist()
     assert 0 < trace.images.sum() < trace.num_tokens
     found = profile.load(one)
-    assert found.tokens.sum() == int(one.calibration.mask.sum())
+    assert found.tokens.sum() == int(one.text.calibration.mask.sum())
     for counts in found.counts:
         assert (counts.sum((1, 2)) == 3 * found.tokens.sum(1)).all(), "three experts a token, no pads"
     same = context(tmp_path / "model", tmp_path / "run", *options)

@@ -20,8 +20,10 @@ from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.hook import unhooked
-from moeq.stages import assign, evaluate, losses
+from moeq.stages import assign, evaluate
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import total_bytes
+from moeq.stages.replicas import load_index
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "corpus.batch_size=5",
@@ -113,7 +115,7 @@ def test_bytes_on_disk_are_what_the_manifest_states(finished: Context) -> None:
     found = inspection.inspect(folder)
     totals = read_manifest(folder).totals
     assert found["placed_expert_bytes"] == totals.placed_expert_bytes == sum(totals.bytes_by_tier.values())
-    assert found["placed_expert_bytes"] == assign.total_bytes(finished, assign.load(finished))
+    assert found["placed_expert_bytes"] == total_bytes(finished, assign.load(finished))
     headers = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as stream:
@@ -194,7 +196,7 @@ def test_loss_table_is_complete_and_readable_by_others(finished: Context) -> Non
     experts = sum(layer.num_experts for layer in finished.layers)
     assert len(table) == experts * 4 * 2 * 5
     assert table.loss.notna().all()
-    index = losses.load_index(finished)
+    index = load_index(finished)
     entry = index.entry("gptq", 3)
     with safe_open(finished.out / "store" / index.set / "layer-000.safetensors", "pt") as handle:
         assert f"{entry}.gate_proj.codes" in handle.keys()  # noqa: SIM118
@@ -208,7 +210,8 @@ def test_unpacked_corpus_profiles_only_real_tokens(tiny_mixtral: Path, tmp_path:
                                 "corpus.sequences=6"])  # fmt: skip
     context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / "run", reporter=Reporter(quiet=True))
     outcome = pipeline.run(context, ("profile",))[0]
-    assert outcome.record.summary["tokens"] == int(context.calibration.mask.sum()) < context.calibration.ids.numel()
+    calibration = context.text.calibration
+    assert outcome.record.summary["tokens"] == int(calibration.mask.sum()) < calibration.ids.numel()
 
 
 def test_a_hand_edited_assignment_is_kept_and_used(tiny_mixtral: Path, tmp_path: Path) -> None:

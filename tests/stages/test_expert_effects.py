@@ -17,9 +17,10 @@ from moeq.errors import RecipeError
 from moeq.models.corpus import Sequences
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import assign, expert_effects, losses
+from moeq.stages import assign, expert_effects
 from moeq.stages.context import Context
 from moeq.stages.effects import alone, heldout_batches
+from moeq.stages.replicas import load_losses
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.methods=[gptq]",
@@ -104,7 +105,7 @@ def test_a_number_of_experts_is_measured_and_the_rest_follows_the_fit(finished: 
     assert whole is not None
     assert (found.measured, sum(map(sum, found.is_measured))) == (5, 5)
     assert all(any(row) for row in found.is_measured)
-    rows = losses.load(finished).rows("expert")
+    rows = load_losses(finished).rows("expert")
     for layer, measured in enumerate(found.is_measured):
         mine = [row for row in rows if (row["layer"], row["bits"]) == (layer, 2)]
         expected = [row["weighted_loss"] * (row["calibration_tokens"] + row["heldout_tokens"]) for row in mine]
@@ -188,7 +189,7 @@ def test_assign_by_effects(finished: Context) -> None:
     uniform = assign.load(finished)
     assert effects is not None
     assert objective(inputs, uniform) == pytest.approx(sum(max(0, e) for row in effects.divergence for e in row))
-    table = losses.load(finished).matrix("gptq", "weighted_loss")
+    table = load_losses(finished).matrix("gptq", "weighted_loss")
     for layer, mine in enumerate(tables(inputs)):
         rows = zip(effects.divergence[layer], table[layer][3], table[layer][2], strict=True)
         ratio = [max(0, e) * three / two if two > 0 else 0 for e, three, two in rows]

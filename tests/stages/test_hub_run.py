@@ -47,7 +47,7 @@ def test_commits_are_pinned_and_a_run_repeats(hub: Hub, tmp_path: Path, monkeypa
     assert not skipped
     assert read_record(out / "profile", "profile").model.revision == COMMIT
     assert json.loads((out / "profile" / "profile.json").read_text())["corpus"] == ["bundled", f"{PINNED}:train"]
-    assert "org/words:default:train" in context.calibration.domains
+    assert "org/words:default:train" in context.text.calibration.domains
     copied = yaml.safe_load((out / "recipe.yaml").read_text())
     assert (copied["model"], copied["revision"]) == ("org/tiny", COMMIT)
     assert copied["corpus"]["source"] == ["bundled", f"{PINNED}:train"]
@@ -61,7 +61,7 @@ def test_commits_are_pinned_and_a_run_repeats(hub: Hub, tmp_path: Path, monkeypa
 
 def test_evaluation_text_comes_from_the_hub_too(hub: Hub, tmp_path: Path) -> None:
     context, _ = run(tmp_path / "run", *SMALL, "corpus.source=hub:org/words")
-    assert context.evaluation is not None
-    assert context.evaluation.domains == ("org/words:default:test",) * 2
-    first = context.tokenizer.decode(context.evaluation.ids[0].tolist(), skip_special_tokens=True)
+    assert context.text.evaluation is not None
+    assert context.text.evaluation.domains == ("org/words:default:test",) * 2
+    first = context.tokenizer.decode(context.text.evaluation.ids[0].tolist(), skip_special_tokens=True)
     assert first.startswith("test 0")

@@ -26,8 +26,9 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.reporting import formats
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.stages import evaluate, losses, profile
+from moeq.stages import evaluate, profile
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_effects, load_expert_effects
 from moeq.verification import verify
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coqmoe-digits.yaml"
@@ -76,7 +77,7 @@ def test_rows_are_measured_on_logits_and_fewer_bits_cost_more(whole: Context) ->
 
 
 def test_effects_are_those_on_an_image_not_on_its_positions(whole: Context) -> None:
-    by_layer, by_expert = losses.load_effects(whole), losses.load_expert_effects(whole)
+    by_layer, by_expert = load_effects(whole), load_expert_effects(whole)
     assert by_layer is not None
     assert by_expert is not None
     assert (by_layer.tokens, by_expert.tokens, by_expert.measured) == (16, 16, 3)
@@ -95,7 +96,7 @@ def test_every_position_of_an_image_counts_and_as_prefill(whole: Context) -> Non
 def test_the_checkpoint_loads_with_the_auto_class_and_verifies_in_a_fresh_process(whole: Context) -> None:
     directory = whole.directory("export")
     packed = AutoModelForImageClassification.from_pretrained(directory, dtype=torch.float32).eval()
-    images = whole.evaluation
+    images = whole.text.evaluation
     assert isinstance(images, ImageSequences)
     with torch.no_grad():
         logits = packed(images.pixels).logits
@@ -157,7 +158,7 @@ def test_a_dequantized_copy_is_verified_by_the_moeq_that_brings_the_model(tmp_pa
         CPU,
     )
     packed = load_checkpoint(context.directory("export"), torch.float32, CPU)
-    images = context.evaluation
+    images = context.text.evaluation
     assert isinstance(images, ImageSequences)
     with torch.no_grad():
         torch.testing.assert_close(plain(images.pixels).logits, packed(images.pixels).logits, rtol=1e-3, atol=1e-3)

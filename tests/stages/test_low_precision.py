@@ -64,8 +64,8 @@ def alone(one: Context, low: list[set[int]], bits: int, high: int) -> float:
     )
     one.drop_model()
     evaluate.apply_assignment(one, assignment)
-    assert one.evaluation is not None
-    found = perplexity(one.model, one.evaluation, 3, one.device, lambda: None, one.streamed)
+    assert one.text.evaluation is not None
+    found = perplexity(one.model, one.text.evaluation, 3, one.device, lambda: None, one.streamed)
     one.drop_model()
     return float(found["perplexity"])
 

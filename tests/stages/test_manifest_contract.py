@@ -20,8 +20,8 @@ from moeq.artifacts.manifest import NAME, PlacementManifest
 from moeq.models.experts import stacked_weights
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import losses
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_index, open_layer
 
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 SMALL = (
@@ -65,9 +65,9 @@ def test_every_replica_of_every_expert_is_rebuilt_bit_for_bit(made: Context, tin
     folder = made.directory("export")
     manifest: dict[str, Any] = json.loads((folder / NAME).read_text("utf-8"))
     original = AutoModelForCausalLM.from_pretrained(tiny_mixtral, dtype=torch.float32)
-    index, widths = losses.load_index(made), set()
+    index, widths = load_index(made), set()
     for number, layer in enumerate(manifest["layers"]):
-        stored, source = losses.stored(made, index, number), made.layers[number]
+        stored, source = open_layer(made, index, number), made.layers[number]
         assert len(layer["experts"]) == layer["num_experts"] == 5
         for expert in layer["experts"]:
             assert sum(replica["placed"] for replica in expert["replicas"]) == 1

@@ -15,8 +15,9 @@ from moeq import inspection, pipeline
 from moeq.errors import RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import LossesSection, load_recipe
-from moeq.stages import losses, quantize
+from moeq.stages import quantize
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_index, open_layer
 
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 SMALL = (
@@ -46,10 +47,10 @@ def test_every_replica_of_the_checkpoint_is_the_stores(
     )
     manifest, folder = manifest_of(context), context.directory("export")
     assert manifest["layout"]["version"] == 2
-    index = losses.load_index(context)
+    index = load_index(context)
     kinds = set()
     for number, layer in enumerate(manifest["layers"]):
-        stored = losses.stored(context, index, number)
+        stored = open_layer(context, index, number)
         for expert in layer["experts"]:
             assert sorted(replica["bits"] for replica in expert["replicas"]) == [1, 2, 3, 4, 8, 16]
             for replica in expert["replicas"]:
@@ -70,8 +71,8 @@ def test_every_replica_of_the_checkpoint_is_the_stores(
 
 def test_narrow_codes_are_leading_bits_in_the_store_too(tiny_mixtral: Path, tmp_path: Path) -> None:
     context = made(tiny_mixtral, tmp_path, "losses.nested=true")
-    index = losses.load_index(context)
-    stored = losses.stored(context, index, 1)
+    index = load_index(context)
+    stored = open_layer(context, index, 1)
     for name in ("gate_proj", "down_proj"):
         wide = stored.expert(index.entry("gptq", 4), name, 2)
         for bits in (2, 3):
@@ -103,8 +104,7 @@ def test_a_width_alone_is_the_same_as_with_the_others(tiny_mixtral: Path, tmp_pa
     pipeline.run(context, ("losses",))
     whole = made(tiny_mixtral, tmp_path / "b", "losses.nested=true")
     digests = [
-        [layer[losses.load_index(one).entry("gptq", 3)] for layer in losses.load_index(one).layers]
-        for one in (context, whole)
+        [layer[load_index(one).entry("gptq", 3)] for layer in load_index(one).layers] for one in (context, whole)
     ]
     assert digests[0] == digests[1]
 

@@ -30,9 +30,10 @@ from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.hf_quantizer import MoeqConfig
 from moeq.runtime.packed_modules import GUARD_SHAPE, PackedModule, TiedHead, replace_modules
-from moeq.stages import assign, evaluate, losses, others
+from moeq.stages import assign, evaluate, others
 from moeq.stages import others as others_stage
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_index
 from stages.test_families import check_export
 
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def sets(made: Context) -> dict[str, str]:
-    return {"experts": losses.load_index(made).set, "others": artifact.read_index(made.directory("losses")).set}
+    return {"experts": load_index(made).set, "others": artifact.read_index(made.directory("losses")).set}
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_codes_in_the_checkpoint_are_those_of_the_numerics(deepseek: Path, tmp_p
         model.get_submodule(name).register_forward_pre_hook(
             lambda _, given, at=name: rows[at].append(given[0].reshape(-1, given[0].shape[-1]))
         )
-    sequences = made.grown_calibration
+    sequences = made.text.grown_calibration
     with torch.no_grad():
         for index in range(len(sequences)):
             if index % 4 != 3:
@@ -216,7 +217,7 @@ def test_errors_in_the_table_are_those_of_held_out_rows(deepseek: Path, tmp_path
         model.get_submodule(row.module).register_forward_hook(
             lambda _, given, output, at=row.module: rows.setdefault(at, []).append((given[0], output))
         )
-    sequences = made.grown_calibration
+    sequences = made.text.grown_calibration
     with torch.no_grad():
         forward(model, sequences.ids[3::4])
     for row in table.modules:

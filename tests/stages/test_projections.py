@@ -23,8 +23,10 @@ from moeq.models.kinds import GATED
 from moeq.numerics.packed import packed_bytes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import assign, evaluate, losses, quantize
+from moeq.stages import assign, evaluate, quantize
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import total_bytes
+from moeq.stages.replicas import load_index, load_losses, open_layer
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[1,2,3,4]",
@@ -102,11 +104,11 @@ def test_the_checkpoint_is_the_dequantized_model(finished: Context, tmp_path: Pa
 
 def test_every_matrix_is_the_stores_of_its_width(finished: Context) -> None:
     """A reader without moeq finds in the checkpoint what the store has at each matrix's own width."""
-    folder, index = finished.directory("export"), losses.load_index(finished)
+    folder, index = finished.directory("export"), load_index(finished)
     manifest: dict[str, Any] = json.loads((folder / "placement.json").read_text())
     assert "`projections`" in manifest["layout"]["description"]
     for number, (layer, mine) in enumerate(zip(manifest["layers"], assign.load(finished).layers, strict=True)):
-        stored = losses.stored(finished, index, number)
+        stored = open_layer(finished, index, number)
         for expert, choice in zip(layer["experts"], mine.experts, strict=True):
             (replica,) = expert["replicas"]
             assert (replica["bits"], replica.get("projections")) == (choice.bits, choice.projections)
@@ -161,8 +163,8 @@ def test_a_matrix_left_as_it_is_and_who_made_the_others(tiny_mixtral: Path, tmp_
             "up_proj.scales", "up_proj.zeros"]  # fmt: skip
     assert [key.removeprefix(f"{layer.name}.0.") for key in sorted(keys)] == ends
     replica = read_manifest(context.directory("export")).layers[1].experts[0].replicas[0]
-    assert replica.quantizer == losses.load(context).best()[1][3][0]
-    assert inspection.inspect(context.directory("export"))["placed_expert_bytes"] == assign.total_bytes(
+    assert replica.quantizer == load_losses(context).best()[1][3][0]
+    assert inspection.inspect(context.directory("export"))["placed_expert_bytes"] == total_bytes(
         context, assign.load(context)
     )
     ids = torch.arange(3, 33)[None]
@@ -179,7 +181,7 @@ def test_a_matrix_left_as_it_is_and_who_made_the_others(tiny_mixtral: Path, tmp_
 @torch.no_grad()
 def predictions(context: Context) -> torch.Tensor:
     """Logits on the calibration text."""
-    batches = context.calibration.batches(4)
+    batches = context.text.calibration.batches(4)
     return torch.cat([forward(context.model, b.input_ids, b.mask.long()).logits[b.mask] for b in batches])
 
 
@@ -209,7 +211,7 @@ def test_other_kinds_of_experts(family: str, tmp_path: Path) -> None:
     context = run(model, tmp_path / "run", OPTIMAL, "dtype=float32", stages=(*STAGES, "eval"))
     assert assign.load(context).is_mixed
     assert evaluate.load(context).export_logit_error < 1e-5
-    assert inspection.inspect(context.directory("export"))["placed_expert_bytes"] == assign.total_bytes(
+    assert inspection.inspect(context.directory("export"))["placed_expert_bytes"] == total_bytes(
         context, assign.load(context)
     )
 

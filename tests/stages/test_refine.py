@@ -46,7 +46,7 @@ def divergence(context: Context, *, refined: bool) -> float:
     """Mean KL divergence of the next tokens on the calibration text, from the original model."""
 
     def predictions() -> torch.Tensor:
-        batches = context.calibration.batches(5)
+        batches = context.text.calibration.batches(5)
         return torch.cat([forward(context.model, b.input_ids, b.mask.long()).logits[b.mask] for b in batches])
 
     wanted = predictions().log_softmax(-1)
@@ -198,7 +198,7 @@ def test_losses_of_other_text_are_refused(tiny_mixtral: Path, tmp_path: Path) ->
 def test_the_model_is_as_it_was_afterwards(tiny_mixtral: Path, tmp_path: Path) -> None:
     """Refining overwrites the loaded experts; the next stage has the checkpoint's again."""
     context = run(tiny_mixtral, tmp_path, stages=("profile", "losses", "assign"))
-    batches = context.calibration.batches(5)
+    batches = context.text.calibration.batches(5)
     before = [inputs.hidden for inputs in walk(context.model, context.layers, batches, context.device)]
     other = run(tiny_mixtral, tmp_path, REFINE)
     after = [inputs.hidden for inputs in walk(other.model, other.layers, batches, other.device)]

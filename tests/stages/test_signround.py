@@ -10,8 +10,9 @@ from moeq import inspection, pipeline
 from moeq.artifacts.manifest import read_manifest
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import evaluate, losses
+from moeq.stages import evaluate
 from moeq.stages.context import Context
+from moeq.stages.replicas import load_losses
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[1,2,3,4]",
@@ -25,7 +26,7 @@ def test_best_takes_signround_where_it_loses_least(tiny_mixtral: Path, tmp_path:
     recipe = load_recipe(None, SMALL)
     context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path, reporter=Reporter(quiet=True))
     pipeline.run(context)
-    table = losses.load(context)
+    table = load_losses(context)
     assert table.methods() == ["gptq", "rtn", "signround"]
     mean = {
         method: np.mean([layer[2].mean() for layer in table.matrix(method, "relative_loss")])

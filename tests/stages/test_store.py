@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from moeq import pipeline
-from moeq.artifacts.replicas import layer_file, rows_file
+from moeq.artifacts import replicas
+from moeq.artifacts.replicas import Made, layer_file, rows_file
 from moeq.artifacts.run import STORE_VARIABLE
 from moeq.errors import ArtifactError
 from moeq.models.single import ExpertReader
 from moeq.numerics import gptq
 from moeq.progress import Reporter
 from moeq.recipe import LossesSection, load_recipe
-from moeq.stages import losses, quantize
-from moeq.stages import losses as losses_stage
+from moeq.stages import assign, losses, quantize
 from moeq.stages.context import Context
+from moeq.stages.replicas import Replicas, entries, is_own, load_index, load_losses
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "assign={method: uniform, bits: 2}",
@@ -34,7 +35,7 @@ LAYERS = 2
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...], tuple[int, ...]]]:
     """(layer, methods, widths) of every call of `quantize_layer`; GPTQ's and RTN's own calls must agree."""
     found: list[tuple[int, tuple[str, ...], tuple[int, ...]]] = []
-    whole, one = losses_stage.quantize_layer, gptq.quantize
+    whole, one = losses.quantize_layer, gptq.quantize
 
     def counting(inputs: Any, weights: Any, math: Any, config: LossesSection, biases: Any = None) -> Any:
         found.append((inputs.layer.index, tuple(config.methods), tuple(config.bits)))
@@ -46,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...], t
             assert ("rtn" if factor is None else "gptq") in found[-1][1]
         return one(weight, factor, bits=bits, **options)
 
-    monkeypatch.setattr(losses_stage, "quantize_layer", counting)
+    monkeypatch.setattr(losses, "quantize_layer", counting)
     monkeypatch.setattr(gptq, "quantize", quantizing)
     return found
 
@@ -99,7 +100,7 @@ def test_further_widths_are_made_alone(
     calls.clear()
     back = run(tiny_mixtral, tmp_path / "grown", "losses.bits=[2,4]")
     assert calls == []
-    assert losses.load(back).bits() == [2, 4]
+    assert load_losses(back).bits() == [2, 4]
 
 
 def test_a_further_method_is_made_alone(
@@ -110,38 +111,38 @@ def test_a_further_method_is_made_alone(
     calls.clear()
     both = run(tiny_mixtral, tmp_path / "run", "losses.methods=[rtn,gptq]", "losses.bits=[2,3]", rtn)
     assert calls == [(layer, ("gptq",), (2, 3)) for layer in range(LAYERS)]
-    assert losses.load(both).listed_methods() == ["rtn", "gptq"]
+    assert load_losses(both).listed_methods() == ["rtn", "gptq"]
 
 
 def test_what_decides_no_codes_keeps_the_replicas(tiny_mixtral: Path, tmp_path: Path) -> None:
     first = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")
-    name = losses.load_index(first).set
+    name = load_index(first).set
     path = layer_file(first.store / name, 0)
     before = path.read_bytes(), path.stat().st_mtime_ns
     other = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]", "losses.max_measured_tokens=20")
-    assert losses.load_index(other).set == name
+    assert load_index(other).set == name
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
-    fewer, more = losses.load(other).matrix("gptq"), run(tiny_mixtral, tmp_path / "new", "losses.bits=[2]",
+    fewer, more = load_losses(other).matrix("gptq"), run(tiny_mixtral, tmp_path / "new", "losses.bits=[2]",
                                                          "losses.max_measured_tokens=20")  # fmt: skip
-    assert [layer[2].tolist() for layer in fewer] == [layer[2].tolist() for layer in losses.load(more).matrix("gptq")]
+    assert [layer[2].tolist() for layer in fewer] == [layer[2].tolist() for layer in load_losses(more).matrix("gptq")]
     for override in ("losses.damping=0.02", "losses.group_size=24", "corpus.sequences=16", "losses.tokens=all"):
         changed = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]", override)
-        assert losses.load_index(changed).set != name, override
+        assert load_index(changed).set != name, override
     assert path.read_bytes() == before[0]
 
 
 def test_settings_named_after_a_method_count_for_it_alone() -> None:
-    assert losses._is_own("rtn_rounds", "rtn")
-    assert losses._is_own("rtn", "rtn")
-    assert not losses._is_own("group_size", "gptq")
-    one, other = (losses.entries(LossesSection(bits=[2], max_measured_tokens=count)) for count in (10, 20))
+    assert is_own("rtn_rounds", "rtn")
+    assert is_own("rtn", "rtn")
+    assert not is_own("group_size", "gptq")
+    one, other = (entries(LossesSection(bits=[2], max_measured_tokens=count)) for count in (10, 20))
     assert [made.entry for made in one] == [made.entry for made in other]
     assert [made.rows for made in one] != [made.rows for made in other]
 
 
 def test_a_call_makes_replicas_by_one_method_only() -> None:
     def made(method: str, bits: int, kept: bool = True) -> Any:
-        return losses.Made(method=method, bits=bits, entry=f"{method}.{bits}" if kept else None, rows="x")
+        return Made(method=method, bits=bits, entry=f"{method}.{bits}" if kept else None, rows="x")
 
     all_three = [made(method, bits, method != "rtn") for method in ("rtn", "gptq", "x") for bits in (2, 3)]
     found = [{one.method for one in call} for call in losses.calls(all_three)]
@@ -184,7 +185,7 @@ def test_a_damaged_store_is_named_and_mended(
     tiny_mixtral: Path, tmp_path: Path, damage: str, calls: list[tuple[int, tuple[str, ...], tuple[int, ...]]]
 ) -> None:
     made = run(tiny_mixtral, tmp_path / "run", stages=STAGES)
-    index = losses.load_index(made)
+    index = load_index(made)
     path = layer_file(made.store / index.set, 1)
     if damage == "rows":
         path = rows_file(made.store / index.set, 1, index.made[0].rows)
@@ -215,17 +216,17 @@ def test_an_interrupted_layer_is_the_only_one_made_again(
     calls: list[tuple[int, tuple[str, ...], tuple[int, ...]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    add = losses_stage.replicas.add_rows
+    add = replicas.add_rows
 
     def failing(directory: Path, layer: int, *more: Any) -> None:
         if layer == 1:
             raise KeyboardInterrupt
         add(directory, layer, *more)
 
-    monkeypatch.setattr(losses_stage.replicas, "add_rows", failing)
+    monkeypatch.setattr(replicas, "add_rows", failing)
     with pytest.raises(KeyboardInterrupt):
         run(tiny_mixtral, tmp_path / "run")
-    monkeypatch.setattr(losses_stage.replicas, "add_rows", add)
+    monkeypatch.setattr(replicas, "add_rows", add)
     calls.clear()
     resumed = run(tiny_mixtral, tmp_path / "run")
     assert {layer for layer, _, _ in calls} == {1}
@@ -240,7 +241,7 @@ def test_best_takes_each_experts_replica_from_the_method_that_lost_least(
 ) -> None:
     best = run(tiny_qwen, tmp_path / "run", "losses.heldout_fraction=0.5", f"quantize.replicas={replicas}",
                "assign={method: prefix-split, average_bits: 2, quantizer: best}", stages=STAGES)  # fmt: skip
-    table = losses.load(best)
+    table = load_losses(best)
     assert table.listed_methods() == ["gptq", "rtn"]
     exact, rounded, lowest = (table.matrix(method) for method in ("gptq", "rtn", "best"))
     seen = set()
@@ -268,12 +269,12 @@ def test_best_takes_each_experts_replica_from_the_method_that_lost_least(
 
 def stored_as_said(context: Context) -> bool:
     """Whether every placed expert has the codes of the method that the assignment names."""
-    assignment = quantize.assign.load(context)
+    assignment = assign.load(context)
     for layer in context.layers:
-        mine = quantize.Replicas(context, assignment, layer)
+        mine = Replicas(context, assignment, layer)
         for expert, choice in enumerate(assignment.layers[layer.index].experts):
             only = assignment.model_copy(update={"parameters": {"quantizer": choice.quantizer}})
-            wanted = quantize.Replicas(context, only, layer).packed(expert, choice.bits)
+            wanted = Replicas(context, only, layer).packed(expert, choice.bits)
             for projection, packed in mine.packed(expert, choice.bits).items():
                 if not all(
                     (packed.parts()[part] == tensor).all() for part, tensor in wanted[projection].parts().items()
@@ -293,7 +294,7 @@ def test_a_width_edited_by_hand_takes_the_best_method(tiny_qwen: Path, tmp_path:
     run(tiny_qwen, tmp_path / "run", "losses.heldout_fraction=0.5",
         "assign={method: uniform, bits: 2, quantizer: best}", stages=STAGES)  # fmt: skip
     found = quantize.quantizers(made.directory("quantize"))
-    best = losses.load(made).best()
+    best = load_losses(made).best()
     names = list(found)
     assert [one[4] for one in found[names[0]]] == best[0][4].tolist()
     assert [one[2] for one in found[names[1]]] == best[1][2].tolist()
@@ -306,7 +307,5 @@ def test_rtn_alone_keeps_no_replicas(tiny_mixtral: Path, tmp_path: Path, monkeyp
     reads: list[int] = []
     read = ExpertReader.read
     monkeypatch.setattr(ExpertReader, "read", lambda *given: (reads.append(1), read(*given))[1])
-    assert np.prod(
-        quantize.Replicas(made, quantize.assign.load(made), made.layers[0]).packed(0, 2)["up_proj"].codes.shape
-    )
+    assert np.prod(Replicas(made, assign.load(made), made.layers[0]).packed(0, 2)["up_proj"].codes.shape)
     assert reads

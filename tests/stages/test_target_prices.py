@@ -8,7 +8,7 @@ from moeq import pipeline
 from moeq.artifacts.targets import LOADED_BY, TARGETS, refuse_layers
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import assign
+from moeq.stages import frontier
 from moeq.stages.context import Context
 
 SMALL = (
@@ -40,7 +40,7 @@ def refused(context: Context, name: str, bits: int) -> tuple[str, str] | None:
 
 
 def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:
-    prices = {price["target"]: price for price in assign.prices(priced)}
+    prices = {price["target"]: price for price in frontier.prices(priced)}
     assert set(prices) == set(TARGETS)
     for format_, target in LOADED_BY.items():
         price = prices[target.name]
@@ -58,7 +58,7 @@ def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:
 
 
 def test_a_reason_names_a_width_a_matrix_and_what_is_in_the_way(priced: Context) -> None:
-    for price in assign.prices(priced):
+    for price in frontier.prices(priced):
         target, reason = TARGETS[price["target"]], price["refusal"]
         if (
             reason is None
@@ -76,7 +76,7 @@ def test_a_reason_names_a_width_a_matrix_and_what_is_in_the_way(priced: Context)
 
 
 def test_llama_cpp_says_which_grid_it_lacks(priced: Context) -> None:
-    reason = {price["target"]: price["refusal"] for price in assign.prices(priced)}["llama.cpp"]
+    reason = {price["target"]: price["refusal"] for price in frontier.prices(priced)}["llama.cpp"]
     section = priced.recipe.losses
     said = {
         64: "gate_proj: 8 bits with zero points; llama.cpp has no type that holds them",
@@ -91,5 +91,5 @@ def test_llama_cpp_says_which_grid_it_lacks(priced: Context) -> None:
 
 
 def test_a_target_of_none_of_the_widths_says_so(priced: Context) -> None:
-    reason = {price["target"]: price["refusal"] for price in assign.prices(priced)}["vllm"]
+    reason = {price["target"]: price["refusal"] for price in frontier.prices(priced)}["vllm"]
     assert (reason == "losses.bits are 1, 3; vllm loads 2, 4, 8, 16") == (priced.recipe.losses.bits == [1, 3])

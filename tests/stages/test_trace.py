@@ -66,7 +66,7 @@ def test_the_trace_says_what_the_profile_says(family: str, stream: str, tmp_path
     one = context(save_tiny(tmp_path / "model", family), tmp_path / "run", TRACED, f"stream={stream}")
     trace = recorded(one)
     agrees(trace, one)
-    assert trace.domains == one.calibration.domains
+    assert trace.domains == one.text.calibration.domains
     assert len(set(trace.domains)) > 1
     assert trace.model == one.stamp
 
@@ -107,7 +107,7 @@ def test_documents_of_unequal_length_and_growing_text(tiny_mixtral: Path, tmp_pa
         trace = recorded(one)
         agrees(trace, one)
     assert trace.num_sequences > 8
-    assert trace.domains == one.grown_calibration.domains
+    assert trace.domains == one.text.grown_calibration.domains
 
 
 def test_switching_it_on_changes_no_other_byte_and_runs_nothing_else(tiny_mixtral: Path, tmp_path: Path) -> None:

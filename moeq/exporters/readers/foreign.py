@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from moeq.artifacts.files import torch_dtype
+from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import ArtifactError
 from moeq.exporters.packed_source import Matrices
 from moeq.exporters.readers.layout import Grid, Layout

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from moeq.artifacts.files import CHUNK_BYTES, TensorFile, stored_chunks, write_in_chunks, write_tensors
+from moeq.artifacts.files import CHUNK_BYTES
+from moeq.artifacts.tensor_files import TensorFile, stored_chunks, write_in_chunks, write_tensors
 from moeq.errors import ArtifactError
 from moeq.models.source import TensorHeader, read_header
 

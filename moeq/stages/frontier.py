@@ -1,0 +1,66 @@
+"""What other methods and targets would make of a run's measurements: objectives against bytes, prices of targets."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from moeq.artifacts.files import make_directory, write_json, write_text
+from moeq.artifacts.targets import Target, grids_of, refuse_stack
+from moeq.assigners import report
+from moeq.errors import AssignmentError
+from moeq.reporting.frontier import frontier_svg
+from moeq.stages.assign import decide, inputs_of, load
+from moeq.stages.context import Context
+
+NAME, PLOT = "frontier.json", "frontier.svg"  # beside the assignment
+VERSION = 1
+AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
+
+
+def frontier(context: Context) -> dict[str, Any]:
+    """Objective against bytes of every method, written as frontier.json and frontier.svg beside the assignment."""
+    inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
+    number = len(report.sections(inputs, AVERAGES))
+    with context.reporter.bar("frontier", number) as advance:
+        points = report.frontier(inputs, AVERAGES, decide, advance)
+    directory = make_directory(context.directory("assign"))
+    found = {
+        "schema_version": VERSION,
+        "loss_weighting": inputs.config.loss_weighting,
+        "layer_weighting": inputs.config.layer_weighting,
+        "points": [asdict(point) for point in points],
+    }
+    write_json(directory / NAME, found)
+    write_text(directory / PLOT, frontier_svg(points))
+    return found
+
+
+def prices(context: Context) -> list[dict[str, Any]]:
+    """What every target's restriction costs in objective, on the budget of the recipe's assignment."""
+    inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
+    return [asdict(price) for price in report.prices(inputs, load(context), partial(_refuse_width, context))]
+
+
+def _refuse_width(context: Context, target: Target, bits: int) -> AssignmentError | None:
+    """Why a target cannot load a width of this model's matrices in the recipe's grid; None where it can.
+
+    A target of symmetric grids alone is asked about those: its price is that of the same widths.
+    """
+    section = context.recipe.losses
+    for layer in context.layers:
+        for projection in layer.projections:
+            grids = grids_of(
+                layer,
+                projection,
+                [bits],
+                group_size=section.group_size,
+                symmetric=section.symmetric or target.symmetric_only,
+                nested=section.nested,
+            )
+            found = refuse_stack(target, grids, full=False, widen=False)
+            if found is not None:
+                return AssignmentError(found[0], where=f"{layer.name}, {projection}", do=found[1])
+    return None

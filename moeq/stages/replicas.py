@@ -1,0 +1,236 @@
+"""What losses made, for who reads it: its tables, and the replicas of a layer's experts as an assignment names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import get_args
+
+import numpy as np
+from torch import Tensor, nn
+
+from moeq.artifacts import expert_effects, replicas
+from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, matrix_widths, width_of
+from moeq.artifacts.effects import LayerEffects, read_effects
+from moeq.artifacts.files import digest_of
+from moeq.artifacts.losses import NAME, LossTable, read_losses
+from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex
+from moeq.errors import ArtifactError
+from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
+from moeq.models.loading import source_dtype
+from moeq.numerics.packed import PackedWeight
+from moeq.quantizers.layer import rtn_batch
+from moeq.quantizers.measuring import STORED
+from moeq.quantizers.stored import packed_batch
+from moeq.recipe import BEST, GPTQ, RTN, LossesSection
+from moeq.runtime.swapping import Replacement
+from moeq.stages.context import Context
+
+REVISION = 4  # raised when the same inputs give other replicas: also for what lies in stores
+ROWS_REVISION = 2  # raised when the same replicas give other rows
+CHOICES = frozenset(
+    {"bits", "methods", "working_memory", "layer_effects", "expert_effects"}
+)  # settings that name entries, or decide nothing
+MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  # that decide rows, not replicas
+REFINED = "+refined"  # after the method that made the start, where a placed replica was trained further
+Best = list[dict[int, np.ndarray]]  # of every layer: {bits: name of the best method [E]}
+Experts = Mapping[int, Mapping[str, PackedWeight]]  # {expert: {projection: matrix}}
+
+
+def planned(context: Context, tokens: str) -> ReplicaIndex:
+    """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
+    settings = context.recipe.losses.model_dump(mode="json", exclude=set(CHOICES | MEASURING))
+    methods = get_args(get_args(LossesSection.model_fields["methods"].annotation)[0])
+    common = {name: value for name, value in settings.items() if not any(is_own(name, one) for one in methods)}
+    key = [REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, common, tokens, context.compute()]
+    return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
+
+
+def entries(config: LossesSection) -> tuple[Made, ...]:
+    """The methods at the widths that a section asks for, by their names in a set."""
+    whole = config.model_dump(mode="json")
+    measuring = {name: whole[name] for name in MEASURING}
+    made = []
+    for method in config.methods:
+        own = {name: value for name, value in whole.items() if is_own(name, method)}
+        for bits in config.bits:
+            entry = f"{method}.{bits}.{digest_of(own)[: replicas.SHORT]}"
+            rows = f"{method}.{bits}.{digest_of([entry, measuring, ROWS_REVISION])[: replicas.SHORT]}"
+            made.append(Made(method=method, bits=bits, entry=entry if method in STORED else None, rows=rows))
+    return tuple(made)
+
+
+def is_own(setting: str, method: str) -> bool:
+    """Whether only this method reads a setting of the section: it is called like the method, or begins so."""
+    return setting == method or setting.startswith(f"{method}_")
+
+
+def load_losses(context: Context) -> LossTable:
+    return read_losses(context.directory("losses") / NAME)
+
+
+def load_effects(context: Context) -> LayerEffects | None:
+    """What each layer alone does to the output, None where the recipe did not ask for it."""
+    return read_effects(context.directory("losses"))
+
+
+def load_expert_effects(context: Context) -> expert_effects.ExpertEffects | None:
+    """What each expert alone does to the output, None where the recipe did not ask for it."""
+    return expert_effects.read_effects(context.directory("losses"))
+
+
+def load_index(context: Context) -> ReplicaIndex:
+    """What the run has in the store; ArtifactError when losses was not run, or by an older moeq."""
+    return replicas.read_index(context.directory("losses"))
+
+
+def open_layer(context: Context, index: ReplicaIndex, layer: int) -> LayerReplicas:
+    """One layer's replicas as the index names them; ArtifactError when they are missing or others.
+
+    Those of which an expert is asked for are read, and checked again, then.
+    """
+    found = LayerReplicas(context.store / index.set, layer)
+    if layer >= len(index.layers):
+        raise ArtifactError("not finished", where=str(context.directory("losses")), do=replicas.REMEDY)
+    found.check(index.layers[layer], cached=True)
+    return found
+
+
+class Replicas:
+    """Replicas of one layer's experts: from the store, made now (rtn), or the checkpoint's own weights (16).
+
+    model: where weights are taken from; without it experts are read from the checkpoint one by one. best: the best
+    methods of all layers, where the caller has them; they are looked up when they are needed. refined: placed replicas
+    that were trained further, which stand in for those of the store.
+
+    A replica goes by its width; one whose matrices differ, which only a placed one does, by MIXED.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        assignment: Assignment,
+        layer: ExpertLayer,
+        model: nn.Module | None = None,
+        best: Best | None = None,
+        refined: Experts | None = None,
+    ) -> None:
+        self.context, self.layer, self.model = context, layer, model
+        self.refined: Experts = refined or {}
+        self.choices = assignment.layers[layer.index].experts
+        self.quantizer = str(assignment.parameters.get("quantizer", GPTQ))
+        self._best = best
+        self._last: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
+
+    def keys(self) -> list[list[int]]:
+        """The replicas that the checkpoint has of each expert, the placed one first."""
+        more = (*self.context.recipe.losses.bits, FULL) if self.context.recipe.quantize.replicas == "all" else ()
+        return [[one.key, *(width for width in more if width != one.key)] for one in self.choices]
+
+    def widths(self, expert: int, key: int) -> Width:
+        """The width of one of an expert's replicas, or those of its matrices."""
+        return self.choices[expert].widths if key == MIXED else key
+
+    def method(self, expert: int, bits: int) -> str:
+        """Who makes an expert's replica at a width below 16: as the assignment says, or the best method."""
+        choice = self.choices[expert]
+        if choice.bits == bits and choice.quantizer is not None:
+            return choice.quantizer
+        if self.quantizer != BEST:
+            return self.quantizer
+        if self._best is None:
+            self._best = load_losses(self.context).best()
+        return str(self._best[self.layer.index][bits][expert])
+
+    def made_by(self) -> list[dict[str, str]]:
+        """{bits: method} of every expert's replicas that the checkpoint has."""
+        return [
+            {str(key): self._maker(expert, key) for key in keys if key != FULL}
+            for expert, keys in enumerate(self.keys())
+        ]
+
+    def _maker(self, expert: int, key: int) -> str:
+        """The method that made a replica, or those of its matrices, and whether it was refined."""
+        used = [bits for bits in matrix_widths(self.widths(expert, key)) if bits != FULL]
+        methods = dict.fromkeys(self.method(expert, bits) for bits in used)
+        refined = expert in self.refined and key == self.choices[expert].key
+        return ",".join(methods) + (REFINED if refined else "")
+
+    @cached_property
+    def index(self) -> ReplicaIndex:
+        return load_index(self.context)
+
+    @cached_property
+    def store(self) -> LayerReplicas:
+        return open_layer(self.context, self.index, self.layer.index)
+
+    def placed(self, expert: int) -> dict[str, PackedWeight]:
+        """The matrices of one expert's placed replica that are below 16 bits."""
+        return self.packed(expert, self.choices[expert].key)
+
+    def replacement(self, expert: int, refined_in: str = "") -> Replacement:
+        """One expert's placed replica, dequantized when it is needed; refined_in: where it was refined."""
+
+        def make() -> dict[str, Tensor]:
+            return {name: packed.dequantize() for name, packed in self.placed(expert).items()}
+
+        return Replacement(key=self.identity(expert, refined_in), make=make)
+
+    def identity(self, expert: int, refined_in: str = "") -> str:
+        """What tells an expert's placed replica from others of the same model; refined_in: where it was refined."""
+        choice = self.choices[expert]
+        methods = {bits: self.method(expert, bits) for bits in matrix_widths(choice.widths) if bits != FULL}
+        section = self.context.recipe.losses
+        grid = [section.group_size, section.symmetry(), section.nested, section.clip]
+        stored_in = self.index.set if set(methods.values()) & set(STORED) else ""
+        return digest_of([str(self.context.store), stored_in, grid, choice.widths, methods, refined_in])
+
+    def packed(self, expert: int, key: int) -> dict[str, PackedWeight]:
+        """The matrices of one of an expert's replicas that are below 16 bits."""
+        if expert in self.refined and key == self.choices[expert].key:
+            return dict(self.refined[expert])
+        widths = self.widths(expert, key)
+        found: dict[str, PackedWeight] = {}
+        for bits in dict.fromkeys(matrix_widths(widths)):
+            if bits != FULL:
+                names = [name for name in self.layer.projections if width_of(widths, name) == bits]
+                found |= self._at(expert, bits, names)
+        return {name: found[name] for name in self.layer.projections if name in found}
+
+    def _at(self, expert: int, bits: int, projections: Sequence[str]) -> dict[str, PackedWeight]:
+        """Some matrices of an expert's replica of one width."""
+        method = self.method(expert, bits)
+        if method in STORED:
+            entry = self.index.entry(method, bits)
+            return {projection: self.store.expert(entry, projection, expert) for projection in projections}
+        section = self.context.recipe.losses
+        weights, _ = self.original(expert)
+        as_computed = {name: weights[name].to(self.context.dtype).float()[None] for name in projections}
+        rounded = rtn_batch(as_computed, section, [bits])
+        one = packed_batch(rounded, section, [bits], method=RTN, layer=self.layer, experts=[expert])
+        return {name: packed[bits].map(lambda part: part[0].cpu()) for name, packed in one.items()}
+
+    def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Matrices and biases of one expert in the checkpoint's own type."""
+        if self.model is not None:
+            dtype = source_dtype(self.context.source)
+            which = slice(expert, expert + 1)
+            weights, biases = (of(self.model, self.layer, which) for of in (stacked_weights, stacked_biases))
+            found = [{name: stack[0].to(dtype).cpu() for name, stack in of.items()} for of in (weights, biases)]
+            return found[0], found[1]
+        if self._last is None or self._last[0] != expert:
+            self._last = (expert, *self.context.expert_reader.read(self.layer, expert))
+        return self._last[1], self._last[2]
+
+    def tensors(self, expert: int, key: int, prefix: str) -> dict[str, Tensor]:
+        """One replica's tensors under their final names."""
+        widths = self.widths(expert, key)
+        dense = [name for name in self.layer.projections if width_of(widths, name) == FULL]
+        weights, biases = self.original(expert) if dense or self.layer.biased else ({}, {})
+        found = {f"{prefix}.{name}.bias": bias for name, bias in biases.items()}
+        found |= {f"{prefix}.{name}.dense": weights[name] for name in dense}
+        return found | {
+            f"{prefix}.{name}.{part}": tensor
+            for name, packed in self.packed(expert, key).items()
+            for part, tensor in packed.parts().items()
+        }

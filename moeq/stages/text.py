@@ -1,0 +1,263 @@
+"""What a run is calibrated and measured on: text, or the images of an image classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from moeq.artifacts.files import digest_of
+from moeq.artifacts.profile import read_profile
+from moeq.errors import ArtifactError, CorpusError, RecipeError
+from moeq.models import corpus
+from moeq.models.experts import ExpertLayer
+from moeq.models.source import ModelSource
+from moeq.progress import Reporter
+from moeq.recipe import PerplexitySection, Recipe, TestImagesSection
+
+
+class Run(Protocol):
+    """What text is read for; text_digests: of calibration and evaluation, as far as they are known."""
+
+    recipe: Recipe
+    reporter: Reporter
+    text_digests: dict[str, str]
+
+    @property
+    def source(self) -> ModelSource: ...
+    @property
+    def described(self) -> tuple[nn.Module, list[ExpertLayer]]: ...
+    @property
+    def takes_images(self) -> bool: ...
+    @property
+    def image_task(self) -> corpus.ImageTask: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    def directory(self, stage: str) -> Path: ...
+
+
+class RunText:
+    """The sequences of a run, read when they are first asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self.recipe = run, run.recipe
+
+    @cached_property
+    def perplexity(self) -> PerplexitySection | None:
+        """What perplexity is measured on; None where the recipe wants none, and for image classifiers.
+
+        Raises RecipeError where the recipe asks for what its model cannot do.
+        """
+        section = self.recipe.eval
+        if not self._run.takes_images:
+            if section.images is not None:
+                raise RecipeError("the model reads text, no images", where="eval.images", do="leave it out")
+            return section.perplexity
+        instead = "leave it out: an image classifier is measured by accuracy, cross-entropy and logit error"
+        if section.perplexity is not None and "perplexity" in section.model_fields_set:
+            raise RecipeError("an image classifier has no perplexity", where="eval.perplexity", do=instead)
+        if section.tasks:
+            raise RecipeError("an image classifier runs no tasks of lm-eval", where="eval.tasks", do=instead)
+        return None
+
+    @cached_property
+    def calibration_sources(self) -> list[corpus.Source]:
+        """What calibration text comes from; none for image classifiers."""
+        return [] if self._run.takes_images else corpus.open_sources(self.recipe.corpus.source, "calibration")
+
+    @cached_property
+    def evaluation_sources(self) -> list[corpus.Source]:
+        """What perplexity is measured on."""
+        return [] if self.perplexity is None else corpus.open_sources(self.perplexity.source, "evaluation")
+
+    def _image_sets(self, source: str | list[str]) -> list[corpus.ImageSet]:
+        """The labelled images that a source names."""
+        section = self.recipe.corpus
+        files = corpus.ImageFiles(
+            model=self._run.source.path,
+            trust_remote_code=self.recipe.trust_remote_code,
+            channels=self._run.image_task.shape[0],
+            image_field=section.image_field or "image",
+            label_field=section.label_field,
+            names=self._run.described[0].config.label2id,  # type: ignore[union-attr,arg-type]
+        )
+        return corpus.open_image_sets(source, self._run.image_task, files)
+
+    @cached_property
+    def calibration_images(self) -> list[corpus.ImageSet]:
+        return self._image_sets(self.recipe.corpus.source)
+
+    @cached_property
+    def evaluation_images(self) -> list[corpus.ImageSet]:
+        """What an image classifier is measured on; CorpusError where calibration would see all of it."""
+        source = self.test_images.source
+        if source is not None:
+            return self._image_sets(source)
+        for one in self.calibration_images:
+            if not one.rows:
+                raise CorpusError(
+                    "no row numbers train and test: there is nothing left to be measured on",
+                    where=one.name,
+                    do="store them, or name other images in eval.images.source",
+                )
+        return self.calibration_images
+
+    @property
+    def test_images(self) -> TestImagesSection:
+        """The recipe's section, or its defaults."""
+        return self.recipe.eval.images or TestImagesSection()
+
+    @property
+    def corpus_names(self) -> tuple[str, ...]:
+        """What artifacts call what was calibrated on."""
+        if self._run.takes_images:
+            return tuple(one.public_name for one in self.calibration_images)
+        return tuple(source.public_name for source in self.calibration_sources)
+
+    def calibration_chunks(self) -> Iterator[corpus.Sequences]:
+        """The calibration sequences that the recipe asks for; then, with corpus.until_covered, more and more."""
+        section = self.recipe.corpus
+        limit = section.sequences if section.until_covered is None else section.until_covered.max_sequences
+        if self._run.takes_images:
+            where = f"corpus {section.source}"
+            pictures = corpus.ImagePool(self.calibration_images, "train", self._run.image_task, where)
+            yield from pictures.chunks(section.sequences, limit)
+            return
+        self.check_length(section.sequence_length, "corpus.sequence_length")
+        pool = corpus.open_text(
+            self.calibration_sources,
+            self._calibration_fields,
+            self._run.tokenizer,
+            length=section.sequence_length,
+            first=section.sequences,
+            most=limit,
+            packed=section.packed,
+            where=f"corpus {section.source}",
+            seed=self.recipe.seed if section.shuffle else None,
+            bar=self._run.reporter.bar,
+        )
+        if pool.with_images():
+            processor = corpus.load_processor(self._run.source.path, self.recipe.trust_remote_code)
+            pool.images = corpus.Encoder(processor, section.sequence_length)
+        yield from pool.chunks(section.sequences, limit)
+
+    @property
+    def _calibration_fields(self) -> corpus.Fields:
+        section = self.recipe.corpus
+        return corpus.Fields(
+            text=section.text_field,
+            messages=section.messages_field,
+            prompt=section.prompt_field,
+            response=section.response_field,
+            image=section.image_field,
+            chat=section.chat_template,
+        )
+
+    @cached_property
+    def calibration(self) -> corpus.Sequences:
+        """The calibration sequences that the recipe asks for, before they grow."""
+        return next(self.calibration_chunks())
+
+    @cached_property
+    def grown_calibration(self) -> corpus.Sequences:
+        """The sequences that the profile came to; without corpus.until_covered, those that the recipe asks for.
+
+        Raises ArtifactError when the profile was made of other text.
+        """
+        if self.recipe.corpus.until_covered is None:
+            return self.calibration
+        path = self._run.directory("profile")
+        wanted = read_profile(path)
+        parts, total = [], 0
+        for chunk in self.calibration_chunks():
+            parts.append(chunk)
+            total += len(chunk)
+            if total >= len(wanted.tokens):
+                break
+        found = corpus.join(parts)
+        if found.digest() != wanted.text:
+            raise ArtifactError("made of other sequences", where=str(path), do="run `moeq profile` again")
+        return found
+
+    @cached_property
+    def evaluation(self) -> corpus.Sequences | None:
+        """The evaluation text as sequences, None when the recipe wants no perplexity; or the images."""
+        section = self.perplexity
+        if self._run.takes_images:
+            wanted = self.test_images
+            where = f"eval.images {wanted.source or self.recipe.corpus.source}"
+            return corpus.ImagePool(self.evaluation_images, "test", self._run.image_task, where).take(wanted.images)
+        if section is None:
+            return None
+        self.check_length(section.sequence_length, "eval.perplexity.sequence_length")
+        pool = corpus.open_text(
+            self.evaluation_sources,
+            corpus.Fields(text=section.text_field),
+            self._run.tokenizer,
+            length=section.sequence_length,
+            first=section.sequences,
+            most=section.sequences,
+            where=f"eval.perplexity {section.source}",
+            bar=self._run.reporter.bar,
+        )
+        return pool.take(section.sequences)
+
+    def digest(self, part: str) -> str:
+        """Digest of all that decides the calibration or evaluation text, beside the recipe's sections.
+
+        Files are read once for it, as bytes; nothing is tokenized.
+        """
+        known = self._run.text_digests
+        if part not in known:
+            known[part] = self._digest(part)
+        return known[part]
+
+    def _digest(self, part: str) -> str:
+        if self._run.takes_images:
+            sets = self.evaluation_images if part == "evaluation" else self.calibration_images
+            return digest_of([[one.domain, one.digest] for one in sets])
+        sources = self.evaluation_sources if part == "evaluation" else self.calibration_sources
+        if not sources:
+            return "none"
+        digest = corpus.sources_digest(sources, self._run.reporter.bar)
+        rule = {} if corpus.is_small(sources) else {"places": str(corpus.RULE)}
+        if part == "evaluation":
+            return digest_of({"sources": digest} | rule) if rule else digest
+        found = {"sources": digest} | rule
+        images = corpus.images_digest(sources, self._calibration_fields, self._run.reporter.bar)
+        if images is not None:
+            found["images"] = images
+        if self.recipe.corpus.shuffle:
+            found["seed"] = str(self.recipe.seed)
+        return digest_of(found)
+
+    def check(self, parts: Collection[str]) -> None:
+        """CorpusError for text that is not there, cannot be read or is too little: what is cheap to tell comes first.
+
+        parts: calibration, evaluation.
+        """
+        if parts and not self._run.takes_images:
+            perplexity = self.perplexity if "evaluation" in parts else None
+            if "calibration" in parts:
+                self.check_length(self.recipe.corpus.sequence_length, "corpus.sequence_length")
+                _ = self.calibration_sources
+            if perplexity is not None:
+                self.check_length(perplexity.sequence_length, "eval.perplexity.sequence_length")
+                _ = self.evaluation_sources
+            _ = self._run.tokenizer
+        for part in sorted(parts):
+            getattr(self, part)
+
+    def check_length(self, length: int, key: str) -> None:
+        """CorpusError when sequences are longer than the positions that the model knows."""
+        config = self._run.source.config
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
+        if isinstance(positions, int) and length > positions:
+            raise CorpusError(
+                f"{length} tokens are more than the model's {positions} positions",
+                where=key,
+                do=f"set it to {positions} or less",
+            )
