@@ -71,7 +71,7 @@ class Taken:
 
 def taken(*words: str) -> Taken:
     """Run `moeq WORDS` in a fresh process."""
-    command = [sys.executable, "-m", "moeq.cli", *words]
+    command = [sys.executable, "-m", "moeq", *words]
     given = os.environ | {"PYTHONPATH": str(figures.ROOT), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as said:
         child = subprocess.Popen(command, cwd=figures.ROOT, env=given, stdout=subprocess.DEVNULL, stderr=said)

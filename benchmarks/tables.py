@@ -41,8 +41,8 @@ import yaml
 import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 from moeq import pipeline
 from moeq.artifacts.evaluation import EvalReport, EvalRow
-from moeq.comparison import command
-from moeq.comparison.command import Asked
+from moeq.comparison.eval_options import EvalOptions
+from moeq.comparison.side_by_side import compare
 from moeq.evaluation import comparison, document
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -135,9 +135,8 @@ def by_context(run: Path, text: Path, options: argparse.Namespace) -> list[dict[
     recipe = load_recipe(run / "recipe.yaml")
     sections = {recipe.name: recipe.assign} | {one.name: one for one in recipe.eval.compare}
     chosen = {name: one for name, one in sections.items() if one.loss_weighting != "none"}
-    asked = Asked(
-        words=[f"{run}:{name}" for name in ("original", *chosen)],
-        overrides=[],
+    asked = EvalOptions(
+        recipe=[f"{run}:{name}" for name in ("original", *chosen)],
         context_aware=[
             f"gpu_experts={one.gpu_experts},average_bits={one.average_bits},selector={str(one.selector).lower()}"
             for one in chosen.values()
@@ -151,7 +150,7 @@ def by_context(run: Path, text: Path, options: argparse.Namespace) -> list[dict[
         quiet=True,
         out=run.parent / "by_context.json",
     )
-    command.run(asked)
+    compare(asked)
     return document.read_rows(run.parent / "by_context.json")
 
 

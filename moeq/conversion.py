@@ -49,7 +49,7 @@ def convert(
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
     verdict = None
     with claimed(out):
-        _refuse_present(out)  # who had the claim before has made it
+        check_absent(out)  # who had the claim before has made it
         with building(out) as unfinished:
             write(name, source, unfinished, options)
             if verify is not None:
@@ -58,8 +58,3 @@ def convert(
     found = {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
     found |= {"notes": said} if said else {}
     return found if verdict is None else found | {"verified_with": verdict.target, "logits_error": verdict.logits_error}
-
-
-def _refuse_present(out: Path) -> None:
-    if out.exists():
-        raise RecipeError("is there already", where=str(out), do="choose another --out or remove it")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from moeq.comparison.eval_options import count
 from moeq.errors import EvaluationError, MoeqError, RecipeError
 
 NAME = "moeq"
@@ -46,23 +47,14 @@ def _checked(own: dict[str, Any]) -> dict[str, Any]:
     """Settings with a batch size; RecipeError for a value that cannot be."""
     from moeq.models.loading import DTYPES
 
-    found = own | {"batch_size": _count("--batch_size", own.get("batch_size", 1), "auto")}
+    found = own | {"batch_size": count("--batch_size", own.get("batch_size", 1), "auto")}
     if "max_length" in own:
-        found["max_length"] = _count("max_length", own["max_length"])
+        found["max_length"] = count("max_length", own["max_length"])
     choices = {"dtype": ("auto", *DTYPES), "truncate": (True, False), "trust_remote_code": (True, False)}
     for name, allowed in choices.items():
         if own.get(name, allowed[0]) not in allowed:
             raise RecipeError(f"{name}={own[name]}", where="--model_args", do=f"give {', '.join(map(str, allowed))}")
     return found
-
-
-def _count(name: str, given: Any, *words: str) -> Any:
-    """A number of at least 1, or one of the words; RecipeError for anything else."""
-    if given in words:
-        return given
-    if not str(given).isdigit() or int(given) < 1:
-        raise RecipeError(f"{name} {given}", do=f"give {', or '.join(('a number of at least 1', *words))}")
-    return int(given)
 
 
 def register() -> None:

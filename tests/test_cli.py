@@ -11,8 +11,10 @@ import pytest
 from fork_server import ForkServer
 from typer.main import get_command
 
-from moeq.cli import _overrides, app
+from moeq.cli import app
+from moeq.cli.runs import method_changes
 from moeq.inspection import inspect
+from moeq.options import StageOptions
 from moeq.recipe import RefineSection, load_recipe
 from moeq.version import __version__
 
@@ -105,15 +107,15 @@ def test_import_registers_with_transformers_whenever_it_is_imported() -> None:
 def test_method_and_refine_change_the_recipe() -> None:
     base = load_recipe(None)
     assert base.quantize.refine is None
-    assert _overrides(base, None, False) == []
-    signround = load_recipe(None, _overrides(base, "signround", True))
+    assert method_changes(base, StageOptions()) == []
+    signround = load_recipe(None, method_changes(base, StageOptions(quantizer="signround", refine=True)))
     assert signround.losses.methods == ["gptq", "rtn", "signround"]
     assert signround.assign.quantizer == "signround"
     assert signround.quantize.refine == RefineSection()
-    best = load_recipe(None, _overrides(base, "best", False))
+    best = load_recipe(None, method_changes(base, StageOptions(quantizer="best")))
     assert (best.losses.methods, best.assign.quantizer) == (base.losses.methods, "best")
     own = load_recipe(None, ["quantize.refine={iterations: 7}"])
-    assert _overrides(own, None, True) == []
+    assert method_changes(own, StageOptions(refine=True)) == []
 
 
 def test_stages_one_by_one_in_json(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ RESULTS.json       what an earlier `moeq eval --out` wrote
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from moeq.artifacts.assignment import Assignment, read_assignment
 from moeq.artifacts.reading import read_json_file
 from moeq.artifacts.run import RECIPE_COPY
 from moeq.artifacts.sums import check_sums
-from moeq.comparison.options import assignments_of, split_run
+from moeq.comparison.refusals import assignments_of, split_run
 from moeq.errors import EvaluationError
 from moeq.evaluation.context_options import ContextOptions
 from moeq.models.source import ModelSource, open_source
@@ -97,13 +97,7 @@ def open_subjects(words: Sequence[str], contexts: Sequence[ContextOptions], trus
 
 def _by_context(able: Subject, options: ContextOptions) -> Subject:
     where = able.run.out.name if able.run is not None else able.name
-    return Subject(
-        name=f"{where} {options.label}",
-        source=able.source,
-        run=able.run,
-        checkpoint=able.checkpoint,
-        context=options,
-    )
+    return replace(able, name=f"{where} {options.label}", assignment=None, exported=False, context=options)
 
 
 def _has(found: Sequence[Subject | Earlier], able: Subject, options: ContextOptions) -> bool:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moeq.estimator.capacity import CapacityPlan
-from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.cases import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.points import SUBJECT
 from moeq.estimator.result import Estimate, TermRow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeq.estimator.capacity import CapacityPlan, Memory
-from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.cases import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.points import SUBJECT
 from moeq.estimator.result import Estimate, PolicyPoint
@@ -13,7 +13,7 @@ from moeq.estimator.sensitivity import BWRULE, OPT
 from moeq.estimator.stated import Comparison
 from moeq.reporting import formats, speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
-from moeq.reporting.document import document
+from moeq.reporting.frame import document
 from moeq.reporting.html import Raw, Row, Section, details, element, figure, items, paragraph, table
 from moeq.tables import human_bytes
 

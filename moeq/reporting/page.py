@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeq.reporting import experts, formats, low_precision, others, reparam, routing, speed, summary, translation
-from moeq.reporting.document import document
+from moeq.reporting.frame import document
 from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, table
 from moeq.reporting.inputs import ReportInputs
 

@@ -13,8 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from moeq.cli import app
-from moeq.comparison import command, loaded
-from moeq.comparison.options import Asked, needs_a_run
+from moeq.comparison import loaded
+from moeq.comparison.eval_options import EvalOptions
+from moeq.comparison.refusals import needs_a_run
+from moeq.comparison.side_by_side import compare
 from moeq.comparison.subjects import Subject, open_subjects
 from moeq.errors import EvaluationError, MoeqError, RecipeError
 from moeq.evaluation import document
@@ -26,9 +28,9 @@ from moeq.stages import evaluate
 TASKS = "made_choice,made_text,made_generate"
 
 
-def asked(words: list[Any], **more: Any) -> Asked:
-    given = {"overrides": [], "context_aware": [], "quiet": True, "batch_size": "4"} | more
-    return Asked(words=[str(word) for word in words], **given)
+def asked(words: list[Any], **more: Any) -> EvalOptions:
+    given = {"quiet": True, "batch_size": "4"} | more
+    return EvalOptions(recipe=[str(word) for word in words], **given)
 
 
 def values(found: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -52,7 +54,7 @@ def compared(run: Path, tiny_mixtral: Path, tasks: Path, tmp_path_factory: pytes
     more = {"tasks": TASKS, "include_path": tasks, "text": str(text_of(out.parent)), "window": 24, "stride": 12}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loaded, "load", load)
-        command.run(asked(words, context_aware=contexts, out=out, **more))
+        compare(asked(words, context_aware=contexts, out=out, **more))
     assert len(bases) == 2
     found: dict[str, Any] = json.loads(out.read_text("utf-8"))
     return found | {"out": str(out)}
@@ -118,12 +120,12 @@ def test_earlier_results_are_compared_with_new_ones(compared: dict[str, Any], ru
     more = {"tasks": TASKS, "include_path": tasks, "text": str(text_of(tasks)), "window": 24, "stride": 12}
     saved = run / "assign" / "saved.json"
     saved.write_text((run / "assign" / "assignment.json").read_text("utf-8").replace('"name": "run"', '"name": "mine"'))
-    found = command.run(asked([compared["out"], saved], **more))
+    found = compare(asked([compared["out"], saved], **more))
     assert len(found["table"]) == len(compared["table"]) + 1
     assert found["table"][-1]["name"] == "made:mine"
     assert values(found)["made:mine"] == pytest.approx(values(compared)["made:run"], rel=1e-6)
     with pytest.raises(EvaluationError, match="made of other items"):
-        command.run(asked([compared["out"], saved], **(more | {"stride": 6})))
+        compare(asked([compared["out"], saved], **(more | {"stride": 6})))
 
 
 def test_the_command_prints_measures_and_differences(compared: dict[str, Any]) -> None:
@@ -226,7 +228,7 @@ WRONG = {
 def test_wrong_options_are_one_line(run: Path, text: str) -> None:
     message, kind = WRONG[text]
     with pytest.raises(kind, match=message) as caught:
-        command.run(asked([run], context_aware=[text]))
+        compare(asked([run], context_aware=[text]))
     assert "\n" not in str(caught.value)
 
 
@@ -244,7 +246,7 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         ([tiny_mixtral], {"out": tmp_path}, "is no file that can be written"),
     ):
         with pytest.raises(MoeqError, match=message.replace("(", r"\(")) as caught:
-            command.run(asked(words, **more))
+            compare(asked(words, **more))
         assert "\n" not in str(caught.value)
     with pytest.raises(RecipeError, match="--stride belongs to models"):
         needs_a_run(asked([], stride=4))
@@ -259,7 +261,7 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         with pytest.raises(MoeqError, match=message):
             make_model(**({"pretrained": str(run)} | wrong))
     with pytest.raises(RecipeError, match="--set belongs to a run's stage"):
-        needs_a_run(asked([run], overrides=["eval.limit=1"]))
+        needs_a_run(asked([run], set_=["eval.limit=1"]))
 
 
 RESULTS = '{"kind": "moeq evaluation", "schema_version": 1'
@@ -278,7 +280,7 @@ def test_results_that_are_damaged_are_one_line(tmp_path: Path, content: str) -> 
     path = tmp_path / "found.json"
     path.write_text(content)
     with pytest.raises(MoeqError, match="not a result of `moeq eval --out`") as caught:
-        command.run(asked([path]))
+        compare(asked([path]))
     assert "\n" not in str(caught.value)
 
 
@@ -294,7 +296,7 @@ def test_a_checkpoint_without_replicas_says_so(run: Path, tmp_path: Path) -> Non
     (copy / "placement.json").write_text(json.dumps(manifest))
     (copy / "SHA256SUMS").unlink()
     with pytest.raises(EvaluationError, match="holds no replicas of every expert at 1, 2, 3, 4, 16 bits"):
-        command.run(asked([copy], context_aware=["gpu_experts=1,average_bits=2"]))
+        compare(asked([copy], context_aware=["gpu_experts=1,average_bits=2"]))
     assert load_checkpoint(copy, torch.float32, torch.device("cpu")) is not None
 
 

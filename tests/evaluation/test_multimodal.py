@@ -11,8 +11,8 @@ import torch
 from tiny_vision import save_image, vision_model, vision_processor
 
 from moeq import pipeline
-from moeq.comparison import command
-from moeq.comparison.command import Asked
+from moeq.comparison.eval_options import EvalOptions
+from moeq.comparison.side_by_side import compare
 from moeq.errors import EvaluationError, MoeqError
 from moeq.evaluation.comparison import table
 from moeq.evaluation.harness import evaluate_tasks, open_tasks, task_scores
@@ -211,23 +211,21 @@ def test_models_and_checkpoints_side_by_side(
     """The original by its folder, the packed checkpoint and the run: the same numbers as in the run's own stage."""
     monkeypatch.setattr(corpus, "load_processor", lambda *_: processor)
     words = [str(saved), str(finished.out / "checkpoint"), str(finished.out)]
-    found = command.run(
-        Asked(words=words, overrides=[], context_aware=[], tasks="seen,read", include_path=folder, quiet=True)
-    )
+    found = compare(EvalOptions(recipe=words, tasks="seen,read", include_path=folder, quiet=True))
     original, packed, _ = evaluate.load(finished).rows
     values = [{name: row["cells"][name]["value"] for name in ("seen", "read")} for row in found["table"]]
     assert values == [{name: row.tasks[name]["acc"] for name in ("seen", "read")} for row in (original, packed, packed)]
 
 
 def test_precision_follows_a_context_of_text_only(finished: Context, folder: Path) -> None:
-    def asked(tasks: str) -> Asked:
+    def asked(tasks: str) -> EvalOptions:
         options = ["gpu_experts=3,average_bits=2,selector=false", "gpu_experts=7"]
         words = [f"{finished.out}:original"]
-        return Asked(words=words, overrides=[], tasks=tasks, include_path=folder, context_aware=options, quiet=True)
+        return EvalOptions(recipe=words, tasks=tasks, include_path=folder, context_aware=options, quiet=True)
 
     with pytest.raises(EvaluationError, match="task seen: has images, for which precision does not follow the context"):
-        command.run(asked("read,seen"))
-    original, mixed, exact = command.run(asked("read"))["rows"]
+        compare(asked("read,seen"))
+    original, mixed, exact = compare(asked("read"))["rows"]
     scores = [[one["resps"] for one in row["lm_eval"]["samples"]["read"]] for row in (original, mixed, exact)]
     assert [len(one) for one in scores] == [5, 5, 5]
     flat = [[float(answer[0][0]) for item in one for answer in item] for one in scores]

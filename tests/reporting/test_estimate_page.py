@@ -9,7 +9,7 @@ import pytest
 
 from moeq.estimator import Estimate, Grid, estimate, load_geometry, load_hardware, uniform_placement
 from moeq.estimator.capacity import plan_capacity
-from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.cases import Case, EstimateDocument
 from moeq.reporting import speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
 from moeq.reporting.estimate_page import render

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.trace import RoutingTrace, read_trace
 from moeq.errors import RecipeError
-from moeq.estimation.subject import Model, Subject, of_assignment, of_manifest, read_model, read_placed
+from moeq.estimation.estimate_options import EstimateOptions
+from moeq.estimation.grids import parse_grid, parse_replicas
+from moeq.estimation.subject import Subject, of_assignment, of_manifest, read_model, read_placed
 from moeq.estimator import (
     Estimate,
     Grid,
@@ -27,46 +28,15 @@ from moeq.estimator import (
     uniform_placement,
 )
 from moeq.estimator.capacity import REPLICA_BITS, CapacityPlan, largest_gpu_experts, plan_capacity
-from moeq.estimator.document import Case, EstimateDocument
+from moeq.estimator.cases import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates, hit_rates
 from moeq.estimator.placement import layer_of_assignment
 from moeq.estimator.policies import label
 from moeq.estimator.stated import compare
 from moeq.estimator.trace import check_trace
-from moeq.recipe import CaseSection, Recipe, StatedSection
+from moeq.recipe import Recipe, StatedSection
 
-DEFAULT_BITS = 3.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the command line says of one model.
-
-    bits, gpu_experts: None where not given; then `DEFAULT_BITS`, and as many FP16 experts a layer as fit. manifest and
-    assignment say instead how every expert is kept. policies: names or labels, none for all.
-    """
-
-    model: str
-    hardware: str
-    assignment: Path | None = None
-    manifest: Path | None = None
-    trace: Path | None = None
-    bits: float | None = None
-    gpu_experts: int | None = None
-    group_size: int = 128
-    policies: tuple[str, ...] = ()
-    grid: Grid
-    context: int = 1024
-    kv_growth: bool = False
-    zipf: float | None = None
-    replica_bits: tuple[int, ...] = REPLICA_BITS
-    seed: int = 0
-    trust_remote_code: bool = False
-
-    @property
-    def longest(self) -> int:
-        """Tokens whose keys and values must have room."""
-        return longest(self.grid, self.context, kv_growth=self.kv_growth)
+DEFAULT_BITS, DEFAULT_CONTEXT, DEFAULT_HARDWARE = 3.0, 1024, "paper-ctxmoe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,29 +134,36 @@ def longest(grid: Grid, context: int, *, kv_growth: bool) -> int:
     return request if kv_growth else max(request, context)
 
 
-def question_of(options: Options) -> Question:
+def question_of(asked: EstimateOptions) -> Question:
     """What the command line asks; raises MoeqError for input that cannot be read or is of another model."""
-    chosen_labels(options.policies)
-    if options.trace is not None and options.zipf is not None:
+    if asked.model is None:
+        do = "give --model: mixtral-8x7b, a config.json, a model directory, a packed checkpoint or a hub id"
+        raise RecipeError("no model", where="moeq estimate", do=do)
+    grid = parse_grid(asked.axes)
+    replica_bits = REPLICA_BITS if asked.replicas is None else parse_replicas(asked.replicas)
+    chosen_labels(asked.policy)
+    if asked.trace is not None and asked.zipf is not None:
         raise RecipeError("--trace and --zipf each say which experts are chosen", do="give one of them")
-    hardware = load_hardware(options.hardware)
-    subject = _subject(options, hardware)
+    hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
+    context = asked.context or DEFAULT_CONTEXT
+    most = longest(grid, context, kv_growth=asked.kv_growth)
+    subject = _subject(asked, asked.model, hardware, batch=max(grid.batches), context=most)
     geometry = subject.geometry
-    trace = None if options.trace is None else read_trace(options.trace)
+    trace = None if asked.trace is None else read_trace(asked.trace)
     if trace is not None:
-        check_trace(trace, geometry, where=str(options.trace))
+        check_trace(trace, geometry, where=str(asked.trace))
     return Question(
         name=f"{geometry.name}, {subject.placement.name}",
         subject=subject,
         hardware=hardware,
-        grid=options.grid,
-        context=options.context,
-        kv_growth=options.kv_growth,
-        seed=options.seed,
-        policies=options.policies or None,
+        grid=grid,
+        context=context,
+        kv_growth=asked.kv_growth,
+        seed=0,
+        policies=tuple(asked.policy) or None,
         trace=trace,
-        zipf=options.zipf,
-        replica_bits=options.replica_bits,
+        zipf=asked.zipf,
+        replica_bits=replica_bits,
     )
 
 
@@ -201,7 +178,9 @@ def questions_of(recipe: Recipe) -> list[Question]:
     return [
         Question(
             name=case.name,
-            subject=_of_case(case, section.figures.group_size),
+            subject=_uniform(
+                load_geometry(case.geometry), case.bits, case.gpu_experts, section.figures.group_size, case.name
+            ),
             hardware=hardware,
             grid=grid,
             context=section.context,
@@ -240,39 +219,37 @@ def _answered(question: Question, miss_beyond: float) -> Case:
     )
 
 
-def _of_case(case: CaseSection, group_size: int) -> Subject:
-    geometry = load_geometry(case.geometry)
-    placement = uniform_placement(geometry, bits=case.bits, hot_experts=case.gpu_experts, name=case.name)
-    return Subject(geometry=geometry, placement=placement, group_size=group_size, zero_points=False)
+def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: int, context: int) -> Subject:
+    """The model's sizes and its placement: an assignment's, a manifest's, or uniform widths.
 
-
-def _subject(options: Options, hardware: Hardware) -> Subject:
-    """The model's sizes and its placement: an assignment's, a manifest's, or uniform widths."""
-    own = {"--assignment": options.assignment, "--manifest": options.manifest}
-    given = [name for name, value in own.items() if value is not None]
-    uniform = options.bits is not None or options.gpu_experts is not None
+    With those, where --gpu-experts is not given, as many FP16 experts as fit beside `batch` requests of `context`
+    tokens.
+    """
+    own = {"--assignment": asked.assignment, "--manifest": asked.manifest}
+    given = [option for option, value in own.items() if value is not None]
+    uniform = asked.bits is not None or asked.gpu_experts is not None
     if len(given) > 1 or (given and uniform):
         both = " and ".join([*given, *(["--bits or --gpu-experts"] if uniform else [])])
         raise RecipeError(f"{both} each say how experts are kept", where="moeq estimate", do="give one of them")
-    model = read_model(options.model, trust_remote_code=options.trust_remote_code)
-    if options.assignment is not None:
-        return of_assignment(options.assignment, model.geometry)
-    if options.manifest is not None:
-        manifest, where = read_placed(options.manifest)
+    model = read_model(name, trust_remote_code=asked.trust_remote_code)
+    if asked.assignment is not None:
+        return of_assignment(asked.assignment, model.geometry)
+    if asked.manifest is not None:
+        manifest, where = read_placed(asked.manifest)
         return of_manifest(manifest, model.geometry, where)
     if model.manifest is not None and not uniform:
-        return of_manifest(model.manifest, model.geometry, options.model)
-    return _uniform(model, options, hardware)
-
-
-def _uniform(model: Model, options: Options, hardware: Hardware) -> Subject:
-    """Uniform widths; where --gpu-experts is not given, as many FP16 experts as fit at the grid's largest request."""
-    geometry, bits = model.geometry, DEFAULT_BITS if options.bits is None else options.bits
+        return of_manifest(model.manifest, model.geometry, name)
+    bits = DEFAULT_BITS if asked.bits is None else asked.bits
     if not 1 <= bits <= 16:
         raise RecipeError(f"{bits:g} bits", where="--bits", do="give 1 to 16")
-    hot = options.gpu_experts
+    hot = asked.gpu_experts
     if hot is None:
-        hot = largest_gpu_experts(geometry, hardware, batch=max(options.grid.batches), context=options.longest) or 0
-    name = f"{bits:g} bits, {hot} of {geometry.num_experts} experts on the GPU"
+        hot = largest_gpu_experts(model.geometry, hardware, batch=batch, context=context) or 0
+    return _uniform(model.geometry, bits, hot, asked.group_size)
+
+
+def _uniform(geometry: ModelGeometry, bits: float, hot: int, group_size: int, name: str | None = None) -> Subject:
+    """One width, and as many FP16 experts of every layer on the GPU."""
+    name = name or f"{bits:g} bits, {hot} of {geometry.num_experts} experts on the GPU"
     placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=name)
-    return Subject(geometry=geometry, placement=placement, group_size=options.group_size, zero_points=False)
+    return Subject(geometry=geometry, placement=placement, group_size=group_size, zero_points=False)

@@ -24,7 +24,7 @@ from moeq.estimator import (
     load_hardware,
     uniform_placement,
 )
-from moeq.estimator.document import EstimateDocument
+from moeq.estimator.cases import EstimateDocument
 from moeq.models import loading
 from moeq.models.source import open_source
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeq.errors import RecipeError
-from moeq.estimation.options import MOST_POINTS, parse_grid
+from moeq.estimation.grids import MOST_POINTS, parse_grid
 from moeq.estimator import Grid
 
 

@@ -10,8 +10,8 @@ from moeq.artifacts.files import make_directory, write_json, write_text
 from moeq.artifacts.places import ELSEWHERE, refuse_artifacts
 from moeq.artifacts.stage import RECORD
 from moeq.errors import RecipeError
-from moeq.estimation.make import Question
-from moeq.estimator.document import EstimateDocument
+from moeq.estimation.questions import Question
+from moeq.estimator.cases import EstimateDocument
 from moeq.reporting.chrome_trace import chrome_trace
 from moeq.reporting.estimate_page import render
 

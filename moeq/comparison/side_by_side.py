@@ -1,4 +1,4 @@
-"""moeq eval: a run's stage, or any models, checkpoints, runs and assignments side by side; which one is asked for."""
+"""moeq eval without a run: models, checkpoints, runs and assignments are measured side by side."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from moeq.comparison import loaded
-from moeq.comparison.options import WINDOW, Asked, check, text_source
+from moeq.comparison.eval_options import EvalOptions
+from moeq.comparison.refusals import WINDOW, check, text_source
 from moeq.comparison.subjects import Earlier, Subject, open_subjects
 from moeq.errors import EvaluationError
 from moeq.evaluation import document
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
-from moeq.evaluation.harness_models import StaticLM
 from moeq.evaluation.multimodal import check_images, image_tasks
 from moeq.evaluation.strided import read_text, score_text
 from moeq.evaluation.windows import too_long
@@ -24,7 +24,7 @@ from moeq.models.corpus import has_processor
 from moeq.progress import Reporter
 
 
-def run(asked: Asked, show: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
+def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
     """Measure what is named, show it, write the result file where one is asked for, and return what it holds."""
     if asked.quiet or asked.json:
         hub.be_quiet()
@@ -38,7 +38,7 @@ def run(asked: Asked, show: Callable[[dict[str, Any]], None] = lambda _: None) -
         truncate=asked.truncate,
         trust_remote_code=asked.trust_remote_code,
     )
-    subjects = open_subjects(asked.words, contexts, asked.trust_remote_code)
+    subjects = open_subjects(asked.recipe, contexts, asked.trust_remote_code)
     if (tasks or asked.text) and not any(isinstance(one, Subject) for one in subjects):
         raise EvaluationError(
             "nothing to measure, earlier results alone are named", where="moeq eval", do="name a model"
@@ -57,7 +57,7 @@ def run(asked: Asked, show: Callable[[dict[str, Any]], None] = lambda _: None) -
     return whole
 
 
-def _check_images(asked: Asked, subjects: Sequence[Subject | Earlier], manager: Any) -> bool:
+def _check_images(asked: EvalOptions, subjects: Sequence[Subject | Earlier], manager: Any) -> bool:
     """Whether a task has images; EvaluationError when images, or models that take them, are missing."""
     found = False
     for subject in subjects:
@@ -76,7 +76,7 @@ def _check_images(asked: Asked, subjects: Sequence[Subject | Earlier], manager: 
     return found
 
 
-def _described(asked: Asked, settings: loaded.Settings) -> dict[str, Any]:
+def _described(asked: EvalOptions, settings: loaded.Settings) -> dict[str, Any]:
     return {
         "tasks": asked.task_names,
         "num_fewshot": asked.num_fewshot,
@@ -89,7 +89,7 @@ def _described(asked: Asked, settings: loaded.Settings) -> dict[str, Any]:
     }
 
 
-def _check_window(asked: Asked, subject: Subject) -> None:
+def _check_window(asked: EvalOptions, subject: Subject) -> None:
     """EvaluationError for windows longer than the model's positions."""
     config = subject.source.config
     positions = (config.get("text_config") or config).get("max_position_embeddings")
@@ -98,7 +98,11 @@ def _check_window(asked: Asked, subject: Subject) -> None:
 
 
 def _rows(
-    asked: Asked, subjects: Sequence[Subject | Earlier], settings: loaded.Settings, manager: Any, reporter: Reporter
+    asked: EvalOptions,
+    subjects: Sequence[Subject | Earlier],
+    settings: loaded.Settings,
+    manager: Any,
+    reporter: Reporter,
 ) -> list[document.Row]:
     """One row a subject, in the order in which they were named; those of one base are measured one after the other."""
     measured: dict[int, list[document.Row]] = {}
@@ -139,7 +143,7 @@ def _by_base(
 
 
 def _measure(
-    asked: Asked, subject: Subject, model: loaded.Loaded, settings: loaded.Settings, manager: Any
+    asked: EvalOptions, subject: Subject, model: loaded.Loaded, settings: loaded.Settings, manager: Any
 ) -> document.Row:
     started = time.monotonic()
     torch.manual_seed(0)
@@ -147,7 +151,10 @@ def _measure(
     row: document.Row = {"name": subject.name, "of": subject.described(), "lm_eval": None, "perplexity": None}
     source = text_source(asked)
     if source is not None:
-        row["perplexity"] = _perplexity(asked, lm, model.tokenizer, source, settings)
+        window = asked.window or min(WINDOW, lm.max_length)
+        row["perplexity"] = score_text(
+            lm, read_text(source, model.tokenizer, window, asked.stride), settings.batch_size
+        )
     if manager is not None:
         row["lm_eval"] = evaluate_tasks(
             lm,
@@ -160,8 +167,3 @@ def _measure(
     row["cut_requests"] = dict(lm.cut)
     row["seconds"] = round(time.monotonic() - started, 3)
     return row
-
-
-def _perplexity(asked: Asked, lm: StaticLM, tokenizer: Any, source: str, settings: loaded.Settings) -> dict[str, Any]:
-    window = asked.window or min(WINDOW, lm.max_length)
-    return score_text(lm, read_text(source, tokenizer, window, asked.stride), settings.batch_size)

@@ -1,0 +1,61 @@
+"""The command line: one command a stage, no mathematics. Heavy imports are inside the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from moeq.cli import checkpoints, ending, measures, runs, stages
+from moeq.version import __version__
+
+app = typer.Typer(
+    name="moeq",
+    help="Makes Mixture-of-Experts models small enough to run where they don't fit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": runs.run,
+    "reparam": stages.reparam,
+    "profile": stages.profile,
+    "losses": stages.losses,
+    "assign": stages.assign,
+    "quantize": stages.quantize,
+    "export": stages.export,
+    "eval": measures.evaluate,
+    "estimate": measures.estimate,
+    "report": stages.report,
+    "plan": runs.plan,
+    "inspect": checkpoints.inspect,
+    "convert": checkpoints.convert,
+    "verify": checkpoints.verify,
+    "families": checkpoints.families,
+    "generate": checkpoints.generate,
+    "gc": runs.gc,
+}
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"moeq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Makes Mixture-of-Experts models small enough to run where they don't fit."""
+
+
+def main() -> None:
+    """Entry point."""
+    ending.run(app)

@@ -1,0 +1,101 @@
+"""How a command ends: its result on standard output, an error as one line and an exit code by class."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json as jsonlib
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from moeq.bounded import shortened
+from moeq.errors import InternalError, MoeqError, StorageError
+
+INTERRUPTED, TERMINATED = 130, 143  # as shells have it: 128 and the number of the signal
+
+
+def show(found: Any, as_text: Callable[[Any], None], *, json: bool, quiet: bool = False) -> None:
+    """A result as JSON, or in words unless there are to be none."""
+    if json:
+        _print_json(found)
+    elif not quiet:
+        as_text(found)
+
+
+def _print_json(found: Any) -> None:
+    print(jsonlib.dumps(found, indent=1, ensure_ascii=False))
+
+
+def refuse(error: MoeqError, *, json: bool) -> None:
+    """End with an error behind a result; behind one in JSON there is no second one."""
+    if not json:
+        raise error
+    print(f"moeq: {error}", file=sys.stderr)
+    raise typer.Exit(error.exit_code)
+
+
+def run(app: Callable[[], None]) -> None:
+    """Errors become one line on standard error and an exit code by class, never a traceback.
+
+    SIGTERM ends a command as Ctrl-C does: what is half-written goes.
+    """
+    ended_by: list[int] = []
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: _interrupt(ended_by, number))
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # a full disk or a closed pipe shows here, not when the interpreter has gone
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        code = leaving.code if isinstance(leaving, SystemExit) else INTERRUPTED  # typer makes 130 of an interrupt
+        if code == INTERRUPTED:
+            print("interrupted; run the same command to go on", file=sys.stderr)
+            code = TERMINATED if ended_by else INTERRUPTED
+        sys.exit(code)
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit(141)
+    except Exception as error:
+        known = error if isinstance(error, MoeqError) else _as_moeq_error(error)
+        if "--json" in sys.argv:
+            with contextlib.suppress(OSError):
+                _print_json({"error": type(known).__name__, "message": str(known), "exit_code": known.exit_code})
+                sys.stdout.flush()
+        if isinstance(known, StorageError):
+            _drop_output()
+        print(f"moeq: {known}", file=sys.stderr)
+        sys.exit(known.exit_code)
+
+
+def _interrupt(ended_by: list[int], number: int) -> None:
+    """A signal as an interrupt; it is noted."""
+    ended_by.append(number)
+    raise KeyboardInterrupt
+
+
+def _drop_output() -> None:
+    """What is still buffered for standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _as_moeq_error(error: Exception) -> MoeqError:
+    """An unexpected exception as one line; the traceback goes to a file."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG):
+        return StorageError(error.strerror or str(error), where="standard output", do="free some space")
+    if isinstance(error, OSError) and error.filename is not None:
+        return StorageError(
+            error.strerror or str(error), where=shortened(str(error.filename), 400), do="check the disk and the path"
+        )
+    with tempfile.NamedTemporaryFile("w", prefix="moeq-", suffix=".log", delete=False) as log:
+        log.write(traceback.format_exc())
+    return InternalError(
+        f"{type(error).__name__}: {error}", where="bug in moeq", do=f"please report it with {log.name}"
+    )

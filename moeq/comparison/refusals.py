@@ -1,0 +1,96 @@
+"""What `moeq eval` is asked for, and what it refuses before a model's code is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moeq import preflight
+from moeq.artifacts.run import RECIPE_COPY
+from moeq.comparison.eval_options import OF_SUBJECTS, OF_TASKS, OF_TEXT, EvalOptions
+from moeq.errors import EvaluationError, RecipeError, nearest
+from moeq.evaluation.context_options import ContextOptions
+from moeq.evaluation.windows import check_windows
+from moeq.models.source import check_there
+from moeq.options import OF_A_RUN
+from moeq.recipe import BUNDLED, Recipe, load_recipe
+
+RECIPES = (".yaml", ".yml")
+WINDOW = 512
+ORIGINAL = "original"
+ALL = "*"  # every assignment of a run
+
+
+def needs_a_run(asked: EvalOptions) -> bool:
+    """Whether the stage of a run is meant; RecipeError for options that it does not have, or that only it has."""
+    stage = not asked.recipe or (len(asked.recipe) == 1 and Path(asked.recipe[0]).suffix in RECIPES)
+    mark, do = (OF_SUBJECTS, "name one") if stage else (OF_A_RUN, "give a recipe, or leave it out")
+    wrong = asked.given(mark)
+    if wrong:
+        raise RecipeError(f"{wrong[0]} belongs to {mark}", where="moeq eval", do=do)
+    return stage
+
+
+def check(asked: EvalOptions) -> list[ContextOptions]:
+    """The options of context-aware rows, and every refusal that takes no model: RecipeError, EvaluationError.
+
+    ModelError, ArtifactError for what is named and not there.
+    """
+    _check_options(asked)
+    _ = asked.rows
+    contexts = [ContextOptions.parse(text) for text in asked.context_aware]
+    preflight.check_device(asked.device)
+    preflight.check_tasks(asked.include_path)
+    source = text_source(asked)
+    if source is not None:
+        preflight.check_texts(source)
+    if asked.out is not None and (asked.out.is_dir() or not asked.out.absolute().parent.is_dir()):
+        raise EvaluationError("is no file that can be written", where=str(asked.out), do="give a path in a folder")
+    for word in asked.recipe:
+        _check_word(word)
+    return contexts
+
+
+def _check_word(word: str) -> None:
+    """What is named must be there, a run's assignment in its recipe; a hub id is looked up later."""
+    path = Path(word).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return
+    folder, name = split_run(word)
+    if folder is not None:
+        assignments_of(load_recipe(folder / RECIPE_COPY), name, folder)
+    else:
+        check_there(word)
+
+
+def split_run(word: str) -> tuple[Path | None, str | None]:
+    """The run that a word names, and the assignment behind its colon; None for what they are not."""
+    folder, colon, name = word.rpartition(":")
+    if colon and (Path(folder).expanduser() / RECIPE_COPY).is_file():
+        return Path(folder).expanduser(), name
+    path = Path(word).expanduser()
+    return (path, None) if (path / RECIPE_COPY).is_file() else (None, None)
+
+
+def assignments_of(recipe: Recipe, name: str | None, run: Path) -> list[str]:
+    """The assignments of a run that are meant: its own, one by its name, or all; EvaluationError for an unknown one."""
+    known = [ORIGINAL, recipe.name, *(one.name for one in recipe.eval.compare)]
+    if name is not None and name not in (*known, ALL):
+        guess = nearest(name, known)
+        hint = f"did you mean {guess!r}?" if guess else f"it has {', '.join(known)}"
+        raise EvaluationError(f"no assignment {name!r}", where=str(run), do=hint)
+    return known if name == ALL else [name or recipe.name]
+
+
+def _check_options(asked: EvalOptions) -> None:
+    """RecipeError for options that nothing would follow, EvaluationError for windows that cannot be."""
+    if text_source(asked) is not None:
+        check_windows(asked.window or WINDOW, asked.stride)
+    for mark, there in ((OF_TASKS, asked.task_names), (OF_TEXT, text_source(asked))):
+        wrong = asked.given(mark)
+        if wrong and not there:
+            raise RecipeError(f"{wrong[0]} without {mark}", where="moeq eval", do=f"give {mark} too")
+
+
+def text_source(asked: EvalOptions) -> str | None:
+    """The text that perplexity is measured on; the bundled one where neither a text nor a task is named."""
+    return asked.text or (None if asked.task_names else BUNDLED)

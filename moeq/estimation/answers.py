@@ -1,0 +1,120 @@
+"""What `moeq estimate` answers without a run: a recipe's figures, one model by its sizes, a paper's sheet, a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moeq.errors import EstimateError, RecipeError
+from moeq.estimation import outputs, questions, tables
+from moeq.estimation.estimate_options import APART, EstimateOptions
+from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_HARDWARE, Question
+from moeq.estimator import load_hardware
+from moeq.estimator.cases import EstimateDocument
+from moeq.estimator.fit import Setting, fit_file, fit_tables, write_hardware
+from moeq.estimator.sheets import sheet
+from moeq.recipe import load_recipe
+
+RUNS = "moeq-out"  # where runs without --out lie, by name
+MOST_ROWS = 24  # of a fit's points on the terminal
+FITS = ("--model", "--hardware", "--assignment", "--manifest", "--bits", "--gpu-experts", "--out")  # what --fit uses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """As JSON, and how it is printed; refusal: what follows it where --capacity finds that something does not fit."""
+
+    found: Any
+    show: Callable[[], None]
+    refusal: EstimateError | None = None
+
+
+def needs_a_run(asked: EstimateOptions) -> bool:
+    """Whether the command line asks for the stage of a run: by a recipe without figures, or by a run's directory."""
+    path, apart = asked.recipe_path, asked.given(APART)
+    if path is not None:
+        if apart:
+            what = f"{apart[0]} cannot go with a recipe"
+            raise RecipeError(what, where=str(path), do="leave the recipe out and give --model, or use --set")
+        return load_recipe(path, asked.changes()).estimate.figures is None
+    if apart or asked.hardware or asked.grid:
+        return False
+    return asked.model is None or (asked.out is not None and outputs.is_run(asked.out))
+
+
+def answer(asked: EstimateOptions) -> Answer:
+    """An estimate without a run, written where --out says; printing it is left to the caller.
+
+    Raises MoeqError for input that cannot be read or does not fit together, or a placement that does not fit.
+    """
+    if asked.sheet is not None:
+        _check_uses("--sheet", (), asked)
+        found = sheet(asked.sheet)
+        return Answer(found=[asdict(table) for table in found], show=lambda: tables.print_sheet(found))
+    if asked.fit is not None:
+        return _fit(asked, asked.fit)
+    if asked.recipe_path is not None:
+        recipe = load_recipe(asked.recipe_path, asked.changes())
+        assert recipe.estimate.figures is not None
+        cases = questions.questions_of(recipe)
+        made = questions.document_of(recipe.name, cases, miss_beyond=recipe.estimate.figures.miss_beyond)
+        return _finish(made, cases, asked.out or Path(RUNS) / recipe.name)
+    if asked.set_:
+        raise RecipeError("--set changes a recipe, and there is none", where="moeq estimate", do="give options instead")
+    question = questions.question_of(asked)
+    if asked.capacity:
+        plan = question.capacity
+        room = plan.model_dump(mode="json") | {"fits": plan.fits}
+        return Answer(found=room, show=lambda: tables.print_capacity(plan), refusal=plan.refusal())
+    if asked.out is not None:
+        outputs.check_out(asked.out)
+    title = f"{question.subject.geometry.name} on {question.hardware.name}"
+    return _finish(questions.document_of(title, [question]), [question], asked.out)
+
+
+def _finish(made: EstimateDocument, asked: list[Question], out: Path | None) -> Answer:
+    paths = {} if out is None else outputs.write_document(out, made, asked)
+    found = made.model_dump(mode="json") | {"paths": {name: str(path) for name, path in paths.items()}}
+    return Answer(found=found, show=lambda: tables.print_document(made, paths))
+
+
+def _check_uses(option: str, used: tuple[str, ...], asked: EstimateOptions) -> None:
+    """RecipeError where an option stands beside others of which it would use nothing."""
+    shared = [f"--{name}" for name in ("model", "hardware", "grid", "out") if getattr(asked, name)]
+    others = [name for name in (*asked.given(APART), *shared) if name not in (option, *used)]
+    if others:
+        raise RecipeError(f"{option} uses nothing of {others[0]}", where="moeq estimate", do="leave it out")
+
+
+def _fit(asked: EstimateOptions, path: Path) -> Answer:
+    """Fit a hardware file to measured points; --out, a YAML file or a directory, takes the fitted one."""
+    _check_uses("--fit", FITS, asked)
+    hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
+    context = asked.context or DEFAULT_CONTEXT
+    setting = Setting(context=context, group_size=asked.group_size)
+    if asked.model is not None:
+        subject = questions.question_of(asked).subject
+        setting = Setting(
+            geometry=subject.geometry,
+            placement=subject.placement,
+            context=context,
+            group_size=subject.group_size,
+            zero_points=subject.zero_points,
+        )
+    fitted = fit_file(path, hardware, setting)
+    target = None
+    if asked.out is not None:
+        is_file = asked.out.suffix in (".yaml", ".yml")
+        target = asked.out if is_file else asked.out / f"{hardware.name}-fitted.yaml"
+        write_hardware(target, fitted)
+
+    def show() -> None:
+        tables.print_sheet(fit_tables(fitted), MOST_ROWS)
+        if target is not None:
+            print(f"hardware  {target}")
+
+    figures = {key: value for key, value in asdict(fitted).items() if key != "hardware"}
+    files = {"hardware": hardware.name, "hardware_file": None if target is None else str(target)}
+    return Answer(found=figures | files, show=show)

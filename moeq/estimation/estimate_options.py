@@ -1,0 +1,90 @@
+"""The options of `moeq estimate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument
+
+from moeq.errors import RecipeError
+from moeq.options import RunOptions, option
+
+AXES = {"in": "inputs", "out": "outputs", "batch": "batches"}
+APART = "of an estimate without a run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions(RunOptions):
+    """The command line of `moeq estimate`; recipe: its path, and axes that stand behind --grid's first."""
+
+    recipe: Annotated[
+        list[str], Argument(help="YAML recipe [default: the one in the run directory]; more axes of --grid.")
+    ] = field(default_factory=list)
+    model: str | None = option(
+        "Without a recipe: mixtral-8x7b or another known geometry, a config.json, a model directory, a packed "
+        "checkpoint, or a hub id; no weights are read."
+    )
+    out: Path | None = option(
+        "Run directory [default: moeq-out/NAME of the recipe]; without a run, where estimate.json, the page and the "
+        "timeline go [default: nowhere]."
+    )
+    hardware: str | None = option(
+        "Preset or YAML file (estimate.hardware) [default: paper-ctxmoe].", sets="estimate.hardware"
+    )
+    assignment: Path | None = option("assignment.json: bits and place of every expert.", APART)
+    manifest: Path | None = option("placement.json of a packed checkpoint, or its directory.", APART)
+    trace: Path | None = option(
+        "trace.safetensors of `moeq profile` (profile.trace): routing as it was recorded.", APART
+    )
+    bits: float | None = option("Width of every expert off the GPU [default: 3].", APART)
+    gpu_experts: int | None = option("FP16 experts a layer on the GPU [default: as many as fit].", APART, min=0)
+    group_size: int = option("Weights that share a scale, with --bits.", min=1, default=128)
+    policy: list[str] = option(
+        "Policy that is shown beside the context-aware placement and both MoNDE baselines; may be given several times "
+        "[default: all].",
+        APART,
+        default=list,
+    )
+    grid: list[str] = option("Lengths and batches: --grid in=128,512,2048 out=512,2048 batch=1,4,16", default=list)
+    context: int | None = option(
+        "Tokens of keys and values at a decode step [default: 1024].", sets="estimate.context", min=1
+    )
+    kv_growth: bool = option("Keys and values grow with the request instead of --context.", APART, default=False)
+    zipf: float | None = option("Exponent of Zipf routing, the placement's best experts the most popular.", APART)
+    replicas: str | None = option(
+        "Widths at which the near-data side keeps every expert beside FP16, or none [default: 1,2,3,4].", APART
+    )
+    capacity: bool = option("Only say what fits where; refused with the sum where it does not.", APART, default=False)
+    sheet: str | None = option("Print a paper's figures worked out again: paper-002 or paper-004.", APART)
+    fit: Path | None = option(
+        "CSV of measured points (policy, batch, lengths, seconds): fit efficiencies and latencies of the hardware; "
+        "--out takes the fitted YAML.",
+        APART,
+    )
+
+    @property
+    def axes(self) -> list[str]:
+        """Every word of --grid."""
+        return [*self.grid, *(word for word in self.recipe if _is_axis(word))] if self.grid else []
+
+    @property
+    def recipe_path(self) -> Path | None:
+        """The one word that is no axis; RecipeError for more of them."""
+        others = [word for word in self.recipe if not (self.grid and _is_axis(word))]
+        if len(others) > 1:
+            raise RecipeError(f"unexpected argument {others[1]!r}", where="moeq estimate", do="give one recipe")
+        return Path(others[0]) if others else None
+
+    def changes(self) -> list[str]:
+        if not self.axes:
+            return super().changes()
+        from moeq.estimation.grids import parse_grid
+
+        grid = parse_grid(self.axes)
+        return [*super().changes(), *(f"estimate.grid.{axis}={list(getattr(grid, axis))}" for axis in AXES.values())]
+
+
+def _is_axis(word: str) -> bool:
+    return word.partition("=")[0] in AXES and "=" in word

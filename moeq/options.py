@@ -1,0 +1,138 @@
+"""Options of commands, each declared once, as a field of a dataclass that the command receives whole.
+
+Options that plain functions take, too, are annotated types of Typer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial, wraps
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+from typer import Argument, Option
+from typer.models import ParameterInfo
+
+OF_A_RUN = "a run's stage"
+RARE = ("format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
+LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
+
+JsonOption = Annotated[bool, Option("--json", help="Result as JSON on standard output.")]
+QuietOption = Annotated[bool, Option("--quiet", help="No progress, no messages but errors.")]
+TrustOption = Annotated[
+    bool, Option("--trust-remote-code", help="Run Python code that the model's directory brings along.")
+]
+VerifyOption = Annotated[
+    bool, Option("--verify/--no-verify", help="Load what was written in a fresh process and compare it.")
+]
+WidenOption = Annotated[
+    bool, Option("--widen", help="Codes that a format's runtime cannot read go into wider ones of the same values.")
+]
+
+
+def option(help: str, *marks: str, default: Any = None, sets: str = "", **more: Any) -> Any:
+    """A field that is an option, of a bool that is False by default without an opposite.
+
+    marks: by which commands ask what was given; sets: the recipe's key that it changes; more: what Typer is told.
+    """
+    metadata = {"typer": partial(Option, help=help, **more), "marks": marks, "sets": sets}
+    if default is list:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of the commands on a run; what a subclass declares as a plain field is no option of its command."""
+
+    model: str | None = option("Model directory, hub id, or bundled:tiny-mixtral.", OF_A_RUN)
+    out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe].")
+    set_: list[str] = option("Override a key: --set assign.average_bits=2.5", OF_A_RUN, default=list)
+    format: list[str] = option(
+        "Also write auto-round, gptq, compressed-tensors, gguf or dequantized (export.formats); may be given several "
+        "times.",
+        default=list,
+    )
+    widen: WidenOption = field(default=False, metadata={"sets": "export.widen"})
+    quantizer: Literal["rtn", "gptq", "signround", "best"] | None = option(
+        "Whose replicas are used (assign.quantizer; losses.methods gains it); best: of losses.methods, the one that "
+        "loses least."
+    )
+    refine: bool = option("Train the placed experts of every layer together (quantize.refine).", default=False)
+    verify: VerifyOption = field(default=True, metadata={"sets": "export.verify"})
+    force: bool = option("Make files anew that were edited by hand (assign/assignment.json).", default=False)
+    check: bool = option("Read and hash every file, also those that have not changed since they were.", default=False)
+    trust_remote_code: TrustOption = False
+    json: JsonOption = False
+    quiet: QuietOption = False
+
+    @property
+    def recipe_path(self) -> Path | None:
+        """The recipe that is named."""
+        raise NotImplementedError
+
+    def changes(self) -> list[str]:
+        """What the options change of any recipe, as --set says it; the native format is always written."""
+        found = [
+            f"{one.metadata['sets']}={getattr(self, one.name)}" for one in self._given() if one.metadata.get("sets")
+        ]
+        others = [name for name in self.format if name != "moeq"]
+        return [*self.set_, *found, *([f"export.formats=[{', '.join(others)}]"] if self.format else [])]
+
+    def given(self, mark: str) -> list[str]:
+        """The options with a mark that were given, as they are written."""
+        return [_flag(one) for one in self._given() if mark in one.metadata.get("marks", ())]
+
+    def _given(self) -> Iterator[Field[Any]]:
+        """Fields that are not at their defaults."""
+        defaults = type(self)()
+        return (one for one in fields(self) if getattr(self, one.name) != getattr(defaults, one.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions(RunOptions):
+    """Options of a command on one run."""
+
+    recipe: Annotated[Path | None, Argument(help="YAML recipe [default: the one in the run directory].")] = None
+
+    @property
+    def recipe_path(self) -> Path | None:
+        return self.recipe
+
+
+Whole = TypeVar("Whole", bound=RunOptions)
+
+
+def takes_options(*rare: str) -> Callable[[Callable[[Whole], None]], Callable[..., None]]:
+    """A command of Typer's of a function that takes a dataclass: its options, and those rare ones that are named."""
+
+    def command_of(function: Callable[[Whole], None]) -> Callable[..., None]:
+        (whole,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+
+        @wraps(function)
+        def command(**given: Any) -> None:
+            function(whole(**{name: value for name, value in given.items() if value is not None}))
+
+        command.__signature__ = Signature(_parameters(whole, rare))  # type: ignore[attr-defined]
+        return command
+
+    return command_of
+
+
+def _parameters(whole: type[RunOptions], rare: tuple[str, ...]) -> list[Parameter]:
+    """What Typer makes options of, in the order of their help."""
+    hints, found = get_type_hints(whole, include_extras=True), []
+    for one in sorted(fields(whole), key=lambda one: LAST.index(one.name) if one.name in LAST else -1):
+        hint, default = hints[one.name], None if one.default is MISSING else one.default
+        if "typer" in one.metadata:
+            hint = Annotated[hint, one.metadata["typer"](*([] if default is True else [_flag(one)]))]
+        offered = any(isinstance(part, ParameterInfo) for part in get_args(hint))
+        if offered and (one.name not in RARE or one.name in rare):
+            found.append(Parameter(one.name, Parameter.KEYWORD_ONLY, annotation=hint, default=default))
+    return found
+
+
+def _flag(option: Field[Any]) -> str:
+    return f"--{option.name.strip('_').replace('_', '-')}"
