@@ -29,7 +29,6 @@ from moeq.models.walk import LayerInputs, walk
 from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
-from moeq.quantizers.measuring import STORED
 from moeq.stages import effects
 from moeq.stages import others as others_stage
 from moeq.stages.context import Context
@@ -181,7 +180,7 @@ def calls(missing: Sequence[Made]) -> list[list[Made]]:
         mine = [made for made in missing if made.method == method]
         for others in found:
             same = [made.bits for made in mine] == [made.bits for made in others if made.method == others[0].method]
-            if same and (method not in STORED or all(made.entry is None for made in others)):
+            if same and any(all(made.entry is None for made in some) for some in (mine, others)):
                 others += mine
                 break
         else:
