@@ -10,8 +10,8 @@ from typer import Argument
 
 from moeq.errors import RecipeError
 from moeq.options import RunOptions, option
+from moeq.recipe import AXES
 
-AXES = {"in": "inputs", "out": "outputs", "batch": "batches"}
 APART = "of an estimate without a run"
 
 
