@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-full bench peers lint clean
+.PHONY: demo test test-full bench peers docs lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
@@ -17,6 +17,11 @@ test-full: $(INSTALLED) lint
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench.py
+
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python tests/update_docs.py
+	$(BIN)/python -m mkdocs build --strict
 
 peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed
 	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py

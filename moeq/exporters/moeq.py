@@ -43,8 +43,8 @@ from moeq.models.side_files import SideFiles, find_side_files
 from moeq.models.source import ModelSource, TensorHeader, read_header
 from moeq.models.weights import scale_keys
 from moeq.numerics.packed import PARTS
-from moeq.numerics.widths import NESTED_BITS
-from moeq.runtime.hf_quantizer import FORMAT_VERSION, METHOD, MIXED_VERSION
+from moeq.numerics.widths import METHOD, NESTED_BITS
+from moeq.runtime.hf_quantizer import FORMAT_VERSION, MIXED_VERSION
 from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256, HOOK_TEXT, hooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name

@@ -37,6 +37,8 @@ from moeq.models.weights import (
     quantization_of,
     scale_keys,
 )
+from moeq.numerics.packed import PARTS
+from moeq.numerics.widths import METHOD
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -66,12 +68,17 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def source_dtype(source: ModelSource) -> torch.dtype:
-    """The dtype of most of the checkpoint's weights (float32, bfloat16 or float16); bfloat16 of FP8 and MXFP4 ones."""
+    """The dtype of most of the checkpoint's weights (float32, bfloat16 or float16); bfloat16 of FP8 and MXFP4 ones.
+
+    Of a checkpoint in the native format, of those that are not packed.
+    """
     if is_dequantized(source):
         return torch.bfloat16
+    native = (quantization_of(source.config) or {}).get("quant_method") == METHOD
     bytes_by_dtype: dict[str, int] = {}
-    for header in source.tensors.values():
-        bytes_by_dtype[header.dtype] = bytes_by_dtype.get(header.dtype, 0) + header.bytes
+    for key, header in source.tensors.items():
+        if not (native and key.rpartition(".")[2] in PARTS):
+            bytes_by_dtype[header.dtype] = bytes_by_dtype.get(header.dtype, 0) + header.bytes
     main = max(bytes_by_dtype, key=lambda name: bytes_by_dtype[name])
     if main not in HEADER_DTYPES:
         raise ModelError(

@@ -40,13 +40,3 @@ def families(name: str | None = None) -> list[Support]:
         hint = f"did you mean {guess!r}?" if guess else "run `moeq families` for the list"
         raise ModelError("no family of this name", where=name, do=hint)
     return found
-
-
-def markdown(rows: list[Support]) -> str:
-    """The record as a table of the README."""
-    mark = {True: "yes", False: "no"}
-    lines = ["| model_type | class | experts | streams | quantizes, exports, loads |", "|---|---|---|---|---|"]
-    for row in rows:
-        whole = f"{mark[row.quantized]}: {row.remark}" if row.remark else mark[row.quantized]
-        lines.append(f"| {row.model_type} | {row.model} | {row.experts} | {mark[row.streamed]} | {whole} |")
-    return "\n".join(lines)

@@ -14,7 +14,7 @@ from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError
 from moeq.models.loading import compute_dtype, load_model
 from moeq.models.source import open_source
-from moeq.runtime import hf_quantizer
+from moeq.numerics.widths import METHOD
 from moeq.runtime.tiers import place, tier_devices
 
 CARD = "README.md"
@@ -60,7 +60,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype, device: torch.device, trust_
     """Load a checkpoint that moeq exported; ArtifactError when it is not one."""
     source = open_source(str(path))
     method = (source.config.get("quantization_config") or {}).get("quant_method")
-    if method != hf_quantizer.METHOD:
+    if method != METHOD:
         raise ArtifactError(
             f"not exported by moeq (quant_method {method!r})",
             where=str(path / "config.json"),

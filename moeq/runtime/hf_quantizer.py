@@ -23,12 +23,11 @@ from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
 from moeq.numerics.packed import PARTS
-from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
+from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, METHOD, NESTED_VERSION
 from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules
 
-METHOD = "moeq"
 DENSE = "dense"  # the weights of a matrix of 16 bits
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width

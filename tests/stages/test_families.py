@@ -1,6 +1,6 @@
 """Every family of transformers: streamed, quantized, exported and loaded, and the record of it.
 
-The record (models/families.json) is what `moeq families` prints and the README shows. The families named in REQUIRED
+The record (models/families.json) is what `moeq families` prints and docs/families.md shows. The families in REQUIRED
 are measured in every run of the tests, the others in the long sweeps; MOEQ_RECORD=1 writes what is measured.
 """
 

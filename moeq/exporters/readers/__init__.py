@@ -17,7 +17,7 @@ from moeq.exporters.readers.gptq import AutoRound, Gptq
 from moeq.exporters.readers.layout import Layout
 from moeq.models.source import INDEX, SINGLE, ModelSource, open_source
 from moeq.models.weights import DEQUANTIZED, quantization_of
-from moeq.runtime.hf_quantizer import METHOD
+from moeq.numerics.widths import METHOD
 
 PLAIN = "dequantized"
 LAYOUTS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {

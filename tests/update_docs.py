@@ -1,0 +1,136 @@
+"""Writes what README.md and docs/ take from the code, between markers: `python tests/update_docs.py`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from recipe_reference import reference
+
+from moeq import errors
+from moeq.artifacts.assignment import FULL
+from moeq.artifacts.targets import TARGETS
+from moeq.estimator import known_hardware, load_hardware
+from moeq.models.support import families
+from moeq.numerics.ggml_types import HOLDS, TYPES
+from moeq.recipe import Recipe
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "moeq"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKED = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(header: str, rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table; header: its titles, between bars."""
+    lines = [header, "|" + "---|" * (header.count("|") - 1), *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def summary(path: Path) -> str:
+    """The first paragraph of a module's docstring, on one line."""
+    docstring = ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    assert docstring, f"{path} has no docstring"
+    return " ".join(docstring.split("\n\n")[0].split()).replace("|", "\\|")
+
+
+def rooms() -> str:
+    """The layers of import-linter's contract, from the top, each package or module with its docstring."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    rows = []
+    for number, layer in enumerate(layers, 1):
+        for place, module in enumerate(re.split(r"\s*[|:]\s*", layer)):
+            path = ROOT / module.replace(".", "/")
+            text = summary(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+            rows.append((str(number) if place == 0 else "", f"`{module.removeprefix('moeq.')}`", text))
+    return table("| | room | |", rows)
+
+
+def files() -> str:
+    """A line for every file of moeq/, from its docstring; a table a room."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        inside = path.relative_to(PACKAGE)
+        room = f"moeq/{inside.parts[0]}" if len(inside.parts) > 1 else "moeq"
+        found.setdefault(room, []).append((f"`{path.relative_to(ROOT / room).as_posix()}`", summary(path)))
+    return "\n".join(f"### {room}\n{table('| file | |', rows)}" for room, rows in sorted(found.items()))
+
+
+def exit_codes() -> str:
+    """The table in the docstring of `moeq.errors`."""
+    lines = (errors.__doc__ or "").splitlines()
+    return "\n".join(line for line in lines if line.startswith("|")) + "\n"
+
+
+def hardware() -> str:
+    """The presets and what they describe."""
+    return table("| preset | |", [(f"`{name}`", load_hardware(name).description) for name in known_hardware()])
+
+
+def targets() -> str:
+    """What runtimes load, as refusals and `assign.target` have it."""
+    rows = []
+    for target in TARGETS.values():
+        widths = ", ".join(str(width) for width in target.widths)
+        grid = "symmetric" if target.symmetric_only else "symmetric, zero points" if target.blocks is None else "below"
+        one = "matrix of a layer" if target.stacks else "matrix" if target.granularity == "projection" else None
+        rows.append((f"`{target.name}`", f"`{target.format}`", widths, one or target.granularity, grid, target.proof))
+    title = f"| target | format | bits ({FULL}: plain) | one width for every | grids | shown by |"
+    return table(title, rows)
+
+
+def gguf() -> str:
+    """The grids that llama.cpp's types hold exactly."""
+    return table(
+        "| bits | zero points | weights of a block | type |",
+        [
+            (str(bits), "no" if symmetric else "yes", str(TYPES[name].length), name)
+            for (bits, symmetric), name in HOLDS.items()
+            if bits > 1 or symmetric
+        ],
+    )
+
+
+def count_of_families() -> str:
+    """How many families do what."""
+    rows = families()
+    good, streamed = sum(row.quantized for row in rows), sum(row.streamed for row in rows)
+    of = f"{good} of {len(rows)} classes of Mixture-of-Experts models"
+    return f"{of} quantize, export and load; {streamed} stream.\n"
+
+
+def all_families() -> str:
+    """The record that `moeq families` prints."""
+    mark = {True: "yes", False: "no"}
+    rows = []
+    for row in families():
+        whole = f"{mark[row.quantized]}: {row.remark}" if row.remark else mark[row.quantized]
+        rows.append((row.model_type, row.model, row.experts, mark[row.streamed], whole))
+    return table("| model_type | class | experts | streams | quantizes, exports, loads |", rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "count of families": count_of_families,
+    "exit codes": exit_codes,
+    "families": all_families,
+    "files": files,
+    "gguf": gguf,
+    "hardware": hardware,
+    "recipe": lambda: reference(Recipe),
+    "rooms": rooms,
+    "targets": targets,
+}
+
+
+def updated(text: str) -> str:
+    """A page with every marked part as it should be."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[3]}", text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(updated(page.read_text("utf-8")), "utf-8")
