@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeq.errors import RecipeError, nearest
+from moeq.estimation.axes import AXES
 from moeq.estimator import Grid
-from moeq.recipe import AXES, LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS
+from moeq.recipe import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS
 
 LARGEST = {"in": LARGEST_LENGTH, "out": LARGEST_LENGTH, "batch": LARGEST_BATCH}
 NO_REPLICAS = "none"

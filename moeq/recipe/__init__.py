@@ -3,7 +3,7 @@
 from moeq.recipe.assign import AssignSection, NamedAssignSection
 from moeq.recipe.choices import BEST, BUDGETS, FORMATS, GPTQ, RTN, SIGNROUND, Denominator, Ends, Metric, Softmax
 from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET
-from moeq.recipe.estimate import AXES, LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
+from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
 from moeq.recipe.eval import LowPrecisionSection, PerplexitySection, TestImagesSection, TranslationSection
 from moeq.recipe.losses import ExpertEffectsSection, LayerEffectsSection, LossesSection
 from moeq.recipe.quantize import RefineSection
@@ -13,7 +13,7 @@ from moeq.recipe.reparam import IntegerSection, ReparamSection
 from moeq.recipe.types import Rational
 
 __all__ = [
-    "AXES", "BEST", "BUDGETS", "BUNDLED", "DIGITS", "FORMATS", "GPTQ", "HUB", "HUB_DATASET", "LARGEST_BATCH",
+    "BEST", "BUDGETS", "BUNDLED", "DIGITS", "FORMATS", "GPTQ", "HUB", "HUB_DATASET", "LARGEST_BATCH",
     "LARGEST_LENGTH", "MOST_POINTS", "RTN", "SIGNROUND", "AssignSection", "CaseSection", "Denominator", "Ends",
     "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection", "LossesSection", "LowPrecisionSection",
     "Metric", "NamedAssignSection", "PerplexitySection", "Rational", "Recipe", "RefineSection", "ReparamSection",

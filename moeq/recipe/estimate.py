@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from moeq.recipe.types import Section, repeats
 
-AXES = {"in": "inputs", "out": "outputs", "batch": "batches"}  # of a grid, as command lines say them
 LARGEST_LENGTH, LARGEST_BATCH, MOST_POINTS = 4_194_304, 4096, 1000  # of the grid: within memory and time
 Length = Annotated[int, Field(ge=1, le=LARGEST_LENGTH)]
 
