@@ -47,7 +47,7 @@ CheckOption = Annotated[
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress, no messages but errors.")]
 QuantizerOption = Annotated[
-    Literal["rtn", "gptq", "signround", "best"] | None,
+    QuantizerOrBest | None,
     typer.Option(
         "--quantizer",
         help="Whose replicas are used (assign.quantizer; losses.methods gains it); best: of losses.methods, the one "

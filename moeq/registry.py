@@ -1,4 +1,4 @@
-"""Registries: the members of a kind (allocators, policies) by name, moeq's own and those of other packages.
+"""Registries: the members of a kind (allocators, quantizers, policies) by name, moeq's own and those of other packages.
 
 Own members are found by themselves: every module of the kind's package that declares one (`ALLOCATOR = ...`) is one,
 and gives it its name; a module that declares none is a helper. Other packages name theirs in the entry points of a
@@ -136,6 +136,9 @@ def _broken(entry: EntryPoint, reason: str) -> MoeqError:
 
 ALLOCATORS = Registry(
     kind="allocator", group="moeq.allocators", package="moeq.assigners", base="moeq.assigners.allocator:Allocator"
+)
+QUANTIZERS = Registry(
+    kind="quantizer", group="moeq.quantizers", package="moeq.quantizers", base="moeq.quantizers.quantizer:Quantizer"
 )
 POLICIES = Registry(
     kind="policy",

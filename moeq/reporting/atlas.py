@@ -15,6 +15,7 @@ import numpy as np
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalRow
+from moeq.recipe import DEFAULT_QUANTIZER
 from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, element, figure, plain
 from moeq.reporting.inputs import ReportInputs
@@ -162,8 +163,8 @@ def _loss(value: float) -> str:
 
 
 def main_method(inputs: ReportInputs) -> str:
-    """The method that the assignment was made with, else GPTQ, else the first."""
-    wanted, there = (str(inputs.assignment.parameters.get("quantizer")), "gptq"), inputs.losses.methods()
+    """The method that the assignment was made with, else the default one, else the first."""
+    wanted, there = (str(inputs.assignment.parameters.get("quantizer")), DEFAULT_QUANTIZER), inputs.losses.methods()
     return next((method for method in wanted if method in there), there[0])
 
 

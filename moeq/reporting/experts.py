@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moeq.artifacts.assignment import Assignment, width_of
 from moeq.artifacts.losses import WHOLE, LossTable
 from moeq.artifacts.profile import ExpertProfile
+from moeq.quantizers.quantizer import label
 from moeq.reporting import atlas, formats
 from moeq.reporting.charts import Band, loss_chart, similarity_chart, width_chart
 from moeq.reporting.html import Raw, Section, details, element, figure, items, paragraph, table

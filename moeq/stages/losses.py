@@ -10,7 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from rich.markup import escape
@@ -29,14 +29,14 @@ from moeq.models.walk import LayerInputs, walk
 from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
-from moeq.recipe import RTN, LossesSection
+from moeq.recipe import DEFAULT_QUANTIZER, LossesSection
+from moeq.registry import QUANTIZERS
 from moeq.stages import others as others_stage
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file, say_left_out
 
 REVISION = 4  # raised when the same inputs give other replicas: also for what lies in stores
 ROWS_REVISION = 2  # raised when the same replicas give other rows
-ON_DEMAND = frozenset({RTN})  # methods whose replicas are made when they are needed
 CHOICES = frozenset(
     {"bits", "methods", "working_memory", "layer_effects", "expert_effects"}
 )  # settings that name entries, or decide nothing
@@ -134,9 +134,8 @@ def _expert_effects(context: Context, directory: Path) -> dict[str, Any]:
 
 def planned(context: Context, tokens: str) -> ReplicaIndex:
     """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
-    settings = context.recipe.losses.model_dump(mode="json", exclude=set(CHOICES | MEASURING))
-    methods = get_args(get_args(LossesSection.model_fields["methods"].annotation)[0])
-    common = {name: value for name, value in settings.items() if not any(_is_own(name, one) for one in methods)}
+    own = {name for quantizer in QUANTIZERS for name in quantizer.settings.model_fields}
+    common = context.recipe.losses.model_dump(mode="json", exclude=CHOICES | MEASURING | own)
     key = [REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, common, tokens, context.compute()]
     return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
 
@@ -147,17 +146,13 @@ def entries(config: LossesSection) -> tuple[Made, ...]:
     measuring = {name: whole[name] for name in MEASURING}
     made = []
     for method in config.methods:
-        own = {name: value for name, value in whole.items() if _is_own(name, method)}
+        quantizer = QUANTIZERS.get(method)
+        own = {name: whole[name] for name in quantizer.settings.model_fields}
         for bits in config.bits:
             entry = f"{method}.{bits}.{digest_of(own)[: replicas.SHORT]}"
             rows = f"{method}.{bits}.{digest_of([entry, measuring, ROWS_REVISION])[: replicas.SHORT]}"
-            made.append(Made(method=method, bits=bits, entry=None if method in ON_DEMAND else entry, rows=rows))
+            made.append(Made(method=method, bits=bits, entry=entry if quantizer.stored else None, rows=rows))
     return tuple(made)
-
-
-def _is_own(setting: str, method: str) -> bool:
-    """Whether only this method reads a setting of the section: it is called like the method, or begins so."""
-    return setting == method or setting.startswith(f"{method}_")
 
 
 def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]:
@@ -216,7 +211,7 @@ def calls(missing: Sequence[Made]) -> list[list[Made]]:
         mine = [made for made in missing if made.method == method]
         for others in found:
             same = [made.bits for made in mine] == [made.bits for made in others if made.method == others[0].method]
-            if same and (method in ON_DEMAND or all(made.entry is None for made in others)):
+            if same and any(all(made.entry is None for made in one) for one in (mine, others)):
                 others += mine
                 break
         else:
@@ -276,7 +271,7 @@ def summarize(table: LossTable) -> dict[str, Any]:
         }
         for method in table.methods()
     }
-    method = "gptq" if "gptq" in table.methods() else table.methods()[0]
+    method = DEFAULT_QUANTIZER if DEFAULT_QUANTIZER in table.methods() else table.methods()[0]
     once = [row for row in whole if row["bits"] == table.bits()[0] and row["method"] == method]
     fallbacks = Counter(name for row in once for name in row["fallback"].split("+") if name not in ("none", *BEYOND))
     beyond = {name: len({(r["layer"], r["expert"]) for r in whole if name in r["fallback"]}) for name in BEYOND}

@@ -25,9 +25,9 @@ from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.slab import Slab, return_memory
-from moeq.quantizers.layer import rtn_batch
-from moeq.quantizers.stored import packed_batch
-from moeq.recipe import BEST, GPTQ, RTN
+from moeq.quantizers.layer import made_on_demand
+from moeq.recipe import BEST, DEFAULT_QUANTIZER
+from moeq.registry import QUANTIZERS
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.runtime.swapping import Replacement
@@ -140,7 +140,7 @@ def layer_tensors(replicas: Replicas) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 class Replicas:
-    """Replicas of one layer's experts: from the store, made now (rtn), or the checkpoint's own weights (16).
+    """Replicas of one layer's experts: from the store, made now (of methods that are not stored), or the checkpoint's own weights (16).
 
     model: where weights are taken from; without it experts are read from the checkpoint one by one. best: the best
     methods of all layers, where the caller has them; they are looked up when they are needed. refined: placed replicas
@@ -161,7 +161,7 @@ class Replicas:
         self.context, self.layer, self.model = context, layer, model
         self.refined: refine.Experts = refined or {}
         self.choices = assignment.layers[layer.index].experts
-        self.quantizer = str(assignment.parameters.get("quantizer", GPTQ))
+        self.quantizer = str(assignment.parameters.get("quantizer", DEFAULT_QUANTIZER))
         self._best = best
         self._last: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
 
@@ -225,7 +225,7 @@ class Replicas:
         methods = {bits: self.method(expert, bits) for bits in matrix_widths(choice.widths) if bits != FULL}
         section = self.context.recipe.losses
         grid = [section.group_size, section.symmetry(), section.nested, section.clip]
-        stored = "" if set(methods.values()) <= losses.ON_DEMAND else self.index.set
+        stored = self.index.set if any(QUANTIZERS.get(method).stored for method in methods.values()) else ""
         return digest_of([str(self.context.store), stored, grid, choice.widths, methods, refined_in])
 
     def packed(self, expert: int, key: int) -> dict[str, PackedWeight]:
@@ -243,15 +243,14 @@ class Replicas:
     def _at(self, expert: int, bits: int, projections: Sequence[str]) -> dict[str, PackedWeight]:
         """Some matrices of an expert's replica of one width."""
         method = self.method(expert, bits)
-        if method not in losses.ON_DEMAND:
+        if QUANTIZERS.get(method).stored:
             entry = self.index.entry(method, bits)
             return {projection: self.store.expert(entry, projection, expert) for projection in projections}
         section = self.context.recipe.losses
         weights, _ = self.original(expert)
-        as_computed = {name: weights[name].to(self.context.dtype).float()[None] for name in projections}
-        rounded = rtn_batch(as_computed, section, [bits])
-        one = packed_batch(rounded, section, [bits], method=RTN, layer=self.layer, experts=[expert])
-        return {name: packed[bits].map(lambda part: part[0].cpu()) for name, packed in one.items()}
+        as_computed = {name: weights[name].to(self.context.dtype).float() for name in projections}
+        made = made_on_demand(method, as_computed, section, bits, layer=self.layer, expert=expert)
+        return {name: packed.map(Tensor.cpu) for name, packed in made.items()}
 
     def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Matrices and biases of one expert in the checkpoint's own type."""

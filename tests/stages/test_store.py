@@ -131,9 +131,8 @@ def test_what_decides_no_codes_keeps_the_replicas(tiny_mixtral: Path, tmp_path: 
 
 
 def test_settings_named_after_a_method_count_for_it_alone() -> None:
-    assert losses._is_own("rtn_rounds", "rtn")
-    assert losses._is_own("rtn", "rtn")
-    assert not losses._is_own("group_size", "gptq")
+    steps = [losses.entries(LossesSection(methods=["gptq", "signround"], signround_iterations=n)) for n in (10, 20)]
+    assert [made.method for made, again in zip(*steps, strict=True) if made != again] == ["signround"] * 5
     one, other = (losses.entries(LossesSection(bits=[2], max_measured_tokens=count)) for count in (10, 20))
     assert [made.entry for made in one] == [made.entry for made in other]
     assert [made.rows for made in one] != [made.rows for made in other]
