@@ -19,11 +19,16 @@ import typer
 
 from moeq.bounded import shortened
 from moeq.errors import InternalError, MoeqError, RecipeError, StorageError
+from moeq.registry import QUANTIZERS
 from moeq.version import __version__
 
 if TYPE_CHECKING:
     from moeq.recipe import Recipe
     from moeq.stages.context import Context
+
+    QuantizerOrBest = str
+else:
+    QuantizerOrBest = Literal[*QUANTIZERS.names(), "best"]
 
 app = typer.Typer(
     name="moeq",

@@ -608,5 +608,6 @@ def _loss_row(
         "loss": TYPICAL / 1000, "relative_loss": TYPICAL, "calibration_tokens": 3 * expert, "heldout_tokens": expert,
         "fallback": "none", "measured_on": "heldout",
         "bytes": expert_bytes(layer, bits, recipe, sizes.source_dtype.itemsize),
-        "weighted_loss": TYPICAL / 1000, "hessian_trace": 123 * TYPICAL if QUANTIZERS.get(method).knows_hessians else None,
+        "weighted_loss": TYPICAL / 1000,
+        "hessian_trace": 123 * TYPICAL if QUANTIZERS.get(method).knows_hessians else None,
     }  # fmt: skip

@@ -379,8 +379,8 @@ class Memory:
 
 
 def read_share(sizes: ModelSizes, recipe: Recipe) -> float:
-    """Share of the experts that `quantize` reads from the checkpoint: all of them for replicas made on demand, biases or every replica,
-    else those that stay in full precision."""
+    """Share of the experts that `quantize` reads from the checkpoint: all of them for what is made on demand, biases or
+    every replica, else those that stay in full precision."""
     section = recipe.assign
     whole = recipe.quantize.replicas == "all" or on_demand(methods(section, recipe)) or section.bits == FULL
     if whole or any(layer.biased for layer in sizes.layers):

@@ -160,7 +160,7 @@ def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section
     hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
     first = len(layer.projections) - 1
     one = BatchSizes(layer=layer, settings=section, experts=1, tokens=tokens, lent=sample)
-    total = sum(part.operations(one) for method in section.methods for part in QUANTIZERS.get(method).chain())
+    total: float = sum(part.operations(one) for method in section.methods for part in QUANTIZERS.get(method).chain())
     products = 2 * first + 2 if section.per_projection else first + 1
     rows = min(heldout, section.max_measured_tokens)
     total += 2 * rows * hidden * inner * (first + 1 + products * widths * len(section.methods))

@@ -46,8 +46,8 @@ def quantize_layer(
     """Replicas of every expert at every width and what each one loses on held-out tokens.
 
     weights: {projection: [E, rows, inputs]} of the layer's projections; biases: {projection: [E, rows]}, which stay as
-    they are. Of config.methods one at most is stored. Raises QuantizationError naming layer and expert when a loss is not
-    a number, or when a method's result cannot be stored.
+    they are. Of config.methods one at most is stored. Raises QuantizationError naming layer and expert when a loss is
+    not a number, or when a method's result cannot be stored.
     """
     layer, quantizers = inputs.layer, [QUANTIZERS.get(method) for method in config.methods]
     kept = [quantizer for quantizer in quantizers if quantizer.stored]

@@ -135,7 +135,7 @@ def _expert_effects(context: Context, directory: Path) -> dict[str, Any]:
 def planned(context: Context, tokens: str) -> ReplicaIndex:
     """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
     own = {name for quantizer in QUANTIZERS for name in quantizer.settings.model_fields}
-    common = context.recipe.losses.model_dump(mode="json", exclude=CHOICES | MEASURING | own)
+    common = context.recipe.losses.model_dump(mode="json", exclude={*CHOICES, *MEASURING, *own})
     key = [REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, common, tokens, context.compute()]
     return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
 

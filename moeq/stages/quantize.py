@@ -140,7 +140,7 @@ def layer_tensors(replicas: Replicas) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 class Replicas:
-    """Replicas of one layer's experts: from the store, made now (of methods that are not stored), or the checkpoint's own weights (16).
+    """Replicas of one layer's experts: from the store, made on demand, or the checkpoint's own weights (16).
 
     model: where weights are taken from; without it experts are read from the checkpoint one by one. best: the best
     methods of all layers, where the caller has them; they are looked up when they are needed. refined: placed replicas

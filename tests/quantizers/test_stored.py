@@ -21,7 +21,7 @@ from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import NotStorable, PackedWeight
-from moeq.quantizers.layer import quantize_layer, rtn_batch
+from moeq.quantizers.layer import made_on_demand, quantize_layer
 from moeq.quantizers.layer_data import RoutedTokens
 from moeq.quantizers.refine import refine_layer
 from moeq.recipe import LossesSection, RefineSection
@@ -92,11 +92,9 @@ def test_losses_are_those_of_the_stored_values(method: str, option: str) -> None
     rows = RoutedTokens.of(inputs, config).routed(1, heldout=True)
     for bits in BITS:
         if method == "rtn":  # packed when it is needed
-            made = rtn_batch({name: stack[1:2] for name, stack in weights.items()}, config, [bits])
-            stored = {
-                name: PackedWeight.of(one, bits, config.symmetric, config.nested).dequantize()[0]
-                for name, one in made.items()
-            }
+            one = {name: stack[1] for name, stack in weights.items()}
+            made = made_on_demand("rtn", one, config, bits, layer=LAYER, expert=1)
+            stored = {name: packed.dequantize() for name, packed in made.items()}
         else:
             stored = {name: result.replicas[name][bits].map(lambda part: part[1]).dequantize() for name in GATED}
         exact = {name: stack[1] for name, stack in weights.items()}
