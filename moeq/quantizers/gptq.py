@@ -27,7 +27,7 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
     import torch
 
     from moeq.models.experts import DOWN
-    from moeq.quantizers.rounding import some_rows
+    from moeq.quantizers.trained_grid import select
 
     first, second = statistics.hessians()
     names = [name for name in weights if name != DOWN]
@@ -35,7 +35,9 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
     both = _quantized(stack, torch.stack(first), statistics, settings)
     found = {DOWN: _quantized(weights[DOWN], torch.stack(second), statistics, settings)}
     rows = stack.shape[1] // len(names)
-    return {name: some_rows(both, slice(i * rows, (i + 1) * rows)) for i, name in enumerate(names)} | found
+    every = slice(None)
+    parts = {name: select(both, (every, every, slice(i * rows, (i + 1) * rows))) for i, name in enumerate(names)}
+    return parts | found
 
 
 def _quantized(weight: Tensor, hessian: Tensor, statistics: Statistics, settings: LossesSection) -> Quantized:

@@ -22,7 +22,7 @@ from moeq.quantizers.measuring import Candidate, measured
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import Quantizer
 from moeq.quantizers.statistics import Note, Statistics
-from moeq.quantizers.stored import packed_batch
+from moeq.quantizers.stored import Packed, packed_batch
 from moeq.recipe import LossesSection
 from moeq.registry import QUANTIZERS
 
@@ -67,11 +67,8 @@ def quantize_layer(
         candidates: dict[str, Candidate] = {}
         for quantizer in sorted(quantizers, key=lambda one: not one.stored):
             candidates[quantizer.name] = _candidate(quantizer, tokens, batch, layer, config)
-        for quantizer in kept:
-            for projection, widths in candidates[quantizer.name].packed.items():
-                for bits in widths:
-                    widths[bits] = widths[bits].map(slab.keep)
-                    stacks[projection][bits].append(widths[bits])
+            if quantizer.stored:
+                _keep(candidates[quantizer.name].packed, slab, stacks)
         for index in range(len(batch.numbers())):
             rows += measured(tokens, batch, candidates, index, layer, config)
     replicas: dict[str, dict[int, PackedWeight]] = {projection: {} for projection in stacks}
@@ -79,6 +76,14 @@ def quantize_layer(
         for projection, parts in stacks.items():
             replicas[projection] = {bits: joined(parts.pop(bits)) for bits in config.bits}
     return LayerResult(rows=rows, replicas=replicas)
+
+
+def _keep(packed: Packed, slab: Slab, stacks: dict[str, dict[int, list[PackedWeight]]]) -> None:
+    """Move what was packed to where it stays, and add it to its stacks."""
+    for projection, widths in packed.items():
+        for bits in widths:
+            widths[bits] = widths[bits].map(slab.keep)
+            stacks[projection][bits].append(widths[bits])
 
 
 def _candidate(

@@ -6,6 +6,7 @@ Letters: E experts, N output rows, K inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,22 +46,7 @@ def rounded(
 def by_width(found: Sequence[Quantized], bits: Sequence[int]) -> Quantized:
     """Results at some widths each, as one at `bits`."""
     places = [(one, one.bits.index(width)) for width in bits for one in found if width in one.bits]
-    first = places[0][0]
-    return Quantized(
-        codes=torch.stack([one.codes[:, index] for one, index in places], 1),
-        scale=torch.stack([one.scale[:, index] for one, index in places], 1),
-        zero=torch.stack([one.zero[:, index] for one, index in places], 1),
-        bits=tuple(bits),
-        group_size=first.group_size,
+    codes, scale, zero = (
+        torch.stack([getattr(one, part)[:, index] for one, index in places], 1) for part in ("codes", "scale", "zero")
     )
-
-
-def some_rows(quantized: Quantized, rows: slice) -> Quantized:
-    """Some output rows of every expert."""
-    return Quantized(
-        codes=quantized.codes[:, :, rows],
-        scale=quantized.scale[:, :, rows],
-        zero=quantized.zero[:, :, rows],
-        bits=quantized.bits,
-        group_size=quantized.group_size,
-    )
+    return replace(places[0][0], codes=codes, scale=scale, zero=zero, bits=tuple(bits))

@@ -30,8 +30,8 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
         lambda index: Rows(hidden=statistics.rows(index)),
         statistics.lent,
         weights,
-        statistics.biases,
-        statistics.math,
+        statistics.batch.biases,
+        statistics.batch.math,
         bits=settings.bits,
         group_size=settings.group_size,
         symmetric=settings.symmetric,
@@ -41,7 +41,7 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
             working_memory=working_memory(settings.working_memory, statistics.lent.device),
         ),
         start=statistics.start,
-        numbers=statistics.numbers,
+        numbers=statistics.batch.numbers(),
     )
 
 

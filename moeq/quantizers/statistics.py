@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from moeq.models.experts import DOWN, ExpertMath
+from moeq.models.experts import DOWN
 from moeq.numerics.gptq import Quantized
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, part_rows, sum_of_products
 from moeq.recipe import LossesSection
@@ -32,7 +32,8 @@ class Note:
 class Statistics:
     """Of a batch of experts, for one quantizer and what it starts from.
 
-    notes: of every expert, which quantizers add to; start: the codes of the quantizer that this one starts from.
+    batch: the experts' numbers, biases and what else they compute; notes: of every expert, which quantizers add to;
+    start: the codes of the quantizer that this one starts from.
     """
 
     tokens: RoutedTokens
@@ -42,28 +43,13 @@ class Statistics:
     start: dict[str, Quantized] | None = None
 
     @property
-    def numbers(self) -> range:
-        """The experts' numbers in their layer."""
-        return self.batch.numbers()
-
-    @property
-    def biases(self) -> dict[str, Tensor]:
-        """{projection: [E, N]}, which stay as they are; empty where experts have none."""
-        return self.batch.biases
-
-    @property
-    def math(self) -> ExpertMath:
-        """What an expert computes beside its matrices."""
-        return self.batch.math
-
-    @property
     def lent(self) -> Tensor:
         """Rows [<= 1024, H] of the layer that stand in where an expert's own are few."""
         return self.tokens.sample
 
     def rows(self, index: int) -> Tensor:
         """The calibration rows [n, H] of one expert of the batch, maybe none."""
-        return self.tokens.routed(self.numbers[index], heldout=False)
+        return self.tokens.routed(self.batch.numbers()[index], heldout=False)
 
     def hessians(self) -> tuple[list[Tensor], list[Tensor]]:
         """Of every expert: what its first matrices are given, [H, H], and its down projection, [I, I]; fills notes.
@@ -87,4 +73,4 @@ class Statistics:
         """Sum [I, I] of y y^T over what an expert's down projection is given at some rows [n, H]."""
         weights, biases = self.batch.one(index)
         parts = rows.split(part_rows(weights[DOWN].shape[1]))
-        return sum_of_products(self.math.intermediate(part, weights, biases) for part in parts)
+        return sum_of_products(self.batch.math.intermediate(part, weights, biases) for part in parts)
