@@ -53,9 +53,9 @@ class Quantizer:
     """A way to choose the codes and grids of experts.
 
     quantize(weights, statistics, settings) gives {projection: `numerics.gptq.Quantized`}, codes [E, B, N, K] at the
-    widths settings.bits. weights: {projection: [E, N, K] float32}; statistics: `quantizers.statistics.Statistics`,
-    None where replicas are made on demand; settings: the recipe's section `losses`. What packed weights would not stand
-    for exactly is refused with the name of layer and expert.
+    widths settings.bits. weights: {projection: [E, N, K] float32}, left as they are; statistics:
+    `quantizers.statistics.Statistics`, None where replicas are made on demand; settings: the recipe's section `losses`.
+    What packed weights would not stand for exactly is refused with the name of layer and expert.
 
     label: as reports call it; help: a line; settings: keys of `losses` that it alone reads, each called NAME_...; what
     it can do: widths, grids, nested codes, group sizes (None: all); whether losses.act_order and losses.clip change its
