@@ -96,7 +96,7 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
                row["method"] == "strangers")  # fmt: skip
     made = json.loads((out / "quantize" / "quantizers.json").read_text())["layers"]
     assert {method for layer in made.values() for expert in layer for method in expert.values()} == {"strangers"}
-    experts = [expert for layer in read_manifest(out / "export").layers for expert in layer.experts]
+    experts = [expert for layer in read_manifest(out / "checkpoint").layers for expert in layer.experts]
     assert {replica.quantizer for expert in experts for replica in expert.replicas} == {"strangers"}
     page = next((out / "report").glob("*.html")).read_text("utf-8")
     assert "Half the range" in page
