@@ -10,10 +10,17 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from typer import Argument, Option
 from typer.models import ParameterInfo
+
+from moeq.registry import QUANTIZERS
+
+if TYPE_CHECKING:
+    QuantizerOrBest = str
+else:
+    QuantizerOrBest = Literal[*QUANTIZERS.names(), "best"]
 
 OF_A_RUN = "a run's stage"
 RARE = ("format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
@@ -56,7 +63,7 @@ class RunOptions:
         default=list,
     )
     widen: WidenOption = field(default=False, metadata={"sets": "export.widen"})
-    quantizer: Literal["rtn", "gptq", "signround", "best"] | None = option(
+    quantizer: QuantizerOrBest | None = option(
         "Whose replicas are used (assign.quantizer; losses.methods gains it); best: of losses.methods, the one that "
         "loses least."
     )

@@ -9,8 +9,7 @@ import torch
 
 from moeq.artifacts.assignment import FULL
 from moeq.models.experts import ExpertLayer, find_expert_layers, stacked_biases, stacked_weights
-from moeq.numerics.packed import PackedWeight
-from moeq.quantizers.layer import rtn_batch
+from moeq.quantizers.layer import made_on_demand
 from moeq.recipe import LossesSection
 
 GRID = LossesSection(group_size=16)
@@ -39,9 +38,8 @@ class Made:
         biases = {name: stack[expert] for name, stack in self.biases[layer.index].items()}
         if key == FULL:
             return mine, biases
-        rounded = rtn_batch({name: one[None].float() for name, one in mine.items()}, GRID, [key])
-        packed = {name: PackedWeight.of(one, key, GRID.symmetric, GRID.nested) for name, one in rounded.items()}
-        return {name: one.map(lambda part: part[0]) for name, one in packed.items()}, biases
+        floats = {name: one.float() for name, one in mine.items()}
+        return dict(made_on_demand("rtn", floats, GRID, key, layer=layer, expert=expert)), biases
 
 
 def losses_of(layers: list[ExpertLayer]) -> np.ndarray:

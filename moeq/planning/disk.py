@@ -42,8 +42,8 @@ from moeq.planning.batch import store_bytes
 from moeq.planning.memory import loss_rows, read_share
 from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
 from moeq.planning.sizes import ModelSizes, Work
-from moeq.quantizers.measuring import STORED
 from moeq.recipe import AssignSection, Recipe
+from moeq.registry import QUANTIZERS
 from moeq.reporting import formats
 from moeq.reporting.maps import Quantity, value_map, width_map
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
@@ -182,7 +182,7 @@ class Disk:
 
     def _replicas(self, section: AssignSection) -> int:
         """Bytes that are read from the store for one assignment."""
-        if not set(methods(section, self.recipe)) & set(STORED):
+        if not any(QUANTIZERS.get(method).stored for method in methods(section, self.recipe)):
             return 0
         if section is self.recipe.assign and self.recipe.quantize.replicas == "all":
             return sum(store_bytes(layer, self.recipe) for layer in self.sizes.layers)
@@ -367,7 +367,7 @@ class Disk:
         count = min(experts, SAMPLE_ROWS)
         chosen = [(layer, expert) for layer in self.sizes.layers for expert in range(layer.num_experts)][:count]
         generator = np.random.default_rng(0)
-        known = self.recipe.losses.methods[0] in STORED
+        known = QUANTIZERS.get(self.recipe.losses.methods[0]).knows_hessians
         shares = ("activation_frequency", "routing_mass", "importance")
         columns: dict[str, Any] = {
             "layer": [layer.index for layer, _ in chosen],
@@ -609,5 +609,6 @@ def _loss_row(
         "loss": TYPICAL / 1000, "relative_loss": TYPICAL, "calibration_tokens": 3 * expert, "heldout_tokens": expert,
         "fallback": "none", "measured_on": "heldout",
         "bytes": expert_bytes(layer, bits, recipe, sizes.source_dtype.itemsize),
-        "weighted_loss": TYPICAL / 1000, "hessian_trace": 123 * TYPICAL if method in STORED else None,
+        "weighted_loss": TYPICAL / 1000,
+        "hessian_trace": 123 * TYPICAL if QUANTIZERS.get(method).knows_hessians else None,
     }  # fmt: skip

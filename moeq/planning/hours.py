@@ -13,11 +13,12 @@ from moeq.planning.disk import Disk
 from moeq.planning.effects import heldout
 from moeq.planning.memory import loss_rows, read_share
 from moeq.planning.placed import methods, placed_bytes
-from moeq.planning.probe import PASSES, WEIGHT_OPERATIONS, Rates, expert_tokens, losses_operations, losses_tokens
+from moeq.planning.probe import PASSES, Rates, expert_tokens, losses_operations, losses_tokens
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer_data import SAMPLE_TOKENS
+from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
 from moeq.quantizers.refine import BATCH_ROWS
-from moeq.recipe import RTN, Recipe
+from moeq.recipe import Recipe
 from moeq.stages.expert_effects import AT_ONCE
 
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
@@ -150,7 +151,7 @@ class Hours:
 
     def _quantize(self) -> float:
         reading = self._reading(self.sizes.experts_disk * read_share(self.sizes, self.recipe))
-        rounding = self._rounding() if RTN in methods(self.recipe.assign, self.recipe) else 0
+        rounding = self._rounding() if on_demand(methods(self.recipe.assign, self.recipe)) else 0
         placed = placed_bytes(self.sizes, self.recipe.assign, self.recipe)
         return reading + rounding + placed / self.rates.cached_bytes + self._refine()
 
@@ -187,7 +188,7 @@ class Hours:
         dequantizing = (sizes.expert_parameters + sizes.others.parameters) / self.rates.dequantized_weights
         dequantizing += sum(layer.num_experts for layer in sizes.layers) * PACKED_CALLS
         sections = [self.recipe.assign, *self.recipe.eval.compare]
-        rounding = sum(RTN in methods(section, self.recipe) for section in sections) * self._rounding()
+        rounding = sum(on_demand(methods(section, self.recipe)) for section in sections) * self._rounding()
         in_place = (1 + compare) * forwards + compare * dequantizing + rounding + self._low_precision(dequantizing)
         packed = forwards + batches * dequantizing
         reads = 2.0 + (compare > 0)

@@ -37,8 +37,9 @@ from moeq.planning.result import Term
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer_data import part_rows
 from moeq.quantizers.memory import working_memory
-from moeq.quantizers.signround import WEIGHT_BYTES
-from moeq.recipe import RTN, Recipe
+from moeq.quantizers.quantizer import on_demand
+from moeq.quantizers.signround_expert import WEIGHT_BYTES
+from moeq.recipe import Recipe
 from moeq.verification.reference import GROUP_BYTES
 
 MIB = 2**20
@@ -378,10 +379,10 @@ class Memory:
 
 
 def read_share(sizes: ModelSizes, recipe: Recipe) -> float:
-    """Share of the experts that `quantize` reads from the checkpoint: all of them for RTN, biases or every replica,
-    else those that stay in full precision."""
+    """Share of the experts that `quantize` reads from the checkpoint: all of them for what is made on demand, biases or
+    every replica, else those that stay in full precision."""
     section = recipe.assign
-    whole = recipe.quantize.replicas == "all" or RTN in methods(section, recipe) or section.bits == FULL
+    whole = recipe.quantize.replicas == "all" or on_demand(methods(section, recipe)) or section.bits == FULL
     if whole or any(layer.biased for layer in sizes.layers):
         return 1.0
     return section.gpu_experts * len(sizes.layers) / sum(layer.num_experts for layer in sizes.layers)

@@ -22,9 +22,9 @@ from moeq.numerics.packed import PackedWeight
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride
-from moeq.quantizers.measuring import STORED
-from moeq.quantizers.signround import Training
-from moeq.recipe import GPTQ, SIGNROUND, LossesSection, Recipe
+from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, BatchSizes
+from moeq.recipe import LossesSection, Recipe
+from moeq.registry import QUANTIZERS
 
 SECONDS = 0.4  # of each measurement, about
 SLICE_BYTES = 64 << 20  # read of the checkpoint and written beside the run
@@ -155,17 +155,12 @@ def _elementwise(sizes: ModelSizes, tokens: int, device: torch.device) -> np.nda
 def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section: LossesSection, sample: int) -> float:
     """Floating-point operations of `losses` for one expert; `tokens` of its own to calibrate, `heldout` to measure.
 
-    Hessians and intermediate states, two Cholesky factors, the feedback of every width, and the measured outputs.
+    What the quantizers say of themselves, and the measured outputs.
     """
     hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
     first = len(layer.projections) - 1
-    total = 0.0
-    for _ in {*section.methods} & {*STORED}:  # SignRound starts from GPTQ's codes
-        total += 2 * tokens * hidden**2 + 2 * (tokens + sample) * (inner**2 + first * hidden * inner)
-        total += (hidden**3 + inner**3) / 3 + widths * (first * inner * hidden**2 + hidden * inner**2)
-    if SIGNROUND in section.methods:
-        trained = section.signround_iterations * widths * layer.parameters_per_expert
-        total += trained * (6 * Training().batch_rows + WEIGHT_OPERATIONS)
+    one = BatchSizes(layer=layer, settings=section, experts=1, tokens=tokens, lent=sample)
+    total: float = sum(part.operations(one) for method in section.methods for part in QUANTIZERS.get(method).chain())
     products = 2 * first + 2 if section.per_projection else first + 1
     rows = min(heldout, section.max_measured_tokens)
     total += 2 * rows * hidden * inner * (first + 1 + products * widths * len(section.methods))
@@ -173,16 +168,15 @@ def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section
     return total + WEIGHT_OPERATIONS * weights
 
 
-WEIGHT_OPERATIONS = 500  # what rounding, packing and decoding one weight at one width takes, as operations
-
-
 def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device: torch.device) -> np.ndarray:
     """`quantize_layer` itself on a few experts, scaled down in both sizes and tokens where one of them is too much.
 
-    SignRound's products run at the rate of GPTQ's.
+    Products of a method that starts from another's codes run at the rate of that one's.
     """
-    methods = [GPTQ if method in STORED else method for method in section.methods]
-    section = section.model_copy(update={"min_tokens": 1, "methods": list(dict.fromkeys(methods))})
+    first = dict.fromkeys(QUANTIZERS.get(method).chain()[0] for method in section.methods)
+    kept = [one for one in first if one.stored][:1]
+    methods = [one.name for one in first if one in kept or not one.stored]
+    section = section.model_copy(update={"min_tokens": 1, "methods": methods})
     layer = max(sizes.layers, key=lambda one: one.parameters_per_expert)
     tokens, heldout = losses_tokens(sizes, work, section)
     shrink = 1

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
-from moeq.models.experts import ExpertMath
+from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.recipe import LossesSection
 
@@ -86,6 +87,7 @@ class RoutedTokens:
         mine = (self.weights * chosen).sum(1).square()[chosen.any(1) & self.heldout]
         return mine if len(mine) else self.weights.square().mean().reshape(1)
 
+    @cached_property
     def shared(self) -> Tensor:
         """Mean of x x^T over the calibration tokens, [H, H]."""
         mine = (~self.heldout).nonzero().squeeze(1)
@@ -130,6 +132,12 @@ class ExpertBatch:
 def part_rows(features: int) -> int:
     """Rows of so many float32 features that are multiplied at once; a gated product has them three times over."""
     return max(1, PART_BYTES // (3 * 4 * features))
+
+
+def row_bytes(layer: ExpertLayer, rows: int) -> int:
+    """Bytes of rows that an expert is given, and of what it makes of those that are multiplied at once."""
+    inner = layer.intermediate_size
+    return 4 * (rows * layer.hidden_size + min(rows, part_rows(inner)) * 3 * inner)
 
 
 def sum_of_products(parts: Iterable[Tensor]) -> Tensor:

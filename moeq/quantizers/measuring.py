@@ -17,24 +17,30 @@ from moeq.errors import QuantizationError
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, first_products
 from moeq.numerics.grids import beyond_float16
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, thin
+from moeq.quantizers.statistics import Note
 from moeq.quantizers.stored import Packed
-from moeq.recipe import GPTQ, SIGNROUND, LossesSection
+from moeq.recipe import LossesSection
 
-STORED = (GPTQ, SIGNROUND)  # methods whose replicas are kept
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What one method made of a batch of experts, packed as it would be stored, and a note of each."""
+
+    packed: Packed
+    notes: Sequence[Note]
 
 
 def measured(
     tokens: RoutedTokens,
     batch: ExpertBatch,
-    candidates: Mapping[str, Packed],
+    candidates: Mapping[str, Candidate],
     index: int,
-    note: dict[str, Any],
     layer: ExpertLayer,
     config: LossesSection,
 ) -> list[dict[str, Any]]:
     """Rows of one expert: its output error with each projection, and all of them, replaced by what is stored.
 
-    candidates: {method: the batch's packed weights}; index: which expert of the batch. Raises QuantizationError naming
+    candidates: {method: what it made}; index: which expert of the batch. Raises QuantizationError naming
     layer, expert and projection when a loss is not a number.
     """
     expert = batch.numbers()[index]
@@ -45,13 +51,13 @@ def measured(
         "expert": expert,
         "group_size": config.group_size,
         "symmetric": config.symmetric,
-        "calibration_tokens": note["calibration_tokens"],
+        "calibration_tokens": tokens.count(expert),
         "heldout_tokens": exact.own_tokens,
         "measured_on": "heldout" if exact.enough else "borrowed",
     }
     found: list[dict[str, Any]] = []
-    for method, packed in candidates.items():
-        stood_in = note["fallback"] if method in STORED else []
+    for method, candidate in candidates.items():
+        packed, note = candidate.packed, candidate.notes[index]
         for bits in config.bits:
             stored = {
                 name: packed[name][bits].map(lambda part: part[index].to(exact.rows.device))
@@ -65,9 +71,9 @@ def measured(
                     "projection": projection,
                     "method": method,
                     "bits": bits,
-                    "fallback": "+".join([*stood_in, *_union(beyond[name] for name in names)]) or "none",
+                    "fallback": "+".join([*note.fallback, *_union(beyond[name] for name in names)]) or "none",
                     "bytes": sum(stored[name].nbytes for name in names),
-                    "hessian_trace": _trace(note, names) if method in STORED else None,
+                    "hessian_trace": _trace(note, names),
                 }
                 losses = exact.losses(output)
                 if losses is None:
@@ -151,7 +157,9 @@ def _union(of: Iterable[list[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in of for name in names))
 
 
-def _trace(note: dict[str, Any], names: Sequence[str]) -> float:
-    """Trace of the Hessians of some matrices; gate and up share one."""
-    first, down = note["hessian_trace"]
+def _trace(note: Note, names: Sequence[str]) -> float | None:
+    """Trace of the Hessians of some matrices, where they were computed; gate and up share one."""
+    if note.hessian_trace is None:
+        return None
+    first, down = note.hessian_trace
     return float(sum(down if name == DOWN else first for name in names))

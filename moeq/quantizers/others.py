@@ -25,7 +25,6 @@ from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.grids import beyond_float16
 from moeq.numerics.packed import PackedWeight, joined
 from moeq.quantizers.stored import stored_as
-from moeq.recipe import GPTQ, RTN
 
 ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and measured together
 NOT_ROWS, UNEVEN = "not_one_row_a_token", "inputs_vary"
@@ -180,7 +179,7 @@ def quantize_linears(
         group = sums.get(module.name)
         _check_finite(module.name, weight(module.name), group)
         factor = None
-        if grid.method == GPTQ and group is not None and group.calibration_rows and not group.problem:
+        if grid.method == "gptq" and group is not None and group.calibration_rows and not group.problem:
             if last is None or last[0] is not group or last[1] != grid.damping:
                 last = (group, grid.damping, factorize(group.hessian(), grid.damping))
             factor = last[2]
@@ -226,7 +225,7 @@ def _result(parts: list[PackedWeight], row: dict[str, Any]) -> Result:
 
 def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str:
     """What stood in for GPTQ: none, rounded (with why), or what the factorization came to."""
-    if grid.method == RTN:
+    if grid.method == "rtn":
         return "none"
     if group is not None and group.problem:
         return f"rounded+{group.problem}"

@@ -16,7 +16,7 @@ from moeq.models.walk import LayerInputs
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.memory import working_memory
-from moeq.quantizers.signround import Training
+from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.signround_layer import (
     LayerTokens,
     WidthCodes,

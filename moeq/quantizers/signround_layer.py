@@ -21,7 +21,7 @@ from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
 from moeq.numerics.widths import FULL
-from moeq.quantizers.signround import CHECKS, WEIGHT_BYTES, Training, check_start
+from moeq.quantizers.signround_expert import CHECKS, WEIGHT_BYTES, Training, check_start
 from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
 from moeq.quantizers.training_rows import SEED_STRIDE, Deck, evenly
 

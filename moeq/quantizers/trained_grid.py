@@ -126,9 +126,9 @@ def quantized(states: Sequence[State], bits: Sequence[int], group_size: int) -> 
     return Quantized(codes=codes, scale=scale, zero=zero, bits=tuple(bits), group_size=group_size)
 
 
-def select(batch: Quantized, experts: slice | list[int]) -> Quantized:
-    """Some of a batch's experts."""
-    return replace(batch, codes=batch.codes[experts], scale=batch.scale[experts], zero=batch.zero[experts])
+def select(batch: Quantized, which: slice | list[int] | tuple[slice, ...]) -> Quantized:
+    """Some of a batch's experts, or of their widths and rows."""
+    return replace(batch, codes=batch.codes[which], scale=batch.scale[which], zero=batch.zero[which])
 
 
 def join(parts: Sequence[Quantized]) -> Quantized:

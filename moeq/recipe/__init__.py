@@ -1,7 +1,7 @@
 """Recipes: YAML validated by pydantic, a file for every section; what other packages use of them stands here."""
 
-from moeq.recipe.assign import AssignSection, NamedAssignSection
-from moeq.recipe.choices import BEST, BUDGETS, FORMATS, GPTQ, RTN, SIGNROUND, Denominator, Ends, Metric, Softmax
+from moeq.recipe.assign import DEFAULT_QUANTIZER, AssignSection, NamedAssignSection
+from moeq.recipe.choices import BEST, BUDGETS, FORMATS, Denominator, Ends, Metric, Softmax
 from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
 from moeq.recipe.eval import LowPrecisionSection, PerplexitySection, TestImagesSection, TranslationSection
@@ -13,9 +13,9 @@ from moeq.recipe.reparam import IntegerSection, ReparamSection
 from moeq.recipe.types import Rational
 
 __all__ = [
-    "BEST", "BUDGETS", "BUNDLED", "DIGITS", "FORMATS", "GPTQ", "HUB", "HUB_DATASET", "LARGEST_BATCH",
-    "LARGEST_LENGTH", "MOST_POINTS", "RTN", "SIGNROUND", "AssignSection", "CaseSection", "Denominator", "Ends",
-    "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection", "LossesSection", "LowPrecisionSection",
-    "Metric", "NamedAssignSection", "PerplexitySection", "Rational", "Recipe", "RefineSection", "ReparamSection",
-    "Softmax", "StatedSection", "TestImagesSection", "TranslationSection", "load_recipe",
+    "BEST", "BUDGETS", "BUNDLED", "DEFAULT_QUANTIZER", "DIGITS", "FORMATS", "HUB", "HUB_DATASET", "LARGEST_BATCH",
+    "LARGEST_LENGTH", "MOST_POINTS", "AssignSection", "CaseSection", "Denominator", "Ends", "ExpertEffectsSection",
+    "IntegerSection", "LayerEffectsSection", "LossesSection", "LowPrecisionSection", "Metric", "NamedAssignSection",
+    "PerplexitySection", "Rational", "Recipe", "RefineSection", "ReparamSection", "Softmax", "StatedSection",
+    "TestImagesSection", "TranslationSection", "load_recipe",
 ]  # fmt: skip

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from moeq.recipe.choices import ALLOCATORS, GPTQ, AllocatorName, Bits, BitsOrFull, Metric, QuantizerOrBest, Target
+from moeq.recipe.choices import ALLOCATORS, AllocatorName, Bits, BitsOrFull, Metric, QuantizerOrBest, Target
 from moeq.recipe.types import Bytes, Rational, Section, check_named
 
-DEFAULT_METHOD, DEFAULT_AVERAGE_BITS = "prefix-split", 2
+DEFAULT_METHOD, DEFAULT_AVERAGE_BITS, DEFAULT_QUANTIZER = "prefix-split", 2, "gptq"
 _ALL_BUDGETS = {key for allocator in ALLOCATORS.values() for key in allocator.budgets}
 
 
@@ -81,7 +81,7 @@ class AssignSection(Section):
     normalization: Literal["sum", "max"] = Field("sum", description="what ~ divides by")
     statistics: Literal["all", "prefill", "decode"] = Field("all", description="which positions' routing counts")
     quantizer: QuantizerOrBest = Field(
-        GPTQ,
+        DEFAULT_QUANTIZER,
         description="whose losses decide and whose replicas are used; best: of each expert and width, the method of "
         "losses.methods with the lowest held-out loss",
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-GPTQ, RTN, SIGNROUND = "gptq", "rtn", "signround"
-QUANTIZERS = (GPTQ, RTN, SIGNROUND)
+from moeq.registry import QUANTIZERS
+
 BEST = "best"  # quantizer: the method with the lowest loss
 FORMATS = ("auto-round", "gptq", "compressed-tensors", "gguf", "dequantized")  # written beside the native one
 TARGETS = ("moeq", "transformers", "vllm", "gptqmodel", "auto-round", "llama.cpp")
@@ -40,14 +40,12 @@ if TYPE_CHECKING:  # mypy takes no Literal of a table
     Format = str
     Quantizer = str
     QuantizerOrBest = str
-    OtherQuantizer = str
     Target = str
 else:
     AllocatorName = Literal[tuple(ALLOCATORS)]
     Format = Literal[FORMATS]
-    Quantizer = Literal[QUANTIZERS]
-    QuantizerOrBest = Literal[*QUANTIZERS, BEST]
-    OtherQuantizer = Literal[GPTQ, RTN]  # of what is not a routed expert
+    Quantizer = Literal[QUANTIZERS.names()]
+    QuantizerOrBest = Literal[*QUANTIZERS.names(), BEST]
     Target = Literal[TARGETS]
 
 OtherBits = Literal[2, 3, 4, 8]  # of what is not a routed expert

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
-from moeq.recipe.choices import GPTQ, RTN, SIGNROUND, Bits, Quantizer
+from moeq.recipe.choices import Bits, Quantizer
 from moeq.recipe.types import Bytes, Section, check_group_size, check_named
+from moeq.registry import QUANTIZERS
 
 
 class LayerEffectsSection(Section):
@@ -33,9 +34,9 @@ class ExpertEffectsSection(Section):
     experts: int | None = Field(None, ge=1, description="most experts to measure: a limit without a clock; none: all")
 
 
-class LossesSection(Section):
+class _LossesSection(Section):
     bits: list[Bits] = Field([1, 2, 3, 4, 8])
-    methods: list[Quantizer] = Field([GPTQ, RTN])
+    methods: list[Quantizer] = Field(["gptq", "rtn"])
     group_size: int = Field(128, ge=-1)
     symmetric: bool = False
     symmetric_range: Literal["even", "narrow", "full"] = Field(
@@ -53,7 +54,6 @@ class LossesSection(Section):
     )
     damping: float = Field(0.01, gt=0, le=1)
     act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
-    signround_iterations: int = Field(200, ge=1, description="signround: steps of training, an expert and width")
     borrow_tokens: float = Field(64, ge=0, description="lambda: tokens' worth of the layer's Hessian mixed in")
     min_tokens: int = Field(16, ge=1, description="fewer own tokens than this is reported as a fallback")
     tokens: Literal["routed", "all"] = Field("routed", description="all: every expert calibrates on all tokens")
@@ -72,18 +72,18 @@ class LossesSection(Section):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> LossesSection:
+    def _check_losses(self) -> _LossesSection:
         if self.symmetric_range != "even" and not self.symmetric:
             raise ValueError(f"symmetric_range: {self.symmetric_range} needs symmetric: true")
-        if self.nested and (self.act_order or SIGNROUND in self.methods):
-            raise ValueError("nested cannot go with act_order or signround")
-        if self.symmetric_range != "even" and SIGNROUND in self.methods:
-            raise ValueError(
-                f"symmetric_range: {self.symmetric_range} cannot go with signround, which trains even grids"
-            )
+        alone = [one.name for one in QUANTIZERS if not one.nested]
+        if self.nested and (self.act_order or set(alone) & set(self.methods)):
+            raise ValueError(f"nested cannot go with {' or '.join(['act_order', *alone])}")
         check_group_size(self.group_size)
         check_named("bits", self.bits)
         check_named("methods", self.methods)
+        for refusal in [QUANTIZERS.get(method).refusal(self) for method in self.methods]:
+            if refusal is not None:
+                raise ValueError(refusal)
         for name, effects in (("layer_effects", self.layer_effects), ("expert_effects", self.expert_effects)):
             if effects is not None and effects.bits not in self.bits:
                 raise ValueError(f"{name}: {effects.bits} bits is not among losses.bits")
@@ -92,3 +92,10 @@ class LossesSection(Section):
     def symmetry(self) -> bool | Literal["narrow", "full"]:
         """The kind of grid, as the numerics take it."""
         return self.symmetric if self.symmetric_range == "even" else self.symmetric_range
+
+
+if TYPE_CHECKING:  # mypy takes no class of bases that are not known
+    LossesSection = _LossesSection
+else:
+    _OWN = dict.fromkeys(one.settings for one in QUANTIZERS)
+    LossesSection = create_model("LossesSection", __base__=(*_OWN, _LossesSection), __module__=__name__)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
-from moeq.recipe.choices import GPTQ, OtherBits, OtherQuantizer
+from moeq.recipe.choices import OtherBits
 from moeq.recipe.types import Section, check_group_size
 
 
@@ -21,7 +23,7 @@ class OthersSection(Section):
     shared: OtherBits | None = None
     embeddings: OtherBits | None = None
     head: OtherBits | None = None
-    method: OtherQuantizer = Field(GPTQ, description="embeddings are always rounded row by row (rtn)")
+    method: Literal["gptq", "rtn"] = Field("gptq", description="embeddings are always rounded row by row (rtn)")
     group_size: int | None = Field(None, ge=-1, description="none: losses.group_size")
     symmetric: bool = False
     damping: float | None = Field(None, gt=0, le=1, description="none: losses.damping")

@@ -15,6 +15,8 @@ import numpy as np
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalRow
+from moeq.quantizers.quantizer import label
+from moeq.recipe import DEFAULT_QUANTIZER
 from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, element, figure, plain
 from moeq.reporting.inputs import ReportInputs
@@ -146,11 +148,11 @@ def loss_maps(inputs: ReportInputs) -> list[ExpertMap]:
             layer.get(bits, np.full(count, np.nan))
             for layer, count in zip(table, inputs.sensitivities.experts(), strict=True)
         ]
-        reading = f"Measured with {method}."
+        reading = f"Measured with {label(method)}."
         if bits == first:
             reading = (
-                f"Squared error of an expert's output at {at} ({method}) over the output's energy. Bright: suffers "
-                "most, and is worth more bits if it is also chosen often. Grey: no loss, or not known."
+                f"Squared error of an expert's output at {at} ({label(method)}) over the output's energy. Bright: "
+                "suffers most, and is worth more bits if it is also chosen often. Grey: no loss, or not known."
             )
         key, title = f"relative-loss-{bits}", f"Loss at {at}"
         found.append(ExpertMap(key=key, title=title, quantity=quantity, values=values, reading=reading))
@@ -162,8 +164,8 @@ def _loss(value: float) -> str:
 
 
 def main_method(inputs: ReportInputs) -> str:
-    """The method that the assignment was made with, else GPTQ, else the first."""
-    wanted, there = (str(inputs.assignment.parameters.get("quantizer")), "gptq"), inputs.losses.methods()
+    """The method that the assignment was made with, else the default one, else the first."""
+    wanted, there = (str(inputs.assignment.parameters.get("quantizer")), DEFAULT_QUANTIZER), inputs.losses.methods()
     return next((method for method in wanted if method in there), there[0])
 
 

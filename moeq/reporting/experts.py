@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moeq.artifacts.assignment import Assignment, width_of
 from moeq.artifacts.losses import WHOLE, LossTable
 from moeq.artifacts.profile import ExpertProfile
+from moeq.quantizers.quantizer import label
 from moeq.reporting import atlas, formats
 from moeq.reporting.charts import Band, loss_chart, similarity_chart, width_chart
 from moeq.reporting.html import Raw, Section, details, element, figure, items, paragraph, table
@@ -78,8 +79,8 @@ def losses(inputs: ReportInputs) -> Section:
     found, methods = inputs.losses, inputs.losses.methods()
     main = atlas.main_method(inputs)
     relative = {method: found.matrix(method, "relative_loss") for method in methods}
-    bands = {method: _band(layers, found.bits()) for method, layers in relative.items()}
-    curve = loss_chart("losses", f"Chart of relative loss by bits for {', '.join(methods)}.", found.bits(), bands)
+    bands = {label(method): _band(layers, found.bits()) for method, layers in relative.items()}
+    curve = loss_chart("losses", f"Chart of relative loss by bits for {', '.join(bands)}.", found.bits(), bands)
     shape = figure(
         curve,
         "Lower is better. Lines: median over experts; bands: the middle 80 % of them. A wide band means that one width "
@@ -121,7 +122,7 @@ def _loss_table(relative: dict[str, list[dict[int, np.ndarray]]], widths: Sequen
         return formats.share(float(np.mean(values)))
 
     head = ("method", *(formats.count(width, "bit") for width in widths))
-    rows = [(method, *(mean(method, width) for width in widths)) for method in relative]
+    rows = [(label(method), *(mean(method, width) for width in widths)) for method in relative]
     return table("Mean relative loss over all experts; lower is better.", head, rows)
 
 

@@ -35,7 +35,7 @@ from moeq.models.source import CONFIG, INDEX, ModelSource
 from moeq.models.weights import plain_header
 from moeq.numerics.packed import packed_shapes
 from moeq.numerics.widths import NESTED_BITS
-from moeq.recipe import BEST, GPTQ, AssignSection, Recipe
+from moeq.recipe import BEST, DEFAULT_QUANTIZER, AssignSection, Recipe
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
@@ -341,7 +341,7 @@ def replica_shapes(
 
 
 def stored_widths(
-    placed: int, others: Sequence[int], nested: bool, method: Callable[[int], str] = lambda bits: GPTQ
+    placed: int, others: Sequence[int], nested: bool, method: Callable[[int], str] = lambda bits: DEFAULT_QUANTIZER
 ) -> list[int]:
     """The widths of an expert that are stored, the placed one (or MIXED) first; method(bits): who makes its nested
     replicas.

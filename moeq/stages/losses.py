@@ -29,6 +29,7 @@ from moeq.models.walk import LayerInputs, walk
 from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
+from moeq.recipe import DEFAULT_QUANTIZER
 from moeq.stages import effects
 from moeq.stages import others as others_stage
 from moeq.stages.context import Context
@@ -225,7 +226,7 @@ def summarize(table: LossTable) -> dict[str, Any]:
         }
         for method in table.methods()
     }
-    method = "gptq" if "gptq" in table.methods() else table.methods()[0]
+    method = DEFAULT_QUANTIZER if DEFAULT_QUANTIZER in table.methods() else table.methods()[0]
     once = [row for row in whole if row["bits"] == table.bits()[0] and row["method"] == method]
     fallbacks = Counter(name for row in once for name in row["fallback"].split("+") if name not in ("none", *BEYOND))
     beyond = {name: len({(r["layer"], r["expert"]) for r in whole if name in r["fallback"]}) for name in BEYOND}

@@ -31,7 +31,7 @@ from moeq.models.weights import plain_header, scale_keys
 from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.others import Grid, Listener, Result, quantize_embedding, quantize_linears
-from moeq.recipe import GPTQ, RTN, Recipe
+from moeq.recipe import Recipe
 from moeq.stages.context import Context
 
 REVISION = 1  # raised when the same inputs give other codes or figures
@@ -41,7 +41,7 @@ def grid(recipe: Recipe, kind: str) -> Grid:
     """How a class of modules is to be quantized."""
     section = recipe.others
     return Grid(
-        method=RTN if kind == EMBEDDINGS else section.method,
+        method="rtn" if kind == EMBEDDINGS else section.method,
         bits=section.widths()[kind],
         group_size=recipe.losses.group_size if section.group_size is None else section.group_size,
         symmetric=section.symmetric,
@@ -123,7 +123,7 @@ def entries(recipe: Recipe, modules: list[OtherModule]) -> tuple[MadeOthers, ...
     made = []
     for kind in dict.fromkeys(module.kind for module in modules):
         how = grid(recipe, kind)
-        damping = how.damping if how.method == GPTQ else None
+        damping = how.damping if how.method == "gptq" else None
         names = [module.name for module in modules if module.kind == kind]
         own = digest_of([kind, how.group_size, how.symmetric, damping, names])[: replicas.SHORT]
         name = f"{how.method}.{how.bits}.{own}"
@@ -287,7 +287,7 @@ def _row(module: OtherModule, how: Grid, result: Result, tied: str | None) -> Ot
         module=module.name,
         kind=module.kind,
         bits=how.bits,
-        method=RTN if fallback.startswith("rounded") else how.method,
+        method="rtn" if fallback.startswith("rounded") else how.method,
         group_size=how.group_size,
         symmetric=how.symmetric,
         rows=module.rows,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import get_args
 
 import numpy as np
 from torch import Tensor, nn
@@ -19,10 +18,9 @@ from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import PackedWeight
-from moeq.quantizers.layer import rtn_batch
-from moeq.quantizers.measuring import STORED
-from moeq.quantizers.stored import packed_batch
-from moeq.recipe import BEST, GPTQ, RTN, LossesSection
+from moeq.quantizers.layer import made_on_demand
+from moeq.recipe import BEST, DEFAULT_QUANTIZER, LossesSection
+from moeq.registry import QUANTIZERS
 from moeq.runtime.swapping import Replacement
 from moeq.stages.context import Context
 
@@ -39,9 +37,8 @@ Experts = Mapping[int, Mapping[str, PackedWeight]]  # {expert: {projection: matr
 
 def planned(context: Context, tokens: str) -> ReplicaIndex:
     """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
-    settings = context.recipe.losses.model_dump(mode="json", exclude=set(CHOICES | MEASURING))
-    methods = get_args(get_args(LossesSection.model_fields["methods"].annotation)[0])
-    common = {name: value for name, value in settings.items() if not any(is_own(name, one) for one in methods)}
+    own = {name for quantizer in QUANTIZERS for name in quantizer.settings.model_fields}
+    common = context.recipe.losses.model_dump(mode="json", exclude={*CHOICES, *MEASURING, *own})
     key = [REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, common, tokens, context.compute()]
     return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
 
@@ -52,17 +49,13 @@ def entries(config: LossesSection) -> tuple[Made, ...]:
     measuring = {name: whole[name] for name in MEASURING}
     made = []
     for method in config.methods:
-        own = {name: value for name, value in whole.items() if is_own(name, method)}
+        quantizer = QUANTIZERS.get(method)
+        own = {name: whole[name] for name in quantizer.settings.model_fields}
         for bits in config.bits:
             entry = f"{method}.{bits}.{digest_of(own)[: replicas.SHORT]}"
             rows = f"{method}.{bits}.{digest_of([entry, measuring, ROWS_REVISION])[: replicas.SHORT]}"
-            made.append(Made(method=method, bits=bits, entry=entry if method in STORED else None, rows=rows))
+            made.append(Made(method=method, bits=bits, entry=entry if quantizer.stored else None, rows=rows))
     return tuple(made)
-
-
-def is_own(setting: str, method: str) -> bool:
-    """Whether only this method reads a setting of the section: it is called like the method, or begins so."""
-    return setting == method or setting.startswith(f"{method}_")
 
 
 def load_losses(context: Context) -> LossTable:
@@ -118,7 +111,7 @@ class Replicas:
         self.context, self.layer, self.model = context, layer, model
         self.refined: Experts = refined or {}
         self.choices = assignment.layers[layer.index].experts
-        self.quantizer = str(assignment.parameters.get("quantizer", GPTQ))
+        self.quantizer = str(assignment.parameters.get("quantizer", DEFAULT_QUANTIZER))
         self._best = best
         self._last: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
 
@@ -182,7 +175,7 @@ class Replicas:
         methods = {bits: self.method(expert, bits) for bits in matrix_widths(choice.widths) if bits != FULL}
         section = self.context.recipe.losses
         grid = [section.group_size, section.symmetry(), section.nested, section.clip]
-        stored_in = self.index.set if set(methods.values()) & set(STORED) else ""
+        stored_in = self.index.set if any(QUANTIZERS.get(method).stored for method in methods.values()) else ""
         return digest_of([str(self.context.store), stored_in, grid, choice.widths, methods, refined_in])
 
     def packed(self, expert: int, key: int) -> dict[str, PackedWeight]:
@@ -200,15 +193,14 @@ class Replicas:
     def _at(self, expert: int, bits: int, projections: Sequence[str]) -> dict[str, PackedWeight]:
         """Some matrices of an expert's replica of one width."""
         method = self.method(expert, bits)
-        if method in STORED:
+        if QUANTIZERS.get(method).stored:
             entry = self.index.entry(method, bits)
             return {projection: self.store.expert(entry, projection, expert) for projection in projections}
         section = self.context.recipe.losses
         weights, _ = self.original(expert)
-        as_computed = {name: weights[name].to(self.context.dtype).float()[None] for name in projections}
-        rounded = rtn_batch(as_computed, section, [bits])
-        one = packed_batch(rounded, section, [bits], method=RTN, layer=self.layer, experts=[expert])
-        return {name: packed[bits].map(lambda part: part[0].cpu()) for name, packed in one.items()}
+        as_computed = {name: weights[name].to(self.context.dtype).float() for name in projections}
+        made = made_on_demand(method, as_computed, section, bits, layer=self.layer, expert=expert)
+        return {name: packed.map(Tensor.cpu) for name, packed in made.items()}
 
     def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Matrices and biases of one expert in the checkpoint's own type."""

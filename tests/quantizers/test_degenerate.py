@@ -15,7 +15,8 @@ from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
 from moeq.numerics.packed import PackedWeight
-from moeq.quantizers.layer import LayerResult, quantize_layer, rtn_batch
+from moeq.quantizers import rtn
+from moeq.quantizers.layer import LayerResult, quantize_layer
 from moeq.recipe import LossesSection
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=3, hidden_size=20, intermediate_size=12)
@@ -151,7 +152,7 @@ def test_without_tokens_or_borrowing_gptq_is_rounding(clip: str) -> None:
     experts = torch.arange(len(hidden)) % 2
     config = LossesSection.model_validate({"bits": BITS, "group_size": 8, "borrow_tokens": 0, "clip": clip})
     result = quantize_layer(tokens(hidden, experts), weights, SILU, config)
-    rounded = rtn_batch(weights, config)
+    rounded = rtn.quantize(weights, None, config)
     for name in GATED:
         for bits in BITS:
             same = PackedWeight.of(rounded[name], bits, symmetric=False)

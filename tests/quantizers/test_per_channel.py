@@ -20,7 +20,7 @@ from moeq.models.source import open_source
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.packing import unpack
 from moeq.progress import Reporter
-from moeq.quantizers.layer import rtn_batch
+from moeq.quantizers import rtn
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages.context import Context
 
@@ -55,7 +55,7 @@ def test_codes_scales_and_values_are_the_papers(kept: str, bits: int) -> None:
     weight[1, :, 4] = 0
     weight[2, 7] *= 20
     config = LossesSection.model_validate(SETTINGS | {"symmetric_range": kept})
-    packed = PackedWeight.of(rtn_batch({"up_proj": weight.mT}, config)["up_proj"], bits, symmetric=True)
+    packed = PackedWeight.of(rtn.quantize({"up_proj": weight.mT}, None, config)["up_proj"], bits, symmetric=True)
     integers, scales = quantize(weight, bits, kept)
     assert packed.zeros is None
     assert torch.equal(packed.scales.mT, scales)
@@ -69,7 +69,7 @@ def test_codes_scales_and_values_are_the_papers(kept: str, bits: int) -> None:
 def test_the_default_range_is_another() -> None:
     weight = torch.linspace(-1, 1, 33).view(1, 1, 33)
     even, narrow = (
-        rtn_batch({"x": weight}, LossesSection.model_validate(SETTINGS | {"symmetric_range": kept}))["x"]
+        rtn.quantize({"x": weight}, None, LossesSection.model_validate(SETTINGS | {"symmetric_range": kept}))["x"]
         for kept in ("even", "narrow")
     )
     assert even.scale.flatten().tolist() == pytest.approx([1 / 7.5, 1 / 127.5], rel=1e-3)

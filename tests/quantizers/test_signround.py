@@ -19,7 +19,7 @@ from moeq.numerics.factor import factorize
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight
-from moeq.quantizers.signround import Training, sign_round
+from moeq.quantizers.signround_expert import Training, sign_round
 from moeq.quantizers.trained_grid import TrainedGrid
 from moeq.quantizers.training_rows import Pool, Pools, Rows
 

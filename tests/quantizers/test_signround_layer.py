@@ -13,7 +13,7 @@ from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.numerics import gptq
 from moeq.numerics.grids import decode
-from moeq.quantizers.signround import Training
+from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.signround_layer import LayerTokens, WidthCodes, add_output, sign_round_layer
 
 EXPERTS, HIDDEN, INTER, TOKENS = 5, 40, 24, 300

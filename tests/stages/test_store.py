@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from moeq.progress import Reporter
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages import assign, losses, quantize
 from moeq.stages.context import Context
-from moeq.stages.replicas import Replicas, entries, is_own, load_index, load_losses
+from moeq.stages.replicas import Replicas, entries, load_index, load_losses
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "assign={method: uniform, bits: 2}",
@@ -132,12 +133,28 @@ def test_what_decides_no_codes_keeps_the_replicas(tiny_mixtral: Path, tmp_path: 
 
 
 def test_settings_named_after_a_method_count_for_it_alone() -> None:
-    assert is_own("rtn_rounds", "rtn")
-    assert is_own("rtn", "rtn")
-    assert not is_own("group_size", "gptq")
+    steps = [entries(LossesSection(methods=["gptq", "signround"], signround_iterations=n)) for n in (10, 20)]
+    assert [made.method for made, again in zip(*steps, strict=True) if made != again] == ["signround"] * 5
     one, other = (entries(LossesSection(bits=[2], max_measured_tokens=count)) for count in (10, 20))
     assert [made.entry for made in one] == [made.entry for made in other]
     assert [made.rows for made in one] != [made.rows for made in other]
+
+
+def test_what_stores_were_given_before_is_found_by_its_names() -> None:
+    """Only the revisions, and other settings, may change them: else nothing of a store made before is found."""
+    recipe = load_recipe(
+        None, ["losses={methods: [gptq, rtn, signround], bits: [4], signround_iterations: 30}",
+               "assign={method: uniform, bits: 4}", "eval.compare=[]"],
+    )  # fmt: skip
+    computed = {"device": "cpu", "dtype": "float32"}
+    run: Any = SimpleNamespace(recipe=recipe, stamp=SimpleNamespace(digest="d" * 64), compute=lambda: computed)
+    index = losses.planned(run, "t" * 64)
+    assert index.set == "68f656d645d7a68f24ac312953043d0d94c255ec8220974c0d6a7221582689e2"
+    assert [(made.entry, made.rows) for made in index.made] == [
+        ("gptq.4.ca3d163bab055381", "gptq.4.691f0b4d93e115ed"),
+        (None, "rtn.4.e5bd7e0893d09ec1"),
+        ("signround.4.30a287708147b251", "signround.4.1eb2041aa2f8d608"),
+    ]
 
 
 def test_a_call_makes_replicas_by_one_method_only() -> None:

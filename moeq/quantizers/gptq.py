@@ -1,0 +1,132 @@
+"""gptq: every column's error is made up for by the columns after it, weighed by what the expert is given.
+
+After Frantar et al., arXiv 2210.17323, Algorithm 1, in the form of numerics/gptq.py. Gate and up share one Hessian.
+
+Letters: E experts of a batch, N output rows, K inputs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moeq.quantizers.quantizer import BatchSizes, Quantizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeq.numerics.factor import Factor
+    from moeq.numerics.gptq import Quantized
+    from moeq.quantizers.statistics import Statistics
+    from moeq.recipe import LossesSection
+
+LOOP_BYTES = 16 << 20  # a thread's columns, residuals and feedback in the column loop on a CPU
+
+
+def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: LossesSection) -> dict[str, Quantized]:
+    """GPTQ of a batch of experts; what a factorization fell back to is noted of the expert."""
+    import torch
+
+    from moeq.models.experts import DOWN
+    from moeq.quantizers.trained_grid import select
+
+    first, second = statistics.hessians()
+    names = [name for name in weights if name != DOWN]
+    stack = torch.cat([weights[name] for name in names], 1)
+    both = _quantized(stack, torch.stack(first), statistics, settings)
+    found = {DOWN: _quantized(weights[DOWN], torch.stack(second), statistics, settings)}
+    rows = stack.shape[1] // len(names)
+    every = slice(None)
+    parts = {name: select(both, (every, every, slice(i * rows, (i + 1) * rows))) for i, name in enumerate(names)}
+    return parts | found
+
+
+def _quantized(weight: Tensor, hessian: Tensor, statistics: Statistics, settings: LossesSection) -> Quantized:
+    """GPTQ of weights [E, N, K] that share Hessians [E, K, K], at all widths.
+
+    With act_order, 1 bit keeps the order of the columns: its scale is worth much less when it is not taken from what
+    earlier columns made of the group.
+    """
+    from moeq.numerics.factor import act_order, factorize
+    from moeq.quantizers.rounding import by_width, rounded
+
+    ordered = [bits for bits in settings.bits if settings.act_order and bits > 1]
+    plain = [bits for bits in settings.bits if bits not in ordered]
+    found = []
+    for widths in (ordered, plain):
+        if widths:
+            order, work = act_order(hessian) if widths is ordered else (None, hessian)
+            factor = factorize(work, settings.damping)
+            _note(statistics, factor, settings.damping)
+            importance = _importance(factor, order) if settings.clip == "mse" else None
+            found.append(rounded(weight, factor.unit_upper, settings, widths, importance, order))
+    return found[0] if len(found) == 1 else by_width(found, settings.bits)
+
+
+def _importance(factor: Factor, order: Tensor | None) -> Tensor:
+    """What the square of each column's error counts in clipping, [E, K], columns as they lie."""
+    return factor.pivots if order is None else factor.pivots.gather(1, order.argsort(-1))
+
+
+def _note(statistics: Statistics, factor: Factor, damping: float) -> None:
+    """Record what the factorization of each expert fell back to."""
+    for index, note in enumerate(statistics.notes):
+        note.add(
+            rounded=bool(factor.failed[index]),
+            raised_damping=float(factor.damping[index]) > damping and not bool(factor.failed[index]),
+            float64=bool(factor.float64[index]),
+        )
+
+
+def memory(sizes: BatchSizes) -> list[int]:
+    """Hessians while they are summed up, then those of the first matrices and those of down, factored one after the
+    other; the lists that Hessians were summed up in stay, and so does what the first matrices became.
+
+    A CPU's column loop rounds a few rows at a time and packs blocks, so that what counts there are the batch's weights,
+    Hessians, factors and codes. A GPU works on all rows of the batch at once, in tensors of float32 and 64-bit words.
+    """
+    import torch
+
+    from moeq.numerics.grids import resolved_group_size
+    from moeq.quantizers.layer_data import row_bytes
+
+    hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
+    wide = sizes.experts * (len(sizes.layer.projections) - 1) * inner * hidden
+    narrow = sizes.experts * hidden * inner
+    first, second = 4 * sizes.experts * hidden**2, 4 * sizes.experts * inner**2
+    copies = 2 if sizes.settings.act_order else 1
+    ordered = 2 if sizes.settings.act_order else 0  # in the order of rounding, and halfway there
+    lists = first + second
+    summing = lists + row_bytes(sizes.layer, int(sizes.tokens) + sizes.lent)
+    if sizes.gpu:
+        group = resolved_group_size(max(hidden, inner), sizes.settings.group_size)
+        step = 16 * sizes.experts * widths * max(group * 2 * inner, group * hidden)
+        factor, codes = max(first, second), widths * (wide + narrow)
+        rounding = lists + 2 * factor + wide * (8 + 6 * widths) + step + codes
+        return [summing, lists + 5 * factor + codes, rounding, codes + 20 * narrow]
+    stack, loop = 4 * wide, LOOP_BYTES * torch.get_num_threads()
+    return [
+        summing,
+        lists + stack + (2 + ordered) * first + widths * wide * copies + loop,
+        lists + stack + (2 + ordered) * second + widths * (wide + narrow * copies) + loop,
+    ]
+
+
+def operations(sizes: BatchSizes) -> float:
+    """Hessians and intermediate states, two Cholesky factors, and the feedback of every width."""
+    hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
+    first = len(sizes.layer.projections) - 1
+    total = 2 * sizes.tokens * hidden**2 + 2 * (sizes.tokens + sizes.lent) * (inner**2 + first * hidden * inner)
+    return total + (hidden**3 + inner**3) / 3 + widths * (first * inner * hidden**2 + hidden * inner**2)
+
+
+QUANTIZER = Quantizer(
+    name="gptq",
+    label="GPTQ",
+    help="columns make up for the errors of those before them, weighed by calibration tokens",
+    quantize=quantize,
+    memory=memory,
+    operations=operations,
+    act_order=True,
+    clip=True,
+    needs="hessians",
+)

@@ -1,0 +1,52 @@
+"""Codes and grids of one matrix of a batch of experts, at all widths of a recipe, nested ones included.
+
+Letters: E experts, N output rows, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moeq.numerics import gptq, nested
+from moeq.numerics.gptq import Quantized
+from moeq.numerics.widths import NESTED_BITS
+from moeq.recipe import LossesSection
+
+
+def rounded(
+    weight: Tensor,
+    factor: Tensor | None,
+    settings: LossesSection,
+    bits: Sequence[int],
+    importance: Tensor | None,
+    order: Tensor | None = None,
+) -> Quantized:
+    """Codes and grids of weights [E, N, K] at some widths, arguments as of `gptq.quantize`; nested ones share their
+    codes where the recipe says so."""
+    group, symmetric = settings.group_size, settings.symmetry()
+
+    def alone(widths: Sequence[int]) -> Quantized:
+        return gptq.quantize(
+            weight, factor, bits=widths, group_size=group, symmetric=symmetric, order=order, importance=importance
+        )
+
+    if not settings.nested or not set(bits) & set(NESTED_BITS):
+        return alone(bits)
+    found = [nested.quantize(weight, factor, group_size=group, symmetric=symmetric, importance=importance)]
+    others = [width for width in bits if width not in NESTED_BITS]
+    if others:
+        found.append(alone(others))
+    return by_width(found, bits)
+
+
+def by_width(found: Sequence[Quantized], bits: Sequence[int]) -> Quantized:
+    """Results at some widths each, as one at `bits`."""
+    places = [(one, one.bits.index(width)) for width in bits for one in found if width in one.bits]
+    codes, scale, zero = (
+        torch.stack([getattr(one, part)[:, index] for one, index in places], 1) for part in ("codes", "scale", "zero")
+    )
+    return replace(places[0][0], codes=codes, scale=scale, zero=zero, bits=tuple(bits))

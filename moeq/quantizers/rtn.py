@@ -1,0 +1,53 @@
+"""rtn: rounding to nearest, without calibration: the same codes whenever they are needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moeq.quantizers.quantizer import BatchSizes, Quantizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeq.numerics.gptq import Quantized
+    from moeq.recipe import LossesSection
+
+LARGEST_IN_HEAP = 32 << 20  # glibc maps what is larger by itself, and gives it back at once
+
+
+def quantize(weights: dict[str, Tensor], statistics: object, settings: LossesSection) -> dict[str, Quantized]:
+    """Codes of the nearest values; with clip mse every weight's error counts alike."""
+    from moeq.quantizers.rounding import rounded
+
+    found = {}
+    for projection, weight in weights.items():
+        importance = weight.new_ones(len(weight), weight.shape[2]) if settings.clip == "mse" else None
+        found[projection] = rounded(weight, None, settings, settings.bits, importance)
+    return found
+
+
+def memory(sizes: BatchSizes) -> list[int]:
+    """The matrices before as codes, one input-major, its codes, and a group of them in float32 and 8 bits; blocks that
+    lie in the heap of a CPU leave gaps there."""
+    from moeq.models.experts import DOWN
+    from moeq.numerics.grids import resolved_group_size
+
+    rows, inputs = sizes.layer.shape(DOWN)
+    stack = sizes.experts * rows * inputs
+    one = stack * len(sizes.settings.bits)
+    share = resolved_group_size(inputs, sizes.settings.group_size) / inputs
+    before = (len(sizes.layer.projections) - 1) * one
+    packing = 20 * stack if sizes.gpu else stack
+    gaps = 0 if sizes.gpu else min(one, LARGEST_IN_HEAP) + min(int(4 * share * one), LARGEST_IN_HEAP)
+    return [before + 4 * stack + int((1 + 5 * share) * one) + gaps, before + one + packing]
+
+
+QUANTIZER = Quantizer(
+    name="rtn",
+    label="RTN",
+    help="rounding to nearest, without calibration",
+    quantize=quantize,
+    memory=memory,
+    clip=True,
+    stored=False,
+)

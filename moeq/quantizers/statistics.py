@@ -1,0 +1,76 @@
+"""What quantizers may ask of a batch of experts: Hessians and rows of tokens, computed when they are asked for.
+
+Letters: T tokens, n rows of one expert, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from moeq.models.experts import DOWN
+from moeq.numerics.gptq import Quantized
+from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, part_rows, sum_of_products
+from moeq.recipe import LossesSection
+
+
+@dataclass(kw_only=True)
+class Note:
+    """What the loss table says of an expert beside its losses: what stood in for what it lacked, and the traces of the
+    Hessians of its first matrices and of down."""
+
+    fallback: list[str] = field(default_factory=list)
+    hessian_trace: tuple[float, float] | None = None
+
+    def add(self, **found: bool) -> None:
+        """Add the names of what was found."""
+        self.fallback += [name for name, here in found.items() if here and name not in self.fallback]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Of a batch of experts, for one quantizer and what it starts from.
+
+    batch: the experts' numbers, biases and what else they compute; notes: of every expert, which quantizers add to;
+    start: the codes of the quantizer that this one starts from.
+    """
+
+    tokens: RoutedTokens
+    batch: ExpertBatch
+    settings: LossesSection
+    notes: list[Note]
+    start: dict[str, Quantized] | None = None
+
+    @property
+    def lent(self) -> Tensor:
+        """Rows [<= 1024, H] of the layer that stand in where an expert's own are few."""
+        return self.tokens.sample
+
+    def rows(self, index: int) -> Tensor:
+        """The calibration rows [n, H] of one expert of the batch, maybe none."""
+        return self.tokens.routed(self.batch.numbers()[index], heldout=False)
+
+    def hessians(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of every expert: what its first matrices are given, [H, H], and its down projection, [I, I]; fills notes.
+
+        H_e <- (n_e*H_e + lambda*H_layer) / (n_e + lambda), H as means over tokens; for down, H_layer runs a sample of
+        the layer's tokens through the expert itself.
+        """
+        first, second = list[Tensor](), list[Tensor]()
+        lend = self.settings.borrow_tokens
+        for index, note in enumerate(self.notes):
+            mine = self.rows(index)
+            own, borrowed = (self._inner_products(index, rows) for rows in (mine, self.lent))
+            total = max(len(mine) + lend, 1e-9)
+            first.append((mine.T @ mine + lend * self.tokens.shared) / total)
+            second.append((own + lend * borrowed / len(self.lent)) / total)
+            note.add(borrowed_hessian=len(mine) < self.settings.min_tokens, left_out_tokens=self.tokens.left_out > 0)
+            note.hessian_trace = (float(first[-1].diagonal().sum()), float(second[-1].diagonal().sum()))
+        return first, second
+
+    def _inner_products(self, index: int, rows: Tensor) -> Tensor:
+        """Sum [I, I] of y y^T over what an expert's down projection is given at some rows [n, H]."""
+        weights, biases = self.batch.one(index)
+        parts = rows.split(part_rows(weights[DOWN].shape[1]))
+        return sum_of_products(self.batch.math.intermediate(part, weights, biases) for part in parts)

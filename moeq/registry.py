@@ -1,0 +1,149 @@
+"""Registries: the members of a kind (allocators, quantizers, policies) by name, moeq's own and those of other packages.
+
+Own members are found by themselves: every module of the kind's package that declares one (`ALLOCATOR = ...`) is one,
+and gives it its name; a module that declares none is a helper. Other packages name theirs in the entry points of a
+group (`moeq.allocators`). Names are listed without importing any; a member that cannot be loaded is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moeq.errors import MoeqError, RecipeError, nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+LONGEST = 80  # characters of an unknown name that are shown
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Registry:
+    """One kind of member, which modules of `package` declare in capitals (KIND = ...), other packages in `group`.
+
+    base: "module:Class" that all of the kind are of; separator: what a name has for an underscore of its module's.
+    """
+
+    kind: str
+    group: str
+    package: str
+    base: str
+    separator: str = "-"
+
+    def names(self) -> tuple[str, ...]:
+        """moeq's own by the alphabet, then others'; nothing is imported."""
+        return (*self.own, *self._entries[0])
+
+    def get(self, name: str, error: type[MoeqError] = RecipeError) -> Any:
+        """The member of a name; `error` with the nearest known name, or with what is wrong with another's package."""
+        if name not in self.names():
+            raise self.unknown(name, self.names(), error)
+        found = self._load(name)
+        if isinstance(found, MoeqError):
+            raise error(found.what, where=found.where, do=found.do)
+        return found
+
+    def unknown(self, name: str, known: Iterable[str], error: type[MoeqError]) -> MoeqError:
+        """The error for a name that is none of the known ones."""
+        known = list(known)
+        close = nearest(name, known)
+        hint = f"did you mean {close!r}? known: " if close else "known: "
+        return error(f"unknown {self.kind} {name[:LONGEST]!r}", do=f"{hint}{', '.join(known)}")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Every member that can be loaded, in the order of names."""
+        return (found for found in map(self._load, self.names()) if not isinstance(found, MoeqError))
+
+    def problems(self) -> list[str]:
+        """A line for every entry point that cannot be used: its package, its name and why."""
+        found = [*self._entries[1], *map(self._load, self._entries[0])]
+        return [str(one) for one in found if isinstance(one, MoeqError)]
+
+    def reset(self) -> None:
+        """Forget what was found, as a new process would: for tests that add packages."""
+        for name in ("own", "_entries", "_loaded"):
+            vars(self).pop(name, None)
+
+    @cached_property
+    def own(self) -> dict[str, str]:
+        """{name: module} of moeq's own members; their sources are read, not run."""
+        declared = re.compile(rf"^{self.kind.upper()}\b", re.MULTILINE)
+        folder = Path(__file__).parent.joinpath(*self.package.split(".")[1:])
+        modules = [path.stem for path in folder.glob("*.py") if declared.search(path.read_text("utf-8"))]
+        return {name.replace("_", self.separator): f"{self.package}.{name}" for name in sorted(modules)}
+
+    @cached_property
+    def _entries(self) -> tuple[dict[str, EntryPoint], list[MoeqError]]:
+        """Others' entry points by name, and what is wrong with those whose name another has."""
+        from importlib.metadata import entry_points
+
+        found: dict[str, EntryPoint] = {}
+        taken = []
+        for entry in sorted(entry_points(group=self.group), key=lambda one: (one.name, _package(one))):
+            if entry.name in self.own or entry.name in found:
+                holder = "moeq" if entry.name in self.own else _package(found[entry.name])
+                taken.append(_broken(entry, f"{holder} has {self.kind} {entry.name!r}"))
+            else:
+                found[entry.name] = entry
+        return found, taken
+
+    @cached_property
+    def _loaded(self) -> dict[str, Any]:
+        return {}
+
+    def _load(self, name: str) -> Any:
+        """The member of a known name, or the error that says what is wrong with it."""
+        if name not in self._loaded:
+            self._loaded[name] = self._own(name) if name in self.own else self._other(self._entries[0][name])
+        return self._loaded[name]
+
+    def _own(self, name: str) -> Any:
+        found = getattr(import_module(self.own[name]), self.kind.upper())
+        assert isinstance(found, self._base), f"{self.own[name]} declares no {self.base}"
+        assert found.name == name, f"{self.own[name]} declares {found.name!r}"
+        return found
+
+    def _other(self, entry: EntryPoint) -> Any:
+        try:
+            found = entry.load()
+        except (Exception, SystemExit) as error:  # whatever another's module does, this program goes on
+            return _broken(entry, f"{type(error).__name__}: {error}")
+        if not isinstance(found, self._base):
+            return _broken(entry, f"a {type(found).__name__} is no {self.base}")
+        return found if found.name == entry.name else _broken(entry, f"it is named {found.name!r}")
+
+    @property
+    def _base(self) -> type:
+        module, _, name = self.base.partition(":")
+        base: type = getattr(import_module(module), name)
+        return base
+
+
+def _package(entry: EntryPoint) -> str:
+    return "a package without a name" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
+def _broken(entry: EntryPoint, reason: str) -> MoeqError:
+    what = f"entry point {entry.name} = {entry.value} of {entry.group} cannot be used ({reason})"
+    return MoeqError(what, where=_package(entry), do="update or remove that package")
+
+
+ALLOCATORS = Registry(
+    kind="allocator", group="moeq.allocators", package="moeq.assigners", base="moeq.assigners.allocator:Allocator"
+)
+QUANTIZERS = Registry(
+    kind="quantizer", group="moeq.quantizers", package="moeq.quantizers", base="moeq.quantizers.quantizer:Quantizer"
+)
+POLICIES = Registry(
+    kind="policy",
+    group="moeq.policies",
+    package="moeq.estimator.policies",
+    base="moeq.estimator.policies:Policy",
+    separator="_",
+)

@@ -1,0 +1,37 @@
+"""Packages of other people, made for a test: modules, and a dist-info folder with their entry points."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from moeq.registry import Registry
+
+
+def write_package(folder: Path, group: str, entries: Mapping[str, str], modules: Mapping[str, str]) -> None:
+    """Entry points {name: value} of a group and modules {name: source}, as a folder that stands on the path."""
+    info = folder / "strangers-1.0.dist-info"
+    info.mkdir(parents=True)
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: strangers\nVersion: 1.0\n")
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    info.joinpath("entry_points.txt").write_text("\n".join(lines) + "\n")
+    for name, source in modules.items():
+        folder.joinpath(f"{name}.py").write_text(source)
+
+
+@contextmanager
+def on_path(folder: Path, registry: Registry, modules: Mapping[str, str]) -> Iterator[None]:
+    """The package of a folder is there, for this registry and as long as this lasts."""
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    registry.reset()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in modules:
+            sys.modules.pop(name, None)
+        registry.reset()

@@ -1,0 +1,91 @@
+"""Registries: own members by their modules, others' by entry points, broken ones in one line that names them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from strangers import on_path, write_package
+
+from moeq.errors import EstimateError, RecipeError
+from moeq.registry import ALLOCATORS, POLICIES, QUANTIZERS, Registry
+
+OWN = {
+    ALLOCATORS: ("budget", "frequency", "mopeq", "optimal", "prefix-split", "uniform"),
+    QUANTIZERS: ("gptq", "rtn", "signround"),
+    POLICIES: ("context_aware", "dynaexq", "gpu_only", "hobbit", "monde", "static_mixed", "static_placement"),
+}
+MODULES = {
+    "kind_good": "from moeq.estimator.policies.gpu_only import GpuOnly\nPOLICY = GpuOnly(name='kind')\n",
+    "kind_broken": "import no_such_module\n",
+    "kind_leaves": "raise SystemExit(3)\n",
+    "kind_wrong": "POLICY = 3\n",
+}
+ENTRIES = {
+    "kind": "kind_good:POLICY",
+    "monde": "kind_good:POLICY",
+    "broken": "kind_broken:POLICY",
+    "leaves": "kind_leaves:POLICY",
+    "wrong": "kind_wrong:POLICY",
+    "other_name": "kind_good:POLICY",
+    "absent": "kind_good:NOTHING",
+}
+
+
+@pytest.mark.parametrize("registry", OWN, ids=lambda one: one.kind)
+def test_own_members_are_the_modules_that_declare_one(registry: Registry) -> None:
+    assert registry.names() == OWN[registry]
+    assert tuple(member.name for member in registry) == OWN[registry]
+    assert registry.problems() == []
+    for name in registry.names():
+        assert registry.get(name) is registry.get(name)
+
+
+def test_listing_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from moeq.registry import ALLOCATORS, POLICIES, QUANTIZERS\n"
+        "assert ALLOCATORS.names() and POLICIES.names() and QUANTIZERS.names()\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'moeq.assigners', 'moeq.estimator', 'moeq.quantizers'}"
+        " & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_name_is_told_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"unknown allocator 'optimum'; did you mean 'optimal'\? known: budget, "):
+        ALLOCATORS.get("optimum")
+    with pytest.raises(EstimateError, match=r"unknown policy 'zzzz'; known: context_aware, "):
+        POLICIES.get("zzzz", EstimateError)
+
+
+def test_others_are_found_and_broken_ones_are_told_in_a_line(tmp_path: Path) -> None:
+    write_package(tmp_path, POLICIES.group, ENTRIES, MODULES)
+    with on_path(tmp_path, POLICIES, MODULES):
+        assert POLICIES.names() == (*OWN[POLICIES], *sorted(ENTRIES.keys() - {"monde"}))
+        assert tuple(member.name for member in POLICIES) == (*OWN[POLICIES], "kind")
+        assert POLICIES.get("monde").name == "monde"
+        lines = POLICIES.problems()
+        told = {line.split(" = ")[0].split()[-1]: line for line in lines}
+        assert told.keys() == ENTRIES.keys() - {"kind"}
+        assert "\n" not in "".join(lines)
+        assert told["monde"] == (
+            "strangers 1.0: entry point monde = kind_good:POLICY of moeq.policies cannot be used (moeq has policy "
+            "'monde'); update or remove that package"
+        )
+        for name, why in {
+            "broken": "ModuleNotFoundError: No module named 'no_such_module'",
+            "leaves": "SystemExit: 3",
+            "wrong": "a int is no moeq.estimator.policies:Policy",
+            "other_name": "it is named 'kind'",
+            "absent": "AttributeError: ",
+        }.items():
+            assert f"({why}" in told[name]
+            with pytest.raises(EstimateError) as caught:
+                POLICIES.get(name, EstimateError)
+            assert str(caught.value) == told[name]
+    assert POLICIES.names() == OWN[POLICIES]
