@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from moeq.estimator.document import EstimateDocument
 from moeq.estimator.fit import Setting, fit_file, fit_tables, write_hardware
 from moeq.estimator.sheets import sheet
 from moeq.recipe import Recipe, load_recipe
+from moeq.registry import POLICIES
 
 DEFAULT_HARDWARE = "paper-ctxmoe"
 DEFAULT_CONTEXT = 1024
@@ -166,6 +168,9 @@ def _options(asked: Asked) -> make.Options:
 
 def _finish(asked: Asked, found: EstimateDocument, questions: list[make.Question], out: Path | None) -> Any:
     paths = {} if out is None else files.write_document(out, found, questions)
+    if not asked.quiet:
+        for line in POLICIES.problems():
+            print(f"left out: {line}", file=sys.stderr)
     if not asked.json and not asked.quiet:
         tables.print_document(found, paths)
     return found.model_dump(mode="json") | {"paths": {name: str(path) for name, path in paths.items()}}

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Protocol, runtime_checkable
 
 from moeq.estimator.devices import Hardware, Parameter
 from moeq.estimator.step import NOTHING, Layers, Schedule, TermTotal, Work
+from moeq.registry import POLICIES
 from moeq.tables import human_bytes
+
+
+@dataclass(frozen=True)
+class Variant:
+    """short: its name in charts and tables; long: with what it does; monotone: more bandwidth never makes it slower."""
+
+    short: str
+    long: str
+    monotone: bool = True
 
 
 @runtime_checkable
@@ -20,11 +27,16 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the policy's module."""
+        """The name of the policy's module, or of another package's entry point."""
         ...
 
     @property
-    def variants(self) -> tuple[str, ...]:
+    def help(self) -> str:
+        """One line that says what it does."""
+        ...
+
+    @property
+    def variants(self) -> Mapping[str, Variant]:
         """At least one."""
         ...
 
@@ -55,11 +67,15 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plain:
     """What most policies share: steps in any order, nothing moves ahead of decoding, the model may be of any size."""
 
-    in_time: bool = field(default=False, init=False)
+    name: str
+    help: str
+    variants: Mapping[str, Variant]
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    in_time: bool = False
 
     def migration(self, layers: Layers, variant: str) -> TermTotal:
         """Nothing moves ahead of decoding."""
@@ -70,17 +86,22 @@ class Plain:
         return None
 
 
-@cache
 def known_policies() -> Mapping[str, Policy]:
-    """Every policy by name, sorted."""
-    found: dict[str, Policy] = {}
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda one: one.name):
-        policy = getattr(importlib.import_module(f"{__name__}.{module.name}"), "POLICY", None)
-        if policy is not None:
-            assert isinstance(policy, Policy), f"{module.name}.POLICY is not a Policy"
-            assert policy.name == module.name, f"{module.name}.POLICY is named {policy.name}"
-            found[policy.name] = policy
-    return found
+    """Every policy by name, moeq's own first."""
+    return {policy.name: policy for policy in POLICIES}
+
+
+def by_label() -> Mapping[str, tuple[Policy, str]]:
+    """Every policy and variant by the label of results, in the order of policies."""
+    return {label(one.name, variant): (one, variant) for one in POLICIES for variant in one.variants}
+
+
+def titled(wanted: str) -> Variant:
+    """The variant of a label; of a policy that is not installed here, one that is called so."""
+    if wanted not in by_label():
+        return Variant(wanted.replace("_", " "), wanted)
+    policy, variant = by_label()[wanted]
+    return policy.variants[variant]
 
 
 def label(name: str, variant: str) -> str:
