@@ -32,10 +32,10 @@ import numpy as np
 
 from moeq.estimator.devices import Parameter
 from moeq.estimator.placed import where_they_live
-from moeq.estimator.policies import Plain, Variant, number
+from moeq.estimator.policies import Policy, Variant, number
 
 
-class Far(Plain):
+class Far(Policy):
     def decode(self, layers, work, variant):
         hot, bits = work.placed(layers)
         return where_they_live(layers, work, np.zeros_like(hot), bits * number(self, layers.hardware, "padding"))

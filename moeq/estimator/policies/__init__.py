@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from moeq.estimator.devices import Hardware, Parameter
 from moeq.estimator.step import NOTHING, Layers, Schedule, TermTotal, Work
@@ -21,55 +21,14 @@ class Variant:
     monotone: bool = True
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """A way to run a placed model; `variants` ("" for a policy without any) are estimated side by side."""
-
-    @property
-    def name(self) -> str:
-        """The name of the policy's module, or of another package's entry point."""
-        ...
-
-    @property
-    def help(self) -> str:
-        """One line that says what it does."""
-        ...
-
-    @property
-    def variants(self) -> Mapping[str, Variant]:
-        """At least one."""
-        ...
-
-    @property
-    def parameters(self) -> Mapping[str, Parameter]:
-        """What a hardware file may set below `policies.<name>`, with defaults and their sources."""
-        ...
-
-    @property
-    def in_time(self) -> bool:
-        """Whether decode needs consecutive steps, since what it does follows from the steps before."""
-        ...
-
-    def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
-        """How the experts of every layer run in a decode step."""
-        ...
-
-    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
-        """How the experts of every layer run in the prefill."""
-        ...
-
-    def migration(self, layers: Layers, variant: str) -> TermTotal:
-        """What moves between prefill and decode, over the whole model."""
-        ...
-
-    def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
-        """Why the policy cannot run this model beside keys and values of a size: the sum that does not fit; or None."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class Plain:
-    """What most policies share: steps in any order, nothing moves ahead of decoding, the model may be of any size."""
+class Policy(ABC):
+    """A way to run a placed model; `variants` ("" for a policy without any) are estimated side by side.
+
+    name: its module's, or another package's entry point's; help: one line; parameters: what a hardware file may set
+    below `policies.<name>`; in_time: whether decode needs consecutive steps, since what it does follows from those
+    before.
+    """
 
     name: str
     help: str
@@ -77,12 +36,20 @@ class Plain:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     in_time: bool = False
 
+    @abstractmethod
+    def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
+        """How the experts of every layer run in a decode step."""
+
+    @abstractmethod
+    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
+        """How the experts of every layer run in the prefill."""
+
     def migration(self, layers: Layers, variant: str) -> TermTotal:
-        """Nothing moves ahead of decoding."""
+        """What moves between prefill and decode, over the whole model: nothing, unless a policy says otherwise."""
         return NOTHING
 
     def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
-        """Experts that do not fit the GPU come from the NDP's memory."""
+        """Why it cannot run this model beside keys and values of a size: the sum that does not fit; or None."""
         return None
 
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from moeq.estimator.offload import PREFILL_SPLIT, moved_ahead, prefill_split
 from moeq.estimator.placed import where_they_live
-from moeq.estimator.policies import Plain, Variant, parameter
+from moeq.estimator.policies import Policy, Variant, parameter
 from moeq.estimator.step import Layers, Schedule, TermTotal, Work
 
 
-class ContextAware(Plain):
+class ContextAware(Policy):
     """Layer: t_dense + E[max(sum_hot t_gpu, sum_cold t_ndp + t_act)], GPU and NDP overlap; one migration a sequence.
 
     Every expert has the bits of the placement, hot ones included (16 in the paper). The prefill runs on FP16 experts

@@ -9,7 +9,7 @@ import numpy as np
 
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import all_on_gpu
-from moeq.estimator.policies import Plain, Variant, number, over_gpu_memory
+from moeq.estimator.policies import Policy, Variant, number, over_gpu_memory
 from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Windows, Work, memory_rates
 from moeq.estimator.terms import Cost, t_fetch
 
@@ -33,7 +33,7 @@ _PARAMETERS = {
 _TIE = 1e-12  # of equal scores the expert that is in high precision already stays
 
 
-class DynaExq(Plain):
+class DynaExq(Policy):
     """Layer: t_dense + E[sum t_gpu(b' of the pool that the expert is in)]; a step adds what copies do not hide.
 
     Algorithm 1: hotness S <- a*S + (1-a)*g at every step, and every T steps the top n_hot with S >= tau are to be in

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from moeq.estimator.offload import on_demand
-from moeq.estimator.policies import Plain, Variant
+from moeq.estimator.policies import Policy, Variant
 from moeq.estimator.step import Layers, Schedule, Work
 
 
-class GpuOnly(Plain):
+class GpuOnly(Policy):
     """Layer: t_dense + E[active*t_fetch + sum t_gpu], which is HOBBIT with f_hi = 1 and no cache."""
 
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:

@@ -8,7 +8,7 @@ from moeq.errors import EstimateError
 from moeq.estimator.caching import lru_hits
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import on_demand
-from moeq.estimator.policies import Plain, Variant, number, over_gpu_memory
+from moeq.estimator.policies import Policy, Variant, number, over_gpu_memory
 from moeq.estimator.step import BoolArray, Layers, Schedule, Work
 
 _ON_DEMAND = "paper 000, 5.1: all experts are loaded to the GPU on demand"
@@ -22,7 +22,7 @@ _PARAMETERS = {
 }
 
 
-class Hobbit(Plain):
+class Hobbit(Policy):
     """Layer: t_dense + E[misses*(f_hi + f_lo*b'_lo/16)*t_fetch + sum t_gpu].
 
     The GPU caches `cached_experts` of a layer: of recorded steps the least recently used one leaves, of routing

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from moeq.estimator.offload import PREFILL_SPLIT, bandwidth_rule, cost_optimal, prefill_split, split_schedule
-from moeq.estimator.policies import Plain, Variant, parameter
+from moeq.estimator.policies import Policy, Variant, parameter
 from moeq.estimator.step import BoolArray, Layers, Schedule, Work
 
 
-class Monde(Plain):
+class Monde(Policy):
     """Layer: t_dense + E[max(H*t_fetch + t_gpu(last), sum_cold t_ndp(16) + t_act)]; nothing migrates.
 
     Where the memory only holds experts all variants fetch every active one, as compute follows.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from moeq.estimator.offload import all_on_gpu
-from moeq.estimator.policies import Plain, Variant, over_gpu_memory
+from moeq.estimator.policies import Policy, Variant, over_gpu_memory
 from moeq.estimator.step import Layers, Schedule, Work
 
 
-class StaticMixed(Plain):
+class StaticMixed(Policy):
     """Layer: t_dense + E[sum t_gpu(b')]; hot experts of the placement have their width too. Needs memory for all."""
 
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:

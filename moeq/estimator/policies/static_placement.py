@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from moeq.estimator.placed import placed_by_rank, where_they_live
-from moeq.estimator.policies import Plain, Variant
+from moeq.estimator.policies import Policy, Variant
 from moeq.estimator.step import Layers, Schedule, Work
 
 
-class StaticPlacement(Plain):
+class StaticPlacement(Policy):
     """Layer: t_dense + E[max(sum_hot t_gpu, sum_cold t_ndp + t_act)], as the context-aware placement of the same K.
 
     What is missing is the context: of a trace the most popular experts of all its prompts (or by the popularity that
