@@ -19,6 +19,7 @@ import typer
 
 from moeq.bounded import shortened
 from moeq.errors import InternalError, MoeqError, RecipeError, StorageError
+from moeq.registry import ALLOCATORS
 from moeq.version import __version__
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def assign(
     set_: SetOption = None,
     method: Annotated[
         str | None,
-        typer.Option("--method", help="uniform, frequency, prefix-split, mopeq, optimal or budget."),
+        typer.Option("--method", help=f"{', '.join(ALLOCATORS.names())}."),
     ] = None,
     average_bits: Annotated[
         str | None, typer.Option("--average-bits", help="Budget: mean width of the experts, such as 2.5.")
@@ -259,14 +260,16 @@ def assign(
     ] = None,
     granularity: Annotated[
         str | None,
-        typer.Option("--granularity", help="What has one width, of method optimal: expert, projection or layer."),
+        typer.Option(
+            "--granularity", help="What has one width, where the method decides it: expert, projection or layer."
+        ),
     ] = None,
     ndp_latency: Annotated[
         float | None,
         typer.Option(
             "--ndp-latency",
-            help="Limit beside the budget, of method optimal: expected ms a token that the near-data side spends on "
-            "experts.",
+            help="Limit beside the budget, of a method that keeps it: expected ms a token that the near-data side "
+            "spends on experts.",
         ),
     ] = None,
     hardware: Annotated[
@@ -293,7 +296,7 @@ def assign(
     given = {"average_bits": average_bits, "expert_bytes": expert_bytes, "size": size}
     more = {"granularity": granularity, "ndp_latency_ms": ndp_latency, "hardware": hardware, "target": target}
     chosen = [f"assign.{name}={value}" for name, value in more.items() if value is not None]
-    if method not in (None, "optimal") and ndp_latency is None:
+    if method is not None and ndp_latency is None and "ndp_latency_ms" not in ALLOCATORS.get(method).reads:
         chosen.append("assign.ndp_latency_ms=null")  # the recipe's, which belongs to its own method
     overrides = [*(set_ or []), *_assign_overrides(method, given), *chosen]
     context = _context(
@@ -629,12 +632,11 @@ def _run_stage(context: Context, name: str, json: bool, quiet: bool) -> None:
 
 def _assign_overrides(method: str | None, given: dict[str, str | None]) -> list[str]:
     """What --method and the budget options set; a budget that is given replaces the recipe's, whatever it was."""
-    from moeq.recipe import BUDGETS
+    from moeq.recipe import budget_keys
 
     chosen = {name: value for name, value in given.items() if value is not None}
-    dropped = [name for name in ("bits", *given) if name not in chosen] if chosen else []
-    if method is not None and method in BUDGETS and not chosen:
-        dropped = [name for name in ("bits", *given) if name not in BUDGETS[method]]
+    kept = chosen or (budget_keys() if method is None else ALLOCATORS.get(method).budgets)
+    dropped = [name for name in budget_keys() if name not in kept]
     return [
         *([f"assign.method={method}"] if method is not None else []),
         *(f"assign.{name}=null" for name in dropped),

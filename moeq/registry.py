@@ -42,10 +42,14 @@ class Registry:
 
     def get(self, name: str, error: type[MoeqError] = RecipeError) -> Any:
         """The member of a name; `error` where there is none that can be used."""
-        found = self._load(name) if name in self.names() else None
-        if found is None or isinstance(found, MoeqError):
+        if (found := self.find(name)) is None:
             raise self.refused(name, self.names(), error)
         return found
+
+    def find(self, name: str) -> Any | None:
+        """The member of a name, None where there is none that can be used."""
+        found = self._load(name) if name in self.names() else None
+        return None if isinstance(found, MoeqError) else found
 
     def refused(
         self, name: str, known: Iterable[str], error: type[MoeqError] = RecipeError, where: str | None = None
