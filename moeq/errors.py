@@ -71,6 +71,10 @@ class AssignmentError(MoeqError):
     exit_code = 6
 
 
+class BudgetError(AssignmentError):
+    """A budget, or a limit of latency, that no assignment keeps."""
+
+
 class ArtifactError(MoeqError):
     exit_code = 7
 

@@ -41,24 +41,34 @@ class Registry:
         return (*self.own, *self._entries[0])
 
     def get(self, name: str, error: type[MoeqError] = RecipeError) -> Any:
-        """The member of a name; `error` with the nearest known name, or with what is wrong with another's package."""
-        if name not in self.names():
-            raise self.unknown(name, self.names(), error)
-        found = self._load(name)
-        if isinstance(found, MoeqError):
-            raise error(found.what, where=found.where, do=found.do)
+        """The member of a name; `error` where there is none that can be used."""
+        if (found := self.find(name)) is None:
+            raise self.refused(name, self.names(), error)
         return found
 
-    def unknown(self, name: str, known: Iterable[str], error: type[MoeqError]) -> MoeqError:
-        """The error for a name that is none of the known ones."""
-        known = list(known)
-        close = nearest(name, known)
-        hint = f"did you mean {close!r}? known: " if close else "known: "
-        return error(f"unknown {self.kind} {name[:LONGEST]!r}", do=f"{hint}{', '.join(known)}")
+    def find(self, name: str) -> Any | None:
+        """The member of a name, None where there is none that can be used."""
+        found = self._load(name) if name in self.names() else None
+        return None if isinstance(found, MoeqError) else found
+
+    def refused(
+        self, name: str, known: Iterable[str], error: type[MoeqError] = RecipeError, where: str | None = None
+    ) -> MoeqError:
+        """The error for a name that is none of the known ones: the nearest, or what is wrong with another's package."""
+        broken = self._load(name) if name in self._entries[0] else None
+        if isinstance(broken, MoeqError):
+            return error(broken.what, where=broken.where, do=broken.do)
+        close = nearest(name, known := list(known))
+        do = f"did you mean {close!r}?" if close else f"known: {', '.join(known)}"
+        return error(f"unknown {self.kind} {name[:LONGEST]!r}", where=where, do=do)
 
     def __iter__(self) -> Iterator[Any]:
         """Every member that can be loaded, in the order of names."""
         return (found for found in map(self._load, self.names()) if not isinstance(found, MoeqError))
+
+    def origin(self, name: str) -> str | None:
+        """The package, with its version, that another's member is of; None of moeq's own."""
+        return None if name in self.own else _package(self._entries[0][name])
 
     def problems(self) -> list[str]:
         """A line for every entry point that cannot be used: its package, its name and why."""
@@ -119,10 +129,9 @@ class Registry:
         return found if found.name == entry.name else _broken(entry, f"it is named {found.name!r}")
 
     @property
-    def _base(self) -> type:
+    def _base(self) -> Any:
         module, _, name = self.base.partition(":")
-        base: type = getattr(import_module(module), name)
-        return base
+        return getattr(import_module(module), name)
 
 
 def _package(entry: EntryPoint) -> str:

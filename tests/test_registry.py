@@ -18,7 +18,9 @@ OWN = {
     POLICIES: ("context_aware", "dynaexq", "gpu_only", "hobbit", "monde", "static_mixed", "static_placement"),
 }
 MODULES = {
-    "kind_good": "from moeq.estimator.policies.gpu_only import GpuOnly\nPOLICY = GpuOnly(name='kind')\n",
+    "kind_good": "from dataclasses import replace\n"
+    "from moeq.estimator.policies.gpu_only import POLICY as OWN\n"
+    "POLICY = replace(OWN, name='kind')\n",
     "kind_broken": "import no_such_module\n",
     "kind_leaves": "raise SystemExit(3)\n",
     "kind_wrong": "POLICY = 3\n",
@@ -57,7 +59,7 @@ def test_listing_imports_nothing_heavy() -> None:
 
 
 def test_an_unknown_name_is_told_the_nearest() -> None:
-    with pytest.raises(RecipeError, match=r"unknown allocator 'optimum'; did you mean 'optimal'\? known: budget, "):
+    with pytest.raises(RecipeError, match=r"unknown allocator 'optimum'; did you mean 'optimal'\?"):
         ALLOCATORS.get("optimum")
     with pytest.raises(EstimateError, match=r"unknown policy 'zzzz'; known: context_aware, "):
         POLICIES.get("zzzz", EstimateError)

@@ -10,48 +10,75 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.profile import PHASES
+from moeq.assigners.allocator import Allocator
 from moeq.assigners.inputs import AssignInputs, build, hot_masks, ranking
 from moeq.assigners.limits import limit_of
-from moeq.errors import AssignmentError
+from moeq.errors import BudgetError
+from moeq.recipe import Bits, BitsOrFull, Bytes, MethodSettings
 
-HOT_BITS, COLD_BITS, EMA = 4, 2, 0.9
+
+class HotColdSettings(MethodSettings):
+    """Two widths, and how the hot experts are found."""
+
+    hot_bits: BitsOrFull = Field(4, description="width of hot experts")
+    cold_bits: Bits = Field(2, description="width of cold experts")
+    transient_bytes: Bytes | None = Field(None, description="kept free for experts that change their width; none: 0")
+    ema: float = Field(0.9, ge=0, lt=1, description="what warm-up hotness keeps a sequence")
+    warmup_sequences: int | None = Field(None, ge=1, description="sequences of the warm-up; none: all")
+
+    @model_validator(mode="after")
+    def _check(self) -> HotColdSettings:
+        if self.hot_bits < self.cold_bits:
+            raise ValueError("hot_bits must not be below cold_bits")
+        return self
+
+    def named(self) -> set[int]:
+        """Both widths."""
+        return {self.hot_bits, self.cold_bits}
 
 
 def assign(inputs: AssignInputs) -> Assignment:
     """Assign hot and cold widths; AssignmentError for a budget that even all-cold experts exceed."""
-    config = inputs.config
-    hot = hot_masks(inputs)
-    cold_bits, hot_bits = config.cold_bits or COLD_BITS, config.hot_bits or HOT_BITS
-    limit = limit_of(inputs, (cold_bits, hot_bits), hot)
-    left = replace(limit, total=limit.total - (config.transient_bytes or 0))
+    settings, hot = inputs.settings(HotColdSettings), hot_masks(inputs)
+    limit = limit_of(inputs, (settings.cold_bits, settings.hot_bits), hot)
+    left = replace(limit, total=limit.total - (settings.transient_bytes or 0))
     bits = []
     for layer, share in enumerate(left.by_layer()):
         count, (cold, high) = int(limit.counts[layer]), limit.costs[layer].tolist()
         if share < count * cold:
-            raise AssignmentError(
+            raise BudgetError(
                 f"{count} cold experts take {count * cold} bytes, its share of the budget is {share}",
                 where=inputs.profile.layers[layer],
                 do="raise the budget, or lower cold_bits or transient_bytes",
             )
         number = count if high == cold else min(count, (share - count * cold) // (high - cold))
         order = [expert for expert in ranking(hotness(inputs, layer)) if not hot[layer][expert]]
-        widths = np.full(len(hot[layer]), cold_bits)
-        widths[order[:number]] = hot_bits
+        widths = np.full(len(hot[layer]), settings.cold_bits)
+        widths[order[:number]] = settings.hot_bits
         bits.append(widths)
     return build(inputs, bits, hot)
 
 
 def hotness(inputs: AssignInputs, layer: int) -> np.ndarray:
     """S of every expert of a layer after the warm-up, [E]."""
-    config, phase = inputs.config, inputs.phase()
+    settings, phase = inputs.settings(HotColdSettings), inputs.phase()
     pick = slice(None) if phase is None else slice(PHASES.index(phase), PHASES.index(phase) + 1)
-    scores = inputs.profile.scores[layer][: config.warmup_sequences, pick].sum(1)
-    tokens = inputs.profile.tokens[: config.warmup_sequences, pick].sum(1)
-    ema = EMA if config.ema is None else config.ema
+    scores = inputs.profile.scores[layer][: settings.warmup_sequences, pick].sum(1)
+    tokens = inputs.profile.tokens[: settings.warmup_sequences, pick].sum(1)
     state = np.zeros(scores.shape[1])
     for given, count in zip(scores, tokens, strict=True):
-        state = ema * state + (1 - ema) * given / max(1, int(count))
+        state = settings.ema * state + (1 - settings.ema) * given / max(1, int(count))
     return state
+
+
+ALLOCATOR = Allocator(
+    name="budget",
+    help="two widths: as many experts of a layer hot as its share of the bytes pays for, by warm-up hotness",
+    assign=assign,
+    settings=HotColdSettings,
+    budgets=("expert_bytes", "size"),
+)

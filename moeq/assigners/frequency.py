@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from moeq.artifacts.assignment import Assignment
+from moeq.assigners.allocator import Allocator
 from moeq.assigners.inputs import AssignInputs, build, hot_masks, ranking
 from moeq.assigners.limits import Limit, choices, limit_of
 
@@ -63,3 +64,13 @@ def spend(costs: np.ndarray, total: int) -> list[int]:
         left -= int(row[max(choice, 0)] - row[0])
         found.append(max(choice, 0))
     return found
+
+
+ALLOCATOR = Allocator(
+    name="frequency",
+    help="wider the more often an expert is chosen, between the two widths that enclose the budget",
+    assign=assign,
+    budgets=("average_bits", "expert_bytes", "size"),
+    reads=("widths", "scope"),
+    implied={"scope": "layer"},
+)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,12 +21,16 @@ from moeq.artifacts.assignment import (
     matrix_widths,
     width_of,
 )
-from moeq.artifacts.effects import LayerEffects
-from moeq.artifacts.expert_effects import ExpertEffects
-from moeq.artifacts.losses import LossTable
-from moeq.artifacts.profile import ExpertProfile
 from moeq.errors import AssignmentError
-from moeq.recipe import BEST, AssignSection
+from moeq.recipe import BEST, AssignSection, MethodSettings
+
+if TYPE_CHECKING:  # recipes are checked without the packages that read these
+    from moeq.artifacts.effects import LayerEffects
+    from moeq.artifacts.expert_effects import ExpertEffects
+    from moeq.artifacts.losses import LossTable
+    from moeq.artifacts.profile import ExpertProfile
+
+Settings = TypeVar("Settings", bound=MethodSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,15 @@ class AssignInputs:
     expert_effects: ExpertEffects | None = None
     ndp_seconds: tuple[dict[int, float], ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict)
+
+    def settings(self, kind: type[Settings]) -> Settings:
+        """The method's own keys."""
+        assert isinstance(self.config.settings, kind), f"{self.config.method} has other settings"
+        return self.config.settings
+
+    def measured(self, *more: int) -> tuple[int, ...]:
+        """Widths of the loss table and others, rising."""
+        return tuple(sorted({*(self.losses.bits() if self.losses is not None else ()), *more}))
 
     def bytes_of(self, layer: int) -> dict[int, int]:
         """{width: bytes of one expert} of a layer; AssignmentError when they were not given."""

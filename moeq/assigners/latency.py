@@ -17,7 +17,7 @@ import numpy as np
 from moeq.artifacts.assignment import Assignment, matrix_widths
 from moeq.assigners.inputs import AssignInputs, activation_rate
 from moeq.assigners.limits import Latency, Limit
-from moeq.errors import AssignmentError
+from moeq.errors import AssignmentError, BudgetError
 
 DIGITS = 6  # of the least possible latency in a refusal
 
@@ -53,11 +53,11 @@ def limited(inputs: AssignInputs, limit: Limit, hot: Sequence[np.ndarray]) -> Li
     return replace(limit, latency=Latency(times=times, seconds=most / 1e3))
 
 
-def refusal(least: float, most: float) -> AssignmentError:
+def refusal(least: float, most: float) -> BudgetError:
     """The error for a limit below the least possible latency, both in seconds."""
     digits = DIGITS - 1 - math.floor(math.log10(least * 1e3))
     possible = math.ceil(least * 1e3 * 10**digits) / 10**digits  # rounded up, so that it can be asked for
-    return AssignmentError(
+    return BudgetError(
         f"{most * 1e3:g} ms a token on the NDP cannot be met within the budget; the least possible is "
         f"{possible:.{DIGITS}g}",
         where="ndp_latency_ms",

@@ -21,7 +21,7 @@ import numpy as np
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.targets import OF_MATRICES, TARGETS, Granularity, Target, loads_width
 from moeq.assigners.inputs import AssignInputs, hot_masks
-from moeq.errors import AssignmentError
+from moeq.errors import AssignmentError, BudgetError
 from moeq.tables import human_bytes, human_size
 
 
@@ -82,7 +82,7 @@ def loads(inputs: AssignInputs, target: Target, bits: int) -> bool:
 
 def choices(inputs: AssignInputs) -> tuple[int, ...]:
     """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads."""
-    known: Sequence[int] = inputs.config.widths or (inputs.losses.bits() if inputs.losses is not None else ())
+    known = inputs.config.widths or inputs.measured()
     target = inputs.config.target
     allowed = sorted(width for width in set(known) if target is None or loads(inputs, TARGETS[target], width))
     if not allowed:
@@ -109,7 +109,7 @@ def limit_of(
         average = Fraction(config.average_bits)
         limit = _bits_limit(inputs, widths, counts, average, granularity)
         if limit.total < limit.least:
-            raise AssignmentError(
+            raise BudgetError(
                 f"an average of {float(average):g} bits cannot be met with {list(widths)} bits",
                 do=f"ask for {widths[0]} bits or more{_longer_groups(inputs, widths)}",
             )
@@ -178,7 +178,7 @@ def byte_limit(
     )
     if limit.total < limit.least:
         least = fixed + limit.least
-        raise AssignmentError(
+        raise BudgetError(
             f"{whole} bytes ({human_bytes(whole)}) cannot be met; the least possible is {least} ({human_size(least)})",
             where="size" if inputs.config.size is not None else "expert_bytes",
             do=f"ask for at least {least}" + (", or lower gpu_experts" if inputs.config.gpu_experts else ""),

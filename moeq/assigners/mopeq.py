@@ -9,16 +9,29 @@ it lands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
+from pydantic import Field
 
 from moeq.artifacts.assignment import Assignment
+from moeq.assigners.allocator import Allocator
 from moeq.assigners.inputs import AssignInputs, build, hot_masks
 from moeq.errors import AssignmentError
+from moeq.recipe import MethodSettings
 
+Metric = Literal["frequency", "hessian", "hybrid"]
 PAPER_WIDTHS = (2, 3, 4)
 SEED, STARTS = 0, 10
+
+
+class MopeqSettings(MethodSettings):
+    """What the experts are clustered by."""
+
+    metric: Metric = Field(
+        "hybrid", description="an expert's importance: its activation frequency, its Hessian trace, or both multiplied"
+    )
 
 
 def assign(inputs: AssignInputs) -> Assignment:
@@ -40,7 +53,7 @@ def assign(inputs: AssignInputs) -> Assignment:
 
 def _importance(inputs: AssignInputs, group: Sequence[int], hot: Sequence[np.ndarray]) -> np.ndarray:
     """Importance of the experts of some layers that are not on the GPU, one after the other."""
-    metric = inputs.config.metric or "hybrid"
+    metric = inputs.settings(MopeqSettings).metric
     parts = []
     if metric != "hessian":
         parts.append(np.concatenate([inputs.profile.total(layer, inputs.phase())[0][~hot[layer]] for layer in group]))
@@ -81,3 +94,21 @@ def cluster(values: np.ndarray, widths: Sequence[int]) -> np.ndarray:
     found = np.empty(len(values), int)
     found[order] = np.array(falling)[rank[labels]]
     return found
+
+
+def _trials(inputs: AssignInputs, averages: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every metric that there is, within layers and over the model."""
+    for metric in get_args(Metric) if inputs.traces is not None else ("frequency",):
+        for scope in ("layer", "model"):
+            yield f"mopeq {metric}, {scope}", {"metric": metric, "scope": scope}
+
+
+ALLOCATOR = Allocator(
+    name="mopeq",
+    help="experts clustered by importance, the clusters given the widths in order; there is no budget",
+    assign=assign,
+    settings=MopeqSettings,
+    reads=("widths", "scope", "trace", "trace_samples"),
+    implied={"widths": PAPER_WIDTHS, "scope": "layer"},
+    trials=_trials,
+)

@@ -11,18 +11,20 @@ With a limit of NDP latency beside the budget the bound is printed where the sea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.targets import OF_MATRICES, TARGETS, Granularity, granularity_within, refuse_grid
 from moeq.assigners import latency
-from moeq.assigners.inputs import AssignInputs, build, hot_masks
-from moeq.assigners.limits import Limit, choices, limit_of
+from moeq.assigners.allocator import Allocator, Widths
+from moeq.assigners.inputs import AssignInputs, build, expert_widths, hot_masks
+from moeq.assigners.limits import Limit, byte_limit, choices, limit_of
 from moeq.assigners.sensitivity import matrix_tables, tables
-from moeq.errors import AssignmentError
+from moeq.errors import AssignmentError, BudgetError
 from moeq.numerics import knapsack, two_limits
 
 
@@ -198,7 +200,7 @@ def _within(
     """
     least = knapsack.least_cost(costs)
     if least > total:
-        raise AssignmentError(
+        raise BudgetError(
             f"its share of the budget is {total} {limit.unit}, the least possible is {least}",
             where=where,
             do="raise the budget",
@@ -210,3 +212,30 @@ def _within(
     if least_time > most * (1 + two_limits.SLACK):
         raise latency.refusal(least_time, most)
     return two_limits.solve(losses, costs, total, every, most)
+
+
+def _at_bytes(inputs: AssignInputs, size: int) -> Iterator[tuple[str, Widths]]:
+    """The optimum over the model and within layers, by the objective of the inputs' own section."""
+    variants: list[tuple[str, Granularity, str]] = [("", "expert", "model"), (", layer", "expert", "layer")]
+    if inputs.config.granularity == "projection":
+        variants.append((", projection", "projection", "model"))
+    hot = hot_masks(inputs)
+    counts = np.array([int((~mask).sum()) for mask in hot])
+    fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot))
+    for label, granularity, scope in variants:
+        limit = byte_limit(inputs, inputs.measured(), counts, size, fixed, granularity)
+        with suppress(BudgetError):  # the share of a layer can be below its least where layers differ in size
+            found = optimum(inputs, limit, hot, granularity, scope)
+            yield f"optimal{label}", expert_widths(inputs, found.bits, hot)
+
+
+ALLOCATOR = Allocator(
+    name="optimal",
+    help="the least objective within the budget, proven, over experts, their matrices or layers",
+    assign=assign,
+    budgets=("average_bits", "expert_bytes", "size"),
+    reads=("widths", "scope", "granularity", "ndp_latency_ms"),
+    implied={"scope": "model"},
+    trials=lambda *_: (),
+    at_bytes=_at_bytes,
+)

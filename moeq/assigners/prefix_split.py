@@ -18,10 +18,12 @@ from fractions import Fraction
 import numpy as np
 
 from moeq.artifacts.assignment import Assignment
+from moeq.assigners.allocator import Allocator, Cost
 from moeq.assigners.inputs import AssignInputs, build, hot_experts, importance, ranking
 from moeq.assigners.limits import Limit, limit_of
 from moeq.assigners.sensitivity import tables
 from moeq.errors import AssignmentError
+from moeq.recipe import AssignSection
 
 WIDTHS = (1, 2, 3, 4)
 
@@ -139,3 +141,28 @@ def _ordered_losses(inputs: AssignInputs, order: list[np.ndarray]) -> np.ndarray
         losses = np.stack([table.losses[width] for width in WIDTHS], 1)
         result[layer, : len(experts)] = losses[experts]
     return result
+
+
+def _foreseen(section: AssignSection, counts: Sequence[int], cost: Cost) -> list[list[int]] | None:
+    """Of several cuts of the same number of bits the one of most bytes: they differ by zero points."""
+    if section.average_bits is None:
+        return None
+    average = Fraction(section.average_bits)
+    if not section.selector:
+        return [[int(average)] * count for count in counts]
+    found: list[list[int]] = []
+    for layer, (count, budget) in enumerate(zip(counts, increments(counts, average), strict=True)):
+        runs = candidates(count, budget)
+        costs = np.array([cost(layer, bits) for bits in (4, 3, 2, 1)])
+        found.append(np.repeat([4, 3, 2, 1], runs[(runs @ costs).argmax()]).tolist())
+    return found
+
+
+ALLOCATOR = Allocator(
+    name="prefix-split",
+    help="experts in order of importance cut into runs of 4, 3, 2 and 1 bits, the cut of the largest gain",
+    assign=assign,
+    budgets=("average_bits", "expert_bytes", "size"),
+    widths=WIDTHS,
+    foreseen=_foreseen,
+)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from moeq.artifacts.assignment import FULL, Assignment, Width, matrix_widths, mean_width
+from moeq.artifacts.assignment import FULL, Assignment, matrix_widths, mean_width
 from moeq.artifacts.targets import FINENESS, MIXED, TARGETS, Granularity, Target, refuse_grid
 from moeq.assigners import latency
+from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, expert_widths, hot_masks
-from moeq.assigners.limits import Limit, byte_limit, limit_of, loads, spent
+from moeq.assigners.limits import Limit, limit_of, loads, spent
 from moeq.assigners.optimal import Optimum, optimum
-from moeq.assigners.sensitivity import objective
-from moeq.errors import AssignmentError
-from moeq.recipe import BUDGETS, AssignSection, Metric
+from moeq.assigners.sensitivity import objective, objective_of
+from moeq.errors import AssignmentError, BudgetError
+from moeq.recipe import BUDGETS, AssignSection
+from moeq.registry import ALLOCATORS
 
 Refuse = Callable[[Target, int], AssignmentError | None]
 KEPT = ("quantizer", "gpu_experts", "alpha", "loss_weighting", "layer_weighting", "normalization", "statistics")
@@ -72,15 +75,9 @@ class Point:
     dominated: bool = False
 
 
-def all_widths(inputs: AssignInputs, *more: int) -> tuple[int, ...]:
-    """Widths of the loss table and others, rising."""
-    known = inputs.losses.bits() if inputs.losses is not None else []
-    return tuple(sorted({*known, *more}))
-
-
 def has_budget(config: AssignSection) -> bool:
     """Whether a section says how much may be spent, other than by a width."""
-    return any(getattr(config, name) is not None for name in BUDGETS[config.method] if name != "bits")
+    return any(getattr(config, name) is not None for name in BUDGETS)
 
 
 def budget_of(
@@ -108,7 +105,7 @@ def score(inputs: AssignInputs, assignment: Assignment) -> Score:
         for bits in matrix_widths(one)
     ]
     granularity = finest(inputs)
-    limit = budget_of(inputs, assignment, all_widths(inputs, *used), granularity)
+    limit = budget_of(inputs, assignment, inputs.measured(*used), granularity)
     best = optimum(inputs, limit, assignment.hot(), granularity)
     return Score(objective=objective(inputs, assignment), optimum=best.loss, proven=best.proven, bound=best.bound)
 
@@ -119,7 +116,7 @@ def prices(inputs: AssignInputs, assignment: Assignment, refuse: Refuse = lambda
     refuse: why a target cannot load a width of the model's own matrices, whose sizes the inputs do not know.
     """
     hot = assignment.hot()
-    limit = budget_of(inputs, assignment, all_widths(inputs), finest(inputs))
+    limit = budget_of(inputs, assignment, inputs.measured(), finest(inputs))
     free = optimum(inputs, limit, hot, finest(inputs))
     return [_price(inputs, assignment, target, free, refuse) for target in TARGETS.values()]
 
@@ -133,7 +130,7 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
         granularity = "stack"
     if FINENESS.index(granularity) > FINENESS.index("expert") and any(mask.any() and not mask.all() for mask in hot):
         reason = f"gpu_experts mixes 16 bits with others; {MIXED[target.granularity]}"
-    refused = {width: refuse(target, width) for width in all_widths(inputs)}
+    refused = {width: refuse(target, width) for width in inputs.measured()}
     loaded = [width for width in refused if loads(inputs, target, width)]
     widths = [width for width in loaded if refused[width] is None]
     if loaded and not widths:  # of other shapes it would be had
@@ -168,12 +165,12 @@ def _none_of(inputs: AssignInputs, target: Target, refused: Mapping[int, Assignm
     return refused[widest] or AssignmentError(f"{widest} bits in groups of {grid}; {target.name} has no type for them")
 
 
-def _bytes(inputs: AssignInputs, chosen: Sequence[Sequence[Width]]) -> int:
+def _bytes(inputs: AssignInputs, chosen: Widths) -> int:
     """Bytes of all experts of every layer."""
     return sum(inputs.stored(layer, one) for layer, widths in enumerate(chosen) for one in widths)
 
 
-def _mean(chosen: Sequence[Sequence[Width]], hot: Sequence[np.ndarray]) -> float | None:
+def _mean(chosen: Widths, hot: Sequence[np.ndarray]) -> float | None:
     """Mean width of the experts that are not on the GPU, None where all are."""
     decided = [
         mean_width(one)
@@ -185,22 +182,29 @@ def _mean(chosen: Sequence[Sequence[Width]], hot: Sequence[np.ndarray]) -> float
 
 
 def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, AssignSection]]:
-    """The methods that a frontier compares, by name, with the options that the inputs' section shares with them."""
-    known = all_widths(inputs)
-    shared = {name: getattr(inputs.config, name) for name in KEPT}
-    found = [("uniform", AssignSection(method="uniform", bits=bits, **shared)) for bits in known]
-    for average in averages:
-        if {1, 2, 3, 4} <= set(known):
-            found.append(("prefix-split", AssignSection(method="prefix-split", average_bits=average, **shared)))
-        found.append(("frequency", AssignSection(method="frequency", average_bits=average, **shared)))
-    if {2, 3, 4} <= set(known):
-        metrics = get_args(Metric) if inputs.traces is not None else ("frequency",)
-        found += [
-            (f"mopeq {metric}, {scope}", AssignSection(method="mopeq", metric=metric, scope=scope, **shared))
-            for metric in metrics
-            for scope in ("layer", "model")
-        ]
-    return found
+    """What a frontier shows of every method, with the options that the inputs' section shares with them.
+
+    Methods that need widths which were not measured are left out.
+    """
+    found = []
+    for one in ALLOCATORS:
+        trials = _trials(one, averages) if one.trials is None else one.trials(inputs, averages)
+        found += [(label, _section(inputs, one, keys)) for label, keys in trials]
+    return [(label, section) for label, section in found if _is_measured(inputs, section)]
+
+
+def _section(inputs: AssignInputs, allocator: Allocator, keys: Mapping[str, Any]) -> AssignSection:
+    return AssignSection.of(allocator.name, **{name: getattr(inputs.config, name) for name in KEPT}, **keys)
+
+
+def _is_measured(inputs: AssignInputs, section: AssignSection) -> bool:
+    return {*section.named(), *section.allocator.widths} <= {*inputs.measured(), FULL}
+
+
+def _trials(allocator: Allocator, averages: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    if "average_bits" in allocator.budgets:
+        return [(allocator.name, {"average_bits": average}) for average in averages]
+    return [] if allocator.budgets else [(allocator.name, {})]
 
 
 def frontier(
@@ -209,48 +213,42 @@ def frontier(
     assign: Callable[[AssignInputs], Assignment],
     advance: Callable[[], None] = lambda: None,
 ) -> list[Point]:
-    """Objective and bytes of every method; `optimal` at the bytes that each of the others takes, per model and layer.
+    """Objective and bytes of every method, then of those that spend bytes at the bytes that each of the others takes.
 
-    averages: budgets of the methods that take one. Where the section decides matrices, so does another `optimal`.
-    Dominated points are marked.
+    averages: budgets of the methods that take one. Budgets that cannot be met are left out, dominated points marked.
     """
     hot = hot_masks(inputs)
     points: list[Point] = []
-    for name, section in sections(inputs, averages):
-        mine = replace(inputs, config=section)
-        found = assign(mine)
-        points.append(_point(inputs, name, found.expert_widths(), objective(inputs, found), hot))
+    for label, section in sections(inputs, averages):
+        with suppress(BudgetError):
+            points.append(_point(inputs, label, assign(replace(inputs, config=section)).expert_widths(), hot))
         advance()
-    widths = all_widths(inputs)
-    variants: list[tuple[Granularity, str, str]] = [
-        ("expert", "model", "optimal"),
-        ("expert", "layer", "optimal, layer"),
-    ]
-    if finest(inputs) == "projection":
-        variants.append(("projection", "model", "optimal, projection"))
-    counts = np.array([int((~mask).sum()) for mask in hot])
-    fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot))
     for size in sorted({point.expert_bytes for point in points}):
-        for granularity, scope, name in variants:
-            limit = byte_limit(inputs, widths, counts, size, fixed, granularity)
-            try:
-                best = optimum(inputs, limit, hot, granularity, scope)
-            except AssignmentError:  # the share of a layer can be below its least where layers differ in size
-                continue
-            points.append(_point(inputs, name, expert_widths(inputs, best.bits, hot), best.loss, hot))
+        for one in ALLOCATORS:
+            spent = _at_bytes(inputs, one, size, assign) if one.at_bytes is None else one.at_bytes(inputs, size)
+            points += [_point(inputs, label, chosen, hot) for label, chosen in spent]
     points = list(dict.fromkeys(points))  # the same optimum at several budgets
     return [replace(point, dominated=is_dominated(point, points)) for point in points]
 
 
-def _point(
-    inputs: AssignInputs, name: str, chosen: Sequence[Sequence[Width]], loss: float, hot: Sequence[np.ndarray]
-) -> Point:
+def _at_bytes(
+    inputs: AssignInputs, allocator: Allocator, size: int, assign: Callable[[AssignInputs], Assignment]
+) -> Iterator[tuple[str, Widths]]:
+    """What a method that takes bytes and no average makes of a size; nothing of one that had its trials."""
+    if allocator.trials is None and "expert_bytes" in allocator.budgets and "average_bits" not in allocator.budgets:
+        section = _section(inputs, allocator, {"expert_bytes": size})
+        with suppress(BudgetError):
+            if _is_measured(inputs, section):
+                yield allocator.name, assign(replace(inputs, config=section)).expert_widths()
+
+
+def _point(inputs: AssignInputs, label: str, chosen: Widths, hot: Sequence[np.ndarray]) -> Point:
     average = _mean(chosen, hot)
     return Point(
-        method=name,
+        method=label,
         average_bits=float(FULL) if average is None else average,
         expert_bytes=_bytes(inputs, chosen),
-        objective=loss,
+        objective=objective_of(inputs, chosen),
     )
 
 

@@ -23,15 +23,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moeq.artifacts.assignment import FULL, MIXED, Assignment, matrix_widths
-from moeq.artifacts.losses import WHOLE, LossTable
+from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, matrix_widths
 from moeq.assigners.inputs import AssignInputs, activation_rate, importance, routing_mass
 from moeq.assigners.mopeq import hybrid
 from moeq.errors import AssignmentError
+
+if TYPE_CHECKING:  # recipes are checked without what reads it
+    from moeq.artifacts.losses import LossTable
 
 AGAIN = "run `moeq losses` again"
 
@@ -175,13 +177,13 @@ def _layer_weights(inputs: AssignInputs, losses: LossTable, column: str) -> np.n
 
 
 def checked(
-    inputs: AssignInputs, losses: LossTable, column: str = "loss", projection: str = WHOLE
+    inputs: AssignInputs, losses: LossTable, column: str = "loss", projection: str | None = None
 ) -> list[dict[int, np.ndarray]]:
     """{width: column [E]} of every layer of the profile, by the recipe's quantizer; of experts, or of one projection.
 
     Raises AssignmentError naming the layer and expert whose figure is missing, not finite or negative.
     """
-    table = losses.matrix(inputs.config.quantizer, column, projection)
+    table = losses.matrix(inputs.config.quantizer, column, *([projection] if projection else []))
     if len(table) != len(inputs.profile.layers):
         raise AssignmentError(
             f"the loss table has {len(table)} layers, the profile {len(inputs.profile.layers)}", do=AGAIN
@@ -210,8 +212,12 @@ def checked(
 
 def objective(inputs: AssignInputs, assignment: Assignment) -> float:
     """The objective of an assignment; AssignmentError when the loss table lacks one of its widths."""
+    return objective_of(inputs, assignment.expert_widths())
+
+
+def objective_of(inputs: AssignInputs, choices: Sequence[Sequence[Width]]) -> float:
+    """As `objective`, of the width or widths of every expert of every layer."""
     total = 0.0
-    choices = assignment.expert_widths()
     for table, widths in zip(tables(inputs), choices, strict=True):
         missing = sorted({bits for one in widths for bits in matrix_widths(one)} - set(table.losses))
         if missing:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import numpy as np
+from pydantic import Field
 
 from moeq.artifacts.assignment import Assignment
+from moeq.assigners.allocator import Allocator, Cost
 from moeq.assigners.inputs import AssignInputs, build, hot_masks
 from moeq.assigners.limits import choices, limit_of
+from moeq.recipe import AssignSection, BitsOrFull, MethodSettings
+
+
+class UniformSettings(MethodSettings):
+    """The width, where no budget decides it."""
+
+    bits: BitsOrFull | None = Field(None, description="the width")
+
+    def named(self) -> set[int]:
+        """The width."""
+        return set() if self.bits is None else {self.bits}
 
 
 def assign(inputs: AssignInputs) -> Assignment:
@@ -15,10 +31,30 @@ def assign(inputs: AssignInputs) -> Assignment:
     Raises AssignmentError for a budget that the narrowest width exceeds.
     """
     hot = hot_masks(inputs)
-    bits = inputs.config.bits or _widest(inputs, hot)
+    bits = inputs.settings(UniformSettings).bits or _widest(inputs, hot)
     return build(inputs, [np.full(len(mask), bits) for mask in hot], hot)
 
 
 def _widest(inputs: AssignInputs, hot: list[np.ndarray]) -> int:
     limit = limit_of(inputs, choices(inputs), hot)
     return limit.widths[int(np.flatnonzero(limit.uniform() <= limit.total)[-1])]
+
+
+def _trials(inputs: AssignInputs, averages: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One at every measured width."""
+    return (("uniform", {"bits": bits}) for bits in inputs.measured())
+
+
+def _foreseen(section: AssignSection, counts: Sequence[int], cost: Cost) -> list[list[int]] | None:
+    return [list(section.named()) * count for count in counts] if section.named() else None
+
+
+ALLOCATOR = Allocator(
+    name="uniform",
+    help="every expert at one width: the one that is named, or the widest that the budget pays for",
+    assign=assign,
+    settings=UniformSettings,
+    budgets=("bits", "expert_bytes", "size"),
+    trials=_trials,
+    foreseen=_foreseen,
+)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
+
 from moeq.cli.ending import refuse, show
 from moeq.cli.stages import run_stage
 from moeq.comparison.eval_options import EvalOptions
 from moeq.estimation.estimate_options import EstimateOptions
 from moeq.options import takes_options
+from moeq.registry import POLICIES
 
 
 @takes_options()
@@ -40,6 +43,8 @@ def estimate(asked: EstimateOptions) -> None:
         run_stage(asked, "estimate")
         return
     answer = answers.answer(asked)
+    for line in [] if asked.quiet else POLICIES.problems():
+        typer.echo(f"left out: {line}", err=True)
     show(answer.found, lambda _: answer.show(), json=asked.json, quiet=asked.quiet)
     if answer.refusal is not None:
         refuse(answer.refusal, json=asked.json)

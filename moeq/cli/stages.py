@@ -10,6 +10,7 @@ from moeq.cli.ending import show
 from moeq.cli.runs import context_of
 from moeq.errors import RecipeError
 from moeq.options import RunOptions, StageOptions, option, takes_options
+from moeq.registry import ALLOCATORS
 
 if TYPE_CHECKING:
     from moeq.stages.context import Context
@@ -46,17 +47,18 @@ def losses(asked: StageOptions) -> None:
 class AssignOptions(StageOptions):
     """Options of `moeq assign`."""
 
-    method: str | None = option("uniform, frequency, prefix-split, mopeq, optimal or budget.", sets="assign.method")
+    method: str | None = option(f"{', '.join(ALLOCATORS.names())}.", sets="assign.method")
     average_bits: str | None = option("Budget: mean width of the experts, such as 2.5.", sets="assign.average_bits")
     expert_bytes: str | None = option("Budget: bytes of all experts, such as 10GiB.", sets="assign.expert_bytes")
     size: str | None = option(
         "Budget: the whole checkpoint, every file of its directory, such as 12GiB.", sets="assign.size"
     )
     granularity: str | None = option(
-        "What has one width, of method optimal: expert, projection or layer.", sets="assign.granularity"
+        "What has one width, where the method decides it: expert, projection or layer.", sets="assign.granularity"
     )
     ndp_latency: float | None = option(
-        "Limit beside the budget, of method optimal: expected ms a token that the near-data side spends on experts.",
+        "Limit beside the budget, of a method that keeps it: expected ms a token that the near-data side spends on "
+        "experts.",
         sets="assign.ndp_latency_ms",
     )
     hardware: str | None = option(
@@ -77,13 +79,13 @@ class AssignOptions(StageOptions):
 
     def changes(self) -> list[str]:
         """With a budget, or a method that cannot keep the recipe's, whatever budget the recipe has goes."""
-        from moeq.recipe import BUDGETS
+        from moeq.recipe import BUDGETS, budget_keys
 
-        budgets = ("bits", "average_bits", "expert_bytes", "size")
-        given = [name for name in budgets[1:] if getattr(self, name) is not None]
-        kept = given or BUDGETS.get(self.method or "", budgets)
-        dropped = [name for name in budgets if name not in kept]
-        if self.method not in (None, "optimal") and self.ndp_latency is None:
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        method = None if self.method is None else ALLOCATORS.get(self.method)
+        kept = given or (budget_keys() if method is None else method.budgets)
+        dropped = [name for name in budget_keys() if name not in kept]
+        if method is not None and self.ndp_latency is None and "ndp_latency_ms" not in method.reads:
             dropped.append("ndp_latency_ms")  # the recipe's, which belongs to its own method
         return [*super().changes(), *(f"assign.{name}=null" for name in dropped)]
 

@@ -20,7 +20,6 @@ from moeq.estimator import (
     Placement,
     chosen_labels,
     estimate,
-    known_policies,
     load_geometry,
     load_hardware,
     placed_popularity,
@@ -31,7 +30,7 @@ from moeq.estimator.capacity import REPLICA_BITS, CapacityPlan, largest_gpu_expe
 from moeq.estimator.cases import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates, hit_rates
 from moeq.estimator.placement import layer_of_assignment
-from moeq.estimator.policies import label
+from moeq.estimator.policies import by_label
 from moeq.estimator.stated import compare
 from moeq.estimator.trace import check_trace
 from moeq.recipe import Recipe, StatedSection
@@ -112,10 +111,11 @@ class Question:
     def timelines(self) -> dict[str, tuple[Interval, ...]]:
         """One decode step at the smallest batch by policy label, of those asked for and those that always are shown."""
         chosen = chosen_labels(self.policies or ())
-        labels = [label(name, one) for name, policy in known_policies().items() for one in policy.variants]
         batch = min(self.grid.batches)
         return {
-            one: timeline(*self._parts, policy=one, batch=batch, **self._settings) for one in labels if one in chosen
+            one: timeline(*self._parts, policy=one, batch=batch, **self._settings)
+            for one in by_label()
+            if one in chosen
         }
 
     def hits(self) -> HitRates | None:

@@ -11,9 +11,8 @@ from rich.table import Table
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.cases import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates
-from moeq.estimator.points import SUBJECT
+from moeq.estimator.points import BASELINES, BWRULE, OPT, SUBJECT
 from moeq.estimator.result import Estimate, TermRow
-from moeq.estimator.sensitivity import BWRULE, OPT
 from moeq.estimator.sheets import Cell
 from moeq.estimator.sheets import Table as Sheet
 from moeq.reporting import formats, speed
@@ -196,7 +195,7 @@ def _print_memories(console: Console, plan: CapacityPlan) -> None:
 def _print_sensitivity(console: Console, one: Estimate, most: int | None = None) -> None:
     """The decode speed-up over the baselines with one assumption changed at a time; the `most` that move it most."""
     small, now = console.width < SMALL, speed.assumed(one)
-    names = [key for key in ((BWRULE, OPT) if small else speed.COMPARED) if key in now]
+    names = [key for key in ((BWRULE, OPT) if small else BASELINES) if key in now]
     table = _table(("assumption", "change", "step", *(f"over {key.removeprefix('monde_')}" for key in names)), texts=2)
     own = next(point.decode_seconds_per_token for point in one.points if point.policy == SUBJECT)
     table.add_row("as assumed", "", _seconds(own), *(formats.ratio(now[key]) for key in names), style="bold")

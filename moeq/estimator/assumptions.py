@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moeq.estimator.devices import Hardware
-from moeq.estimator.points import SUBJECT
+from moeq.estimator.points import BWRULE, OPT, SUBJECT
 from moeq.estimator.policies import known_policies
-from moeq.estimator.sensitivity import BWRULE, OPT
 from moeq.estimator.simulation import Simulation
 from moeq.estimator.step import Step
 

@@ -9,18 +9,19 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moeq.errors import EstimateError, nearest
+from moeq.errors import EstimateError
 from moeq.estimator.assumptions import Told, assumptions
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.placement import Placement
-from moeq.estimator.points import SUBJECT, decode_terms, earlier_terms, policy_points, speedups
+from moeq.estimator.points import BWRULE, OPT, SUBJECT, decode_terms, earlier_terms, policy_points, speedups
 from moeq.estimator.policies import known_policies, label
 from moeq.estimator.result import Capacity, Estimate, Refusal
-from moeq.estimator.sensitivity import BWRULE, MOST_STEPS, OPT, sensitivity
+from moeq.estimator.sensitivity import MOST_STEPS, sensitivity
 from moeq.estimator.simulation import Simulation, build_simulation
 from moeq.estimator.trace import RoutingTrace
 from moeq.estimator.workload import Grid
+from moeq.registry import POLICIES
 
 REPLICA_BITS = (1, 2, 3, 4)
 ALWAYS = (SUBJECT, BWRULE, OPT)
@@ -87,9 +88,7 @@ def chosen_labels(policies: Sequence[str]) -> frozenset[str]:
     chosen = set(ALWAYS)
     for name in policies:
         if name not in known:
-            close = nearest(name, known)
-            hint = f"did you mean {close!r}?" if close else f"known: {', '.join(sorted(known))}"
-            raise EstimateError(f"unknown policy {name!r}", do=hint)
+            raise POLICIES.refused(name, sorted(known), EstimateError)
         chosen.update(known[name])
     return frozenset(chosen)
 

@@ -31,8 +31,8 @@ from moeq.estimator.devices import (
     Unit,
     file_key,
 )
-from moeq.estimator.policies import known_policies
 from moeq.estimator.units import parse_quantity
+from moeq.registry import POLICIES
 
 __all__ = ["Constant", "Energy", "Gpu", "Hardware", "Link", "Ndp", "known_hardware", "load_hardware"]
 
@@ -130,12 +130,11 @@ def _only_holds(section: Mapping[str, Any]) -> bool:
 
 
 def _policy_parameters(tree: object, path: Path, constants: list[Constant]) -> dict[str, dict[str, float | str]]:
-    policies = known_policies()
     mapping = _mapping(tree, where=f"{path}: policies")
-    _check_keys(mapping, known=tuple(policies), required=(), where=str(path), prefix="policies.")
+    _check_keys(mapping, known=POLICIES.names(), required=(), where=str(path), prefix="policies.")
     result: dict[str, dict[str, float | str]] = {}
     for policy, given in mapping.items():
-        known = policies[policy].parameters
+        known = POLICIES.get(policy, EstimateError).parameters
         keys = _mapping(given, where=f"{path}: policies.{policy}")
         _check_keys(keys, known=tuple(known), required=(), where=str(path), prefix=f"policies.{policy}.")
         result[policy] = {}

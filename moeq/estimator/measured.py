@@ -16,7 +16,8 @@ from pathlib import Path
 
 from moeq.artifacts.reading import read_bounded
 from moeq.errors import EstimateError, nearest
-from moeq.estimator.policies import known_policies, label
+from moeq.estimator.policies import by_label
+from moeq.registry import POLICIES
 
 LENGTHS: Mapping[str, tuple[str, ...]] = {  # of every measure: the lengths that it hangs on
     "prefill_seconds": ("input_tokens",),
@@ -97,12 +98,9 @@ def _check_header(header: list[str], path: Path) -> None:
 
 def _points(values: Mapping[str, str], row: int, where: str) -> Iterator[Point]:
     """The points of one row."""
-    labels = [label(name, variant) for name, policy in known_policies().items() for variant in policy.variants]
     policy = values["policy"]
-    if policy not in labels:
-        close = nearest(policy, labels)
-        do = f"did you mean {close!r}?" if close else f"known: {', '.join(labels)}"
-        raise EstimateError(f"unknown policy {policy!r}", where=where, do=do)
+    if policy not in by_label():
+        raise POLICIES.refused(policy, by_label(), EstimateError, where)
     batch = _whole(values, "batch", 1, where)
     if batch is None:
         raise EstimateError("batch is empty", where=where, do="give a whole number")

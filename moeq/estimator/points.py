@@ -14,6 +14,7 @@ from moeq.estimator.step import CHANNELS, TRAFFIC, Channel, Step, TermTotal
 from moeq.estimator.workload import Grid
 
 SUBJECT = "context_aware"
+BWRULE, OPT, HOBBIT = BASELINES = ("monde_bwrule", "monde_opt", "hobbit")
 Steps = Mapping[int, Mapping[str, Step]]
 Prefills = Mapping[tuple[int, int], Mapping[str, Step]]
 

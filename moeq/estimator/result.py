@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from moeq.errors import EstimateError, nearest
+from moeq.errors import EstimateError
 from moeq.estimator.devices import Constant
+from moeq.registry import POLICIES
 
 
 class _Frozen(BaseModel):
@@ -193,6 +194,4 @@ class Estimate(_Frozen):
     def _known(policy: str, made: list[str], refused: list[str]) -> None:
         known = made + refused
         if policy not in known:
-            close = nearest(policy, known)
-            hint = f"did you mean {close!r}?" if close else f"known: {', '.join(dict.fromkeys(known))}"
-            raise EstimateError(f"unknown policy {policy!r}", do=hint)
+            raise POLICIES.refused(policy, dict.fromkeys(known), EstimateError)

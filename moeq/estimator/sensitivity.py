@@ -11,19 +11,18 @@ import numpy as np
 
 from moeq.errors import EstimateError
 from moeq.estimator.devices import SECTIONS, Constant, Hardware, file_key
-from moeq.estimator.points import SUBJECT
+from moeq.estimator.points import BASELINES, BWRULE, OPT, SUBJECT
 from moeq.estimator.policies import known_policies, label, parameter
 from moeq.estimator.result import SensitivityRow
 from moeq.estimator.simulation import Simulation
 from moeq.estimator.workload import Grid, placed_popularity
 
-BWRULE, OPT, HOBBIT = "monde_bwrule", "monde_opt", "hobbit"
 SENSITIVITY_BATCHES = (4, 16)
 CONTEXT_FACTOR = 8
 ZIPF_EXPONENT = 1.0
 MOST_STEPS = 128  # of a trace
 PCIE_GEN4, PCIE_GEN5 = (32e9, "32 GB/s (PCIe Gen4 x16)"), (64e9, "64 GB/s (PCIe Gen5 x16)")
-_COMPARED = frozenset({SUBJECT, BWRULE, OPT, HOBBIT})
+_COMPARED = frozenset({SUBJECT, *BASELINES})
 _ASSUMED = re.compile(r"(fitted|assum|ideal)", re.IGNORECASE)
 Change = tuple[str, str, Hardware]
 Answer = tuple[dict[str, float], dict[str, float]]

@@ -13,7 +13,7 @@ from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.placed import placed_by_rank
 from moeq.estimator.placement import Placement, layer_of_assignment
-from moeq.estimator.policies import Policy, known_policies, label
+from moeq.estimator.policies import Policy, by_label
 from moeq.estimator.replay import Replay
 from moeq.estimator.step import Layers, Step, TermTotal, Work, dense_total, expected_step
 from moeq.estimator.terms import Cost, t_dense
@@ -102,11 +102,9 @@ class Simulation:
 
     def wanted(self, only: frozenset[str] | None = None) -> Iterator[tuple[str, Policy, str]]:
         """Label, policy and variant of those that are wanted."""
-        for name, policy in known_policies().items():
-            for variant in policy.variants:
-                key = label(name, variant)
-                if all(names is None or key in names for names in (only, self.labels)):
-                    yield key, policy, variant
+        for key, (policy, variant) in by_label().items():
+            if all(names is None or key in names for names in (only, self.labels)):
+                yield key, policy, variant
 
     def refusals(self, batch: int) -> dict[str, str]:
         """Why a policy cannot run the model, by policy label."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from moeq.errors import EstimateError, nearest
+from moeq.errors import EstimateError
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.placement import Placement
-from moeq.estimator.policies import Policy, known_policies, label
+from moeq.estimator.policies import by_label
 from moeq.estimator.simulation import Simulation, build_simulation
 from moeq.estimator.step import FloatArray, Resource, Span, Work
+from moeq.registry import POLICIES
 
 _DENSE: Resource = "gpu"
 
@@ -59,7 +60,9 @@ def timeline(
 
 def step_timeline(simulation: Simulation, policy: str, batch: int, step: int | None = None) -> tuple[Interval, ...]:
     """As `timeline`, of a simulation."""
-    one, variant = _policy(policy)
+    if policy not in by_label():
+        raise POLICIES.refused(policy, by_label(), EstimateError)
+    one, variant = by_label()[policy]
     refused = simulation.refusals(batch).get(policy)
     if refused is not None:
         raise EstimateError(refused, where=policy, do="give another hardware, placement or batch")
@@ -73,15 +76,6 @@ def step_timeline(simulation: Simulation, policy: str, batch: int, step: int | N
             cut = [(_cut(span, row, index), experts if span.each else []) for span in spans]
             distinct.append((float(work.dense.seconds), float(plan.seconds[row, index]), cut))
     return tuple(sorted(_intervals(simulation, distinct), key=lambda found: found.start_seconds))
-
-
-def _policy(wanted: str) -> tuple[Policy, str]:
-    known = {label(name, variant): (one, variant) for name, one in known_policies().items() for variant in one.variants}
-    if wanted not in known:
-        close = nearest(wanted, known)
-        hint = f"did you mean {close!r}?" if close else f"known: {', '.join(known)}"
-        raise EstimateError(f"unknown policy {wanted!r}", do=hint)
-    return known[wanted]
 
 
 def _outcome(work: Work, step: int | None, distance: FloatArray) -> int:

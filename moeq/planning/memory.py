@@ -382,7 +382,7 @@ def read_share(sizes: ModelSizes, recipe: Recipe) -> float:
     """Share of the experts that `quantize` reads from the checkpoint: all of them for what is made on demand, biases or
     every replica, else those that stay in full precision."""
     section = recipe.assign
-    whole = recipe.quantize.replicas == "all" or on_demand(methods(section, recipe)) or section.bits == FULL
+    whole = recipe.quantize.replicas == "all" or on_demand(methods(section, recipe)) or section.named() == {FULL}
     if whole or any(layer.biased for layer in sizes.layers):
         return 1.0
     return section.gpu_experts * len(sizes.layers) / sum(layer.num_experts for layer in sizes.layers)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-import numpy as np
-
 from moeq.artifacts.assignment import (
     FULL,
     Assignment,
@@ -16,7 +14,6 @@ from moeq.artifacts.assignment import (
     join_widths,
     matrix_widths,
 )
-from moeq.assigners.prefix_split import candidates, increments
 from moeq.models.experts import ExpertLayer
 from moeq.planning.sizes import ModelSizes
 from moeq.recipe import BEST, AssignSection, Recipe
@@ -38,26 +35,16 @@ def expert_bytes(layer: ExpertLayer, bits: Width, recipe: Recipe, full: int) -> 
 def widths(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> list[list[Width]]:
     """Widths of every layer's experts, those on the GPU first, as the section will choose them.
 
-    Which expert gets which is not known yet. prefix-split may choose among several cuts of the same number of bits; the
-    one of most bytes stands here (they differ by zero points, which 1 bit does not store). Of methods that spend a
-    budget as the losses say, a mix that spends it stands here; of those without one, the widest width that they take.
+    Which expert gets which is not known yet. What the method's own file foresees stands here; of others that spend a
+    budget a mix that spends it, of those without one the widest width that they take.
     """
     full = sizes.source_dtype.itemsize
-    chosen: Sequence[Sequence[Width]]
     cold = [layer.num_experts - section.gpu_experts for layer in sizes.layers]
-    if section.method == "uniform" and section.bits is not None:
-        chosen = [[section.bits] * count for count in cold]
-    elif section.method == "prefix-split" and section.average_bits is not None:
-        average = Fraction(section.average_bits)
-        if section.selector:
-            budgets = increments(cold, average)
-            chosen = [
-                _largest_cut(layer, count, budget, recipe, full)
-                for layer, count, budget in zip(sizes.layers, cold, budgets, strict=True)
-            ]
-        else:
-            chosen = [[int(average)] * count for count in cold]
-    else:
+    foreseen = section.allocator.foreseen
+    chosen: Sequence[Sequence[Width]] | None = foreseen and foreseen(
+        section, cold, lambda layer, bits: expert_bytes(sizes.layers[layer], bits, recipe, full)
+    )
+    if chosen is None:
         chosen = _fullest(sizes, section, recipe, cold)
     return [[*[FULL] * section.gpu_experts, *mine] for mine in chosen]
 
@@ -67,9 +54,7 @@ def _fullest(sizes: ModelSizes, section: AssignSection, recipe: Recipe, cold: li
     the narrowest after it; where matrices have their own, from the first projection on. Without a budget, the widest
     that the method takes for all.
     """
-    named = sorted(section.named_widths())
-    known = named if named or section.method == "mopeq" else sorted(recipe.losses.bits)
-    known += [FULL] if FULL in (section.widths or ()) else []
+    known = sorted(section.named() or recipe.losses.bits)
     left = _budget(sizes, section, recipe, cold)
     if left is None:
         return [[max(known)] * count for count in cold]
@@ -141,17 +126,6 @@ def _spend(items: Sequence[Mapping[int, Fraction | int]], budget: Fraction | int
         left -= costs[bits] - least
         chosen.append(bits)
     return chosen
-
-
-def _largest_cut(layer: ExpertLayer, count: int, budget: int, recipe: Recipe, full: int) -> list[int]:
-    """Widths of `count` experts, 4 to 1 bits, whose increments spend `budget`, of most bytes."""
-    if count == 0:
-        return []
-    runs = candidates(count, budget)
-    cost = np.array([expert_bytes(layer, bits, recipe, full) for bits in (4, 3, 2, 1)])
-    best = runs[(runs @ cost).argmax()]
-    found: list[int] = np.repeat([4, 3, 2, 1], best).tolist()
-    return found
 
 
 def placed_bytes(sizes: ModelSizes, section: AssignSection, recipe: Recipe) -> int:

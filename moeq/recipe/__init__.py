@@ -1,7 +1,15 @@
 """Recipes: YAML validated by pydantic, a file for every section; what other packages use of them stands here."""
 
-from moeq.recipe.assign import DEFAULT_QUANTIZER, AssignSection, NamedAssignSection
-from moeq.recipe.choices import BEST, BUDGETS, FORMATS, Denominator, Ends, Metric, Softmax
+from moeq.recipe.assign import (
+    BUDGETS,
+    DEFAULT_QUANTIZER,
+    SHARED,
+    AssignSection,
+    MethodSettings,
+    NamedAssignSection,
+    budget_keys,
+)
+from moeq.recipe.choices import BEST, FORMATS, Bits, BitsOrFull, Denominator, Ends, Softmax
 from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
 from moeq.recipe.eval import LowPrecisionSection, PerplexitySection, TestImagesSection, TranslationSection
@@ -10,12 +18,13 @@ from moeq.recipe.quantize import RefineSection
 from moeq.recipe.reading import load_recipe
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.reparam import IntegerSection, ReparamSection
-from moeq.recipe.types import Rational
+from moeq.recipe.types import Bytes, Rational
 
 __all__ = [
     "BEST", "BUDGETS", "BUNDLED", "DEFAULT_QUANTIZER", "DIGITS", "FORMATS", "HUB", "HUB_DATASET", "LARGEST_BATCH",
-    "LARGEST_LENGTH", "MOST_POINTS", "AssignSection", "CaseSection", "Denominator", "Ends", "ExpertEffectsSection",
-    "IntegerSection", "LayerEffectsSection", "LossesSection", "LowPrecisionSection", "Metric", "NamedAssignSection",
-    "PerplexitySection", "Rational", "Recipe", "RefineSection", "ReparamSection", "Softmax", "StatedSection",
-    "TestImagesSection", "TranslationSection", "load_recipe",
+    "LARGEST_LENGTH", "MOST_POINTS", "SHARED", "AssignSection", "Bits", "BitsOrFull", "Bytes", "CaseSection",
+    "Denominator", "Ends", "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection", "LossesSection",
+    "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational", "Recipe",
+    "RefineSection", "ReparamSection", "Softmax", "StatedSection", "TestImagesSection", "TranslationSection",
+    "budget_keys", "load_recipe",
 ]  # fmt: skip

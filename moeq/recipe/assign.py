@@ -1,70 +1,79 @@
-"""The section `assign`, also the shape of an entry of `eval.compare`: how bits and places are decided."""
+"""The section `assign`, also the shape of an entry of `eval.compare`: how bits and places are decided.
+
+An allocator says which of the keys of `SHARED` it reads, and declares those that are its own (`MethodSettings`). Both
+stand in the section beside those that every method has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
-from moeq.recipe.choices import ALLOCATORS, AllocatorName, Bits, BitsOrFull, Metric, QuantizerOrBest, Target
+from moeq.errors import RecipeError
+from moeq.recipe.choices import BitsOrFull, QuantizerOrBest, Target
 from moeq.recipe.types import Bytes, Rational, Section, check_named
+from moeq.registry import ALLOCATORS
 
 DEFAULT_METHOD, DEFAULT_AVERAGE_BITS, DEFAULT_QUANTIZER = "prefix-split", 2, "gptq"
-_ALL_BUDGETS = {key for allocator in ALLOCATORS.values() for key in allocator.budgets}
+BUDGETS = ("average_bits", "expert_bytes", "size")  # how much may be spent
+SHARED = (*BUDGETS, "widths", "scope", "granularity", "ndp_latency_ms", "trace", "trace_samples")
 
 
-def _either(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+class MethodSettings(Section):
+    """Keys of one method's own, with their defaults; a method that has none has this."""
+
+    def named(self) -> set[int]:
+        """Widths that these keys name or stand for, 16 among them."""
+        return set()
 
 
 class AssignSection(Section):
     """How bits and places are decided; also the shape of an entry of eval.compare."""
 
-    method: AllocatorName = DEFAULT_METHOD
-    bits: BitsOrFull | None = Field(None, description="uniform: the width")
-    average_bits: Rational | None = Field(
-        None, description="budget: mean width of the experts on NDP; prefix-split: 1 to 4"
-    )
+    method: str = DEFAULT_METHOD
+    average_bits: Rational | None = Field(None, description="budget: mean width of the experts on NDP")
     expert_bytes: Bytes | None = Field(
         None, description="budget: bytes of all experts, with scales, zero points and experts in full precision"
     )
     size: Bytes | None = Field(None, description="budget: bytes of the whole checkpoint, every file of its directory")
-    widths: list[BitsOrFull] | None = Field(
-        None,
-        description="frequency, mopeq, optimal: widths to choose from; none: losses.bits (frequency: those around the "
-        "budget; mopeq: 2, 3, 4)",
-    )
-    scope: Literal["layer", "model"] | None = Field(
-        None, description="what a budget or a clustering spans; none: model for optimal, layer for frequency and mopeq"
-    )
+    widths: list[BitsOrFull] | None = Field(None, description="widths to choose from; none: losses.bits")
+    scope: Literal["layer", "model"] | None = Field(None, description="what a budget or a clustering spans")
     granularity: Literal["expert", "projection", "layer"] | None = Field(
         None,
-        description="optimal: what has one width; projection: every matrix of an expert (needs losses.per_projection); "
-        "none: expert, or what the target takes",
+        description="what has one width; projection: every matrix of an expert (needs losses.per_projection); none: "
+        "expert, or what the target takes",
     )
     ndp_latency_ms: float | None = Field(
         None,
         gt=0,
-        description="optimal: a limit beside the budget, on the expected milliseconds a decoded token that the "
-        "near-data side spends on experts",
+        description="a limit beside the budget, on the expected milliseconds a decoded token that the near-data side "
+        "spends on experts",
     )
     hardware: str | None = Field(
         None,
         description="a preset's name or the path of a hardware YAML file, whose NDP latency is shown; none: "
         "estimate.hardware where ndp_latency_ms is set",
     )
-    metric: Metric | None = Field(None, description="mopeq; none: hybrid")
     trace: Literal["closed", "rademacher", "gaussian"] | None = Field(
-        None, description="mopeq: the Hessian trace in closed form (none), or sampled as paper 003 does"
+        None, description="the Hessian trace in closed form (none), or sampled as paper 003 does"
     )
-    trace_samples: int | None = Field(None, ge=1, description="mopeq: samples of a matrix; none: 32")
-    hot_bits: BitsOrFull | None = Field(None, description="budget: width of hot experts; none: 4")
-    cold_bits: Bits | None = Field(None, description="budget: width of cold experts; none: 2")
-    transient_bytes: Bytes | None = Field(None, description="budget: kept free for experts that change their width")
-    ema: float | None = Field(None, ge=0, lt=1, description="budget: what warm-up hotness keeps a sequence; none: 0.9")
-    warmup_sequences: int | None = Field(None, ge=1, description="budget: sequences of the warm-up; none: all")
+    trace_samples: int | None = Field(None, ge=1, description="samples of a matrix; none: 32")
     target: Target | None = Field(None, description="runtime that must be able to load the assignment")
     gpu_experts: int = Field(0, ge=0, description="K: experts a layer kept on the GPU in full precision")
     alpha: float = Field(0.5, ge=0, le=1, description="importance = alpha*P~ + (1-alpha)*W~")
@@ -85,59 +94,130 @@ class AssignSection(Section):
         description="whose losses decide and whose replicas are used; best: of each expert and width, the method of "
         "losses.methods with the lowest held-out loss",
     )
+    _settings: MethodSettings = PrivateAttr()
 
-    @model_validator(mode="before")
     @classmethod
-    def _default_average(cls, data: Any) -> Any:
-        if (
-            not isinstance(data, dict)
-            or data.get("method", DEFAULT_METHOD) != DEFAULT_METHOD
-            or _ALL_BUDGETS & set(data)
-        ):
-            return data
-        return {"average_bits": DEFAULT_AVERAGE_BITS} | data
+    def of(cls, method: str, **keys: Any) -> Self:
+        """The section of a method; ValidationError for keys that do not go together."""
+        return cls.model_validate({"method": method, **keys})
 
-    @model_validator(mode="after")
-    def _check(self) -> AssignSection:
-        budgets = ALLOCATORS[self.method].budgets
-        for name in type(self).model_fields:
-            methods = [method for method, one in ALLOCATORS.items() if name in (*one.budgets, *one.keys)]
-            if methods and self.method not in methods and getattr(self, name) is not None:
-                takes = f"; {self.method} takes {_either(budgets)}" if budgets and name in _ALL_BUDGETS else ""
-                raise ValueError(f"{name} belongs to {_either(methods)}{takes}")
-        given = [name for name in budgets if getattr(self, name) is not None]
+    @property
+    def settings(self) -> MethodSettings:
+        """The keys of the method's own."""
+        return self._settings
+
+    @property
+    def allocator(self) -> Any:
+        """The Allocator that is named."""
+        return ALLOCATORS.get(self.method)
+
+    def named(self) -> set[int]:
+        """Widths that the section names or stands for, 16 among them."""
+        return {*(self.widths or self.allocator.implied.get("widths", ())), *self.settings.named()}
+
+    @classmethod
+    def every_key(cls) -> dict[str, FieldInfo]:
+        """With the keys of every method, and whose they are in their descriptions."""
+        own = {key: field for one in ALLOCATORS for key, field in one.settings.model_fields.items()}
+        return {key: _told(key, field) for key, field in (cls.model_fields | own).items()}
+
+    @field_validator("method")
+    @classmethod
+    def _check_method(cls, name: str) -> str:
+        try:
+            ALLOCATORS.get(name)
+        except RecipeError as error:
+            raise ValueError(str(error)) from None
+        return name
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _split(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Keys that are not of every method become its settings; null of another method's counts as not given."""
+        if not isinstance(data, dict):
+            return handler(data)
+        if data.get("method", DEFAULT_METHOD) == DEFAULT_METHOD and not set(budget_keys()) & set(data):
+            data = {"average_bits": DEFAULT_AVERAGE_BITS} | data
+        section = handler({key: value for key, value in data.items() if key in cls.model_fields})
+        own = {key: value for key, value in data.items() if key not in cls.model_fields}
+        method = section.allocator
+        for key, value in {**{key: getattr(section, key) for key in SHARED}, **own}.items():
+            methods = owners(key)
+            if value is None and methods:
+                own.pop(key, None)
+            elif methods and method.name not in methods:
+                takes = f"; {method.name} takes {either(method.budgets)}" if method.budgets else ""
+                raise ValueError(f"{key} belongs to {either(methods)}{takes if key in budget_keys() else ''}")
+        section._settings = method.settings.model_validate({key: own[key] for key in own if key not in SHARED})
+        section._check()
+        return section
+
+    def _check(self) -> None:
+        budgets = self.allocator.budgets
+        given = [key for key in budgets if getattr(self if key in BUDGETS else self.settings, key) is not None]
         if budgets and not given:
-            raise ValueError(f"method {self.method} needs {_either(budgets)}")
+            raise ValueError(f"method {self.method} needs {either(budgets)}")
         if len(given) > 1:
-            raise ValueError(f"one budget is enough: give {_either(given)}")
+            raise ValueError(f"one budget is enough: give {either(given)}")
         if self.widths is not None:
             check_named("widths", self.widths)
-        if self.method == "budget" and (self.hot_bits or 4) < (self.cold_bits or 2):
-            raise ValueError("hot_bits must not be below cold_bits")
         if self.loss_weighting == "effect" and self.layer_weighting is not None:
             raise ValueError("loss_weighting effect compares layers by itself: it goes without layer_weighting")
         if self.ndp_latency_ms is not None and self.scope == "layer":
             raise ValueError("ndp_latency_ms is one limit for all layers: it needs scope model")
-        return self._check_average()
-
-    def _check_average(self) -> AssignSection:
         average = None if self.average_bits is None else Fraction(self.average_bits)
-        low, high = (1, 4) if self.method == "prefix-split" else (min(self.widths or [1]), max(self.widths or [16]))
+        known = self.named() or self.allocator.widths
+        low, high = min(known, default=1), max(known, default=16)
         if average is not None and not low <= average <= high:
             raise ValueError(f"average_bits must lie between {low} and {high}, not {self.average_bits}")
         if not self.selector and (average is None or average not in (1, 2, 3, 4)):
             raise ValueError("selector off gives every NDP expert the same width: average_bits must be 1, 2, 3 or 4")
-        return self
 
-    def named_widths(self) -> set[int]:
-        """Widths below 16 that the section names."""
-        named = {self.bits, *(self.widths or ())}
-        if self.method == "budget":
-            named |= {self.hot_bits or 4, self.cold_bits or 2}
-        if self.method == "mopeq" and self.widths is None:
-            named |= {2, 3, 4}
-        return {width for width in named if width is not None and width < 16}
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Settings beside the others, as recipes have them, null where they are not given or of moeq's other methods.
+
+        A digest of a section then does not depend on which other packages there are.
+        """
+        own = self.settings.model_dump(mode=info.mode, exclude_unset=True)
+        every = [key for name in ALLOCATORS.own for key in ALLOCATORS.get(name).settings.model_fields]
+        own = dict.fromkeys([*every, *type(self.settings).model_fields]) | own
+        dropped = info.exclude_none or info.exclude_unset
+        found: dict[str, Any] = handler(self)
+        return found | {key: value for key, value in own.items() if value is not None or not dropped}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """With the keys of every method."""
+        found: dict[str, Any] = handler(core_schema)
+        keys: dict[str, Any] = {key: (field.annotation, field) for key, field in cls.every_key().items()}
+        handler.resolve_ref_schema(found)["properties"] = create_model("Keys", **keys).model_json_schema()["properties"]
+        return found
 
 
 class NamedAssignSection(AssignSection):
     name: str = Field(min_length=1, max_length=40, pattern=r"^[\w.+-]+$")
+
+
+def either(names: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def budget_keys() -> dict[str, None]:
+    """Every key that is a budget of some method."""
+    return dict.fromkeys(key for one in ALLOCATORS for key in one.budgets)
+
+
+def owners(key: str) -> list[str]:
+    """The methods that read a key which not all do; none for one that all read, or that there is not."""
+    return [one.name for one in ALLOCATORS if key in (*one.budgets, *one.reads, *one.settings.model_fields)]
+
+
+def _told(key: str, field: FieldInfo) -> FieldInfo:
+    """A key with the methods that read it in its description, and what it stands for in each."""
+    implied = [f"{one.implied[key]} ({one.name})" for one in ALLOCATORS if key in one.implied]
+    text = "; none: ".join([str(field.description), *([", ".join(implied)] if implied else [])])
+    found = copy(field)
+    found.description = f"{', '.join(owners(key))}: {text}" if owners(key) else field.description
+    return found

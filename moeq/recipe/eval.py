@@ -92,7 +92,9 @@ class EvalSection(Section):
         16, description="requests of tasks at once; auto: as many as free memory takes"
     )
     compare: list[NamedAssignSection] = Field(
-        [NamedAssignSection(name=f"uniform-{bits}", method="uniform", bits=bits) for bits in (4, 3, 2)],
+        default_factory=lambda: [
+            NamedAssignSection.of("uniform", name=f"uniform-{bits}", bits=bits) for bits in (4, 3, 2)
+        ],
         description="assignments measured beside the original and the recipe's own",
     )
     low_precision: list[LowPrecisionSection] = Field(

@@ -91,7 +91,7 @@ def _known_keys(path: Sequence[Any]) -> list[str]:
     for key in path:
         if isinstance(key, str):  # of a list's entries the list itself says what they are
             section = next(_sections(section.model_fields[key].annotation))
-    return sorted(section.model_fields)
+    return sorted(section.every_key())
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:

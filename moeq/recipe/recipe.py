@@ -48,10 +48,10 @@ class Recipe(Section):
     profile: ProfileSection = ProfileSection()
     losses: LossesSection = LossesSection()
     others: OthersSection = OthersSection()
-    assign: AssignSection = AssignSection()
+    assign: AssignSection = Field(default_factory=AssignSection)
     quantize: QuantizeSection = QuantizeSection()
     export: ExportSection = ExportSection()
-    eval: EvalSection = EvalSection()
+    eval: EvalSection = Field(default_factory=EvalSection)
     estimate: EstimateSection = EstimateSection()
 
     @model_validator(mode="after")
@@ -82,16 +82,16 @@ class Recipe(Section):
     def _check_assign(self, where: str, section: AssignSection) -> None:
         """What an assignment, the recipe's own or one that is compared, asks of losses."""
         self._check_quantizer(where, section.quantizer)
-        self._check_widths(where, section.named_widths())
+        self._check_widths(where, section.named() - {16})
         if section.layer_weighting is not None and self.losses.layer_effects is None:
             raise ValueError(f"{where}: layer_weighting measured needs losses.layer_effects")
         if section.granularity == "projection" and not self.losses.per_projection:
             raise ValueError(f"{where}: granularity projection needs losses.per_projection: true")
         if section.loss_weighting == "effect" and self.losses.expert_effects is None:
             raise ValueError(f"{where}: loss_weighting effect needs losses.expert_effects")
-        missing = sorted({1, 2, 3, 4} - set(self.losses.bits))
-        if section.method == "prefix-split" and section.selector and missing:
-            raise ValueError(f"{where}: prefix-split needs {missing} in losses.bits too")
+        missing = sorted(set(section.allocator.widths) - set(self.losses.bits))
+        if section.selector and missing:
+            raise ValueError(f"{where}: {section.method} needs {missing} in losses.bits too")
 
     def _check_quantizer(self, where: str, quantizer: str | None) -> None:
         if quantizer not in (None, BEST, *self.losses.methods):

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 MOST = 2**63 - 1
 SIZE = re.compile(r"([0-9.]{1,24})\s{0,8}([A-Za-z]{0,24})")
@@ -68,6 +69,11 @@ def _fits(value: Any) -> bool:
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def every_key(cls) -> dict[str, FieldInfo]:
+        """What a recipe may have here."""
+        return dict(cls.model_fields)
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

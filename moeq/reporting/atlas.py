@@ -17,6 +17,7 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalRow
 from moeq.quantizers.quantizer import label
 from moeq.recipe import DEFAULT_QUANTIZER
+from moeq.registry import ALLOCATORS
 from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, element, figure, plain
 from moeq.reporting.inputs import ReportInputs
@@ -25,9 +26,7 @@ from moeq.tables import human_size
 
 MAP_BITS = 2  # the width whose losses are shown first, where the table has it
 MEANS = " Cells: the mean of the expert's matrices."
-TELLING = (
-    "metric", "scope", "granularity", "bits", "average_bits", "expert_bytes", "size", "widths", "hot_bits", "cold_bits",
-)  # fmt: skip
+TELLING = ("scope", "granularity", "average_bits", "expert_bytes", "size", "widths")  # of the keys that methods share
 OPEN_CELLS = 3000  # maps with more cells together are behind a click
 
 
@@ -207,14 +206,17 @@ def placement(assignment: Assignment) -> str:
 
 def _described(assignment: Assignment) -> str:
     """The method and what tells it from others of its kind."""
-    given = assignment.parameters
+    given, method = assignment.parameters, assignment.method
     told = {name: given[name] for name in TELLING if given.get(name) is not None}
-    if assignment.method == "mopeq":
-        told = {"metric": "hybrid", "scope": "layer"} | told
+    if (allocator := ALLOCATORS.find(method)) is not None:
+        method = allocator.label or method
+        own = {name: given.get(name, field.default) for name, field in allocator.settings.model_fields.items()}
+        spans = {"scope": allocator.implied["scope"]} if "scope" in allocator.implied else {}
+        told = {name: value for name, value in own.items() if value is not None} | spans | told
     if "average_bits" in told:
         told["average_bits"] = f"{float(Fraction(told['average_bits'])):.4g}"
     parts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in told.items())
-    return f"{assignment.method} ({parts})" if parts else assignment.method
+    return f"{method} ({parts})" if parts else method
 
 
 def atlas(inputs: ReportInputs) -> list[ExpertMap]:

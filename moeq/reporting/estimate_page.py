@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from moeq.estimator.capacity import CapacityPlan, Memory
 from moeq.estimator.cases import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates
-from moeq.estimator.points import SUBJECT
+from moeq.estimator.points import BWRULE, OPT, SUBJECT
+from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, PolicyPoint
-from moeq.estimator.sensitivity import BWRULE, OPT
 from moeq.estimator.stated import Comparison
 from moeq.reporting import formats, speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
@@ -86,7 +86,7 @@ def policy_words(row: Comparison) -> str:
     """A compared figure in words."""
     if row.over is None:
         return row.name
-    return f"{row.figure.replace('_', ' ')} over {short_name(row.over)}"
+    return f"{row.figure.replace('_', ' ')} over {titled(row.over).short}"
 
 
 def miss_text(row: Comparison) -> str:
@@ -95,24 +95,6 @@ def miss_text(row: Comparison) -> str:
     end = " at its farther end" if row.stated_low != row.stated_high else ""
     off = formats.change(1 + row.deviation, 1)
     return f"{row.case}, {policy_words(row)}: {estimate} where {stated_text(row)} is stated ({off}{end})"
-
-
-NAMES = {
-    SUBJECT: "context-aware",
-    "gpu_only": "GPU only",
-    "hobbit": "HOBBIT",
-    BWRULE: "MoNDE (bandwidth rule)",
-    "monde_hotset": "MoNDE (hot set)",
-    OPT: "MoNDE (cost-optimal)",
-    "dynaexq": "DynaExq",
-    "static_placement": "static placement",
-    "static_mixed": "static mixed precision",
-}
-
-
-def short_name(policy: str) -> str:
-    """A policy's name in charts and tables."""
-    return NAMES.get(policy, policy.replace("_", " "))
 
 
 def _figures(found: EstimateDocument) -> list[Section]:
@@ -166,8 +148,8 @@ def _lines(cases: Sequence[Case], batch: int) -> list[tuple[str, list[PolicyPoin
     first, layers = cases[0], cases[0].estimate.num_layers
     there = {point.policy: None for point in first.estimate.points if point.batch == batch}
     baselines = [policy for policy in there if policy != SUBJECT]
-    lines = [(short_name(policy), _points(first, policy, batch), layers, False) for policy in baselines]
-    own = [(case.name if len(cases) > 1 else short_name(SUBJECT), case) for case in cases]
+    lines = [(titled(policy).short, _points(first, policy, batch), layers, False) for policy in baselines]
+    own = [(case.name if len(cases) > 1 else titled(SUBJECT).short, case) for case in cases]
     return lines + [(name, _points(case, SUBJECT, batch), layers, True) for name, case in own]
 
 
@@ -212,7 +194,7 @@ def _policies(points: Sequence[PolicyPoint]) -> Raw:
                 ("end_to_end_seconds", formats.number),
             )
         ]
-        rows.append((short_name(policy), str(batch), *spans))
+        rows.append((titled(policy).short, str(batch), *spans))
     return table(
         "Every policy over all input and output lengths. A decode step gives a token to every sequence of the batch.",
         ("policy", "batch", "first token, ms", "decode step, ms", "tokens a second", "whole request, s"),
@@ -229,7 +211,7 @@ def earlier(one: Estimate) -> Raw:
     batch = one.points[0].batch
     rows = [
         (
-            short_name(row.policy),
+            titled(row.policy).short,
             row.phase if row.input_tokens is None else f"{row.phase}, {row.input_tokens:,} tokens",
             row.term.replace("_", " "),
             formats.milliseconds(row.seconds),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from moeq.estimator.points import BASELINES, BWRULE, HOBBIT, OPT, SUBJECT
+from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, SensitivityRow, TermRow
 from moeq.reporting import formats
 from moeq.reporting.html import Raw, Row, Section, details, element, items, paragraph, table
@@ -13,19 +15,6 @@ from moeq.tables import human_bytes
 if TYPE_CHECKING:
     from moeq.reporting.inputs import ReportInputs, SpeedInputs
 
-OWN = "context_aware"
-POLICIES = {
-    OWN: "this assignment, context-aware placement",
-    "gpu_only": "GPU only: experts fetched on demand",
-    "hobbit": "HOBBIT: mixed precision, fetched on demand",
-    "monde_bwrule": "MoNDE, bandwidth rule",
-    "monde_hotset": "MoNDE, hot set fetched",
-    "monde_opt": "MoNDE, cost-optimal",
-    "dynaexq": "DynaExq: all on the GPU, two precisions",
-    "static_placement": "static placement on GPU and NDP",
-    "static_mixed": "static mixed precision: all on the GPU",
-}
-TERMS_OF = (OWN, "monde_bwrule", "monde_opt", "hobbit")
 BOUNDS = {"bytes": "bandwidth", "macs": "arithmetic", "latency": "latency", "none": ""}
 
 
@@ -87,7 +76,7 @@ def speedups(one: Estimate) -> Raw:
         found = one.speedups_over(baseline, batch=batch)
         least = min(row.decode for row in found)
         cells = (
-            POLICIES.get(baseline, baseline),
+            titled(baseline).long,
             str(batch),
             formats.span([row.decode for row in found], formats.ratio),
             formats.span([row.end_to_end for row in found], formats.ratio),
@@ -112,9 +101,9 @@ def terms(one: Estimate) -> Raw:
     batch = one.points[0].batch
     rows: list[Row | tuple[str, ...]] = []
     ran = {point.policy for point in one.points if point.batch == batch}
-    for policy in (name for name in TERMS_OF if name in ran):
+    for policy in (name for name in (SUBJECT, *BASELINES) if name in ran):
         step = next(p.decode_seconds_per_token for p in one.points if (p.policy, p.batch) == (policy, batch))
-        whole = (POLICIES[policy], formats.milliseconds(step), "", "", "")
+        whole = (titled(policy).long, formats.milliseconds(step), "", "", "")
         rows.append(Row(cells=whole, kind="group"))
         rows += [_term(row) for row in one.step_terms(policy, batch=batch).values() if row.seconds > 0]
     caption = (
@@ -158,7 +147,6 @@ def _fits(fits: bool) -> str:
 
 
 SAME = 0.02  # a share by which a speed-up may move and still count as the same
-COMPARED = ("monde_bwrule", "monde_opt", "hobbit")
 
 
 def effect(row: SensitivityRow, now: Mapping[str, float]) -> float:
@@ -171,7 +159,7 @@ def assumed(one: Estimate) -> dict[str, float]:
     """The decode speed-up over each compared baseline at the grid's first point."""
     batch = one.points[0].batch
     there = {row.baseline for row in one.speedups if row.batch == batch}
-    return {key: one.speedups_over(key, batch=batch)[0].decode for key in COMPARED if key in there}
+    return {key: one.speedups_over(key, batch=batch)[0].decode for key in BASELINES if key in there}
 
 
 def sensitivity(one: Estimate) -> list[Raw]:
@@ -180,7 +168,7 @@ def sensitivity(one: Estimate) -> list[Raw]:
     telling = [row for row in one.sensitivity if effect(row, now) >= SAME]
     others = [_changed(row, now) for row in one.sensitivity if effect(row, now) < SAME]
     head = ("assumption", "change", "step, ms", *(f"over {SHORT[key]}" for key in now))
-    step = next(point.decode_seconds_per_token for point in one.points if point.policy == OWN)
+    step = next(point.decode_seconds_per_token for point in one.points if point.policy == SUBJECT)
     whole = ("as assumed above", "", formats.milliseconds(step), *map(formats.ratio, now.values()))
     parts = [
         table(
@@ -198,7 +186,7 @@ def sensitivity(one: Estimate) -> list[Raw]:
     return parts
 
 
-SHORT = {"monde_bwrule": "bandwidth rule", "monde_opt": "cost-optimal", "hobbit": "HOBBIT"}
+SHORT = {BWRULE: "bandwidth rule", OPT: "cost-optimal", HOBBIT: "HOBBIT"}
 
 
 def _changed(row: SensitivityRow, names: Iterable[str]) -> tuple[str, ...]:
@@ -210,9 +198,9 @@ def refused(one: Estimate) -> list[Raw]:
     """Policies that cannot run the model, each with the sum that does not fit."""
     reasons = {(row.policy, row.reason): row.batch for row in reversed(one.refused)}  # at the smallest batch
     texts = [
-        f"{POLICIES.get(policy, policy)}: not from batch {batch} on; {reason}"
+        f"{titled(policy).long}: not from batch {batch} on; {reason}"
         if batch > 1
-        else f"{POLICIES.get(policy, policy)}: {reason}"
+        else f"{titled(policy).long}: {reason}"
         for (policy, reason), batch in sorted(reasons.items())
     ]
     return [paragraph("Left out, since they cannot run:", kind="reading"), items(texts)] if texts else []
@@ -228,7 +216,7 @@ def requests(one: Estimate) -> Raw:
     head = ("policy", "seconds", "GPU memory", "link", "near-data memory", "near-data side busy", "tokens on the GPU")
     rows = [
         (
-            POLICIES.get(point.policy, point.policy),
+            titled(point.policy).long,
             formats.number(point.end_to_end_seconds),
             *(human_bytes(point.bytes_moved[channel]) for channel in ("gpu_memory", "link", "ndp_memory")),
             formats.percent(point.ndp_busy_share),

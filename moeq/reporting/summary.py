@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from moeq.artifacts.evaluation import EvalRow
+from moeq.estimator.points import BWRULE, OPT
 from moeq.reporting import formats
 from moeq.reporting.charts import Variant, dominated, size_chart
 from moeq.reporting.html import Raw, Row, Section, element, figure, join, paragraph, plain, table
 from moeq.reporting.inputs import ReportInputs
 from moeq.tables import human_size
-
-BOTH = ("monde_bwrule", "monde_opt")  # MoNDE with its bandwidth rule, and cost-optimal
 
 
 def headline(inputs: ReportInputs) -> Section:
@@ -116,7 +115,7 @@ def _speed_tile(inputs: ReportInputs) -> list[Raw]:
 
 
 def _speedups(found: Mapping[str, float]) -> str:
-    return " / ".join(formats.ratio(found[key]) for key in BOTH)
+    return " / ".join(formats.ratio(found[key]) for key in (BWRULE, OPT))
 
 
 def _tile(title: str, value: str, note: str) -> Raw:

@@ -36,6 +36,7 @@ from moeq.estimator.latency import expert_seconds
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.recipe import AssignSection
+from moeq.registry import ALLOCATORS
 from moeq.stages import others, profile, replicas
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
@@ -73,7 +74,7 @@ def _write_sensitivities(context: Context, inputs: AssignInputs) -> None:
     """The closed form of the traces is always there: one reading of the experts, next to nothing beside `losses`."""
     config = inputs.config
     sampled = traces(context, config) if config.trace not in (None, "closed") else None
-    columns = sensitivity.columns(inputs, traces(context, AssignSection(method="mopeq")), sampled)
+    columns = sensitivity.columns(inputs, traces(context, AssignSection()), sampled)
     write_sensitivities(context.directory("assign") / SENSITIVITIES, columns, context.stamp.digest)
 
 
@@ -98,7 +99,7 @@ def check(context: Context) -> None:
                     do="lower gpu_experts",
                 )
         if section.average_bits is not None or section.expert_bytes is not None or section.size is not None:
-            widths = sorted(section.named_widths() or context.recipe.losses.bits)
+            widths = sorted(section.named() or context.recipe.losses.bits)
             limit_of(_inputs(context, section, name, _unmeasured(context)), widths)
 
 
@@ -227,18 +228,19 @@ def constants_digest(name: str) -> str:
 
 
 def own_hardware(context: Context) -> list[str] | None:
-    """Digests of the constants that decide the recipe's assignment; None for one without hardware."""
+    """Digests of the constants that decide the recipe's assignment, and another package's version; None for neither."""
     return _digests(context, [context.recipe.assign])
 
 
 def compared_hardware(context: Context) -> list[str] | None:
-    """Digests of the constants that decide the assignments it is compared with; None where none has hardware."""
+    """As `own_hardware`, of the assignments that it is compared with."""
     return _digests(context, context.recipe.eval.compare)
 
 
 def _digests(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
     names = [hardware_of(context, section) for section in sections]
-    return [constants_digest(name) for name in names if name is not None] or None
+    others = [package for section in sections if (package := ALLOCATORS.origin(section.method)) is not None]
+    return [*(constants_digest(name) for name in names if name is not None), *others] or None
 
 
 def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from moeq.models.weights import plain_header
 from moeq.numerics.packed import packed_shapes
 from moeq.numerics.widths import NESTED_BITS
 from moeq.recipe import BEST, DEFAULT_QUANTIZER, AssignSection, Recipe
+from moeq.registry import ALLOCATORS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
@@ -210,7 +211,11 @@ class CheckpointSize:
         most = max(rest, sum(layer.num_experts * layer.parameters_per_expert for layer in self.layers) * 4)
         made = manifest.PlacementManifest.model_construct(
             model=self._stamp,
-            assignment={"name": self._longest_name, "method": "prefix-split", "parameters": {"all": PARAMETERS}},
+            assignment={
+                "name": self._longest_name,
+                "method": max(ALLOCATORS.names(), key=len),
+                "parameters": {"all": PARAMETERS},
+            },
             layout=manifest.layout(section.group_size, section.symmetric, section.nested, mixed=True),
             layers=tuple(self._placed_layer(layer, ()) for layer in self.layers),
             others=self._others.placed(),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
+from rich.markup import escape
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import make_directory, write_json
@@ -26,8 +27,10 @@ from moeq.estimator import (
     load_hardware,
 )
 from moeq.estimator.assigned import assignment_placement, weights_of_a_scale
+from moeq.estimator.points import BASELINES
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys
+from moeq.registry import POLICIES
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
 
@@ -35,7 +38,6 @@ SCHEMA_VERSION = 2
 NAME = "estimate.json"
 REMEDY = "run `moeq estimate` again"
 OWN_GEOMETRY = "model"
-BASELINES = ("monde_bwrule", "monde_opt", "hobbit")
 
 
 class EstimateReport(BaseModel):
@@ -59,6 +61,8 @@ def run(context: Context) -> dict[str, Any]:
     assignments = [own, *(assign.make(context, c, c.name) for c in context.recipe.eval.compare)]
     routing = _routing(context)
     geometry, is_own = chosen_geometry(context)
+    for line in POLICIES.problems():
+        context.reporter.say(f"  left out: {escape(line)}")
     estimates = []
     with context.reporter.bar("estimate", len(assignments)) as advance:
         for assignment in assignments:
@@ -121,9 +125,10 @@ def check(context: Context) -> None:
 
 
 def hardware_digest(context: Context) -> str | list[str]:
-    """Digest of the hardware's constants, and of that which decides the assignments that are compared."""
-    own, compared = assign.constants_digest(context.recipe.estimate.hardware), assign.compared_hardware(context)
-    return own if compared is None else [own, *compared]
+    """Digest of the hardware's constants, of that which decides the assignments that are compared, others' policies."""
+    own, compared = assign.constants_digest(context.recipe.estimate.hardware), assign.compared_hardware(context) or []
+    others = [f"{name} of {package}" for name in POLICIES.names() if (package := POLICIES.origin(name)) is not None]
+    return [own, *compared, *others] if compared or others else own
 
 
 def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:

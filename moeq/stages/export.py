@@ -116,12 +116,11 @@ def _check_uniform(context: Context) -> None:
     What was decided before, perhaps by hand, is looked at instead where it is there.
     """
     section, grid = context.recipe.assign, context.recipe.losses
-    if section.method != "uniform" or section.bits is None or (context.finished("assign") / assign.NAME).is_file():
+    named = [*section.named()]
+    if len(named) != 1 or (context.finished("assign") / assign.NAME).is_file():
         return
-    widths = [
-        [FULL] * section.gpu_experts + [section.bits] * (layer.num_experts - section.gpu_experts)
-        for layer in context.layers
-    ]
+    hot = section.gpu_experts
+    widths = [[FULL] * hot + named * (layer.num_experts - hot) for layer in context.layers]
     for name in context.recipe.export.formats:
         _check_widths(context, name, widths, grid.group_size, grid.symmetric, grid.nested)
 

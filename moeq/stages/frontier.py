@@ -7,10 +7,13 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+from rich.markup import escape
+
 from moeq.artifacts.files import make_directory, write_json, write_text
 from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import report
 from moeq.errors import AssignmentError
+from moeq.registry import ALLOCATORS
 from moeq.reporting.frontier import frontier_svg
 from moeq.stages.assign import decide, inputs_of, load
 from moeq.stages.context import Context
@@ -23,6 +26,8 @@ AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a 
 def frontier(context: Context) -> dict[str, Any]:
     """Objective against bytes of every method, written as frontier.json and frontier.svg beside the assignment."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
+    for line in ALLOCATORS.problems():
+        context.reporter.say(f"  left out: {escape(line)}")
     number = len(report.sections(inputs, AVERAGES))
     with context.reporter.bar("frontier", number) as advance:
         points = report.frontier(inputs, AVERAGES, decide, advance)

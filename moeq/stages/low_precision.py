@@ -111,7 +111,7 @@ class _Widths:
         quantizer = section.quantizer or context.recipe.assign.quantizer
         self._replicas: dict[int, list[Replicas]] = {}
         for bits in {section.bits, section.high_bits} - {FULL}:
-            uniform = AssignSection(method="uniform", bits=bits, quantizer=quantizer)
+            uniform = AssignSection.of("uniform", bits=bits, quantizer=quantizer)
             made = assign.make(context, uniform, f"uniform-{bits}")
             self._replicas[bits] = [Replicas(context, made, layer) for layer in context.layers]
 

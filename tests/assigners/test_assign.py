@@ -8,10 +8,11 @@ import pytest
 from moeq.artifacts.assignment import Assignment, read_assignment, write_assignment
 from moeq.artifacts.losses import LossTable, read_losses, write_losses
 from moeq.artifacts.profile import ExpertProfile
-from moeq.assigners import assign, known_methods
+from moeq.assigners import assign
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import ArtifactError, AssignmentError
 from moeq.recipe import AssignSection
+from moeq.registry import ALLOCATORS
 
 EXPERTS = 6
 COUNTS = np.array([10, 60, 30, 0, 5, 95])
@@ -63,7 +64,7 @@ def run(folder: Path, losses: np.ndarray | None = None, **options: object) -> As
     )
 
 
-@pytest.mark.parametrize("method", known_methods())
+@pytest.mark.parametrize("method", ALLOCATORS.names())
 @pytest.mark.parametrize("gpu_experts", [0, 2, EXPERTS])
 def test_every_method_places_top_k_on_the_gpu_and_stays_within_its_budget(
     tmp_path: Path, method: str, gpu_experts: int

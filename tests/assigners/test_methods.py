@@ -302,7 +302,7 @@ Section = Callable[..., AssignSection]
     [
         ({"method": "optimal"}, "method optimal needs average_bits, expert_bytes or size"),
         ({"method": "optimal", "average_bits": 2, "size": "1GiB"}, "one budget is enough"),
-        ({"method": "mopeq", "average_bits": 2}, "average_bits belongs to frequency, prefix-split or optimal"),
+        ({"method": "mopeq", "average_bits": 2}, "average_bits belongs to frequency, optimal or prefix-split"),
         ({"method": "uniform", "bits": 2, "metric": "hessian"}, "metric belongs to mopeq"),
         ({"method": "budget", "size": "1GiB", "hot_bits": 2, "cold_bits": 3}, "hot_bits must not be below"),
         ({"method": "optimal", "average_bits": 5, "widths": [2, 4]}, "between 2 and 4"),

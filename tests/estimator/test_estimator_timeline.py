@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from moeq.errors import EstimateError
-from moeq.estimator import Grid, Hardware, Placement, estimate, known_policies, load_geometry, uniform_placement
-from moeq.estimator.policies import label
+from moeq.estimator import Grid, Hardware, Placement, estimate, load_geometry, uniform_placement
+from moeq.estimator.policies import by_label
 from moeq.estimator.timeline import Interval, timeline
 
 MIXTRAL = load_geometry("mixtral-8x7b")
-LABELS = [label(name, variant) for name, one in known_policies().items() for variant in one.variants]
+LABELS = list(by_label())
 ONE_SET = np.array([1.0, 1, 0, 0, 0, 0, 0, 0])  # the first two experts are chosen always
 
 

@@ -58,7 +58,8 @@ def test_a_twin_compares_the_methods_of_its_paper(path: Path) -> None:
         return
 
     def kinds(recipe: Recipe) -> set[tuple[object, ...]]:
-        every = [recipe.assign, *recipe.eval.compare]
-        return {(row.method, row.bits, row.metric, row.scope, row.selector, row.loss_weighting) for row in every}
+        every = [row.model_dump() for row in (recipe.assign, *recipe.eval.compare)]
+        told = ("method", "bits", "metric", "scope", "selector", "loss_weighting")
+        return {tuple(row[key] for key in told) for row in every}
 
     assert kinds(papers) <= kinds(own)

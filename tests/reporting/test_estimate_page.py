@@ -10,6 +10,7 @@ import pytest
 from moeq.estimator import Estimate, Grid, estimate, load_geometry, load_hardware, uniform_placement
 from moeq.estimator.capacity import plan_capacity
 from moeq.estimator.cases import Case, EstimateDocument
+from moeq.estimator.points import BASELINES
 from moeq.reporting import speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
 from moeq.reporting.estimate_page import render
@@ -47,7 +48,7 @@ def test_a_refused_policy_is_named_with_its_sum(preset: Estimate) -> None:
 
 def test_what_hardly_moves_a_figure_is_folded_away(preset: Estimate) -> None:
     now = speed.assumed(preset)
-    assert set(now) == set(speed.COMPARED)
+    assert set(now) == set(BASELINES)
     shown, folded = speed.sensitivity(preset)
     still = [row for row in preset.sensitivity if speed.effect(row, now) < speed.SAME]
     assert still

@@ -2,85 +2,73 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Protocol, runtime_checkable
 
 from moeq.estimator.devices import Hardware, Parameter
 from moeq.estimator.step import NOTHING, Layers, Schedule, TermTotal, Work
+from moeq.registry import POLICIES
 from moeq.tables import human_bytes
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """A way to run a placed model; `variants` ("" for a policy without any) are estimated side by side."""
+@dataclass(frozen=True)
+class Variant:
+    """short: its name in charts and tables; long: with what it does; monotone: more bandwidth never makes it slower."""
 
-    @property
-    def name(self) -> str:
-        """The name of the policy's module."""
-        ...
+    short: str
+    long: str
+    monotone: bool = True
 
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """At least one."""
-        ...
 
-    @property
-    def parameters(self) -> Mapping[str, Parameter]:
-        """What a hardware file may set below `policies.<name>`, with defaults and their sources."""
-        ...
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """A way to run a placed model; `variants` ("" for a policy without any) are estimated side by side.
 
-    @property
-    def in_time(self) -> bool:
-        """Whether decode needs consecutive steps, since what it does follows from the steps before."""
-        ...
+    name: its module's, or another package's entry point's; help: one line; parameters: what a hardware file may set
+    below `policies.<name>`; in_time: whether decode needs consecutive steps, since what it does follows from those
+    before.
+    """
 
+    name: str
+    help: str
+    variants: Mapping[str, Variant]
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    in_time: bool = False
+
+    @abstractmethod
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """How the experts of every layer run in a decode step."""
-        ...
 
+    @abstractmethod
     def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """How the experts of every layer run in the prefill."""
-        ...
 
     def migration(self, layers: Layers, variant: str) -> TermTotal:
-        """What moves between prefill and decode, over the whole model."""
-        ...
-
-    def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
-        """Why the policy cannot run this model beside keys and values of a size: the sum that does not fit; or None."""
-        ...
-
-
-@dataclass(frozen=True)
-class Plain:
-    """What most policies share: steps in any order, nothing moves ahead of decoding, the model may be of any size."""
-
-    in_time: bool = field(default=False, init=False)
-
-    def migration(self, layers: Layers, variant: str) -> TermTotal:
-        """Nothing moves ahead of decoding."""
+        """What moves between prefill and decode, over the whole model: nothing, unless a policy says otherwise."""
         return NOTHING
 
     def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
-        """Experts that do not fit the GPU come from the NDP's memory."""
+        """Why it cannot run this model beside keys and values of a size: the sum that does not fit; or None."""
         return None
 
 
-@cache
 def known_policies() -> Mapping[str, Policy]:
-    """Every policy by name, sorted."""
-    found: dict[str, Policy] = {}
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda one: one.name):
-        policy = getattr(importlib.import_module(f"{__name__}.{module.name}"), "POLICY", None)
-        if policy is not None:
-            assert isinstance(policy, Policy), f"{module.name}.POLICY is not a Policy"
-            assert policy.name == module.name, f"{module.name}.POLICY is named {policy.name}"
-            found[policy.name] = policy
-    return found
+    """Every policy by name, moeq's own first."""
+    return {policy.name: policy for policy in POLICIES}
+
+
+def by_label() -> Mapping[str, tuple[Policy, str]]:
+    """Every policy and variant by the label of results, in the order of policies."""
+    return {label(one.name, variant): (one, variant) for one in POLICIES for variant in one.variants}
+
+
+def titled(wanted: str) -> Variant:
+    """The variant of a label; of a policy that is not installed here, one that is called so."""
+    if wanted not in by_label():
+        return Variant(wanted.replace("_", " "), wanted)
+    policy, variant = by_label()[wanted]
+    return policy.variants[variant]
 
 
 def label(name: str, variant: str) -> str:

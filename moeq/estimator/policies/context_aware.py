@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import numpy as np
 
-from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import PREFILL_SPLIT, moved_ahead, prefill_split
 from moeq.estimator.placed import where_they_live
-from moeq.estimator.policies import Plain, parameter
+from moeq.estimator.policies import Policy, Variant, parameter
 from moeq.estimator.step import Layers, Schedule, TermTotal, Work
 
 
-@dataclass(frozen=True)
-class ContextAware(Plain):
+class ContextAware(Policy):
     """Layer: t_dense + E[max(sum_hot t_gpu, sum_cold t_ndp + t_act)], GPU and NDP overlap; one migration a sequence.
 
     Every expert has the bits of the placement, hot ones included (16 in the paper). The prefill runs on FP16 experts
     that are all on the NDP still. A batch shares one placement, so it migrates once. Where the memory only holds
     experts, cold ones are fetched at their bits and compute on the GPU after the hot ones.
     """
-
-    name: str = "context_aware"
-    variants: tuple[str, ...] = ("",)
-    parameters: Mapping[str, Parameter] = field(default_factory=lambda: {"prefill_split": PREFILL_SPLIT})
 
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Every active expert computes where it lives."""
@@ -41,4 +32,9 @@ class ContextAware(Plain):
         return moved_ahead(layers, moved.sum(axis=1), layers.hot.sum(axis=1).astype(np.float64))
 
 
-POLICY = ContextAware()
+POLICY = ContextAware(
+    name="context_aware",
+    help="hot experts stay on the GPU for a sequence, cold ones compute near their memory",
+    variants={"": Variant("context-aware", "this assignment, context-aware placement")},
+    parameters={"prefill_split": PREFILL_SPLIT},
+)

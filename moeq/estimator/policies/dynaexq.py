@@ -5,14 +5,11 @@ Shapes as in step.py; W windows of `update_period` consecutive steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import all_on_gpu
-from moeq.estimator.policies import Plain, number, over_gpu_memory
+from moeq.estimator.policies import Policy, Variant, number, over_gpu_memory
 from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Windows, Work, memory_rates
 from moeq.estimator.terms import Cost, t_fetch
 
@@ -36,8 +33,7 @@ _PARAMETERS = {
 _TIE = 1e-12  # of equal scores the expert that is in high precision already stays
 
 
-@dataclass(frozen=True)
-class DynaExq(Plain):
+class DynaExq(Policy):
     """Layer: t_dense + E[sum t_gpu(b' of the pool that the expert is in)]; a step adds what copies do not hide.
 
     Algorithm 1: hotness S <- a*S + (1-a)*g at every step, and every T steps the top n_hot with S >= tau are to be in
@@ -52,11 +48,6 @@ class DynaExq(Plain):
     Deviations: experts that were not chosen have g = 0; prompts do not count; warm-up is the popularity; all versions
     lie in the memory behind the link, none on an SSD; experts are not prefetched by correlations of layers.
     """
-
-    name: str = "dynaexq"
-    variants: tuple[str, ...] = ("",)
-    parameters: Mapping[str, Parameter] = field(default_factory=lambda: dict(_PARAMETERS))
-    in_time: bool = field(default=True, init=False)
 
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Experts in the precision that the controller has given them so far, copies beside them."""
@@ -184,4 +175,10 @@ def _with_copies(experts: Schedule, copies: Cost, windows: Windows, window: IntA
     return Schedule(seconds=experts.seconds, terms={**experts.terms, "copies": term}, spans=spans, windows=windows)
 
 
-POLICY = DynaExq()
+POLICY = DynaExq(
+    name="dynaexq",
+    help="every expert lies on the GPU in one of two precisions, which follow an average of its use",
+    variants={"": Variant("DynaExq", "DynaExq: all on the GPU, two precisions")},
+    parameters=_PARAMETERS,
+    in_time=True,
+)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from moeq.errors import EstimateError
 from moeq.estimator.caching import lru_hits
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import on_demand
-from moeq.estimator.policies import Plain, number, over_gpu_memory
+from moeq.estimator.policies import Policy, Variant, number, over_gpu_memory
 from moeq.estimator.step import BoolArray, Layers, Schedule, Work
 
 _ON_DEMAND = "paper 000, 5.1: all experts are loaded to the GPU on demand"
@@ -25,18 +22,13 @@ _PARAMETERS = {
 }
 
 
-@dataclass(frozen=True)
-class Hobbit(Plain):
+class Hobbit(Policy):
     """Layer: t_dense + E[misses*(f_hi + f_lo*b'_lo/16)*t_fetch + sum t_gpu].
 
     The GPU caches `cached_experts` of a layer: of recorded steps the least recently used one leaves, of routing
     without an order the most popular experts never miss. A skipped expert (1 - f_hi - f_lo) costs no
     transfer, so latency is paid f_hi + f_lo times a miss. The prefill fetches every expert in FP16.
     """
-
-    name: str = "hobbit"
-    variants: tuple[str, ...] = ("",)
-    parameters: Mapping[str, Parameter] = field(default_factory=lambda: dict(_PARAMETERS))
 
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Misses are fetched at mixed precision, compute waits for them."""
@@ -75,4 +67,9 @@ def _cached(layers: Layers, work: Work, places: int) -> BoolArray:
     return np.asarray(work.pick(layers.popularity_rank < places), dtype=np.bool_)
 
 
-POLICY = Hobbit()
+POLICY = Hobbit(
+    name="hobbit",
+    help="a missing expert comes on demand at high precision, at low, or not",
+    variants={"": Variant("HOBBIT", "HOBBIT: mixed precision, fetched on demand")},
+    parameters=_PARAMETERS,
+)

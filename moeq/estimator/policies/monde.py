@@ -6,27 +6,18 @@ most popular ones, as many as the placement has hot; `opt` as many (none include
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import numpy as np
 
-from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import PREFILL_SPLIT, bandwidth_rule, cost_optimal, prefill_split, split_schedule
-from moeq.estimator.policies import Plain, parameter
+from moeq.estimator.policies import Policy, Variant, parameter
 from moeq.estimator.step import BoolArray, Layers, Schedule, Work
 
 
-@dataclass(frozen=True)
-class Monde(Plain):
+class Monde(Policy):
     """Layer: t_dense + E[max(H*t_fetch + t_gpu(last), sum_cold t_ndp(16) + t_act)]; nothing migrates.
 
     Where the memory only holds experts all variants fetch every active one, as compute follows.
     """
-
-    name: str = "monde"
-    variants: tuple[str, ...] = ("bwrule", "hotset", "opt")
-    parameters: Mapping[str, Parameter] = field(default_factory=lambda: {"prefill_split": PREFILL_SPLIT})
 
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Fetches by the variant's rule."""
@@ -45,4 +36,13 @@ def _hot_set(layers: Layers, work: Work) -> BoolArray:
     return np.asarray(work.pick(hot), dtype=np.bool_)
 
 
-POLICY = Monde()
+POLICY = Monde(
+    name="monde",
+    help="FP16 experts near their memory, some fetched to the GPU at every step",
+    variants={
+        "bwrule": Variant("MoNDE (bandwidth rule)", "MoNDE, bandwidth rule", monotone=False),
+        "hotset": Variant("MoNDE (hot set)", "MoNDE, hot set fetched"),
+        "opt": Variant("MoNDE (cost-optimal)", "MoNDE, cost-optimal"),
+    },
+    parameters={"prefill_split": PREFILL_SPLIT},
+)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import numpy as np
 
-from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import all_on_gpu
-from moeq.estimator.policies import Plain, over_gpu_memory
+from moeq.estimator.policies import Policy, Variant, over_gpu_memory
 from moeq.estimator.step import Layers, Schedule, Work
 
 
-@dataclass(frozen=True)
-class StaticMixed(Plain):
+class StaticMixed(Policy):
     """Layer: t_dense + E[sum t_gpu(b')]; hot experts of the placement have their width too. Needs memory for all."""
-
-    name: str = "static_mixed"
-    variants: tuple[str, ...] = ("",)
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Every active expert is read at its width."""
@@ -35,4 +26,8 @@ class StaticMixed(Plain):
         return over_gpu_memory(layers, float((each * layers.repeats[:, None]).sum()), kv_cache_bytes)
 
 
-POLICY = StaticMixed()
+POLICY = StaticMixed(
+    name="static_mixed",
+    help="all experts lie on the GPU at the widths of the placement, and nothing moves",
+    variants={"": Variant("static mixed precision", "static mixed precision: all on the GPU")},
+)

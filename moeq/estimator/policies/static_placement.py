@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import numpy as np
 
-from moeq.estimator.devices import Parameter
 from moeq.estimator.placed import placed_by_rank, where_they_live
-from moeq.estimator.policies import Plain
+from moeq.estimator.policies import Policy, Variant
 from moeq.estimator.step import Layers, Schedule, Work
 
 
-@dataclass(frozen=True)
-class StaticPlacement(Plain):
+class StaticPlacement(Policy):
     """Layer: t_dense + E[max(sum_hot t_gpu, sum_cold t_ndp + t_act)], as the context-aware placement of the same K.
 
     What is missing is the context: of a trace the most popular experts of all its prompts (or by the popularity that
@@ -22,10 +17,6 @@ class StaticPlacement(Plain):
     nothing there, and the placement itself is the static one. The prefill computes where experts live, too, at their
     bits; nothing migrates.
     """
-
-    name: str = "static_placement"
-    variants: tuple[str, ...] = ("",)
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """Every active expert computes where it lives."""
@@ -39,4 +30,8 @@ class StaticPlacement(Plain):
         return self.decode(layers, work, variant)
 
 
-POLICY = StaticPlacement()
+POLICY = StaticPlacement(
+    name="static_placement",
+    help="the same experts are on the GPU for every sequence, the others near their memory",
+    variants={"": Variant("static placement", "static placement on GPU and NDP")},
+)

@@ -1,0 +1,53 @@
+"""What an allocator is: a method that gives every expert its width and its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeq.artifacts.assignment import Assignment, Width
+from moeq.assigners.inputs import AssignInputs
+from moeq.recipe import SHARED, AssignSection, MethodSettings
+
+Widths = Sequence[Sequence[Width]]  # of every expert of every layer
+Cost = Callable[[int, int], int]  # bytes of one expert, by layer and width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocator:
+    """A method of `assign`, called as its module or another package's entry point.
+
+    help: one line; label: what reports call it, none: its name; settings: its own keys of the section; budgets: keys of
+    which one must be given; reads: others of `SHARED` that it reads; implied: what keys stand for where they are not
+    given; widths: what it always chooses among, none: what the section names or was measured.
+
+    assign: the assignment of inputs; AssignmentError where there is none.
+    trials: label and keys of what a frontier shows, by the averages to be shown; none: one for every average where it
+    takes them, its default where it takes no budget.
+    at_bytes: label and widths of what a frontier shows for the expert bytes of each of those; none: the assignment of
+    that budget, where it takes no average.
+    foreseen: widths of the experts off the GPU, by their number in every layer, as far as they follow from a section
+    alone; the most expensive ones, or None.
+    """
+
+    name: str
+    help: str
+    assign: Callable[[AssignInputs], Assignment]
+    label: str = ""
+    settings: type[MethodSettings] = MethodSettings
+    budgets: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    widths: tuple[int, ...] = ()
+    trials: Callable[[AssignInputs, Sequence[str]], Iterable[tuple[str, Mapping[str, Any]]]] | None = None
+    at_bytes: Callable[[AssignInputs, int], Iterable[tuple[str, Widths]]] | None = None
+    foreseen: Callable[[AssignSection, Sequence[int], Cost], list[list[int]] | None] | None = None
+
+    def __post_init__(self) -> None:
+        """ValueError for keys that are not there, or are every method's."""
+        own = set(self.settings.model_fields)
+        if own & {*AssignSection.model_fields, "name"}:
+            raise ValueError(f"settings have keys of all methods: {sorted(own & set(AssignSection.model_fields))}")
+        if unknown := {*self.budgets, *self.reads} - own - set(SHARED):
+            raise ValueError(f"there are no keys {sorted(unknown)}")
