@@ -95,6 +95,13 @@ class PlanError(MoeqError):
     exit_code = 11
 
 
+def hint(word: str, known: Iterable[str], otherwise: str = "known: ") -> str:
+    """What to do about a word that is not among known ones: the nearest, or all of them."""
+    known = list(known)
+    close = nearest(word, known)
+    return f"did you mean {close!r}?" if close else f"{otherwise}{', '.join(known)}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word closest to a misspelt one, or None when nothing is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

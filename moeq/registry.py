@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.errors import MoeqError, RecipeError, nearest
+from moeq.errors import MoeqError, RecipeError, hint
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -58,9 +58,7 @@ class Registry:
         broken = self._load(name) if name in self._entries[0] else None
         if isinstance(broken, MoeqError):
             return error(broken.what, where=broken.where, do=broken.do)
-        close = nearest(name, known := list(known))
-        do = f"did you mean {close!r}?" if close else f"known: {', '.join(known)}"
-        return error(f"unknown {self.kind} {name[:LONGEST]!r}", where=where, do=do)
+        return error(f"unknown {self.kind} {name[:LONGEST]!r}", where=where, do=hint(name, known))
 
     def __iter__(self) -> Iterator[Any]:
         """Every member that can be loaded, in the order of names."""

@@ -5,7 +5,7 @@ Letters: L layers, E experts of a layer, P matrices of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # recipes are checked without the packages that read these
     from moeq.artifacts.profile import ExpertProfile
 
 Settings = TypeVar("Settings", bound=MethodSettings)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,13 @@ class AssignInputs:
     def measured(self, *more: int) -> tuple[int, ...]:
         """Widths of the loss table and others, rising."""
         return tuple(sorted({*(self.losses.bits() if self.losses is not None else ()), *more}))
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What a function makes of these inputs, made once."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        found: Made = self.memo[key]
+        return found
 
     def bytes_of(self, layer: int) -> dict[int, int]:
         """{width: bytes of one expert} of a layer; AssignmentError when they were not given."""

@@ -61,6 +61,13 @@ def _importance(inputs: AssignInputs, group: Sequence[int], hot: Sequence[np.nda
         if inputs.traces is None:
             raise AssignmentError(f"metric {metric} needs the experts' weights", do="use metric frequency")
         traces = inputs.traces()
+        for layer in group:
+            for expert in np.flatnonzero(~np.isfinite(traces[layer]))[:1].tolist():
+                raise AssignmentError(
+                    f"the Hessian trace is {traces[layer][expert]:g}",
+                    where=f"{inputs.profile.layers[layer]}, expert {expert}",
+                    do="use metric frequency",
+                )
         parts.append(np.concatenate([traces[layer][~hot[layer]] for layer in group]))
     return parts[0].astype(float) if len(parts) == 1 else hybrid(*parts)
 

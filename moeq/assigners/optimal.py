@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -66,10 +67,7 @@ def optimum(
     masks = b"".join(mask.tobytes() for mask in hot)
     most = None if limit.latency is None else limit.latency.seconds
     key = ("optimum", weighting, limit.unit, limit.total, most, limit.widths, masks, granularity, scope)
-    if key not in inputs.memo:
-        inputs.memo[key] = _optimum(inputs, limit, hot, granularity, scope)
-    found: Optimum = inputs.memo[key]
-    return found
+    return inputs.once(key, lambda: _optimum(inputs, limit, hot, granularity, scope))
 
 
 def _optimum(
@@ -112,78 +110,45 @@ def _matrix_losses(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> n
     return np.stack([np.stack([one[width] for width in widths], 1) for one in matrices], 1)
 
 
-def _groups(tables: Sequence[np.ndarray], layers: Sequence[int], granularity: Granularity) -> list[np.ndarray]:
-    """Tables [e, W] of some layers, added up over the experts that share a width."""
-    mine = [tables[layer] for layer in layers]
-    if granularity == "expert":
-        return mine
-    sums = [table.sum(0, keepdims=True) for table in mine]
-    return sums if granularity == "layer" else [np.asarray(np.sum(sums, 0))]
-
-
 def _solve(
     values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int, granularity: Granularity
 ) -> tuple[knapsack.Solution, list[np.ndarray]]:
-    """The knapsack of some layers; the choice [e] of every decided expert, or [e, P] of its matrices, a layer."""
-    if granularity in OF_MATRICES:
-        return _solve_matrices(values, limit, layers, total, together=granularity == "stack")
-    groups = _groups(values, layers, granularity)
-    costs = [limit.costs[layer] * (1 if granularity == "expert" else limit.counts[layer]) for layer in layers]
-    if granularity == "model":
-        costs = [np.asarray(sum(costs, np.zeros(len(limit.widths), np.int64)))]
-    stacked = np.concatenate([np.tile(cost, (len(group), 1)) for cost, group in zip(costs, groups, strict=True)])
-    where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
-    times = None if limit.latency is None else _groups(limit.latency.times, layers, granularity)
-    solution = _within(np.concatenate(groups), stacked, total, limit, where, times)
-    if granularity == "model":
-        return solution, [np.repeat(solution.choices, len(values[layer])) for layer in layers]
-    sizes = [len(group) for group in groups]
-    parts = np.split(solution.choices, np.cumsum(sizes)[:-1])
-    if granularity == "layer":
-        parts = [np.repeat(part, len(values[layer])) for part, layer in zip(parts, layers, strict=True)]
-    return solution, parts
+    """The knapsack of some layers, values [e, W], or [e, P, W] of matrices; the choice [e] or [e, P] of every layer.
 
-
-def _solve_matrices(
-    values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int, *, together: bool
-) -> tuple[knapsack.Solution, list[np.ndarray]]:
-    """The knapsack of some layers' matrices, values [e, P, W]; the choice [e, P] of every matrix, a layer.
-
-    together: one matrix of all of a layer's experts is one item.
+    What shares a width is one item: with granularity layer or stack (of one matrix) all of a layer's experts.
     """
-    if together:
-        return _solve_stacks(values, limit, layers, total)
-    groups = [values[layer].reshape(-1, len(limit.widths)) for layer in layers]
-    stacked = np.concatenate([np.tile(limit.matrices[layer], (len(values[layer]), 1)) for layer in layers])
-    where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
-    times = None
-    if limit.latency is not None:  # an expert's matrices have equally many weights
-        counts = [len(limit.matrices[layer]) for layer in layers]
-        times = [
-            np.repeat(limit.latency.times[layer] / count, count, 0) for layer, count in zip(layers, counts, strict=True)
-        ]
-    solution = _within(np.concatenate(groups), stacked, total, limit, where, times)
-    parts = np.split(solution.choices, np.cumsum([len(group) for group in groups])[:-1])
-    return solution, [part.reshape(values[layer].shape[:2]) for part, layer in zip(parts, layers, strict=True)]
+    shapes = [values[layer].shape for layer in layers]
+    shared = granularity in ("layer", "stack", "model")
 
+    def items(tables: Sequence[np.ndarray]) -> np.ndarray:
+        """Tables of the shapes of values as rows [N, W], added up over what shares a width."""
+        parts = [one.sum(0, keepdims=True) if shared else one for one in tables]
+        if granularity == "model":
+            parts = [np.asarray(np.sum(parts, 0))]
+        return np.concatenate([one.reshape(-1, one.shape[-1]) for one in parts])
 
-def _solve_stacks(
-    values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int
-) -> tuple[knapsack.Solution, list[np.ndarray]]:
-    """As `_solve_matrices`, with one width for a matrix of all of a layer's experts."""
-    groups = [values[layer].sum(0) for layer in layers]
-    costs = np.concatenate([limit.matrices[layer] * len(values[layer]) for layer in layers])
-    where = "the model" if len(layers) == len(values) else f"layer {layers[0]}"
+    costs = [(limit.matrices or limit.costs)[layer] for layer in layers]
     times = None
     if limit.latency is not None:
-        counts = [len(limit.matrices[layer]) for layer in layers]
-        times = [
-            np.tile(limit.latency.times[layer].sum(0) / count, (count, 1))
-            for layer, count in zip(layers, counts, strict=True)
-        ]
-    solution = _within(np.concatenate(groups), costs, total, limit, where, times)
-    parts = np.split(solution.choices, np.cumsum([len(group) for group in groups])[:-1])
-    return solution, [np.tile(part, (len(values[layer]), 1)) for part, layer in zip(parts, layers, strict=True)]
+        every = [limit.latency.times[layer] for layer in layers]
+        if granularity in OF_MATRICES:  # an expert's matrices have equally many weights
+            every = [one[:, None] / shape[1] for one, shape in zip(every, shapes, strict=True)]
+        times = items([np.broadcast_to(one, shape) for one, shape in zip(every, shapes, strict=True)])
+    solution = _within(
+        items([values[layer] for layer in layers]),
+        items([np.broadcast_to(one, shape) for one, shape in zip(costs, shapes, strict=True)]),
+        total,
+        limit,
+        "the model" if len(layers) == len(values) else f"layer {layers[0]}",
+        times,
+    )
+    if granularity == "model":
+        return solution, [np.full(shape[:-1], solution.choices[0]) for shape in shapes]
+    counts = [prod(shape[1:-1]) if shared else prod(shape[:-1]) for shape in shapes]
+    parts = np.split(solution.choices, np.cumsum(counts)[:-1])
+    return solution, [
+        np.broadcast_to(part.reshape(-1, *shape[1:-1]), shape[:-1]) for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 def _within(
@@ -192,11 +157,11 @@ def _within(
     total: int,
     limit: Limit,
     where: str,
-    times: Sequence[np.ndarray] | None,
+    times: np.ndarray | None,
 ) -> knapsack.Solution:
     """The solution of least loss that costs at most `total` and keeps the latency; AssignmentError when there is none.
 
-    times: of losses and costs [N, W], in parts; None without a limit of latency.
+    times: as losses and costs [N, W]; None without a limit of latency.
     """
     least = knapsack.least_cost(costs)
     if least > total:
@@ -207,11 +172,11 @@ def _within(
         )
     if limit.latency is None or times is None:
         return knapsack.solve(losses, costs, total)
-    every, most = np.concatenate(times), limit.latency.seconds
-    least_time = two_limits.least_time(every, costs, total).loss
+    most = limit.latency.seconds
+    least_time = two_limits.least_time(times, costs, total).loss
     if least_time > most * (1 + two_limits.SLACK):
         raise latency.refusal(least_time, most)
-    return two_limits.solve(losses, costs, total, every, most)
+    return two_limits.solve(losses, costs, total, times, most)
 
 
 def _at_bytes(inputs: AssignInputs, size: int) -> Iterator[tuple[str, Widths]]:

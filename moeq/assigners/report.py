@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from moeq.artifacts.assignment import FULL, Assignment, matrix_widths, mean_width
 from moeq.artifacts.targets import FINENESS, MIXED, TARGETS, Granularity, Target, refuse_grid
@@ -189,7 +190,9 @@ def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, A
     found = []
     for one in ALLOCATORS:
         trials = _trials(one, averages) if one.trials is None else one.trials(inputs, averages)
-        found += [(label, _section(inputs, one, keys)) for label, keys in trials]
+        for label, keys in trials:
+            with suppress(ValidationError):  # an average that its widths cannot have
+                found.append((label, _section(inputs, one, keys)))
     return [(label, section) for label, section in found if _is_measured(inputs, section)]
 
 

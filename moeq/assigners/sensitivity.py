@@ -49,10 +49,7 @@ class LayerTable:
 def tables(inputs: AssignInputs) -> list[LayerTable]:
     """The objective of every layer, expert and width; AssignmentError naming layer and expert where one is missing."""
     key = ("tables", inputs.config.granularity == "projection", *_weighting(inputs))
-    if key not in inputs.memo:
-        inputs.memo[key] = _tables(inputs)
-    found: list[LayerTable] = inputs.memo[key]
-    return found
+    return inputs.once(key, lambda: _tables(inputs))
 
 
 def _weighting(inputs: AssignInputs) -> tuple[str | None, ...]:
@@ -103,11 +100,7 @@ def matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]]
     Raises AssignmentError where the loss table has no rows of projections, or naming layer and expert where one is
     missing.
     """
-    key = ("matrices", *_weighting(inputs))
-    if key not in inputs.memo:
-        inputs.memo[key] = _matrix_tables(inputs)
-    found: list[dict[str, dict[int, np.ndarray]]] = inputs.memo[key]
-    return found
+    return inputs.once(("matrices", *_weighting(inputs)), lambda: _matrix_tables(inputs))
 
 
 def _matrix_tables(inputs: AssignInputs) -> list[dict[str, dict[int, np.ndarray]]]:
@@ -135,7 +128,7 @@ def usage(inputs: AssignInputs, layer: int) -> np.ndarray:
     if weighting == "mass":
         return routing_mass(inputs, layer)
     if weighting == "effect":
-        return _nats_a_loss(inputs)[layer]
+        return inputs.once("nats", lambda: _nats_a_loss(inputs))[layer]
     return activation_rate(inputs, layer)
 
 
@@ -144,20 +137,17 @@ def _nats_a_loss(inputs: AssignInputs) -> list[np.ndarray]:
 
     Experts without a loss have no effect. Raises AssignmentError when effects were not measured.
     """
-    if ("nats",) not in inputs.memo:
-        effects, losses = inputs.expert_effects, inputs.losses
-        if effects is None or losses is None:
-            raise AssignmentError(
-                "loss_weighting effect needs the effect of single experts",
-                do="set losses.expert_effects and run `moeq losses` again",
-            )
-        found = []
-        for mine, table in zip(effects.divergence, losses.matrix(effects.method, "weighted_loss"), strict=True):
-            loss, effect = table[effects.bits].astype(float), np.maximum(mine, 0.0)
-            found.append(np.divide(effect, loss, out=np.zeros_like(effect), where=loss > 0))
-        inputs.memo[("nats",)] = found
-    nats: list[np.ndarray] = inputs.memo[("nats",)]
-    return nats
+    effects, losses = inputs.expert_effects, inputs.losses
+    if effects is None or losses is None:
+        raise AssignmentError(
+            "loss_weighting effect needs the effect of single experts",
+            do="set losses.expert_effects and run `moeq losses` again",
+        )
+    found = []
+    for mine, table in zip(effects.divergence, losses.matrix(effects.method, "weighted_loss"), strict=True):
+        loss, effect = table[effects.bits].astype(float), np.maximum(mine, 0.0)
+        found.append(np.divide(effect, loss, out=np.zeros_like(effect), where=loss > 0))
+    return found
 
 
 def _layer_weights(inputs: AssignInputs, losses: LossTable, column: str) -> np.ndarray:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import numpy as np
 from pydantic import Field
 
 from moeq.artifacts.assignment import Assignment
-from moeq.assigners.allocator import Allocator, Cost
+from moeq.assigners.allocator import Allocator
 from moeq.assigners.inputs import AssignInputs, build, hot_masks
 from moeq.assigners.limits import choices, limit_of
-from moeq.recipe import AssignSection, BitsOrFull, MethodSettings
+from moeq.recipe import BitsOrFull, MethodSettings
 
 
 class UniformSettings(MethodSettings):
@@ -21,7 +18,7 @@ class UniformSettings(MethodSettings):
     bits: BitsOrFull | None = Field(None, description="the width")
 
     def named(self) -> set[int]:
-        """The width."""
+        """The width, where it is given."""
         return set() if self.bits is None else {self.bits}
 
 
@@ -40,21 +37,11 @@ def _widest(inputs: AssignInputs, hot: list[np.ndarray]) -> int:
     return limit.widths[int(np.flatnonzero(limit.uniform() <= limit.total)[-1])]
 
 
-def _trials(inputs: AssignInputs, averages: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One at every measured width."""
-    return (("uniform", {"bits": bits}) for bits in inputs.measured())
-
-
-def _foreseen(section: AssignSection, counts: Sequence[int], cost: Cost) -> list[list[int]] | None:
-    return [list(section.named()) * count for count in counts] if section.named() else None
-
-
 ALLOCATOR = Allocator(
     name="uniform",
     help="every expert at one width: the one that is named, or the widest that the budget pays for",
     assign=assign,
     settings=UniformSettings,
     budgets=("bits", "expert_bytes", "size"),
-    trials=_trials,
-    foreseen=_foreseen,
+    trials=lambda inputs, _: [("uniform", {"bits": bits}) for bits in inputs.measured()],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from moeq.errors import ArtifactError, nearest
+from moeq.errors import ArtifactError, hint
 
 BUNDLED_NAMES = (
     "tiny-mixtral",
@@ -33,9 +33,7 @@ def bundled_path(name: str) -> Path:
     for an unknown name and for a file that this installation lacks.
     """
     if name not in BUNDLED_NAMES:
-        close = nearest(name, BUNDLED_NAMES)
-        hint = f"did you mean {close!r}?" if close else f"known are {', '.join(BUNDLED_NAMES)}"
-        raise ArtifactError(f"moeq bundles no {name!r}", do=hint)
+        raise ArtifactError(f"moeq bundles no {name!r}", do=hint(name, BUNDLED_NAMES, "known are "))
     path = Path(str(files(__name__))).joinpath(*name.split("/"))
     if not path.exists():
         raise ArtifactError("a bundled file is missing", where=str(path), do="install moeq again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeq.errors import RecipeError, nearest
+from moeq.errors import RecipeError, hint
 from moeq.estimation.axes import AXES
 from moeq.estimator import Grid
 from moeq.recipe import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS
@@ -24,9 +24,7 @@ def parse_grid(texts: Sequence[str]) -> Grid:
         if not equals:
             raise RecipeError(f"{word!r} is no axis", where="--grid", do="write in=128,512 out=512,2048 batch=1,4")
         if axis not in AXES:
-            close = nearest(axis, AXES)
-            hint = f"did you mean {close!r}?" if close else f"axes are {', '.join(AXES)}"
-            raise RecipeError(f"unknown axis {axis!r}", where="--grid", do=hint)
+            raise RecipeError(f"unknown axis {axis!r}", where="--grid", do=hint(axis, AXES, "axes are "))
         if AXES[axis] in found:
             raise RecipeError(f"{axis} is there twice", where="--grid", do="write its sizes with commas")
         found[AXES[axis]] = _sizes(axis, values)

@@ -18,24 +18,7 @@ from moeq.estimator.timeline import Interval, timeline
 from moeq.estimator.workload import Grid, placed_popularity, zipf_popularity
 
 __all__ = [
-    "CONFIG_KEYS",
-    "Estimate",
-    "Grid",
-    "Hardware",
-    "Interval",
-    "ModelGeometry",
-    "Placement",
-    "chosen_labels",
-    "equal_bits",
-    "estimate",
-    "geometry_from_config",
-    "known_geometries",
-    "known_hardware",
-    "known_policies",
-    "load_geometry",
-    "load_hardware",
-    "placed_popularity",
-    "timeline",
-    "uniform_placement",
-    "zipf_popularity",
-]
+    "CONFIG_KEYS", "Estimate", "Grid", "Hardware", "Interval", "ModelGeometry", "Placement", "chosen_labels",
+    "equal_bits", "estimate", "geometry_from_config", "known_geometries", "known_hardware", "known_policies",
+    "load_geometry", "load_hardware", "placed_popularity", "timeline", "uniform_placement", "zipf_popularity",
+]  # fmt: skip

@@ -90,48 +90,24 @@ class ModelGeometry:
         return self.expert_parameters * float(effective_bits(bits, group_size, zero_points)) / 8
 
 
-_MIXTRAL = {"num_experts": 8, "top_k": 2, "num_key_value_heads": 8, "head_dim": 128}
-_QWEN3 = {"num_experts": 128, "top_k": 8, "num_key_value_heads": 4, "head_dim": 128}
-PRESETS: Mapping[str, ModelGeometry] = {
-    # non_expert_parameters: the checkpoint's 46,702,792,704 and 140,620,634,112 parameters (30,532,122,624 and
-    # 235,093,634,560 of Qwen3) less the experts
-    "mixtral-8x7b": ModelGeometry(
-        name="mixtral-8x7b",
-        num_layers=32,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        non_expert_parameters=1_605_636_096,
-        **_MIXTRAL,
-    ),
-    "mixtral-8x22b": ModelGeometry(
-        name="mixtral-8x22b",
-        num_layers=56,
-        hidden_size=6144,
-        intermediate_size=16384,
-        num_attention_heads=48,
-        non_expert_parameters=5_329_164_288,
-        **_MIXTRAL,
-    ),
-    "qwen3-30b-a3b": ModelGeometry(
-        name="qwen3-30b-a3b",
-        num_layers=48,
-        hidden_size=2048,
-        intermediate_size=768,
-        num_attention_heads=32,
-        non_expert_parameters=1_541_093_376,
-        **_QWEN3,
-    ),
-    "qwen3-235b-a22b": ModelGeometry(
-        name="qwen3-235b-a22b",
-        num_layers=94,
-        hidden_size=4096,
-        intermediate_size=1536,
-        num_attention_heads=64,
-        non_expert_parameters=7_997_238_784,
-        **_QWEN3,
-    ),
-}
+def _presets() -> dict[str, ModelGeometry]:
+    """non_expert_parameters: 46,702,792,704, 140,620,634,112, 30,532,122,624 and 235,093,634,560 less the experts."""
+    mixtral = {"num_experts": 8, "top_k": 2, "num_key_value_heads": 8, "head_dim": 128}
+    qwen3 = {"num_experts": 128, "top_k": 8, "num_key_value_heads": 4, "head_dim": 128}
+    sizes = ("num_layers", "hidden_size", "intermediate_size", "num_attention_heads", "non_expert_parameters")
+    table = {
+        "mixtral-8x7b": (mixtral, 32, 4096, 14336, 32, 1_605_636_096),
+        "mixtral-8x22b": (mixtral, 56, 6144, 16384, 48, 5_329_164_288),
+        "qwen3-30b-a3b": (qwen3, 48, 2048, 768, 32, 1_541_093_376),
+        "qwen3-235b-a22b": (qwen3, 94, 4096, 1536, 64, 7_997_238_784),
+    }
+    return {
+        name: ModelGeometry(name=name, **family, **dict(zip(sizes, values, strict=True)))
+        for name, (family, *values) in table.items()
+    }
+
+
+PRESETS: Mapping[str, ModelGeometry] = _presets()
 
 
 def known_geometries() -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeq.artifacts.reading import read_bounded
-from moeq.errors import EstimateError, nearest
+from moeq.errors import EstimateError, hint
 from moeq.estimator.policies import by_label
 from moeq.registry import POLICIES
 
@@ -84,9 +84,7 @@ def _check_header(header: list[str], path: Path) -> None:
     known = (*NEEDED, *SETTINGS, *MEASURES)
     for name in header:
         if name not in known:
-            close = nearest(name, known)
-            do = f"did you mean {close!r}?" if close else f"known: {', '.join(known)}"
-            raise EstimateError(f"unknown column {name!r}", where=where, do=do)
+            raise EstimateError(f"unknown column {name!r}", where=where, do=hint(name, known))
         if header.count(name) > 1:
             raise EstimateError(f"column {name!r} is there twice", where=where, do="remove one")
     for name in NEEDED:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moeq.errors import EvaluationError, RecipeError, nearest
+from moeq.errors import EvaluationError, RecipeError, hint
 from moeq.numerics.widths import FULL
 from moeq.recipe import Rational
 
@@ -56,9 +56,7 @@ class ContextOptions(BaseModel):
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            guess = nearest(name, OPTION_NAMES)
-            hint = f"did you mean {guess!r}?" if guess else f"known are {', '.join(OPTION_NAMES)}"
-            raise RecipeError(f"unknown option {name!r}", where=where, do=hint)
+            raise RecipeError(f"unknown option {name!r}", where=where, do=hint(name, OPTION_NAMES, "known are "))
         message = first["msg"].removeprefix("Value error, ")
         raise RecipeError(f"{name}: {message}" if name else message, where=where, do="mend the value")
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, shown
-from moeq.errors import RecipeError, nearest
+from moeq.errors import RecipeError, hint
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.types import Section
 
@@ -76,9 +76,7 @@ def _explain(error: ValidationError, read: Yaml, where: str, overrides: Sequence
         place = f"{where}, line {line}" if line else where
     if first["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])
-        guess = nearest(str(path[-1]), known)
-        hint = f"did you mean {guess!r}?" if guess else f"known keys here: {', '.join(known)}"
-        return RecipeError(f"unknown key {key!r}", where=place, do=hint)
+        return RecipeError(f"unknown key {key!r}", where=place, do=hint(str(path[-1]), known, "known keys here: "))
     message = shortened(first["msg"].removeprefix("Value error, "), MESSAGE_CHARACTERS)
     given = first.get("input")
     had = f" (given {shown(given)})" if isinstance(given, str | int | float | bool) else ""

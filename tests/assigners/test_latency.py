@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from assigners.test_methods import BITS, expert_bytes, inputs_of, least_bytes
 from assigners.test_projections import with_matrices
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_inputs import BITS, expert_bytes, inputs_of, least_bytes
 
 from moeq.assigners import assign, latency, report
 from moeq.assigners.inputs import AssignInputs, activation_rate

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_inputs import BITS, expert_bytes, inputs_of, least_bytes, with_options
 
-from moeq.artifacts.effects import LayerEffects
 from moeq.artifacts.losses import SCHEMA, LossTable
-from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.targets import TARGETS, refusal
 from moeq.assigners import assign, mopeq, report
 from moeq.assigners.inputs import AssignInputs
@@ -23,63 +22,6 @@ from moeq.assigners.online import decide
 from moeq.assigners.sensitivity import columns, objective, tables
 from moeq.errors import AssignmentError
 from moeq.recipe import AssignSection
-
-BITS = (1, 2, 3, 4, 8)
-
-
-def inputs_of(
-    seed: int, layers: int = 2, experts: int = 5, *, symmetric: bool = False, **options: object
-) -> AssignInputs:
-    """A random profile and loss table; bytes as packed experts have them: zero points at more than 1 bit."""
-    import pyarrow as pa
-
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(0, 50, (layers, experts)) * (rng.random((layers, experts)) > 0.1)
-    scores = counts * rng.random((layers, experts))
-    profile = ExpertProfile(
-        layers=tuple(f"layer.{layer}" for layer in range(layers)),
-        top_k=(2,) * layers,
-        counts=tuple(np.stack([row, row])[None] for row in counts),
-        scores=tuple(np.stack([row, row])[None] for row in scores),
-        tokens=np.array([[200, 200]]),
-    )
-    rows = []
-    for layer in range(layers):
-        for expert in range(experts):
-            losses = rng.random() * np.array([1, 0.3, 0.08, 0.02, 1e-4]) * np.exp(rng.normal(0, 0.4, 5))
-            for bits, loss in zip(BITS, losses.tolist(), strict=True):
-                row = {
-                    "layer": layer, "layer_name": f"layer.{layer}", "expert": expert, "projection": "expert",
-                    "method": "gptq", "bits": bits, "group_size": 64, "symmetric": symmetric, "loss": loss,
-                    "relative_loss": loss, "calibration_tokens": 9, "heldout_tokens": 9, "fallback": "none",
-                    "measured_on": "heldout", "bytes": 0, "weighted_loss": loss * rng.random(), "hessian_trace": 1.0,
-                }  # fmt: skip
-                rows.append(row)
-    weights = rng.integers(8, 20, layers)
-    return AssignInputs(
-        name="x",
-        config=AssignSection(**options),
-        profile=profile,
-        losses=LossTable(pa.Table.from_pylist(rows, schema=SCHEMA)),
-        group_size=64,
-        symmetric=symmetric,
-        bytes=tuple({b: int(w) * (b * 8 + 2) + (b > 1) * b for b in (*BITS, 16)} for w in weights),
-        other_bytes=1000,
-        traces=lambda: [np.random.default_rng(seed + layer).random(experts) for layer in range(layers)],
-        effects=LayerEffects(bits=2, method="gptq", sequences=1, tokens=1, divergence=tuple(rng.random(layers))),
-    )
-
-
-def expert_bytes(inputs: AssignInputs, bits: list[np.ndarray]) -> int:
-    return sum(inputs.bytes[layer][int(width)] for layer, widths in enumerate(bits) for width in widths)
-
-
-def least_bytes(inputs: AssignInputs) -> int:
-    return sum(one[1] * len(counts[0, 0]) for one, counts in zip(inputs.bytes, inputs.profile.counts, strict=True))
-
-
-def with_options(inputs: AssignInputs, **options: object) -> AssignInputs:
-    return replace(inputs, config=AssignSection(**options))
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(1, 4), (2, 2)]), st.floats(0, 1))
@@ -140,24 +82,6 @@ def test_every_method_keeps_its_budget_and_none_beats_optimal(
         assert score.objective >= score.optimum * (1 - 1e-9)
     hot = with_options(inputs, method="budget", expert_bytes=2 * limit, cold_bits=1, hot_bits=4, **shared)
     assert expert_bytes(hot, assign(hot).bits()) <= 2 * limit
-
-
-@given(st.integers(0, 10**6), st.sampled_from(["frequency", "hessian", "hybrid"]), st.sampled_from(["layer", "model"]))
-@settings(max_examples=25, deadline=None)
-def test_mopeq_does_not_see_the_order_of_experts(seed: int, metric: str, scope: str) -> None:
-    inputs = inputs_of(seed, 2, 12, method="mopeq", metric=metric, scope=scope)
-    order = np.random.default_rng(seed).permutation(12)
-    profile = inputs.profile
-    traces = inputs.traces() if inputs.traces is not None else []
-    shuffled = replace(
-        inputs,
-        profile=replace(profile, counts=tuple(c[..., order] for c in profile.counts),
-                        scores=tuple(s[..., order] for s in profile.scores)),
-        traces=lambda: [one[order] for one in traces],
-        memo={},
-    )  # fmt: skip
-    for bits, other in zip(assign(inputs).bits(), assign(shuffled).bits(), strict=True):
-        assert bits[order].tolist() == other.tolist()
 
 
 def test_clusters_take_the_widths_in_the_order_of_their_means() -> None:

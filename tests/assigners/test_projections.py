@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from assigners.test_methods import BITS, inputs_of, with_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_inputs import BITS, inputs_of, with_options
 
 from moeq.artifacts.assignment import Assignment, matrix_widths, read_assignment, write_assignment
 from moeq.artifacts.losses import SCHEMA, LossTable
