@@ -15,12 +15,13 @@ import pytest
 import yaml
 from documents import ALL, FRONT, PAGES, ROOT, Block, anchors, blocks, commands, links, named_files
 from fork_server import ForkServer
+from recipe_reference import sections, takes
 from typer.main import get_command
 from update_docs import updated
 
 from moeq.cli import app
 from moeq.exporters import known_formats
-from moeq.recipe import load_recipe
+from moeq.recipe import Recipe, load_recipe
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LINES = [
@@ -139,3 +140,10 @@ def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_key_of_a_recipe_is_described() -> None:
+    """Sections have docstrings or descriptions of their keys; a key that is no section says what it is."""
+    for path, model in sections(Recipe):
+        for name, field in model.model_fields.items():
+            assert field.description or "section" in takes(field.annotation), f"{path}: {name}"

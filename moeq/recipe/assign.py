@@ -46,7 +46,7 @@ class MethodSettings(Section):
 class AssignSection(Section):
     """How bits and places are decided; also the shape of an entry of eval.compare."""
 
-    method: str = DEFAULT_METHOD
+    method: str = Field(DEFAULT_METHOD, description="what decides which expert gets which width")
     average_bits: Rational | None = Field(None, description="budget: mean width of the experts on NDP")
     expert_bytes: Bytes | None = Field(
         None, description="budget: bytes of all experts, with scales, zero points and experts in full precision"
@@ -196,7 +196,7 @@ class AssignSection(Section):
 
 
 class NamedAssignSection(AssignSection):
-    name: str = Field(min_length=1, max_length=40, pattern=r"^[\w.+-]+$")
+    name: str = Field(min_length=1, max_length=40, pattern=r"^[\w.+-]+$", description="of the row, in tables and files")
 
 
 def either(names: Sequence[str]) -> str:

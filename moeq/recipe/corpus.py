@@ -77,8 +77,8 @@ class CorpusSection(Section):
         False,
         description="draw documents (of large text, places) in an order that the seed decides, not in the files' order",
     )
-    sequences: int = Field(128, ge=1, le=1_000_000)
-    sequence_length: int = Field(512, ge=2, le=1_000_000)
+    sequences: int = Field(128, ge=1, le=1_000_000, description="how many to calibrate on")
+    sequence_length: int = Field(512, ge=2, le=1_000_000, description="tokens of a sequence")
     batch_size: int = Field(16, ge=1, description="sequences in one forward pass")
     packed: bool = Field(True, description="join documents and cut; false: one document a sequence, padded")
     until_covered: CoverageSection | None = Field(None, description="more sequences until the experts are covered")

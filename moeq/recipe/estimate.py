@@ -13,9 +13,9 @@ Length = Annotated[int, Field(ge=1, le=LARGEST_LENGTH)]
 
 
 class GridSection(Section):
-    inputs: list[Length] = Field([128, 512, 2048])
-    outputs: list[Length] = Field([512, 2048])
-    batches: list[Annotated[int, Field(ge=1, le=LARGEST_BATCH)]] = Field([1])
+    inputs: list[Length] = Field([128, 512, 2048], description="lengths of the prompt")
+    outputs: list[Length] = Field([512, 2048], description="tokens generated")
+    batches: list[Annotated[int, Field(ge=1, le=LARGEST_BATCH)]] = Field([1], description="sequences at once")
 
     @model_validator(mode="after")
     def _check(self) -> GridSection:
@@ -32,11 +32,11 @@ class StatedSection(Section):
     than with experts in FP16. only_largest: the publication gives the best figure of its grid ("up to").
     """
 
-    figure: Literal["decode", "end_to_end", "ndp"]
+    figure: Literal["decode", "end_to_end", "ndp"] = Field(description="what is stated")
     over: str | None = Field(None, description="baseline, as the estimate names it: monde_bwrule, monde_opt, hobbit")
-    low: float = Field(gt=0)
-    high: float = Field(gt=0)
-    only_largest: bool = False
+    low: float = Field(gt=0, description="least that is stated")
+    high: float = Field(gt=0, description="most that is stated")
+    only_largest: bool = Field(False, description="whether it is the best of the grid")
     source: str = Field(min_length=1, description="where it is stated")
 
     @model_validator(mode="after")
@@ -51,10 +51,10 @@ class StatedSection(Section):
 class CaseSection(Section):
     """One model with uniform widths: `gpu_experts` of a layer in FP16 on the GPU, the others at `bits`."""
 
-    name: str = Field(min_length=1, max_length=80)
+    name: str = Field(min_length=1, max_length=80, description="of the row")
     geometry: str = Field(description="name of a known geometry, such as mixtral-8x7b")
-    bits: float = Field(ge=1, le=16)
-    gpu_experts: int = Field(ge=0)
+    bits: float = Field(ge=1, le=16, description="width of the experts off the GPU")
+    gpu_experts: int = Field(ge=0, description="FP16 experts a layer on the GPU")
     stated: list[StatedSection] = Field([])
 
 
@@ -68,7 +68,7 @@ class FiguresSection(Section):
     policies: list[str] | None = Field(
         None, description="policies beside the context-aware placement and both MoNDE baselines; none: all that can run"
     )
-    miss_beyond: float = Field(0.05, gt=0, lt=1)
+    miss_beyond: float = Field(0.05, gt=0, lt=1, description="share of a stated figure, as said above")
     cases: list[CaseSection] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ class EstimateSection(Section):
         description="which experts are chosen: all alike; as often as calibration counted them; or step by step as "
         "profile.trace recorded it (needs geometry: model)",
     )
-    context: int = Field(1024, ge=1)
+    context: int = Field(1024, ge=1, description="tokens of keys and values at a decode step")
     grid: GridSection = GridSection()
     figures: FiguresSection | None = Field(
         None, description="cases without a checkpoint, estimated by `moeq estimate RECIPE` alone"

@@ -46,7 +46,7 @@ class TranslationSection(Section):
     sentences: int | None = Field(None, ge=1, description="the first so many pairs; none: all")
     beams: list[Annotated[int, Field(ge=1, le=64)]] = Field([1, 2], min_length=1, description="1: greedy")
     max_new_tokens: int = Field(128, ge=1, description="longest translation")
-    batch_size: int = Field(16, ge=1)
+    batch_size: int = Field(16, ge=1, description="lines translated at once")
     tokenize: Literal["13a", "intl", "zh", "char", "none"] = Field("13a", description="sacrebleu's tokenizer of BLEU")
     resamples: int = Field(1000, ge=100, le=100_000, description="of the bootstrap, for the intervals")
 
@@ -58,11 +58,11 @@ class TranslationSection(Section):
 
 
 class PerplexitySection(Section):
-    source: TextSource = BUNDLED
-    text_field: str = "text"
+    source: TextSource = Field(BUNDLED, description="as corpus.source; bundled: the evaluation part")
+    text_field: str = Field("text", description="field of a row that holds text")
     sequences: int | None = Field(None, ge=1, description="none: all of the text")
-    sequence_length: int = Field(512, ge=2)
-    batch_size: int = Field(16, ge=1)
+    sequence_length: int = Field(512, ge=2, description="tokens of a window")
+    batch_size: int = Field(16, ge=1, description="windows at once")
 
 
 class TestImagesSection(Section):
@@ -70,7 +70,7 @@ class TestImagesSection(Section):
 
     source: TextSource | None = Field(None, description="digits or files; none: the test part of corpus.source")
     images: int | None = Field(None, ge=1, description="none: all")
-    batch_size: int = Field(128, ge=1)
+    batch_size: int = Field(128, ge=1, description="images at once")
 
 
 class EvalSection(Section):

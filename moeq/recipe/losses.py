@@ -14,7 +14,7 @@ from moeq.registry import QUANTIZERS
 class LayerEffectsSection(Section):
     """What quantizing one layer's experts alone does to the model's output, on held-out calibration sequences."""
 
-    bits: Bits = 2
+    bits: Bits = Field(2, description="width that is measured")
     sequences: int = Field(16, ge=1, description="held-out sequences it is measured on")
 
 
@@ -26,7 +26,7 @@ class ExpertEffectsSection(Section):
     is allowed.
     """
 
-    bits: Bits = 2
+    bits: Bits = Field(2, description="width that is measured")
     sequences: int = Field(16, ge=1, description="held-out sequences it is measured on")
     seconds: float | None = Field(
         None, gt=0, description="time to spend, over all runs of the same inputs; none: no limit"
@@ -35,10 +35,10 @@ class ExpertEffectsSection(Section):
 
 
 class _LossesSection(Section):
-    bits: list[Bits] = Field([1, 2, 3, 4, 8])
-    methods: list[Quantizer] = Field(["gptq", "rtn"])
-    group_size: int = Field(128, ge=-1)
-    symmetric: bool = False
+    bits: list[Bits] = Field([1, 2, 3, 4, 8], description="widths of the replicas")
+    methods: list[Quantizer] = Field(["gptq", "rtn"], description="how replicas are made")
+    group_size: int = Field(128, ge=-1, description="inputs that share a scale, 8 or more; -1: whole rows")
+    symmetric: bool = Field(False, description="grids without zero points")
     symmetric_range: Literal["even", "narrow", "full"] = Field(
         "even",
         description="what scale a largest magnitude m has on a symmetric grid of 8 (4) bits. even: m/127.5 (m/7.5); "
@@ -52,7 +52,9 @@ class _LossesSection(Section):
         description="ends of the grids: least and largest weight, or the part of that range with the least error of "
         "rounding (gptq: weighted by what an input counts once later ones have made up for it)",
     )
-    damping: float = Field(0.01, gt=0, le=1)
+    damping: float = Field(
+        0.01, gt=0, le=1, description="gptq: share of the Hessian's mean diagonal that is added to it"
+    )
     act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
     borrow_tokens: float = Field(64, ge=0, description="lambda: tokens' worth of the layer's Hessian mixed in")
     min_tokens: int = Field(16, ge=1, description="fewer own tokens than this is reported as a fallback")

@@ -18,14 +18,14 @@ class OthersSection(Section):
     table of input tokens; head: the projection to logits. Where embeddings and head are one tensor, both have the same.
     """
 
-    attention: OtherBits | None = None
-    dense: OtherBits | None = None
-    shared: OtherBits | None = None
-    embeddings: OtherBits | None = None
-    head: OtherBits | None = None
+    attention: OtherBits | None = Field(None, description="width of token mixers")
+    dense: OtherBits | None = Field(None, description="width of feed-forward parts of layers without experts")
+    shared: OtherBits | None = Field(None, description="width of shared experts")
+    embeddings: OtherBits | None = Field(None, description="width of the table of input tokens")
+    head: OtherBits | None = Field(None, description="width of the projection to logits")
     method: Literal["gptq", "rtn"] = Field("gptq", description="embeddings are always rounded row by row (rtn)")
     group_size: int | None = Field(None, ge=-1, description="none: losses.group_size")
-    symmetric: bool = False
+    symmetric: bool = Field(False, description="grids without zero points")
     damping: float | None = Field(None, gt=0, le=1, description="none: losses.damping")
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ class QuantizeSection(Section):
 
 
 class ExportSection(Section):
-    format: Literal["moeq"] = "moeq"
+    format: Literal["moeq"] = Field("moeq", description="the native format, always written")
     formats: list[Format] = Field([], description="written beside it, each as checkpoint-FORMAT")
     widen: bool = Field(False, description="codes that a format's runtime cannot read go into wider ones, same values")
     verify: bool = Field(True, description="load what was written in a fresh process and compare it with its weights")

@@ -22,19 +22,28 @@ from moeq.recipe.types import Section, repeats
 class Recipe(Section):
     """A whole run."""
 
-    recipe_version: Literal[1] = 1
-    name: str = Field("run", max_length=80, pattern=r"^\w[\w.+-]*$")
+    recipe_version: Literal[1] = Field(1, description="of this reference")
+    name: str = Field(
+        "run", max_length=80, pattern=r"^\w[\w.+-]*$", description="what the run and its assignment are called"
+    )
     model: str | None = Field(
         None, description="directory, hub id, bundled:tiny-mixtral or bundled:tiny-moe-vit; --model overrides it"
     )
     revision: str | None = Field(None, description="hub revision: branch, tag or commit")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="type that the model computes in; auto: as the checkpoint's, but float32 for float16 on a CPU",
+    )
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto: a GPU where there is one",
+    )
     stream: Literal["auto", "always", "never"] = Field(
         "auto", description="read decoder layers from disk as they run; auto: when the model is over a third of memory"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="decides everything that is drawn")
     trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings along")
     store: str | None = Field(
         None,

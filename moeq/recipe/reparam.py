@@ -19,7 +19,9 @@ class IntegerSection(Section):
     weights: int = Field(8, ge=2, le=8, description="bits, symmetric, a scale an output")
     activations: int = Field(8, ge=3, le=8, description="bits, symmetric, a scale a tensor; reparam.bits")
     attention: int = Field(4, ge=2, le=8, description="bits of the softmax")
-    softmax: Softmax = "log-sqrt2"
+    softmax: Softmax = Field(
+        "log-sqrt2", description="how its numerators are quantized: to powers of sqrt(2), to powers of 2, or evenly"
+    )
     denominator: Denominator = Field(
         "quantized", description="of the softmax: the sum of the quantized numerators, or of the exact ones"
     )
