@@ -141,6 +141,9 @@ class AssignSection(Section):
         section = handler({key: value for key, value in data.items() if key in cls.model_fields})
         own = {key: value for key, value in data.items() if key not in cls.model_fields}
         method = section.allocator
+        unknown = {key: value for key, value in own.items() if not owners(key)}
+        if unknown:
+            method.settings.model_validate(unknown)
         for key, value in {**{key: getattr(section, key) for key in SHARED}, **own}.items():
             methods = owners(key)
             if value is None and methods:
