@@ -9,10 +9,10 @@ demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
 
 test: $(INSTALLED) lint
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-full: $(INSTALLED) lint
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MOEQ_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MOEQ_FULL=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	$(MAKE) bench
 
 bench: $(INSTALLED)

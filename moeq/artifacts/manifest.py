@@ -17,6 +17,7 @@ from moeq.artifacts.assignment import WIDTHS, Tier, Width
 from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import PlainName, inside, tensor_bytes
 from moeq.artifacts.stage import ModelStamp, read_model
+from moeq.bounded import shown
 from moeq.errors import ArtifactError
 from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
 from moeq.version import __version__
@@ -260,8 +261,14 @@ def manifest_json(manifest: PlacementManifest) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> PlacementManifest:
-    """Read and validate a checkpoint's manifest; ArtifactError also where it names files outside of the directory."""
+    """Read and validate a checkpoint's manifest; ArtifactError also where it names files outside of the directory, and
+    for a layout that this moeq does not read."""
     manifest = read_model(directory / NAME, PlacementManifest, SCHEMA_VERSION, remedy=REMEDY)
+    found = (manifest.layout["name"], manifest.layout["version"])
+    known = (LAYOUT, NESTED_VERSION if manifest.layout.get("nested") else LAYOUT_VERSION)
+    if found != known:
+        what = f"layout {shown(found[0])} {shown(found[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
+        raise ArtifactError(what, where=str(directory / NAME), do="install the moeq that wrote it, or export again")
     try:
         for name in sorted(manifest.files()):
             inside(directory, name)

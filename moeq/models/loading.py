@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moeq.artifacts.reading import read_json_file
-from moeq.errors import ModelError
+from moeq.errors import ArtifactError, ModelError
 from moeq.models.configuration import check_top_k
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.merge_cache import without_merge_cache
@@ -255,7 +255,8 @@ def _check_shapes(source: ModelSource, keys: set[str]) -> None:
 def load_model(
     source: ModelSource, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
 ) -> nn.Module:
-    """Load for inference; ModelError when any weight is missing, unexpected or of another shape.
+    """Load for inference; ModelError when any weight is missing, unexpected or of another shape, ArtifactError for what
+    moeq's own loader refuses.
 
     FP8-block and MXFP4 checkpoints are dequantized to `dtype`.
     """
@@ -269,6 +270,8 @@ def load_model(
             model, info = kind.from_pretrained(
                 source.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
+    except ArtifactError:
+        raise
     except Exception as error:
         raise ModelError(f"transformers cannot load it ({line(error)})", where=str(source.path), do=REMEDY) from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
