@@ -14,7 +14,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->$")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`[^`\n]+`")
-FILE = re.compile(r"`((?:benchmarks|docs|moeq|recipes|tests)/[\w./-]+\.\w+)`")
+FILE = re.compile(r"(?<![\w./-])(?:benchmarks|docs|moeq|recipes|tests)/[\w./-]+\.\w+")
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,5 @@ def anchors(page: Path) -> set[str]:
 
 
 def named_files(page: Path) -> list[str]:
-    """Files of the repository that a page names in its text."""
+    """Files of the repository that a page names in its text, comments included."""
     return FILE.findall(prose(page))
