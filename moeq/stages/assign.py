@@ -223,8 +223,11 @@ def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignme
 
 
 def constants_digest(name: str) -> str:
-    """Digest of a hardware's constants: what was made for an edited hardware file is made again."""
-    return digest_of_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json()
+    """Digest of a hardware's constants: what was made for an edited hardware file is made again.
+
+    A preset's does not hang on where moeq is installed.
+    """
+    return digest_of_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json(exclude={"file"})
 
 
 def own_hardware(context: Context) -> list[str] | None:
