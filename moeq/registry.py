@@ -108,28 +108,21 @@ class Registry:
     def _load(self, name: str) -> Any:
         """The member of a known name, or the error that says what is wrong with it."""
         if name not in self._loaded:
-            self._loaded[name] = self._own(name) if name in self.own else self._other(self._entries[0][name])
+            own = self.own.get(name)
+            self._loaded[name] = (
+                self._other(self._entries[0][name]) if own is None else getattr(import_module(own), self.kind.upper())
+            )
         return self._loaded[name]
 
-    def _own(self, name: str) -> Any:
-        found = getattr(import_module(self.own[name]), self.kind.upper())
-        assert isinstance(found, self._base), f"{self.own[name]} declares no {self.base}"
-        assert found.name == name, f"{self.own[name]} declares {found.name!r}"
-        return found
-
     def _other(self, entry: EntryPoint) -> Any:
+        module, _, name = self.base.partition(":")
         try:
             found = entry.load()
         except (Exception, SystemExit) as error:  # whatever another's module does, this program goes on
             return _broken(entry, f"{type(error).__name__}: {error}")
-        if not isinstance(found, self._base):
+        if not isinstance(found, getattr(import_module(module), name)):
             return _broken(entry, f"a {type(found).__name__} is no {self.base}")
         return found if found.name == entry.name else _broken(entry, f"it is named {found.name!r}")
-
-    @property
-    def _base(self) -> Any:
-        module, _, name = self.base.partition(":")
-        return getattr(import_module(module), name)
 
 
 def _package(entry: EntryPoint) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,9 @@ def test_own_members_are_the_modules_that_declare_one(registry: Registry) -> Non
     assert registry.names() == OWN[registry]
     assert tuple(member.name for member in registry) == OWN[registry]
     assert registry.problems() == []
+    module, _, base = registry.base.partition(":")
     for name in registry.names():
+        assert isinstance(registry.get(name), getattr(importlib.import_module(module), base))
         assert registry.get(name) is registry.get(name)
 
 

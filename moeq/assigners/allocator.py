@@ -23,10 +23,8 @@ class Allocator:
     given; widths: what it always chooses among, none: what the section names or was measured.
 
     assign: the assignment of inputs; AssignmentError where there is none.
-    trials: label and keys of what a frontier shows, by the averages to be shown; none: one for every average where it
-    takes them, its default where it takes no budget.
-    at_bytes: label and widths of what a frontier shows for the expert bytes of each of those; none: the assignment of
-    that budget, where it takes no average.
+    trials: label and keys of what a frontier shows, by the averages to be shown; none: each of these as its budget, or
+    its defaults where it takes none. at_bytes: label and widths of what it shows beside, for the bytes of every other.
     foreseen: widths of the experts off the GPU, by their number in every layer, as far as they follow from a section
     alone; the most expensive ones, or None.
     """

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -185,29 +186,33 @@ def _mean(chosen: Widths, hot: Sequence[np.ndarray]) -> float | None:
 def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, AssignSection]]:
     """What a frontier shows of every method, with the options that the inputs' section shares with them.
 
-    Methods that need widths which were not measured are left out.
+    Left out is what needs widths that were not measured, or an average that its widths cannot have.
     """
-    found = []
+    shared, found = {name: getattr(inputs.config, name) for name in KEPT}, []
     for one in ALLOCATORS:
-        trials = _trials(one, averages) if one.trials is None else one.trials(inputs, averages)
-        for label, keys in trials:
-            with suppress(ValidationError):  # an average that its widths cannot have
-                found.append((label, _section(inputs, one, keys)))
-    return [(label, section) for label, section in found if _is_measured(inputs, section)]
+        for label, keys in _trials(inputs, one, averages) if one.trials is None else one.trials(inputs, averages):
+            with suppress(ValidationError):
+                section = AssignSection.of(one.name, **shared, **keys)
+                if {*section.named(), *one.widths} <= {*inputs.measured(), FULL}:
+                    found.append((label, section))
+    return found
 
 
-def _section(inputs: AssignInputs, allocator: Allocator, keys: Mapping[str, Any]) -> AssignSection:
-    return AssignSection.of(allocator.name, **{name: getattr(inputs.config, name) for name in KEPT}, **keys)
-
-
-def _is_measured(inputs: AssignInputs, section: AssignSection) -> bool:
-    return {*section.named(), *section.allocator.widths} <= {*inputs.measured(), FULL}
-
-
-def _trials(allocator: Allocator, averages: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+def _trials(inputs: AssignInputs, allocator: Allocator, averages: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    if not allocator.budgets:
+        return [(allocator.name, {})]
     if "average_bits" in allocator.budgets:
         return [(allocator.name, {"average_bits": average}) for average in averages]
-    return [] if allocator.budgets else [(allocator.name, {})]
+    return [(allocator.name, {"expert_bytes": _bytes_at(inputs, float(Fraction(average)))}) for average in averages]
+
+
+def _bytes_at(inputs: AssignInputs, average: float) -> int:
+    """Bytes of all experts at a mean width, in straight lines between the measured widths."""
+    widths, hot, total = inputs.measured(), inputs.config.gpu_experts, 0.0
+    for layer, counts in enumerate(inputs.profile.counts):
+        sizes = inputs.bytes_of(layer)
+        total += hot * sizes[FULL] + (counts.shape[-1] - hot) * np.interp(average, widths, [sizes[w] for w in widths])
+    return int(total)
 
 
 def frontier(
@@ -216,7 +221,7 @@ def frontier(
     assign: Callable[[AssignInputs], Assignment],
     advance: Callable[[], None] = lambda: None,
 ) -> list[Point]:
-    """Objective and bytes of every method, then of those that spend bytes at the bytes that each of the others takes.
+    """Objective and bytes of every method, then of those that have it at the bytes that each of the others takes.
 
     averages: budgets of the methods that take one. Budgets that cannot be met are left out, dominated points marked.
     """
@@ -227,22 +232,10 @@ def frontier(
             points.append(_point(inputs, label, assign(replace(inputs, config=section)).expert_widths(), hot))
         advance()
     for size in sorted({point.expert_bytes for point in points}):
-        for one in ALLOCATORS:
-            spent = _at_bytes(inputs, one, size, assign) if one.at_bytes is None else one.at_bytes(inputs, size)
-            points += [_point(inputs, label, chosen, hot) for label, chosen in spent]
+        for at_bytes in (one.at_bytes for one in ALLOCATORS if one.at_bytes is not None):
+            points += [_point(inputs, label, chosen, hot) for label, chosen in at_bytes(inputs, size)]
     points = list(dict.fromkeys(points))  # the same optimum at several budgets
     return [replace(point, dominated=is_dominated(point, points)) for point in points]
-
-
-def _at_bytes(
-    inputs: AssignInputs, allocator: Allocator, size: int, assign: Callable[[AssignInputs], Assignment]
-) -> Iterator[tuple[str, Widths]]:
-    """What a method that takes bytes and no average makes of a size; nothing of one that had its trials."""
-    if allocator.trials is None and "expert_bytes" in allocator.budgets and "average_bits" not in allocator.budgets:
-        section = _section(inputs, allocator, {"expert_bytes": size})
-        with suppress(BudgetError):
-            if _is_measured(inputs, section):
-                yield allocator.name, assign(replace(inputs, config=section)).expert_widths()
 
 
 def _point(inputs: AssignInputs, label: str, chosen: Widths, hot: Sequence[np.ndarray]) -> Point:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from moeq.estimator.devices import Hardware
 from moeq.estimator.points import BWRULE, OPT, SUBJECT
-from moeq.estimator.policies import known_policies
 from moeq.estimator.simulation import Simulation
 from moeq.estimator.step import Step
+from moeq.registry import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +101,9 @@ def _trace_lines(simulation: Simulation, batches: tuple[int, ...], told: Told) -
 def _policy_lines(simulation: Simulation) -> list[str]:
     """Parameters of policies that neither a fit nor the hardware file sets, so that a default applies."""
     wanted, lines = {policy.name for _, policy, _ in simulation.wanted()}, []
-    for name, policy in known_policies().items():
-        given = simulation.layers.hardware.policies.get(name, {})
+    for policy in POLICIES:
+        given = simulation.layers.hardware.policies.get(policy.name, {})
         free = [f"{key} = {one.default} ({one.source})" for key, one in policy.parameters.items() if key not in given]
-        if free and name in wanted:
-            lines.append(f"{name} by default: {', '.join(free)}")
+        if free and policy.name in wanted:
+            lines.append(f"{policy.name} by default: {', '.join(free)}")
     return lines

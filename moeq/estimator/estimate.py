@@ -15,7 +15,7 @@ from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.placement import Placement
 from moeq.estimator.points import BWRULE, OPT, SUBJECT, decode_terms, earlier_terms, policy_points, speedups
-from moeq.estimator.policies import known_policies, label
+from moeq.estimator.policies import label
 from moeq.estimator.result import Capacity, Estimate, Refusal
 from moeq.estimator.sensitivity import MOST_STEPS, sensitivity
 from moeq.estimator.simulation import Simulation, build_simulation
@@ -83,7 +83,7 @@ def chosen_labels(policies: Sequence[str]) -> frozenset[str]:
 
     Raises EstimateError with the nearest known name.
     """
-    by_name = {name: [label(name, v) for v in one.variants] for name, one in known_policies().items()}
+    by_name = {one.name: [label(one.name, variant) for variant in one.variants] for one in POLICIES}
     known = by_name | {one: [one] for labels in by_name.values() for one in labels}
     chosen = set(ALWAYS)
     for name in policies:

@@ -12,10 +12,11 @@ import numpy as np
 from moeq.errors import EstimateError
 from moeq.estimator.devices import SECTIONS, Constant, Hardware, file_key
 from moeq.estimator.points import BASELINES, BWRULE, OPT, SUBJECT
-from moeq.estimator.policies import known_policies, label, parameter
+from moeq.estimator.policies import label, parameter
 from moeq.estimator.result import SensitivityRow
 from moeq.estimator.simulation import Simulation
 from moeq.estimator.workload import Grid, placed_popularity
+from moeq.registry import POLICIES
 
 SENSITIVITY_BATCHES = (4, 16)
 CONTEXT_FACTOR = 8
@@ -50,7 +51,7 @@ def sensitivity(
         rows.append(_row(key, change, _answer(simulation.on(other), grid, batch, kv_growth, _COMPARED)))
     for key, change, other in policy_changes(simulation, batch):
         name = key.split(".")[1]
-        affected = frozenset(label(name, variant) for variant in known_policies()[name].variants)
+        affected = frozenset(label(name, variant) for variant in POLICIES.get(name).variants)
         answer = _answer(simulation.on(other), grid, batch, kv_growth, affected)
         rows.append(_row(key, change, (base[0] | answer[0], base[1] | answer[1]), only=affected))
     for key, change, other_simulation, other_batch in work_changes(simulation, batch, kv_growth=kv_growth):
@@ -127,7 +128,8 @@ def policy_changes(simulation: Simulation, batch: int) -> Iterator[Change]:
     refused = simulation.refusals(batch)
     wanted = {policy.name for key, policy, _ in simulation.wanted() if key not in refused}
     given = {one.key: one.source for one in hardware.constants}
-    for name, policy in known_policies().items():
+    for policy in POLICIES:
+        name = policy.name
         for key, one in policy.parameters.items() if name in wanted else ():
             dotted, old = f"policies.{name}.{key}", parameter(policy, hardware, key)
             source = given.get(dotted, one.source)

@@ -17,12 +17,12 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     SerializationInfo,
-    SerializerFunctionWrapHandler,
     create_model,
     field_validator,
     model_serializer,
     model_validator,
 )
+from pydantic import SerializerFunctionWrapHandler as Serializer
 from pydantic.fields import FieldInfo
 
 from moeq.errors import RecipeError
@@ -47,11 +47,11 @@ class AssignSection(Section):
     """How bits and places are decided; also the shape of an entry of eval.compare."""
 
     method: str = Field(DEFAULT_METHOD, description="what decides which expert gets which width")
-    average_bits: Rational | None = Field(None, description="budget: mean width of the experts on NDP")
+    average_bits: Rational | None = Field(None, description="a budget: mean width of the experts on NDP")
     expert_bytes: Bytes | None = Field(
-        None, description="budget: bytes of all experts, with scales, zero points and experts in full precision"
+        None, description="a budget: bytes of all experts, with scales, zero points and experts in full precision"
     )
-    size: Bytes | None = Field(None, description="budget: bytes of the whole checkpoint, every file of its directory")
+    size: Bytes | None = Field(None, description="a budget: bytes of the whole checkpoint, every file of its directory")
     widths: list[BitsOrFull] | None = Field(None, description="widths to choose from; none: losses.bits")
     scope: Literal["layer", "model"] | None = Field(None, description="what a budget or a clustering spans")
     granularity: Literal["expert", "projection", "layer"] | None = Field(
@@ -119,7 +119,9 @@ class AssignSection(Section):
     def every_key(cls) -> dict[str, FieldInfo]:
         """With the keys of every method, and whose they are in their descriptions."""
         own = {key: field for one in ALLOCATORS for key, field in one.settings.model_fields.items()}
-        return {key: _told(key, field) for key, field in (cls.model_fields | own).items()}
+        found = {key: _told(key, field) for key, field in (cls.model_fields | own).items()}
+        found["method"].annotation = Literal[ALLOCATORS.names()]  # type: ignore[assignment]
+        return found
 
     @field_validator("method")
     @classmethod
@@ -177,7 +179,7 @@ class AssignSection(Section):
             raise ValueError("selector off gives every NDP expert the same width: average_bits must be 1, 2, 3 or 4")
 
     @model_serializer(mode="wrap")
-    def _flat(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+    def _flat(self, handler: Serializer, info: SerializationInfo) -> dict[str, Any]:
         """Settings beside the others, as recipes have them, null where they are not given or of moeq's other methods.
 
         A digest of a section then does not depend on which other packages there are.
@@ -219,7 +221,7 @@ def owners(key: str) -> list[str]:
 
 def _told(key: str, field: FieldInfo) -> FieldInfo:
     """A key with the methods that read it in its description, and what it stands for in each."""
-    implied = [f"{one.implied[key]} ({one.name})" for one in ALLOCATORS if key in one.implied]
+    implied = [f"{str(one.implied[key]).strip('()')} for {one.name}" for one in ALLOCATORS if key in one.implied]
     text = "; none: ".join([str(field.description), *([", ".join(implied)] if implied else [])])
     found = copy(field)
     found.description = f"{', '.join(owners(key))}: {text}" if owners(key) else field.description

@@ -1,4 +1,4 @@
-"""What a recipe chooses among: names of methods, formats and targets stand here alone; Literals are made of them."""
+"""What a recipe chooses among: names of quantizers, formats and targets stand here; Literals are made of them."""
 
 from __future__ import annotations
 

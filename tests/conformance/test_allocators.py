@@ -146,6 +146,7 @@ def test_it_says_what_it_is(allocator: Allocator) -> None:
     assert not allocator.help.endswith(".")
     told = AssignSection.every_key()
     properties = Recipe.model_json_schema()["$defs"]["AssignSection"]["properties"]
+    assert allocator.name in properties["method"]["enum"]
     for key, field in allocator.settings.model_fields.items():
         assert field.description, key
         assert told[key].description == f"{allocator.name}: {field.description}"

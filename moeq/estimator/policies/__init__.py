@@ -53,11 +53,6 @@ class Policy(ABC):
         return None
 
 
-def known_policies() -> Mapping[str, Policy]:
-    """Every policy by name, moeq's own first."""
-    return {policy.name: policy for policy in POLICIES}
-
-
 def by_label() -> Mapping[str, tuple[Policy, str]]:
     """Every policy and variant by the label of results, in the order of policies."""
     return {label(one.name, variant): (one, variant) for one in POLICIES for variant in one.variants}
