@@ -43,7 +43,8 @@ from moeq import pipeline
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.side_by_side import compare
-from moeq.evaluation import comparison, document
+from moeq.evaluation import comparison
+from moeq.evaluation import result_file as document
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import evaluate

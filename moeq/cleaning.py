@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts import others, replicas
+from moeq.artifacts import non_experts as others
+from moeq.artifacts import replicas
 from moeq.artifacts.files import BEGUN, PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
 from moeq.artifacts.run import DIRECTORIES, OLDER, RECIPE_COPY, STAGES, STORE, store_folder

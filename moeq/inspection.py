@@ -6,13 +6,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.artifacts import evaluation, integer_report, reparam, replicas
+from moeq.artifacts import evaluation, replicas
 from moeq.artifacts import losses as loss_table
 from moeq.artifacts.assignment import count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
-from moeq.artifacts.integer import NAME as INTEGER
-from moeq.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
@@ -22,14 +20,17 @@ from moeq.artifacts.sums import check_sums
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError
-from moeq.evaluation import document
+from moeq.evaluation import result_file as document
+from moeq.integers.artifacts import integer_report, reparam
+from moeq.integers.artifacts.integer import NAME as INTEGER
+from moeq.integers.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.models.source import open_source, read_header
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.tables import human_bytes
 
 if TYPE_CHECKING:
-    from moeq.verification.files import Checked
+    from moeq.verification.manifest_files import Checked
 
 QUIET = Reporter(quiet=True)
 
@@ -66,14 +67,14 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
 
 
 def _integer(path: Path) -> dict[str, Any]:
-    from moeq.integer.replay import replay
+    from moeq.integers.forward.replay import replay
 
     return replay(path)
 
 
 def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, Any]:
     """Describe a checkpoint that moeq exported; ArtifactError when a file is not as the manifest says."""
-    from moeq.verification.files import check_code, check_native
+    from moeq.verification.manifest_files import check_code, check_native
 
     checked = check_native(directory, reporter)
     return _checkpoint_summary(checked, check_code(directory, checked.manifest))

@@ -12,8 +12,8 @@ from types import ModuleType
 
 REGISTRATIONS = {  # transformers' modules that hold registries, and moeq's that register there when they are imported
     "transformers.quantizers.auto": "moeq.runtime.hf_quantizer",
-    "transformers.models.auto.configuration_auto": "moeq.models.vit.configuration",
-    "transformers.models.auto.modeling_auto": "moeq.models.vit.modeling",
+    "transformers.models.auto.configuration_auto": "moeq.integers.vit.configuration",
+    "transformers.models.auto.modeling_auto": "moeq.integers.vit.modeling",
 }
 
 

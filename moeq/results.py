@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeq.stages import estimate, evaluate, others
+from moeq.stages import estimate, evaluate
+from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 
 

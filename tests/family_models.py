@@ -19,8 +19,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from moeq.bundled import bundled_path
-from moeq.models.vit import configuration as vit_configuration
-from moeq.models.vit import modeling as vit_modeling
+from moeq.integers.vit import configuration as vit_configuration
+from moeq.integers.vit import modeling as vit_modeling
 
 VOCABULARY = 2048  # as many words as the bundled tokenizer has
 COMMON: dict[str, Any] = {

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeq.errors import ModelError
-from moeq.models.edges import Edges, find_edges
+from moeq.integers.edges import Edges, find_edges
+from moeq.integers.folding import FoldedNorm, Ranges, apply_folds, make_fold
 from moeq.models.experts import ExpertLayer, find_expert_layers
-from moeq.models.folding import FoldedNorm, Ranges, apply_folds, make_fold
 from moeq.models.streaming import blocks_of
 
 

@@ -14,8 +14,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from moeq.models.vit.configuration import MoeViTConfig
-from moeq.models.vit.modeling import MoeViTForImageClassification
+from moeq.integers.vit.configuration import MoeViTConfig
+from moeq.integers.vit.modeling import MoeViTForImageClassification
 
 SIZES: dict[str, Any] = {"image_size": 6, "patch_size": 2, "hidden_size": 24, "num_attention_heads": 3,
                          "num_hidden_layers": 2, "intermediate_size": 20}  # fmt: skip

@@ -26,7 +26,7 @@ def evaluate(asked: EvalOptions) -> None:
     refusals.check(asked)
     from moeq import terminal
     from moeq.comparison.side_by_side import compare
-    from moeq.evaluation import document
+    from moeq.evaluation import result_file as document
 
     def show_short(found: dict[str, Any]) -> None:
         show(document.short(found), terminal.print_comparison, json=asked.json, quiet=asked.quiet)

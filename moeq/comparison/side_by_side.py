@@ -14,7 +14,7 @@ from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.refusals import WINDOW, check, text_source
 from moeq.comparison.subjects import Earlier, Subject, open_subjects
 from moeq.errors import EvaluationError
-from moeq.evaluation import document
+from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.evaluation.multimodal import check_images, image_tasks
 from moeq.evaluation.strided import read_text, score_text

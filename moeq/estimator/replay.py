@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeq.errors import EstimateError
-from moeq.estimator.placed import placed_by_rank
+from moeq.estimator.in_place import placed_by_rank
 from moeq.estimator.step import FloatArray, IntArray, Layers, Work
 from moeq.estimator.terms import Cost
 from moeq.estimator.trace import (

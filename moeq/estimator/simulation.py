@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
-from moeq.estimator.placed import placed_by_rank
+from moeq.estimator.in_place import placed_by_rank
 from moeq.estimator.placement import Placement, layer_of_assignment
 from moeq.estimator.policies import Policy, by_label
 from moeq.estimator.replay import Replay

@@ -34,7 +34,7 @@ from moeq.artifacts.manifest import (
     layout,
     write_manifest,
 )
-from moeq.artifacts.others import OtherTable
+from moeq.artifacts.non_experts import OtherTable
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.tensor_files import stored_chunks
 from moeq.exporters.plain import write_index, write_plain

@@ -29,7 +29,7 @@ from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.targets import LOADED_BY, grids_of, loadable_grid, widest_of
 from moeq.artifacts.tensor_files import safetensors_layout
 from moeq.estimator import load_hardware
-from moeq.evaluation import document as samples
+from moeq.evaluation import result_file as samples
 from moeq.evaluation.harness import guessed_results
 from moeq.evaluation.paired import RESAMPLES, SEED
 from moeq.exporters.moeq import extra_name, layer_name

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeq.artifacts.reparam import NAME
 from moeq.artifacts.run import FOLDED
+from moeq.integers.artifacts.reparam import NAME
+from moeq.integers.same_outputs import LOGIT_BYTES
 from moeq.models.forward import image_positions
-from moeq.models.same_outputs import LOGIT_BYTES
 from moeq.planning.hours import Hours
 from moeq.planning.result import Need, Term
 from moeq.planning.sizes import ModelSizes, Work

@@ -30,7 +30,7 @@ from moeq.models.weights import is_dequantized
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.estimate import config_values
-from moeq.stages.other_sizes import Others
+from moeq.stages.non_expert_sizes import Others
 
 SAMPLE_CHARACTERS = 1 << 16  # of each file, tokenized to learn how many characters a token stands for
 SAMPLE_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from moeq.recipe.corpus import CorpusSection, ProfileSection
 from moeq.recipe.estimate import EstimateSection
 from moeq.recipe.eval import EvalSection
 from moeq.recipe.losses import LossesSection
-from moeq.recipe.others import OthersSection
+from moeq.recipe.non_experts import OthersSection
 from moeq.recipe.quantize import ExportSection, QuantizeSection
 from moeq.recipe.reparam import ReparamSection
 from moeq.recipe.types import Section, repeats

@@ -9,15 +9,15 @@ from typing import Any
 from moeq.analysis.routing import RoutingAnalysis
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
-from moeq.artifacts.integer_report import IntegerReport
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.low_precision import LowPrecisionReport
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.artifacts.others import OtherTable
+from moeq.artifacts.non_experts import OtherTable
 from moeq.artifacts.profile import Coverage, ExpertProfile
-from moeq.artifacts.reparam import ReparamReport
 from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.estimator.result import Estimate
+from moeq.integers.artifacts.integer_report import IntegerReport
+from moeq.integers.artifacts.reparam import ReparamReport
 
 
 @dataclass(frozen=True, kw_only=True)

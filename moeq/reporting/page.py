@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moeq.reporting import experts, formats, low_precision, others, reparam, routing, speed, summary, translation
+from moeq.reporting import experts, formats, low_precision, reparam, routing, speed, summary, translation
+from moeq.reporting import non_experts as others
 from moeq.reporting.frame import document
 from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, table
 from moeq.reporting.inputs import ReportInputs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from moeq.artifacts.integer_report import IntegerFigures, IntegerReport
-from moeq.artifacts.reparam import NormRow, ReparamReport
+from moeq.integers.artifacts.integer_report import IntegerFigures, IntegerReport
+from moeq.integers.artifacts.reparam import NormRow, ReparamReport
 from moeq.reporting import formats
 from moeq.reporting.html import Raw, Section, details, paragraph, table
 

@@ -18,7 +18,7 @@ from moeq.models.loading import expert_keys
 from moeq.models.weights import scale_keys, scales_of
 from moeq.numerics.packed import PARTS, PackedWeight
 from moeq.numerics.widths import NESTED_BITS
-from moeq.stages import others
+from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 
 REMEDY = "run `moeq quantize` again"

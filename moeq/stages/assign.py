@@ -37,7 +37,8 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.recipe import AssignSection
 from moeq.registry import ALLOCATORS
-from moeq.stages import others, profile, replicas
+from moeq.stages import non_experts as others
+from moeq.stages import profile, replicas
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import matrix_bytes, total_bytes

@@ -40,9 +40,10 @@ from moeq.registry import ALLOCATORS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
-from moeq.stages import model_card, others
+from moeq.stages import model_card
+from moeq.stages import non_experts as others
 from moeq.stages.context import Context
-from moeq.stages.other_sizes import Others
+from moeq.stages.non_expert_sizes import Others
 from moeq.stages.recorded import MODEL_FILES
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]

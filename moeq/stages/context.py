@@ -21,7 +21,7 @@ from moeq.evaluation.harness import BUNDLED_TASK, open_tasks
 from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.forward import takes_images
-from moeq.models.others import OtherModules, find_others
+from moeq.models.non_experts import OtherModules, find_others
 from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel

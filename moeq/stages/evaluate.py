@@ -14,20 +14,21 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
-from moeq.evaluation import document
+from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import BUNDLED_TASK
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.loading import expert_keys
-from moeq.models.others import OtherModule
+from moeq.models.non_experts import OtherModule
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.swapping import ExpertPlace, Place, Replacement, Swapped, overwrite
-from moeq.stages import assign, export, judges, others, quantize, refine
+from moeq.stages import assign, export, judges, quantize, refine
+from moeq.stages import non_experts as others
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.low_precision import write_curves
-from moeq.stages.others import Stored
+from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Experts, Replicas
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
 from moeq.verification.verify import relative

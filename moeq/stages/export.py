@@ -27,7 +27,8 @@ from moeq.models.loading import expert_keys
 from moeq.numerics.slab import return_memory
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
-from moeq.stages import assign, model_card, others, profile, quantize
+from moeq.stages import assign, model_card, profile, quantize
+from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
 from moeq.stages.replicas import REFINED, load_losses

@@ -10,12 +10,19 @@ import torch
 from rich.markup import escape
 from torch import nn
 
-from moeq.artifacts.integer_report import NAME, SCHEMA, IntegerFigures, IntegerReport, read_report, write_report
 from moeq.artifacts.run import FOLDED
 from moeq.errors import RecipeError
-from moeq.integer.description import KNOWN, is_known
-from moeq.integer.make import lines, make
-from moeq.integer.settings import Settings
+from moeq.integers.artifacts.integer_report import (
+    NAME,
+    SCHEMA,
+    IntegerFigures,
+    IntegerReport,
+    read_report,
+    write_report,
+)
+from moeq.integers.forward.description import KNOWN, is_known
+from moeq.integers.forward.from_model import lines, make
+from moeq.integers.forward.settings import Settings
 from moeq.models.corpus import ImageSequences
 from moeq.models.loading import load_model
 from moeq.models.source import ModelSource, open_source

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moeq.errors import EvaluationError
-from moeq.evaluation import document
+from moeq.evaluation import result_file as document
 from moeq.evaluation.classification import classify, logit_error
 from moeq.evaluation.harness import evaluate_tasks, headline, task_scores
 from moeq.evaluation.perplexity import perplexity

@@ -20,7 +20,7 @@ from moeq.artifacts.effects import NAME as EFFECTS
 from moeq.artifacts.effects import write_effects
 from moeq.artifacts.files import make_directory
 from moeq.artifacts.losses import NAME, WHOLE, LossTable, write_losses
-from moeq.artifacts.others import INDEX as OTHERS_INDEX
+from moeq.artifacts.non_experts import INDEX as OTHERS_INDEX
 from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex
 from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError
@@ -31,7 +31,7 @@ from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.recipe import DEFAULT_QUANTIZER
 from moeq.stages import effects
-from moeq.stages import others as others_stage
+from moeq.stages import non_experts as others_stage
 from moeq.stages.context import Context
 from moeq.stages.expert_effects import measure as measure_experts
 from moeq.stages.finite import naming_the_file, say_left_out

@@ -8,7 +8,7 @@ from typing import Any
 from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
-from moeq.models.vit.configuration import MODEL_TYPE as MOE_VIT
+from moeq.integers.vit.configuration import MODEL_TYPE as MOE_VIT
 from moeq.tables import human_bytes, human_size
 
 

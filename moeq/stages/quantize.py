@@ -29,7 +29,7 @@ from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.stages import assign, refine
 from moeq.stages.checkpoint_size import stored_widths
 from moeq.stages.context import Context
-from moeq.stages.others import Stored
+from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Replicas, load_losses
 
 NAME = "quantizers.json"

@@ -19,7 +19,10 @@ from rich.markup import escape
 from torch import Tensor
 
 from moeq.artifacts.files import building, make_directory
-from moeq.artifacts.reparam import (
+from moeq.artifacts.run import FOLDED
+from moeq.errors import ModelError, QuantizationError, RecipeError, nearest
+from moeq.exporters.folded import ChangedCheckpoint
+from moeq.integers.artifacts.reparam import (
     ConsumerRow,
     ErrorRow,
     NormRow,
@@ -28,13 +31,10 @@ from moeq.artifacts.reparam import (
     read_reparam,
     write_reparam,
 )
-from moeq.artifacts.run import FOLDED
-from moeq.errors import ModelError, QuantizationError, RecipeError, nearest
-from moeq.exporters.folded import ChangedCheckpoint
-from moeq.models.edges import Edge, Edges, find_edges
-from moeq.models.folding import FoldedNorm, Ranges, apply_folds, changed_names, make_fold
-from moeq.models.gained import ROUTER_BIAS, gain_router_biases
-from moeq.models.same_outputs import Difference, Outputs, compare, outputs
+from moeq.integers.edges import Edge, Edges, find_edges
+from moeq.integers.folding import FoldedNorm, Ranges, apply_folds, changed_names, make_fold
+from moeq.integers.gained import ROUTER_BIAS, gain_router_biases
+from moeq.integers.same_outputs import Difference, Outputs, compare, outputs
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, current_batch, run_batch

@@ -25,11 +25,11 @@ from moeq.stages import (
     export,
     integer_forward,
     model_card,
-    others,
     profile,
     quantize,
     reparam,
 )
+from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 from moeq.stages.replicas import REFINED, load_losses

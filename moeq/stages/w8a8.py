@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeq.artifacts.reparam import PerplexityRow
 from moeq.evaluation.perplexity import perplexity
+from moeq.integers.artifacts.reparam import PerplexityRow
+from moeq.integers.folding import FoldedNorm, apply_folds
+from moeq.integers.static_int8 import BITS, Scale, StaticInputs, linears, round_experts, round_rows, scale_of
 from moeq.models.experts import ExpertLayer
-from moeq.models.folding import FoldedNorm, apply_folds
-from moeq.models.static_int8 import BITS, Scale, StaticInputs, linears, round_experts, round_rows, scale_of
 from moeq.models.streaming import StreamedModel
 from moeq.stages.context import Context
 

@@ -31,7 +31,7 @@ from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
 from moeq.verification import launch
 from moeq.verification.against import Distance, compare_with, differences
-from moeq.verification.files import check_native
+from moeq.verification.manifest_files import check_native
 from moeq.verification.reference import after_experts, run_alone, run_recorded, streamed
 
 TOLERANCE = {"float32": 2e-3, "float16": 1e-2, "bfloat16": 3e-2}  # of a layer's outputs, relative

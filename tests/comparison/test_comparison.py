@@ -19,7 +19,7 @@ from moeq.comparison.refusals import needs_a_run
 from moeq.comparison.side_by_side import compare
 from moeq.comparison.subjects import Subject, open_subjects
 from moeq.errors import EvaluationError, MoeqError, RecipeError
-from moeq.evaluation import document
+from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.lm_eval import make_model, register
 from moeq.runtime.checkpoint import load_checkpoint

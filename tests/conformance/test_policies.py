@@ -31,7 +31,7 @@ STRANGER = """
 import numpy as np
 
 from moeq.estimator.devices import Parameter
-from moeq.estimator.placed import where_they_live
+from moeq.estimator.in_place import where_they_live
 from moeq.estimator.policies import Policy, Variant, number
 
 

@@ -8,7 +8,7 @@ import family_models
 import pytest
 
 from moeq import pipeline
-from moeq.artifacts.others import read_index
+from moeq.artifacts.non_experts import read_index
 from moeq.planning.disk import DIGEST, Disk
 from moeq.planning.memory import STAGES
 from moeq.planning.sizes import model_sizes, work_sizes
@@ -16,7 +16,7 @@ from moeq.progress import Reporter
 from moeq.recipe import AssignSection, load_recipe
 from moeq.stages.context import Context
 from moeq.stages.hessian_traces import traces
-from moeq.stages.other_sizes import DIGEST as OTHERS_DIGEST
+from moeq.stages.non_expert_sizes import DIGEST as OTHERS_DIGEST
 from moeq.stages.replicas import load_index
 
 SMALL = (

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from moeq.errors import QuantizationError
 from moeq.models import walk
-from moeq.models.others import OtherModule
+from moeq.models.non_experts import OtherModule
 from moeq.models.walk import Batch
 from moeq.numerics import gptq
 from moeq.numerics.factor import factorize
 from moeq.numerics.packed import PackedWeight
-from moeq.quantizers import others
-from moeq.quantizers.others import Grid, InputSums, Listener, quantize_embedding, quantize_linears, split_rows
+from moeq.quantizers import non_experts as others
+from moeq.quantizers.non_experts import Grid, InputSums, Listener, quantize_embedding, quantize_linears, split_rows
 
 HELDOUT = torch.tensor([False, True, False, False])
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from moeq.artifacts.integer_report import IntegerFigures, IntegerReport, QualityRow, SchemeRow
-from moeq.artifacts.reparam import ConsumerRow, ErrorRow, NormRow, PerplexityRow, ReparamReport
+from moeq.integers.artifacts.integer_report import IntegerFigures, IntegerReport, QualityRow, SchemeRow
+from moeq.integers.artifacts.reparam import ConsumerRow, ErrorRow, NormRow, PerplexityRow, ReparamReport
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.page import render
 

@@ -21,7 +21,7 @@ import pytest
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice
 from moeq.artifacts.evaluation import Change, EvalRow
-from moeq.artifacts.others import OtherRow, OtherTable
+from moeq.artifacts.non_experts import OtherRow, OtherTable
 from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.reporting.atlas import atlas, own_widths
 from moeq.reporting.inputs import Refined, ReportInputs

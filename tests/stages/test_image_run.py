@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForImageClassification
 
 from moeq import pipeline, results
-from moeq.artifacts.integer_report import read_report
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import read_record
 from moeq.errors import CorpusError, ModelError, MoeqError, RecipeError
 from moeq.generation import generate
 from moeq.inspection import inspect
+from moeq.integers.artifacts.integer_report import read_report
 from moeq.models import loading
 from moeq.models.corpus import ImageSequences
 from moeq.planning.make import error_of, make_plan

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from integer_reader import replay as independent_replay
 
-from moeq.artifacts.integer_report import read_report
-from moeq.artifacts.reparam import read_reparam
 from moeq.artifacts.stage import read_record
 from moeq.errors import RecipeError
 from moeq.inspection import inspect
+from moeq.integers.artifacts.integer_report import read_report
+from moeq.integers.artifacts.reparam import read_reparam
 from moeq.planning.make import make_plan
 from moeq.recipe import load_recipe
 from stages.test_reparam_vit import context_of, model_of, reparam

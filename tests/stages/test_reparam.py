@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moeq import pipeline
-from moeq.artifacts.reparam import SCHEMA, PerplexityRow, read_reparam
 from moeq.artifacts.stage import read_record
 from moeq.errors import ArtifactError, ModelError, NotFiniteError, QuantizationError, RecipeError
-from moeq.models import folding
+from moeq.integers import folding
+from moeq.integers.artifacts.reparam import SCHEMA, PerplexityRow, read_reparam
 from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification
 
 from moeq import pipeline
-from moeq.artifacts.reparam import read_reparam
-from moeq.models.vit.configuration import MoeViTConfig
-from moeq.models.vit.modeling import MoeViTForImageClassification
+from moeq.integers.artifacts.reparam import read_reparam
+from moeq.integers.vit.configuration import MoeViTConfig
+from moeq.integers.vit.modeling import MoeViTForImageClassification
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import FOLDED, Context

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from moeq.estimator.in_place import where_they_live
 from moeq.estimator.offload import PREFILL_SPLIT, moved_ahead, prefill_split
-from moeq.estimator.placed import where_they_live
 from moeq.estimator.policies import Policy, Variant, parameter
 from moeq.estimator.step import Layers, Schedule, TermTotal, Work
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeq.estimator.placed import placed_by_rank, where_they_live
+from moeq.estimator.in_place import placed_by_rank, where_they_live
 from moeq.estimator.policies import Policy, Variant
 from moeq.estimator.step import Layers, Schedule, Work
 

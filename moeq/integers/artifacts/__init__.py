@@ -1,0 +1,1 @@
+"""What folding and the integer forward write: descriptions, programs and reports."""

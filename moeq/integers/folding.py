@@ -1,0 +1,160 @@
+"""Folding a model's norms into the linears that they feed: what norms give is observed, then parameters change.
+
+Letters: D channels of a norm, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeq.integers.arithmetic.reparam import (
+    ChannelQuantizer,
+    Fold,
+    asymmetric_quantizer,
+    channel_range,
+    fold_of,
+    folded_linear,
+    folded_norm,
+    symmetric_quantizer,
+)
+from moeq.integers.edges import Consumer, Edge
+from moeq.models.weights import owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedNorm:
+    """One edge with its quantizer; low, high: [D], what calibration saw; why: the reason for scales alone, or None."""
+
+    edge: Edge
+    low: Tensor
+    high: Tensor
+    quantizer: ChannelQuantizer
+    fold: Fold
+    why: str | None
+
+
+class Ranges:
+    """Ranges of norms' outputs, channel by channel, while a model runs; samples are held where a percentile is taken.
+
+    keep: picks the rows that count of an output [..., D], as [T, D].
+    """
+
+    def __init__(self, percentile: float | None, keep: Callable[[Tensor], Tensor]) -> None:
+        self._percentile, self._keep = percentile, keep
+        self._seen: dict[str, tuple[Tensor, Tensor]] = {}
+        self._samples: dict[str, list[Tensor]] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module, norms: Iterable[str]) -> Iterator[None]:
+        """Observe these norms within the block."""
+        hooks = [model.get_submodule(name).register_forward_hook(self._hook(name)) for name in norms]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda _, __, output: self._add(name, self._keep(output.detach()))
+
+    def _add(self, name: str, rows: Tensor) -> None:
+        if self._percentile is not None:
+            self._samples.setdefault(name, []).append(rows.cpu())
+        elif len(rows):
+            low, high = channel_range(rows)
+            before = self._seen.get(name, (low, high))
+            self._seen[name] = torch.minimum(before[0], low), torch.maximum(before[1], high)
+
+    def settle(self, norms: Iterable[str]) -> None:
+        """Take the percentiles of these norms and let their samples go."""
+        for name in norms:
+            parts = [part for part in self._samples.pop(name, []) if len(part)]
+            if parts:
+                self._seen[name] = channel_range(torch.cat(parts), self._percentile)
+
+    def of(self, norm: str) -> tuple[Tensor, Tensor] | None:
+        """Least and largest value [D], float64 on the CPU; None of a norm that was given nothing."""
+        self.settle([norm])
+        found = self._seen.get(norm)
+        return None if found is None else (found[0].cpu(), found[1].cpu())
+
+
+def make_fold(edge: Edge, low: Tensor, high: Tensor, bits: int, *, shift: bool = True) -> FoldedNorm:
+    """The fold of one norm: with zero points where it may (and `shift`), else of scales alone.
+
+    Raises QuantizationError naming the norm and the channel that is constant or not finite.
+    """
+    why = edge.why_no_shift() if shift else "reparam.bias is false"
+    make = asymmetric_quantizer if why is None else symmetric_quantizer
+    quantizer = make(low, high, bits, where=edge.norm.name)
+    return FoldedNorm(edge=edge, low=low, high=high, quantizer=quantizer, fold=fold_of(quantizer), why=why)
+
+
+def changed_names(folded: FoldedNorm) -> list[str]:
+    """The parameters that one fold changes."""
+    norm = folded.edge.norm
+    own = [f"{norm.name}.{leaf}" for leaf in (norm.weight, norm.bias) if leaf is not None]
+    shifted = [one.bias for one in folded.edge.consumers if one.bias is not None and folded.fold.shifts]
+    return [*own, *(one.weight for one in folded.edge.consumers), *shifted]
+
+
+def apply_fold(model: nn.Module, folded: FoldedNorm, wanted: Callable[[str], bool] = lambda _: True) -> None:
+    """Change those parameters of one fold that are wanted; they get new memory and keep their type."""
+    norm, fold = folded.edge.norm, folded.fold
+    gain, beta = f"{norm.name}.{norm.weight}", None if norm.bias is None else f"{norm.name}.{norm.bias}"
+    if wanted(gain):
+        fold = _on(fold, _data(model, gain).device)
+        bias = None if beta is None else _data(model, beta)
+        weight, bias = folded_norm(_data(model, gain), bias, fold, plus_one=norm.plus_one)
+        _set(model, gain, weight)
+        if beta is not None and bias is not None:
+            _set(model, beta, bias)
+    for consumer in folded.edge.consumers:
+        if wanted(consumer.weight):
+            matrix, shifted = _folded(model, consumer, _on(fold, _data(model, consumer.weight).device))
+            _set(model, consumer.weight, matrix)
+            if shifted is not None and consumer.bias is not None:
+                _set(model, consumer.bias, shifted)
+
+
+def _folded(model: nn.Module, consumer: Consumer, fold: Fold) -> tuple[Tensor, Tensor | None]:
+    """A consumer's new weight and bias in their own types; stacks expert by expert, since folds compute in float64."""
+    old = _data(model, consumer.weight)
+    bias = None if consumer.bias is None or not fold.shifts else _data(model, consumer.bias)
+    if old.dim() < 3 or consumer.axis == 0:
+        return folded_linear(old, bias, fold, axis=consumer.axis)
+    new, shifted = torch.empty_like(old), None if bias is None else torch.empty_like(bias)
+    for place, one in enumerate(old):
+        own = None if bias is None else bias[place]
+        matrix, moved = folded_linear(one, own, fold, axis=consumer.axis - 1)
+        new[place] = matrix.to(new.dtype)
+        if shifted is not None and moved is not None:
+            shifted[place] = moved.to(shifted.dtype)
+    return new, shifted
+
+
+def apply_folds(model: nn.Module, folds: Iterable[FoldedNorm], wanted: Callable[[str], bool] = lambda _: True) -> None:
+    """Fold a model, or the wanted parameters of it, in memory."""
+    for folded in folds:
+        apply_fold(model, folded, wanted)
+
+
+def _data(model: nn.Module, name: str) -> Tensor:
+    return model.get_parameter(name).detach()
+
+
+def _set(model: nn.Module, name: str, value: Tensor) -> None:
+    module, leaf = owner(model, name)
+    parameter = getattr(module, leaf)
+    parameter.data = value.to(parameter.dtype)
+
+
+def _on(fold: Fold, device: torch.device) -> Fold:
+    moved = {name: getattr(fold, name).to(device) for name in ("r1", "r2", "shift")}
+    return Fold(**moved, scale=fold.scale, bits=fold.bits)

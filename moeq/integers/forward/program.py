@@ -1,0 +1,69 @@
+"""A program of integer operations: what is computed, in order, on which constants, into values of which widths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeq.errors import QuantizationError
+from moeq.integers.artifacts.integer import Operation, Value
+
+Roles = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """operations in order; constants: int64; reals: the real numbers that dyadic factors and whole biases stand for.
+
+    image_shape: C, H, W. values: every value of a run but the batch.
+    """
+
+    operations: tuple[Operation, ...]
+    constants: dict[str, Tensor]
+    values: dict[str, Value]
+    reals: dict[str, Tensor]
+    image_shape: tuple[int, int, int]
+    logits: str = "logits"
+
+
+Step = Callable[[Operation, Roles, Roles], dict[str, Tensor]]
+
+
+def execute(program: Program, codes: Tensor, steps: Mapping[str, Step]) -> dict[str, Tensor]:
+    """Every value of a run by name, "pixels" (the codes given, [B, C, H, W]) first."""
+    values = {"pixels": codes}
+    for operation in program.operations:
+        given = {role: values[name] for role, name in operation.inputs.items()}
+        held = {role: program.constants[name] for role, name in operation.tensors.items()}
+        made = steps[operation.kind](operation, given, held)
+        values.update({operation.outputs[role]: tensor for role, tensor in made.items()})
+    return values
+
+
+def pixel_codes(program: Program, pixels: Tensor) -> Tensor:
+    """The whole numbers int64 that stand for real pixels [B, C, H, W], rounded and saturated to the program's width.
+
+    Unsigned codes are the image's own: QuantizationError where a pixel is no whole multiple of their scale.
+    """
+    held = program.values["pixels"]
+    assert held.scale is not None
+    if tuple(pixels.shape[1:]) != program.image_shape:
+        wanted = ", ".join(map(str, program.image_shape))
+        raise QuantizationError(f"images are {list(pixels.shape)}, [images, {wanted}] are wanted", where="integer")
+    if not bool(torch.isfinite(pixels).all()):
+        raise QuantizationError("a pixel is not finite", where="integer", do="check the images")
+    exact = pixels.double() / held.scale
+    if held.signed:
+        top = 2 ** (held.bits - 1)
+        return torch.floor(exact + 0.5).clamp(-top, top - 1).to(torch.int64)
+    codes = exact.round()
+    if float((codes - exact).abs().max()) > 1e-3 or bool(((codes < 0) | (codes >= 2**held.bits)).any()):
+        raise QuantizationError(
+            f"pixels are no whole multiples of pixel_scale {held.scale:g} under {2**held.bits}",
+            where="integer",
+            do="give the images as the model's config says",
+        )
+    return codes.to(torch.int64)

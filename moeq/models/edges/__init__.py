@@ -1,6 +1,0 @@
-"""Which linears are fed by which norm, found by structure and by following data."""
-
-from moeq.models.edges.find import Consumer, Edge, Edges, find_edges
-from moeq.models.edges.norms import Norm, find_norms
-
-__all__ = ["Consumer", "Edge", "Edges", "Norm", "find_edges", "find_norms"]

@@ -1,0 +1,273 @@
+"""Modules outside of the routed experts: what they are given, their packed weights, and what each costs.
+
+A linear needs no rows, only sums over them: H = sum x x^T over calibration rows for GPTQ, and the same over held-out
+rows, from which the error of its output follows: sum |dW x|^2 = tr(dW H dW^T). Linears that are given the same tensor
+(q, k and v) share both, and one factor.
+
+Letters: T rows of all batches, N output rows, K inputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeq.errors import QuantizationError
+from moeq.models.non_experts import OtherModule
+from moeq.models.walk import Batch, current_batch
+from moeq.numerics import gptq
+from moeq.numerics.factor import Factor, factorize
+from moeq.numerics.grids import beyond_float16
+from moeq.numerics.packed import PackedWeight, joined
+from moeq.quantizers.stored import stored_as
+
+ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and measured together
+NOT_ROWS, UNEVEN = "not_one_row_a_token", "inputs_vary"
+
+
+@dataclass(eq=False, kw_only=True)
+class InputSums:
+    """Sums of x x^T [K, K] over calibration and over held-out rows, with their numbers of rows.
+
+    additions: tensors that were added; members: the linears that share the sums; problem: why they do not tell what a
+    linear was given: NOT_ROWS, rows that cannot be told apart by sequence, or UNEVEN, some came to other linears only.
+    """
+
+    calibration: Tensor
+    heldout: Tensor
+    calibration_rows: int = 0
+    heldout_rows: int = 0
+    additions: int = 0
+    members: list[str] = field(default_factory=list)
+    problem: str = ""
+
+    @classmethod
+    def of(cls, inputs: int, device: torch.device) -> InputSums:
+        """Nothing seen yet."""
+        calibration, heldout = (torch.zeros(inputs, inputs, device=device) for _ in range(2))
+        return cls(calibration=calibration, heldout=heldout)
+
+    def add(self, rows: tuple[Tensor, Tensor] | None) -> None:
+        """Add calibration rows and held-out rows [T, K]."""
+        self.additions += 1
+        if rows is None:
+            self.problem = NOT_ROWS
+            return
+        calibration, heldout = (part.float() for part in rows)
+        self.calibration.addmm_(calibration.mT, calibration)
+        self.heldout.addmm_(heldout.mT, heldout)
+        self.calibration_rows += len(calibration)
+        self.heldout_rows += len(heldout)
+
+    def hessian(self) -> Tensor:
+        """Mean of x x^T over calibration rows, [1, K, K]."""
+        return (self.calibration / max(1, self.calibration_rows)).unsqueeze(0)
+
+
+def split_rows(inputs: Tensor, batch: Batch, heldout: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Calibration rows and held-out rows [T, K] of a linear's inputs, pads taken out; None when no shape fits.
+
+    inputs: [B, ..., S, ..., K], [B*S, ..., K] or, in a batch without pads, [B, anything, K]; heldout: [sequences] bool.
+    """
+    rows, length = batch.mask.shape
+    if inputs.dim() >= 4 and inputs.shape[0] == rows and length in inputs.shape[1:-1]:
+        inputs = inputs.movedim(1 + inputs.shape[1:-1].index(length), 1)
+    mine = heldout[batch.sequences].unsqueeze(1).expand_as(batch.mask)
+    real = batch.mask.bool()
+    if inputs.dim() >= 3 and tuple(inputs.shape[:2]) == (rows, length):
+        keep, held = real, mine
+    elif inputs.dim() >= 2 and inputs.shape[0] == rows * length:
+        keep, held = real.reshape(-1), mine.reshape(-1)
+    elif inputs.dim() >= 3 and inputs.shape[0] == rows and bool(real.all()):
+        keep, held = real[:, 0], mine[:, 0]
+    else:
+        return None
+    sides = ((keep & ~held).to(inputs.device), (keep & held).to(inputs.device))
+    return tuple(inputs[side].reshape(-1, inputs.shape[-1]) for side in sides)  # type: ignore[return-value]
+
+
+class Listener:
+    """Hooks that sum up the inputs of linears during a walk; the sums of a layer are taken when it is done."""
+
+    def __init__(self, model: nn.Module, modules: Iterable[OtherModule], heldout: Tensor) -> None:
+        """heldout: [sequences] bool, which sequences are kept for measuring."""
+        self.model, self.heldout = model, heldout
+        self.modules = {module.name: module for module in modules}
+        self._sums: dict[str, InputSums] = {}
+        self._given: dict[str, int] = {}  # how many tensors each linear was given
+        self._recent: dict[int, list[tuple[weakref.ref[Tensor], int, InputSums]]] = {}
+        self._hooks = [
+            model.get_submodule(name).register_forward_pre_hook(lambda _, given, at=name: self._see(at, given))
+            for name in self.modules
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def take(self, block: str) -> dict[str, InputSums]:
+        """The sums of a block's linears, which are forgotten here."""
+        self._recent.clear()
+        names = [name for name in self._sums if self.modules[name].block == block]
+        found = {name: self._sums.pop(name) for name in names}
+        for name, sums in found.items():
+            if self._given.pop(name) != sums.additions:
+                found[name] = replace(sums, problem=UNEVEN)
+        return found
+
+    def _see(self, name: str, given: tuple[Any, ...]) -> None:
+        """Add up one call's inputs; a linear that is given what another was given before shares that one's sums."""
+        inputs: Tensor = given[0]
+        seen = self._recent.setdefault(id(current_batch()), [])
+        seen[:] = [one for one in seen if one[0]() is not None]
+        match = next((sums for ref, version, sums in seen if ref() is inputs and version == inputs._version), None)
+        sums = self._sums.get(name)
+        if sums is None:
+            sums = self._sums[name] = match or InputSums.of(inputs.shape[-1], inputs.device)
+            sums.members.append(name)
+        elif sums is not match and name != sums.members[0]:
+            sums = self._sums[name] = self._apart(name, sums)
+        self._given[name] = self._given.get(name, 0) + 1
+        if sums is not match:
+            sums.add(split_rows(inputs.detach(), current_batch(), self.heldout))
+            seen.append((weakref.ref(inputs), inputs._version, sums))
+
+    def _apart(self, name: str, sums: InputSums) -> InputSums:
+        """Sums of its own for a linear that shared another's and is now given something else."""
+        sums.members.remove(name)
+        return replace(sums, calibration=sums.calibration.clone(), heldout=sums.heldout.clone(), members=[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How a module is to be quantized."""
+
+    method: str
+    bits: int
+    group_size: int
+    symmetric: bool
+    damping: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A packed weight [1, N, ...] and its row of the table, but for what only the caller knows."""
+
+    packed: PackedWeight
+    row: dict[str, Any]
+
+
+@torch.no_grad()
+def quantize_linears(
+    modules: Iterable[tuple[OtherModule, Grid]], sums: dict[str, InputSums], weight: Callable[[str], Tensor]
+) -> Iterator[tuple[OtherModule, Result]]:
+    """Quantize linears; those that share their inputs come one after the other and share one factor.
+
+    weight: a module's weight [N, K]. Raises QuantizationError when weights or inputs are not finite.
+    """
+    waiting = list(modules)
+    order = {id(group): place for place, group in enumerate(sums.values())}
+    waiting.sort(key=lambda one: order.get(id(sums.get(one[0].name)), -1))
+    last: tuple[InputSums, float, Factor] | None = None
+    for module, grid in waiting:
+        group = sums.get(module.name)
+        _check_finite(module.name, weight(module.name), group)
+        factor = None
+        if grid.method == "gptq" and group is not None and group.calibration_rows and not group.problem:
+            if last is None or last[0] is not group or last[1] != grid.damping:
+                last = (group, grid.damping, factorize(group.hessian(), grid.damping))
+            factor = last[2]
+        yield module, _linear(module.name, weight(module.name), group, factor, grid)
+
+
+def _check_finite(name: str, weight: Tensor, group: InputSums | None) -> None:
+    for what, tensor in (("weights", weight), ("inputs", None if group is None else group.calibration)):
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise QuantizationError(
+                f"{what} are not finite", where=name, do="use dtype: float32, or check the checkpoint's weights"
+            )
+
+
+def _linear(name: str, weight: Tensor, group: InputSums | None, factor: Factor | None, grid: Grid) -> Result:
+    parts, error, energy = [], 0.0, 0.0
+    measured = group is not None and group.heldout_rows > 0 and not group.problem
+    for start in range(0, len(weight), ROWS_AT_ONCE):
+        exact = weight[start : start + ROWS_AT_ONCE].float()
+        packed = _packed(name, exact, factor, grid)
+        parts.append(packed.map(lambda part: part.cpu()))
+        if measured and group is not None:
+            off = packed.dequantize()[0] - exact
+            error += float(((off @ group.heldout) * off).sum(dtype=torch.float64))
+            energy += float(((exact @ group.heldout) * exact).sum(dtype=torch.float64))
+    row = {
+        "relative_error": error / energy if energy > 0 else None,
+        "calibration_rows": 0 if group is None else group.calibration_rows,
+        "heldout_rows": 0 if group is None else group.heldout_rows,
+        "fallback": _fallback(group, factor, grid),
+    }
+    return _result(parts, row)
+
+
+def _result(parts: list[PackedWeight], row: dict[str, Any]) -> Result:
+    """Rows that were packed apart, as one; what the scales lack is added to the fallback."""
+    packed = joined(parts, 1)
+    beyond = beyond_float16(packed.scales)
+    if beyond:
+        row["fallback"] = "+".join([name for name in [row["fallback"]] if name != "none"] + beyond)
+    return Result(packed=packed, row=row)
+
+
+def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str:
+    """What stood in for GPTQ: none, rounded (with why), or what the factorization came to."""
+    if grid.method == "rtn":
+        return "none"
+    if group is not None and group.problem:
+        return f"rounded+{group.problem}"
+    if factor is None:
+        return "rounded+no_tokens"
+    found = {
+        "rounded": bool(factor.failed[0]),
+        "raised_damping": float(factor.damping[0]) > grid.damping and not bool(factor.failed[0]),
+        "float64": bool(factor.float64[0]),
+    }
+    return "+".join(name for name, here in found.items() if here) or "none"
+
+
+def _packed(name: str, weight: Tensor, factor: Factor | None, grid: Grid) -> PackedWeight:
+    """Some rows [N, K] as a packed stack of one."""
+    made = gptq.quantize(
+        weight.unsqueeze(0),
+        None if factor is None else factor.unit_upper,
+        bits=[grid.bits],
+        group_size=grid.group_size,
+        symmetric=grid.symmetric,
+    )
+    with stored_as(grid.method, lambda _: name):
+        return PackedWeight.of(made, grid.bits, grid.symmetric)
+
+
+@torch.no_grad()
+def quantize_embedding(name: str, weight: Tensor, looked_up: Tensor, grid: Grid) -> Result:
+    """Min-max rounding of an embedding [N, K], row by row; looked_up: [N] how often held-out text looks a row up."""
+    _check_finite(name, weight, None)
+    parts, error, energy = [], 0.0, 0.0
+    for start in range(0, len(weight), ROWS_AT_ONCE):
+        exact = weight[start : start + ROWS_AT_ONCE].float()
+        packed = _packed(name, exact, None, grid)
+        parts.append(packed.map(lambda part: part.cpu()))
+        times = looked_up[start : start + ROWS_AT_ONCE].to(exact.device, torch.float64)
+        error += float((packed.dequantize()[0] - exact).square().sum(1, dtype=torch.float64) @ times)
+        energy += float(exact.square().sum(1, dtype=torch.float64) @ times)
+    row = {
+        "relative_error": error / energy if energy > 0 else None,
+        "calibration_rows": 0,
+        "heldout_rows": int(looked_up.sum()),
+        "fallback": "none",
+    }
+    return _result(parts, row)
