@@ -16,7 +16,7 @@ from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.packed import PackedWeight, joined
-from moeq.numerics.slab import Slab
+from moeq.numerics.slab import Slab, return_memory
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens
 from moeq.quantizers.measuring import Candidate, measured
 from moeq.quantizers.memory import working_memory
@@ -71,6 +71,8 @@ def quantize_layer(
                 _keep(candidates[quantizer.name].packed, slab, stacks)
         for index in range(len(batch.numbers())):
             rows += measured(tokens, batch, candidates, index, layer, config)
+        del batch, candidates
+        return_memory()  # or the next batch lies on top of this one's gaps, higher in some layers than in others
     replicas: dict[str, dict[int, PackedWeight]] = {projection: {} for projection in stacks}
     if kept:  # popped, so that the store is not held twice
         for projection, parts in stacks.items():
