@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from moeq.artifacts.trace import RoutingTrace
 from moeq.errors import EstimateError
 from moeq.estimator.assumptions import Told, assumptions
 from moeq.estimator.devices import Hardware
@@ -19,7 +20,6 @@ from moeq.estimator.policies import label
 from moeq.estimator.result import Capacity, Estimate, Refusal
 from moeq.estimator.sensitivity import MOST_STEPS, sensitivity
 from moeq.estimator.simulation import Simulation, build_simulation
-from moeq.estimator.trace import RoutingTrace
 from moeq.estimator.workload import Grid
 from moeq.registry import POLICIES
 

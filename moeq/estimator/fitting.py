@@ -241,7 +241,6 @@ def _simulation(point: Point, hardware: Hardware, setting: Setting, where: str) 
         placement,
         group_size=setting.group_size,
         zero_points=setting.zero_points,
-        popularity=None,
         context=setting.context if point.context is None else point.context,
         samples=setting.samples,
         seed=setting.seed,

@@ -19,22 +19,9 @@ from pydantic.fields import FieldInfo
 
 from moeq.bounded import YAML_BYTES, YamlError, parse_yaml, read_bounded, shortened, shown
 from moeq.errors import EstimateError, nearest
-from moeq.estimator.devices import (
-    OPTIONAL_SECTIONS,
-    SECTIONS,
-    Constant,
-    Energy,
-    Gpu,
-    Hardware,
-    Link,
-    Ndp,
-    Unit,
-    file_key,
-)
+from moeq.estimator.devices import OPTIONAL_SECTIONS, SECTIONS, Constant, Hardware, Unit, file_key
 from moeq.estimator.units import parse_quantity
 from moeq.registry import POLICIES
-
-__all__ = ["Constant", "Energy", "Gpu", "Hardware", "Link", "Ndp", "known_hardware", "load_hardware"]
 
 _FOLDER = Path(__file__).with_name("hardware")
 _TOP_LEVEL = ("name", "description", *SECTIONS, *OPTIONAL_SECTIONS, "policies")

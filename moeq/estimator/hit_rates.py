@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moeq.artifacts.trace import RoutingTrace, sequence_counts
 from moeq.errors import EstimateError
-from moeq.estimator.trace import ALPHA, RoutingTrace, importance, sequence_counts, sequence_scores
+from moeq.estimator.trace import ALPHA, importance, sequence_scores
 
 ALL = "all"
 PLACEMENTS = (

@@ -38,14 +38,12 @@ def pipelined_finish(fetch_seconds: FloatArray, gpu_seconds: FloatArray) -> Floa
     """
     arrived = np.cumsum(fetch_seconds, axis=-1)
     computed = np.cumsum(gpu_seconds, axis=-1)
-    slack: FloatArray = np.maximum.accumulate(arrived - (computed - gpu_seconds), axis=-1)
-    return computed + slack
+    return computed + np.asarray(np.maximum.accumulate(arrived - (computed - gpu_seconds), axis=-1))
 
 
 def in_turn(seconds: FloatArray) -> FloatArray:
     """Start [..., A] of intervals that follow one another from 0."""
-    starts: FloatArray = np.cumsum(seconds, axis=-1) - seconds
-    return starts
+    return np.asarray(np.cumsum(seconds, axis=-1) - seconds)
 
 
 def bandwidth_rule(layers: Layers, work: Work) -> BoolArray:
@@ -90,19 +88,27 @@ def split_schedule(layers: Layers, work: Work, fetched: BoolArray) -> Schedule:
     finish = pipelined_finish(fetch.seconds, gpu.seconds)
     back = returned(ndp, act, fetch.seconds.sum(axis=-1))
     terms = {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act, "fetch": fetch}
-
-    def spans() -> tuple[Span, ...]:
-        fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
-        computed = Span(resource="gpu", name="gpu_experts", start=finish - gpu.seconds, seconds=gpu.seconds)
-        return fetches, computed, *ndp_spans(ndp, act, back)
-
-    return schedule(layers, np.maximum(finish[..., -1], back), terms, spans)
+    seconds = np.maximum(finish[..., -1], back)
+    return schedule(
+        layers, seconds, terms, lambda: (*fetch_spans(fetch, gpu, finish - gpu.seconds), *ndp_spans(ndp, act, back))
+    )
 
 
 def returned(ndp: Cost, act: Cost, link_busy_seconds: FloatArray | float) -> FloatArray:
     """When the NDP's results [D, S] are back on the GPU, with the link towards it busy until then; 0 without any."""
     back = np.maximum(act.seconds / 2 + ndp.seconds.sum(axis=-1), link_busy_seconds) + act.seconds / 2
     return np.where(act.seconds > 0, back, 0.0)
+
+
+def gpu_span(gpu: Cost, start: FloatArray) -> Span:
+    """Experts on the GPU from start[D, S, A] on."""
+    return Span(resource="gpu", name="gpu_experts", start=start, seconds=gpu.seconds)
+
+
+def fetch_spans(fetch: Cost, gpu: Cost, start: FloatArray) -> tuple[Span, ...]:
+    """Fetches in turn, and the experts on the GPU from start[D, S, A] on."""
+    fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
+    return fetches, gpu_span(gpu, start)
 
 
 def ndp_spans(ndp: Cost, act: Cost, back: FloatArray) -> tuple[Span, ...]:
@@ -142,23 +148,15 @@ def on_demand(
         finish = pipelined_finish(fetch.seconds, gpu.seconds)
     else:
         finish = fetch.seconds.sum(axis=-1, keepdims=True) + np.cumsum(gpu.seconds, axis=-1)
-
-    def spans() -> tuple[Span, ...]:
-        fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
-        computed = Span(resource="gpu", name="gpu_experts", start=finish - gpu.seconds, seconds=gpu.seconds)
-        return fetches, computed
-
-    return schedule(layers, finish[..., -1], {"gpu_experts": gpu, "fetch": fetch}, spans)
+    terms = {"gpu_experts": gpu, "fetch": fetch}
+    return schedule(layers, finish[..., -1], terms, lambda: fetch_spans(fetch, gpu, finish - gpu.seconds))
 
 
 def all_on_gpu(layers: Layers, work: Work, stored_bits: FloatArray) -> Schedule:
     """Every active expert computes on the GPU from its memory, at stored_bits[D, S, A]; nothing moves."""
     gpu = t_gpu(layers.geometry.expert_parameters, stored_bits, work.tokens, layers.hardware.gpu)
-
-    def spans() -> tuple[Span, ...]:
-        return (Span(resource="gpu", name="gpu_experts", start=in_turn(gpu.seconds), seconds=gpu.seconds),)
-
-    return schedule(layers, gpu.seconds.sum(axis=-1), {"gpu_experts": gpu}, spans)
+    chain = gpu.seconds.sum(axis=-1)
+    return schedule(layers, chain, {"gpu_experts": gpu}, lambda: (gpu_span(gpu, in_turn(gpu.seconds)),))
 
 
 def moved_ahead(layers: Layers, moved: FloatArray, transfers: FloatArray) -> TermTotal:

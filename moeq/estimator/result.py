@@ -11,11 +11,13 @@ from moeq.estimator.devices import Constant
 from moeq.registry import POLICIES
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """A part of a result: it does not change, and files that hold more are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PolicyPoint(_Frozen):
+class PolicyPoint(Frozen):
     """One policy at one grid point.
 
     `decode_seconds_per_token` is a step of the whole model, a token for every sequence of the batch; of it, copies
@@ -45,7 +47,7 @@ class PolicyPoint(_Frozen):
     energy_joules: float | None
 
 
-class Speedup(_Frozen):
+class Speedup(Frozen):
     """How much faster the context-aware placement is than a baseline at one grid point."""
 
     baseline: str
@@ -56,7 +58,7 @@ class Speedup(_Frozen):
     end_to_end: float
 
 
-class TermRow(_Frozen):
+class TermRow(Frozen):
     """One term of a policy's decode step, prefill or migration over all layers.
 
     Shares of terms that overlap add up to more than 1. `seconds` are expected busy seconds, `bound_by` (bytes, macs,
@@ -75,7 +77,7 @@ class TermRow(_Frozen):
     input_tokens: int | None = None
 
 
-class SensitivityRow(_Frozen):
+class SensitivityRow(Frozen):
     """What becomes of the answer with one assumption changed (none: as all are), at the grid's first point.
 
     `decode_seconds_per_token` is that of the context-aware placement; the speed-ups are its own, over the policies
@@ -91,7 +93,7 @@ class SensitivityRow(_Frozen):
     end_to_end_speedups: dict[str, float]
 
 
-class Refusal(_Frozen):
+class Refusal(Frozen):
     """A policy that cannot run the model at a batch, and the sum that does not fit."""
 
     policy: str
@@ -99,7 +101,7 @@ class Refusal(_Frozen):
     reason: str
 
 
-class Capacity(_Frozen):
+class Capacity(Frozen):
     """Bytes that the placement needs beside what the devices hold.
 
     GPU: its experts, the rest of the model in FP16, and keys and values of the largest batch at the context, or where
@@ -119,7 +121,7 @@ class Capacity(_Frozen):
     fits_ndp: bool
 
 
-class Estimate(_Frozen):
+class Estimate(Frozen):
     """Everything that was estimated for a model, a placement and a hardware, with what it hangs on."""
 
     schema_version: Literal[2] = 2

@@ -45,11 +45,6 @@ class Outcomes:
     method: Literal["exact", "monte-carlo"]
 
 
-def uniform_popularity(num_experts: int) -> FloatArray:
-    """Popularity[E] of experts that are all alike."""
-    return np.full(num_experts, 1.0 / num_experts)
-
-
 def zipf_popularity(num_experts: int, exponent: float) -> FloatArray:
     """Popularity[E] of experts in order of their use: that of rank r is 1/r^exponent of the first's.
 

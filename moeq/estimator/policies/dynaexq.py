@@ -5,6 +5,8 @@ Shapes as in step.py; W windows of `update_period` consecutive steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from moeq.estimator.devices import Parameter
@@ -15,10 +17,7 @@ from moeq.estimator.terms import Cost, t_fetch
 
 _PARAMETERS = {
     "high_precision_bits": Parameter(
-        default=16,
-        source="paper 001, 4.2: FP16 over int4 (30B), int4 over int2 (80B)",
-        minimum=1,
-        maximum=16,
+        default=16, source="paper 001, 4.2: FP16 over int4 (30B), int4 over int2 (80B)", minimum=1, maximum=16
     ),
     "low_precision_bits": Parameter(default=4, source="paper 001, 4.2", minimum=1, maximum=16),
     "ema": Parameter(
@@ -72,7 +71,7 @@ class DynaExq(Policy):
         """n_hot: experts of a layer that GPU memory holds in high precision, the others in low."""
         high, low = self._stored(layers)
         geometry = layers.geometry
-        left = layers.hardware.gpu.memory_capacity_bytes - 2.0 * geometry.non_expert_parameters - kv_cache_bytes
+        left = layers.hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - kv_cache_bytes
         left -= self._least_bytes(layers)
         each = geometry.expert_parameters * (high - low) / 8 * geometry.num_layers
         places = left // each if each > 0 else geometry.num_experts
@@ -161,18 +160,14 @@ def _per_window(values: FloatArray, window: IntArray) -> FloatArray:
 def _with_copies(experts: Schedule, copies: Cost, windows: Windows, window: IntArray) -> Schedule:
     """Copies as a term: those of a window stand in its first step."""
     first = np.concatenate([[True], window[1:] != window[:-1]])
-    at_first = {
-        name: np.where(first[None, :], getattr(copies, name)[:, window], 0) for name in ("seconds", "bytes", "macs")
-    }
-    bound = np.where(first[None, :], copies.bound[:, window], 0).astype(np.int8)
-    term = Cost(bound=bound, **at_first)
-
-    def spans() -> tuple[Span, ...]:
-        start = np.zeros_like(term.seconds)[..., None]
-        copied = Span(resource="to_gpu", name="copies", start=start, seconds=term.seconds[..., None], each=False)
-        return *experts.spans(), copied
-
-    return Schedule(seconds=experts.seconds, terms={**experts.terms, "copies": term}, spans=spans, windows=windows)
+    term = Cost(
+        **{name: np.where(first, values[:, window], values.dtype.type(0)) for name, values in vars(copies).items()}
+    )
+    seconds = term.seconds[..., None]
+    copied = Span(resource="to_gpu", name="copies", start=np.zeros_like(seconds), seconds=seconds, each=False)
+    return replace(
+        experts, terms={**experts.terms, "copies": term}, spans=lambda: (*experts.spans(), copied), windows=windows
+    )
 
 
 POLICY = DynaExq(
