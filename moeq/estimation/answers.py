@@ -13,7 +13,8 @@ from moeq.estimation.estimate_options import APART, EstimateOptions
 from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_HARDWARE, Question
 from moeq.estimator import load_hardware
 from moeq.estimator.cases import EstimateDocument
-from moeq.estimator.fit import Setting, fit_file, fit_tables, write_hardware
+from moeq.estimator.fit import fit_file, fit_tables, write_hardware
+from moeq.estimator.fitting import Setting
 from moeq.estimator.sheets import sheet
 from moeq.recipe import load_recipe
 
