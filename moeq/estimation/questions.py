@@ -110,13 +110,9 @@ class Question:
 
     def timelines(self) -> dict[str, tuple[Interval, ...]]:
         """One decode step at the smallest batch by policy label, of those asked for and those that always are shown."""
-        chosen = chosen_labels(self.policies or ())
-        batch = min(self.grid.batches)
-        return {
-            one: timeline(*self._parts, policy=one, batch=batch, **self._settings)
-            for one in by_label()
-            if one in chosen
-        }
+        chosen, batch = chosen_labels(self.policies or ()), min(self.grid.batches)
+        labels = [label for label in by_label() if label in chosen]
+        return {label: timeline(*self._parts, policy=label, batch=batch, **self._settings) for label in labels}
 
     def hits(self) -> HitRates | None:
         """Hit rates by domain with as many experts of every layer on the GPU as the placement has; None without a
@@ -203,18 +199,18 @@ def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float
         name=title,
         hardware=questions[0].hardware.name,
         routing=questions[0].routing,
-        cases=tuple(_answered(one, miss_beyond) for one in questions),
+        cases=tuple(_answered(question, miss_beyond) for question in questions),
     )
 
 
 def _answered(question: Question, miss_beyond: float) -> Case:
-    found = question.answer()
+    answer = question.answer()
     return Case(
         name=question.name,
         geometry=asdict(question.subject.geometry),
-        estimate=found,
+        estimate=answer,
         capacity=question.capacity,
-        stated=tuple(compare(question.name, question.stated, found, miss_beyond=miss_beyond)),
+        stated=tuple(compare(question.name, question.stated, answer, miss_beyond=miss_beyond)),
         hit_rates=question.hits(),
     )
 

@@ -18,7 +18,9 @@ Letters: N tokens, S sequences, E experts of a layer, K of them on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,11 +95,8 @@ def hit_rates(
     learnt = alternate_sequences(trace) if training is None else training
     decodes = (trace.lengths > trace.prefill) & ~learnt
     if not learnt.any() or not decodes.any():
-        raise EstimateError(
-            f"{int(learnt.sum())} sequences to learn from and {int(decodes.sum())} with a decode to measure",
-            where="hit rates",
-            do="record more sequences",
-        )
+        text = f"{int(learnt.sum())} sequences to learn from and {int(decodes.sum())} with a decode to measure"
+        raise EstimateError(text, where="hit rates", do="record more sequences")
     domains = np.array(trace.domains)
     names = [name for name in dict.fromkeys(trace.domains) if (decodes & (domains == name)).any()]
     members = {name: decodes & (domains == name) for name in names} | {ALL: decodes}
@@ -128,20 +127,16 @@ def hit_rates(
 
 def alternate_sequences(trace: RoutingTrace) -> BoolArray:
     """Every other sequence [S] of each domain, its first one included."""
-    seen: dict[str, int] = {}
-    chosen = []
-    for domain in trace.domains:
-        seen[domain] = seen.get(domain, 0) + 1
-        chosen.append(seen[domain] % 2 == 1)
-    return np.array(chosen, dtype=np.bool_)
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    return np.array([next(numbers[domain]) % 2 == 0 for domain in trace.domains], dtype=np.bool_)
 
 
 def top_experts(values: FloatArray, count: int) -> BoolArray:
     """The `count` largest of every row [S, E], ties to the lower index."""
     order = np.argsort(-values, axis=1, kind="stable")[:, :count]
-    found = np.zeros(values.shape, dtype=np.bool_)
-    np.put_along_axis(found, order, True, axis=1)
-    return found
+    chosen = np.zeros(values.shape, dtype=np.bool_)
+    np.put_along_axis(chosen, order, True, axis=1)
+    return chosen
 
 
 def _placed(
@@ -156,12 +151,13 @@ def _placed(
     """The experts [S, E] of a layer that each placement keeps on the GPU."""
     whole = _sums(trace, layer, alpha, np.ones(trace.num_tokens, dtype=np.bool_))
     prefill = _sums(trace, layer, alpha, trace.is_prefill)
-    prior = [PRIOR_TOKENS * one[learnt].sum(0) / trace.lengths[learnt].sum() for one in whole]
+    prior = [PRIOR_TOKENS * sums[learnt].sum(0) / trace.lengths[learnt].sum() for sums in whole]
     domains = np.array(trace.domains)
     of_domain = np.zeros(decoded.shape, dtype=np.bool_)
     for name in np.unique(domains):
-        mine = domains == name
-        of_domain[mine] = _once(whole, mine & learnt if (mine & learnt).any() else learnt, alpha, count)
+        members = domains == name
+        taught = members & learnt
+        of_domain[members] = _once(whole, taught if taught.any() else learnt, alpha, count)
     in_hindsight = top_experts(decoded[measured].sum(0, keepdims=True).astype(np.float64), count)
     return {
         "context_aware": top_experts(importance(*prefill, alpha), count),
@@ -175,7 +171,7 @@ def _placed(
 
 def _once(sums: tuple[FloatArray, FloatArray], rows: BoolArray, alpha: float, count: int) -> BoolArray:
     """The experts [1, E] that matter most over some sequences taken together."""
-    counts, scores = (one[rows].sum(0, keepdims=True) for one in sums)
+    counts, scores = (table[rows].sum(0, keepdims=True) for table in sums)
     return top_experts(importance(counts, scores, alpha), count)
 
 
@@ -189,14 +185,10 @@ def _gpu_experts(trace: RoutingTrace, given: int | Sequence[int]) -> tuple[int, 
     """K of every layer; EstimateError when there are not as many layers, or a layer has not as many experts."""
     hot = (given,) * trace.num_layers if isinstance(given, int) else tuple(given)
     if len(hot) != trace.num_layers:
-        raise EstimateError(
-            f"GPU experts of {len(hot)} layers, the trace has {trace.num_layers}",
-            where="hit rates",
-            do="give one number, or one for each layer",
-        )
+        text = f"GPU experts of {len(hot)} layers, the trace has {trace.num_layers}"
+        raise EstimateError(text, where="hit rates", do="give one number, or one for each layer")
     for layer, (count, experts) in enumerate(zip(hot, trace.num_experts, strict=True)):
         if not 0 <= count <= experts:
-            raise EstimateError(
-                f"{count} of {experts} experts on the GPU", where=f"hit rates, {trace.layers[layer]}", do="give fewer"
-            )
+            where = f"hit rates, {trace.layers[layer]}"
+            raise EstimateError(f"{count} of {experts} experts on the GPU", where=where, do="give fewer")
     return hot
