@@ -168,9 +168,7 @@ def questions_of(recipe: Recipe) -> list[Question]:
     section = recipe.estimate
     assert section.figures is not None
     hardware = load_hardware(section.hardware)
-    grid = Grid(
-        inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
-    )
+    grid = Grid(**section.grid.model_dump())
     return [
         Question(
             name=case.name,

@@ -27,5 +27,5 @@ def placement_of(
     name: str, widths: Sequence[Sequence[Width]], hot: Sequence[ArrayLike], group_size: int, *, symmetric: bool
 ) -> Placement:
     """Widths and places [layers, experts]; experts whose matrices differ count with the width of as many bytes."""
-    bits = [[equal_bits(matrix_widths(one), group_size, not symmetric) for one in layer] for layer in widths]
-    return Placement(name=name, bits=np.array(bits), hot=np.stack([np.asarray(one) for one in hot]))
+    bits = [[equal_bits(matrix_widths(width), group_size, not symmetric) for width in layer] for layer in widths]
+    return Placement(name=name, bits=bits, hot=np.stack([np.asarray(layer) for layer in hot]))

@@ -75,9 +75,8 @@ class ModelGeometry:
             if field != "name" and value < (0 if field == "non_expert_parameters" else 1):
                 raise EstimateError(f"{field} is {value}", where=self.name, do="give a positive number")
         if self.top_k > self.num_experts:
-            raise EstimateError(
-                f"top_k is {self.top_k} of {self.num_experts} experts", where=self.name, do="give top_k <= num_experts"
-            )
+            text = f"top_k is {self.top_k} of {self.num_experts} experts"
+            raise EstimateError(text, where=self.name, do="give top_k <= num_experts")
 
     @property
     def expert_parameters(self) -> int:
@@ -172,6 +171,5 @@ def _integer(config: Mapping[str, Any], keys: tuple[str, ...], name: str, defaul
             return value
     if default is not None:
         return default
-    raise EstimateError(
-        f"config.json has none of {', '.join(keys)}", where=name, do="add the key or build a ModelGeometry yourself"
-    )
+    text = f"config.json has none of {', '.join(keys)}"
+    raise EstimateError(text, where=name, do="add the key or build a ModelGeometry yourself")

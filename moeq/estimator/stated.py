@@ -44,7 +44,7 @@ class Comparison(Frozen):
 
 def compare(case: str, stated: Sequence[StatedSection], estimate: Estimate, *, miss_beyond: float) -> list[Comparison]:
     """Every stated figure of a case beside its estimate; EstimateError for a baseline that was not estimated."""
-    return [_compare(case, one, _values(one, estimate, case), miss_beyond) for one in stated]
+    return [_compare(case, figure, _values(figure, estimate, case), miss_beyond) for figure in stated]
 
 
 def _values(stated: StatedSection, estimate: Estimate, case: str) -> Sequence[float]:

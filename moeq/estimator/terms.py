@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moeq.errors import EstimateError
 from moeq.estimator.devices import Gpu, Hardware, Link, Ndp
-from moeq.estimator.geometry import ModelGeometry
+from moeq.estimator.geometry import ModelGeometry, effective_bits
 
 FloatArray = NDArray[np.float64]
 
@@ -63,6 +64,19 @@ def t_ndp(parameters: int, bits: ArrayLike, tokens: ArrayLike, ndp: Ndp) -> Cost
         moved=read,
         macs=parameters * m,
     )
+
+
+def expert_seconds(
+    parameters: int, bits: ArrayLike, hardware: Hardware, *, group_size: int, zero_points: bool
+) -> FloatArray:
+    """Seconds that the NDP takes for one token of one expert at every width (16: FP16), of the shape of `bits`.
+
+    `t_ndp` for one token: the longer of reading the weights, scales and zero points, and of computing, where the fill
+    of the arrays counts as the hardware's dataflow has it. Raises EstimateError for a memory that only holds.
+    """
+    if not hardware.ndp.computes:
+        raise EstimateError("experts do not compute beside this memory", where=hardware.file, do="give other hardware")
+    return t_ndp(parameters, effective_bits(bits, group_size, zero_points), 1, hardware.ndp).seconds
 
 
 def t_gpu(parameters: int, bits: ArrayLike, tokens: ArrayLike, gpu: Gpu) -> Cost:

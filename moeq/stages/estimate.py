@@ -79,16 +79,13 @@ def of_assignment(
     """The estimate of one assignment; routing: the popularity of every expert, a trace, or neither: all alike."""
     section = context.recipe.estimate
     group_size = weights_of_a_scale(assignment.group_size, geometry)
-    grid = Grid(
-        inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
-    )
     return estimate(
         geometry,
         load_hardware(section.hardware),
         assignment_placement(assignment, group_size),
         group_size=group_size,
         zero_points=not assignment.symmetric,
-        grid=grid,
+        grid=Grid(**section.grid.model_dump()),
         context=section.context,
         seed=context.recipe.seed,
         **routing,
