@@ -51,15 +51,28 @@ class Constant(_Frozen):
         return self.source.lower().startswith("fitted")
 
 
-class Gpu(_Frozen):
-    """A GPU: its memory, its peak, and a fixed time per layer that a roofline does not see."""
-
+class _WithMemory(_Frozen):
     memory_bandwidth_bytes_per_second: BytesPerSecond
     memory_efficiency: Efficiency
     memory_capacity_bytes: Bytes
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second of the memory, derated."""
+        return self.memory_efficiency * self.memory_bandwidth_bytes_per_second
+
+
+class Gpu(_WithMemory):
+    """A GPU: its memory, its peak, and a fixed time per layer that a roofline does not see."""
+
     peak_compute_flops_per_second: FlopsPerSecond
     compute_efficiency: Efficiency
     layer_overhead_seconds: Seconds
+
+    @property
+    def compute_rate(self) -> float:
+        """FLOP per second, derated."""
+        return self.compute_efficiency * self.peak_compute_flops_per_second
 
 
 class Link(_Frozen):
@@ -69,8 +82,13 @@ class Link(_Frozen):
     efficiency: Efficiency
     latency_seconds: Seconds
 
+    @property
+    def rate(self) -> float:
+        """Bytes per second of one direction, derated."""
+        return self.efficiency * self.bandwidth_bytes_per_second
 
-class Ndp(_Frozen):
+
+class Ndp(_WithMemory):
     """Near-data processing: memory beside `arrays` systolic arrays of `array_rows` x `array_columns` MACs.
 
     `dataflow`: 'ws' weight-stationary, 'os' output-stationary, 'none': a memory that only holds experts, without
@@ -78,9 +96,6 @@ class Ndp(_Frozen):
     output-stationary: as many arrays as cores, of one row and as many columns as a core has MACs a cycle.
     """
 
-    memory_bandwidth_bytes_per_second: BytesPerSecond
-    memory_efficiency: Efficiency
-    memory_capacity_bytes: Bytes
     arrays: Count = 0
     array_rows: Count = 0
     array_columns: Count = 0

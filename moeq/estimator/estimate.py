@@ -169,9 +169,8 @@ def _check(
         raise EstimateError(f"{layers} layers, {geometry.name} has {geometry.num_layers}", where=where, do=do)
     shape = np.shape(popularity) if popularity is not None else ()
     if len(shape) > 2 or (len(shape) == 2 and shape[0] != layers):
-        raise EstimateError(
-            f"popularity has shape {shape} for {layers} layers", where=where, do="give one row, or one for each layer"
-        )
+        text = f"popularity has shape {shape} for {layers} layers"
+        raise EstimateError(text, where=where, do="give one row, or one for each layer")
     limits = {"group_size": (group_size, 1), "context": (context, 0), "monte_carlo_samples": (samples, 1)}
     for name, (value, least) in {**limits, "seed": (seed, 0)}.items():
         if value is not None and value < least:

@@ -45,8 +45,6 @@ class Setting:
     context: int = 1024
     group_size: int | None = 128
     zero_points: bool = False
-    samples: int = 256
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,13 @@ class Run:
 
     def seconds(self, simulation: Simulation, labels: frozenset[str]) -> dict[str, float]:
         """Seconds by policy label."""
-        parts: Mapping[str, Step | TermTotal] = simulation.migration()
+        parts: Mapping[str, Step | TermTotal]
         if self.kind == "decode":
             parts = simulation.decode(self.batch, labels)
         elif self.kind == "prefill":
             parts = simulation.prefill(self.batch, self.input_tokens, labels)
+        else:
+            parts = simulation.migration()
         return {label: part.seconds for label, part in parts.items() if label in labels}
 
 
@@ -234,8 +234,6 @@ def _simulation(point: Point, hardware: Hardware, setting: Setting, where: str) 
         group_size=setting.group_size,
         zero_points=setting.zero_points,
         context=setting.context if point.context is None else point.context,
-        samples=setting.samples,
-        seed=setting.seed,
     )
 
 

@@ -11,18 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeq.estimator.devices import Parameter
-from moeq.estimator.step import (
-    BoolArray,
-    FloatArray,
-    Layers,
-    Schedule,
-    Span,
-    TermTotal,
-    Work,
-    memory_rates,
-    schedule,
-    total,
-)
+from moeq.estimator.step import BoolArray, FloatArray, Layers, Schedule, Span, TermTotal, Work, schedule, total
 from moeq.estimator.terms import Cost, t_act, t_fetch, t_gpu, t_ndp
 
 PREFILL_SPLIT = Parameter(
@@ -61,7 +50,7 @@ def cost_optimal(layers: Layers, work: Work) -> BoolArray:
     used = work.tokens > 0
     fetch = t_fetch(layers.fp16_expert_bytes * used, used, hardware)
     finish = pipelined_finish(fetch.seconds, t_gpu(parameters, 16, work.tokens, hardware.gpu).seconds)
-    written = 2 * np.cumsum(fetch.bytes, axis=-1) / memory_rates(hardware)["gpu_memory"]
+    written = 2 * np.cumsum(fetch.bytes, axis=-1) / hardware.gpu.memory_rate
     ndp = t_ndp(parameters, 16, work.tokens, hardware.ndp).seconds
     left_tokens = np.minimum(_sums_after(work.tokens), work.step_tokens)
     act = t_act(layers.geometry.hidden_size, left_tokens, hardware.link).seconds
@@ -165,7 +154,7 @@ def moved_ahead(layers: Layers, moved: FloatArray, transfers: FloatArray) -> Ter
     As slow as the slowest of the link and the memories at its ends.
     """
     fetch = t_fetch(moved, transfers, layers.hardware)
-    seconds = np.maximum(fetch.seconds, moved / memory_rates(layers.hardware)["gpu_memory"])
+    seconds = np.maximum(fetch.seconds, moved / layers.hardware.gpu.memory_rate)
     return total(layers.repeats.astype(np.float64), replace(fetch, seconds=seconds))
 
 

@@ -42,9 +42,8 @@ class Replay:
             whole = decode_steps(self.trace, batch)
             full = np.flatnonzero((whole.rows != NONE).all(axis=1))
             if len(full) == 0:
-                raise EstimateError(
-                    f"no {batch} sequences of the trace decode at the same time", do="give smaller batches in the grid"
-                )
+                text = f"no {batch} sequences of the trace decode at the same time"
+                raise EstimateError(text, do="give smaller batches in the grid")
             kept = full[_spread(len(full), self.most_steps)]
             self.of_batch[batch] = replace(whole, rows=whole.rows[kept], group=whole.group[kept])
         return self.of_batch[batch]

@@ -183,21 +183,13 @@ def schedule(
     No layer is done before each memory has carried the bytes of all terms: an expert that is fetched is read beside
     those that compute at the NDP, and written beside those that compute on the GPU.
     """
-    seconds = chain_seconds
-    for channel, rate in memory_rates(layers.hardware).items():
+    seconds, hardware = chain_seconds, layers.hardware
+    for channel, rate in (("gpu_memory", hardware.gpu.memory_rate), ("ndp_memory", hardware.ndp.memory_rate)):
         moved = [cost.bytes for name, cost in terms.items() if channel in TRAFFIC[name]]
         if moved:
             carried = np.add.reduce([size.sum(axis=-1) if size.ndim == 3 else size for size in moved])
             seconds = np.maximum(seconds, carried / rate)
     return Schedule(seconds=seconds, terms=terms, spans=spans)
-
-
-def memory_rates(hardware: Hardware) -> dict[Channel, float]:
-    """Bytes per second of each memory, derated."""
-    return {
-        "gpu_memory": hardware.gpu.memory_efficiency * hardware.gpu.memory_bandwidth_bytes_per_second,
-        "ndp_memory": hardware.ndp.memory_efficiency * hardware.ndp.memory_bandwidth_bytes_per_second,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

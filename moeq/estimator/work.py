@@ -26,18 +26,15 @@ def decode_work(
 
     `in_time`: they count as consecutive steps.
     """
-    first = {index: row for row, index in reversed(list(enumerate(row_outcomes.tolist())))}
-    most = max(int((outcomes[index].tokens > 0).sum(axis=1).max()) for index in first)
-    sorted_by = {
-        index: _most_loaded(outcomes[index].tokens.astype(np.float64), layers.popularity[row], most)
-        for index, row in first.items()
-    }
     rows = row_outcomes.tolist()
+    loads = {index: outcomes[index].tokens.astype(np.float64) for index in dict.fromkeys(rows)}
+    most = max(int((tokens > 0).sum(axis=1).max()) for tokens in loads.values())
+    active = {index: _most_loaded(loads[index], layers.popularity[rows.index(index)], most) for index in loads}
     return Work(
         step_tokens=batch,
         probability=np.stack([outcomes[index].probability for index in rows]),
-        experts=np.stack([sorted_by[index][0] for index in rows]),
-        tokens=np.stack([sorted_by[index][1] for index in rows]),
+        experts=np.stack([active[index][0] for index in rows]),
+        tokens=np.stack([active[index][1] for index in rows]),
         dense=dense,
         kv_cache_bytes=kv_cache_bytes,
         in_time=in_time,
@@ -48,15 +45,13 @@ def expected_work(
     layers: Layers, tokens: FloatArray, *, step_tokens: int, dense: Cost, kv_cache_bytes: float = 0.0
 ) -> Work:
     """Work of one outcome in which every expert has its expected (fractional) tokens[D, E], for a prefill."""
-    pairs = [
-        _most_loaded(row[None, :], popularity, tokens.shape[1])
-        for row, popularity in zip(tokens, layers.popularity, strict=True)
-    ]
+    rows = zip(tokens[:, None, :], layers.popularity, strict=True)
+    active = [_most_loaded(row, popularity, tokens.shape[1]) for row, popularity in rows]
     return Work(
         step_tokens=step_tokens,
         probability=np.ones((len(tokens), 1)),
-        experts=np.stack([experts for experts, _ in pairs]),
-        tokens=np.stack([loads for _, loads in pairs]),
+        experts=np.stack([experts for experts, _ in active]),
+        tokens=np.stack([loads for _, loads in active]),
         dense=dense,
         kv_cache_bytes=kv_cache_bytes,
     )

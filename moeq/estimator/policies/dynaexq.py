@@ -12,7 +12,7 @@ import numpy as np
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import all_on_gpu
 from moeq.estimator.policies import Policy, Variant, number, over_gpu_memory
-from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Windows, Work, memory_rates
+from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Windows, Work
 from moeq.estimator.terms import Cost, t_fetch
 
 _PARAMETERS = {
@@ -141,7 +141,6 @@ def _copies(layers: Layers, decided: BoolArray, high: float, low: float) -> Cost
 
 
 def _windows(layers: Layers, experts: Schedule, copies: Cost, window: IntArray) -> Windows:
-    rates = memory_rates(layers.hardware)
     weight = layers.repeats[:, None].astype(np.float64)
     read = experts.terms["gpu_experts"].bytes.sum(axis=-1)
     return Windows(
@@ -149,7 +148,7 @@ def _windows(layers: Layers, experts: Schedule, copies: Cost, window: IntArray) 
         seconds=_per_window((weight * experts.seconds).sum(axis=0), window),
         copy_seconds=(weight * copies.seconds).sum(axis=0),
         gpu_bytes=_per_window((weight * read).sum(axis=0), window) + (weight * copies.bytes).sum(axis=0),
-        gpu_bytes_per_second=rates["gpu_memory"],
+        gpu_bytes_per_second=layers.hardware.gpu.memory_rate,
     )
 
 
