@@ -27,7 +27,7 @@ def pipelined_finish(fetch_seconds: FloatArray, gpu_seconds: FloatArray) -> Floa
     """
     arrived = np.cumsum(fetch_seconds, axis=-1)
     computed = np.cumsum(gpu_seconds, axis=-1)
-    return computed + np.asarray(np.maximum.accumulate(arrived - (computed - gpu_seconds), axis=-1))
+    return np.asarray(computed + np.maximum.accumulate(arrived - (computed - gpu_seconds), axis=-1))
 
 
 def in_turn(seconds: FloatArray) -> FloatArray:

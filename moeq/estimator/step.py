@@ -114,7 +114,8 @@ class Work:
 
         An upper bound for more than one token: the same token may be counted at several experts.
         """
-        return np.minimum(np.where(mask, self.tokens, 0.0).sum(axis=-1), float(self.step_tokens))
+        reached = np.where(mask, self.tokens, 0.0).sum(axis=-1)
+        return np.asarray(np.minimum(reached, float(self.step_tokens)))
 
 
 @dataclass(frozen=True, kw_only=True)

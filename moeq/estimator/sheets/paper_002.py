@@ -97,8 +97,8 @@ def fitted() -> GemmModel:
 
     def misses(costs: FloatArray) -> FloatArray:
         fp16 = costs[0] + active * (1 + costs[1])
-        speedup: FloatArray = fp16 / (costs[0] + active * (bits / 16 + costs[1] + costs[2:, None]))
-        return (speedup / wanted - 1).ravel()
+        speedups = fp16 / (costs[0] + active * (bits / 16 + costs[1] + costs[2:, None]))
+        return np.ravel(speedups / wanted - 1)
 
     best = _least_worst(misses, 2 + len(known))
     call, expert, *dequantize = best.tolist()
