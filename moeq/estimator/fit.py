@@ -145,12 +145,13 @@ def write_hardware(path: Path, fit: Fit) -> None:
 
 def describe(constant: FittedConstant) -> str:
     """A verdict in words."""
-    if constant.verdict == "no effect":
-        return "does not matter to these points, kept"
-    if constant.verdict == "tied":
-        return f"these points cannot tell it from {', '.join(constant.tied_to)}"
-    if constant.verdict == "at its bound":
-        return "at the end of its range: another term or the peak may be wrong"
+    words = {
+        "no effect": "does not matter to these points, kept",
+        "tied": f"these points cannot tell it from {', '.join(constant.tied_to)}",
+        "at its bound": "at the end of its range: another term or the peak may be wrong",
+    }
+    if constant.verdict in words:
+        return words[constant.verdict]
     if constant.standard_error is None:
         return f"{constant.verdict}; as many constants as points, no error can be given"
     share = constant.standard_error / constant.value if constant.value else float("inf")

@@ -104,12 +104,13 @@ def decode_terms(steps: Steps) -> Iterator[TermRow]:
 
 def earlier_terms(simulation: Simulation, prefills: Prefills) -> Iterator[TermRow]:
     """The terms of every policy's prefill, and the migration after it where something moves."""
+    migration = simulation.migration()
     for (batch, tokens), of_input in prefills.items():
         for policy, step in of_input.items():
             where = {"policy": policy, "batch": batch, "phase": "prefill", "input_tokens": tokens}
             yield from _rows(step.terms, step.seconds, **where)
     for batch in dict.fromkeys(batch for batch, _ in prefills):
-        for policy, moved in simulation.migration().items():
+        for policy, moved in migration.items():
             if moved.seconds > 0:
                 yield from _rows({"fetch": moved}, moved.seconds, policy=policy, batch=batch, phase="migration")
 
