@@ -11,7 +11,7 @@ import numpy as np
 from moeq.artifacts.assignment import Assignment, read_assignment
 from moeq.errors import EstimateError, ModelError, RecipeError
 from moeq.estimator import ModelGeometry, Placement, known_geometries, load_geometry
-from moeq.estimator.assigned import assignment_placement, placement_of, weights_of_a_scale
+from moeq.estimator.placement import assignment_placement, placement_of, weights_of_a_scale
 
 if TYPE_CHECKING:  # torch and transformers are imported where a configuration or a manifest is read
     from moeq.artifacts.manifest import PlacementManifest
@@ -23,7 +23,7 @@ BUNDLED = "bundled:"
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Sizes of a model, the placement of its experts, and the scales of their codes."""
+    """Sizes of a model, the placement of its experts, and the scales of their codes: as estimates name them."""
 
     geometry: ModelGeometry
     placement: Placement

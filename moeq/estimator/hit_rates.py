@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from moeq.artifacts.trace import RoutingTrace, sequence_counts
 from moeq.errors import EstimateError
-from moeq.estimator.trace import ALPHA, importance, sequence_scores
+from moeq.estimator.trace import counts_and_scores, default_alpha, importance
 
 ALL = "all"
 PLACEMENTS = (
@@ -89,7 +89,7 @@ def hit_rates(
     nothing to learn from or to measure.
     """
     hot = _gpu_experts(trace, gpu_experts)
-    share = alpha if alpha is not None else 1.0 if trace.weights is None else ALPHA
+    share = default_alpha(trace) if alpha is None else alpha
     if not 0 <= share <= 1:
         raise EstimateError(f"alpha is {share:g}", do="give a number from 0 to 1")
     learnt = alternate_sequences(trace) if training is None else training
@@ -149,8 +149,8 @@ def _placed(
     decoded: NDArray[np.int64],
 ) -> dict[str, BoolArray]:
     """The experts [S, E] of a layer that each placement keeps on the GPU."""
-    whole = _sums(trace, layer, alpha, np.ones(trace.num_tokens, dtype=np.bool_))
-    prefill = _sums(trace, layer, alpha, trace.is_prefill)
+    whole = counts_and_scores(trace, layer, np.ones(trace.num_tokens, dtype=np.bool_), alpha)
+    prefill = counts_and_scores(trace, layer, trace.is_prefill, alpha)
     prior = [PRIOR_TOKENS * sums[learnt].sum(0) / trace.lengths[learnt].sum() for sums in whole]
     domains = np.array(trace.domains)
     of_domain = np.zeros(decoded.shape, dtype=np.bool_)
@@ -173,12 +173,6 @@ def _once(sums: tuple[FloatArray, FloatArray], rows: BoolArray, alpha: float, co
     """The experts [1, E] that matter most over some sequences taken together."""
     counts, scores = (table[rows].sum(0, keepdims=True) for table in sums)
     return top_experts(importance(counts, scores, alpha), count)
-
-
-def _sums(trace: RoutingTrace, layer: int, alpha: float, tokens: BoolArray) -> tuple[FloatArray, FloatArray]:
-    """Counts P and scores W [S, E] over marked tokens; W is 0 where alpha leaves it out."""
-    counts = sequence_counts(trace, layer, tokens).astype(np.float64)
-    return counts, np.zeros_like(counts) if alpha == 1 else sequence_scores(trace, layer, tokens)
 
 
 def _gpu_experts(trace: RoutingTrace, given: int | Sequence[int]) -> tuple[int, ...]:

@@ -54,8 +54,8 @@ def cost_optimal(layers: Layers, work: Work) -> BoolArray:
     ndp = t_ndp(parameters, 16, work.tokens, hardware.ndp).seconds
     left_tokens = np.minimum(_sums_after(work.tokens), work.step_tokens)
     act = t_act(layers.geometry.hidden_size, left_tokens, hardware.link).seconds
-    ndp_side = np.maximum(_sums_after(ndp) + act / 2, _sums_before(fetch.seconds)) + act / 2
-    gpu_side = np.concatenate([np.zeros_like(finish[..., :1]), np.maximum(finish, written)], axis=-1)
+    ndp_side = np.maximum(_sums_after(ndp) + act / 2, _from_zero(np.cumsum(fetch.seconds, axis=-1))) + act / 2
+    gpu_side = _from_zero(np.maximum(finish, written))
     count = np.argmin(np.maximum(gpu_side, np.where(left_tokens > 0, ndp_side, 0.0)), axis=-1)
     return np.asarray(np.arange(work.tokens.shape[-1]) < count[..., None])
 
@@ -160,10 +160,9 @@ def moved_ahead(layers: Layers, moved: FloatArray, transfers: FloatArray) -> Ter
 
 def _sums_after(values: FloatArray) -> FloatArray:
     """Sums[..., A+1] of what is left of values[..., A] after the first 0, 1, ..., A entries."""
-    backward = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
-    return np.concatenate([backward, np.zeros_like(values[..., :1])], axis=-1)
+    return _from_zero(np.cumsum(values[..., ::-1], axis=-1))[..., ::-1]
 
 
-def _sums_before(values: FloatArray) -> FloatArray:
-    """Sums[..., A+1] of the first 0, 1, ..., A entries of values[..., A]."""
-    return np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)
+def _from_zero(values: FloatArray) -> FloatArray:
+    """Values[..., A+1] with a 0 before them."""
+    return np.concatenate([np.zeros_like(values[..., :1]), values], axis=-1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moeq.artifacts.assignment import Assignment, Width, matrix_widths
 from moeq.errors import EstimateError
-from moeq.estimator.geometry import ModelGeometry
+from moeq.estimator.geometry import ModelGeometry, equal_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +67,22 @@ def layer_of_assignment(num_layers: int, assigned_layers: int) -> NDArray[np.int
         text = f"the placement has {assigned_layers} layers, the model {num_layers}"
         raise EstimateError(text, do="give a placement of this model")
     return np.arange(num_layers) * assigned_layers // num_layers
+
+
+def weights_of_a_scale(group_size: int, geometry: ModelGeometry) -> int:
+    """The group size as the estimator counts it: -1 (one group a row) is a row of the hidden size."""
+    return geometry.hidden_size if group_size == -1 else group_size
+
+
+def assignment_placement(assignment: Assignment, group_size: int) -> Placement:
+    """Where an assignment's experts live and at how many bits."""
+    widths = assignment.expert_widths()
+    return placement_of(assignment.name, widths, assignment.hot(), group_size, symmetric=assignment.symmetric)
+
+
+def placement_of(
+    name: str, widths: Sequence[Sequence[Width]], hot: Sequence[ArrayLike], group_size: int, *, symmetric: bool
+) -> Placement:
+    """Widths and places [layers, experts]; experts whose matrices differ count with the width of as many bytes."""
+    bits = [[equal_bits(matrix_widths(width), group_size, not symmetric) for width in layer] for layer in widths]
+    return Placement(name=name, bits=bits, hot=np.stack([np.asarray(layer) for layer in hot]))

@@ -17,7 +17,7 @@ from moeq.errors import EstimateError
 from moeq.estimator.in_place import placed_by_rank
 from moeq.estimator.step import FloatArray, IntArray, Layers, Work
 from moeq.estimator.terms import Cost
-from moeq.estimator.trace import ALPHA, DecodeSteps, decode_steps, importance, sequence_scores
+from moeq.estimator.trace import DecodeSteps, counts_and_scores, decode_steps, default_alpha, importance
 
 Active = tuple[IntArray, FloatArray, IntArray]  # experts, tokens and rank in the prompts [D, S, A]
 SAMPLED_BLOCK = 32
@@ -90,15 +90,11 @@ class Replay:
 
     def _prefill_rank(self, layers: Layers, start: int, steps: DecodeSteps) -> IntArray:
         """Rank [G, D, E] of every expert in the prompts of a batch, 0 the most important."""
-        trace, ranks = self.trace, []
+        trace, alpha, ranks = self.trace, default_alpha(self.trace), []
         members = np.where(steps.sequences == NONE, trace.num_sequences, steps.sequences)
         for row, popular in enumerate(layers.popularity_rank):
-            counts = _group_sums(sequence_counts(trace, start + row, trace.is_prefill), members)
-            scores, alpha = np.zeros_like(counts), 1.0
-            if trace.weights is not None:
-                scores = _group_sums(sequence_scores(trace, start + row, trace.is_prefill), members)
-                alpha = ALPHA
-            matter = importance(counts, scores, alpha)
+            tables = counts_and_scores(trace, start + row, trace.is_prefill, alpha)
+            matter = importance(*(_group_sums(table, members) for table in tables), alpha)
             order = np.lexsort((np.broadcast_to(popular, matter.shape), -matter), axis=1)
             ranks.append(np.argsort(order, axis=1))
         return np.stack(ranks, axis=1)
@@ -110,10 +106,10 @@ def _choices(table: NDArray[Any], layers: Layers, start: int, steps: DecodeSteps
     return rows.transpose(2, 0, 1, 3).reshape(len(layers.repeats), len(steps.rows), -1)
 
 
-def _group_sums(per_sequence: NDArray[np.float64] | IntArray, members: IntArray) -> FloatArray:
+def _group_sums(per_sequence: FloatArray, members: IntArray) -> FloatArray:
     """Sums [G, E] over the sequences members[G, B], one after the last standing for none."""
     padded = np.concatenate([per_sequence, np.zeros_like(per_sequence[:1])])
-    return np.asarray(padded[members].sum(axis=1), dtype=np.float64)
+    return np.asarray(padded[members].sum(axis=1))
 
 
 def _spread(count: int, most: int | None) -> IntArray:

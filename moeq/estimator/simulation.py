@@ -20,8 +20,14 @@ from moeq.estimator.replay import Replay
 from moeq.estimator.step import Layers, Step, TermTotal, Work, dense_total, expected_step
 from moeq.estimator.terms import Cost, t_dense
 from moeq.estimator.trace import check_trace
-from moeq.estimator.work import decode_work, expected_work
-from moeq.estimator.workload import MAX_EXACT_OUTCOMES, Outcomes, normalize_popularity, routing_outcomes
+from moeq.estimator.workload import (
+    MAX_EXACT_OUTCOMES,
+    Outcomes,
+    decode_work,
+    expected_work,
+    normalize_popularity,
+    routing_outcomes,
+)
 
 CHUNK_ELEMENTS = 250_000
 PREFILL_SAMPLES = 2048

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moeq.artifacts.trace import NONE, RoutingTrace, sequence_sums
+from moeq.artifacts.trace import NONE, RoutingTrace, sequence_counts, sequence_sums
 from moeq.errors import EstimateError
 from moeq.estimator.geometry import ModelGeometry
 
@@ -61,6 +61,19 @@ def decode_steps(trace: RoutingTrace, batch: int) -> DecodeSteps:
     time = np.arange(len(group)) - np.repeat(np.cumsum(longest) - longest, longest)
     rows = np.where(time[:, None] < left[group], first[group] + time[:, None], NONE)
     return DecodeSteps(rows=rows, group=group, sequences=padded)
+
+
+def default_alpha(trace: RoutingTrace) -> float:
+    """Weight of the counts in an expert's importance: all of it where no routing weights were recorded."""
+    return 1.0 if trace.weights is None else ALPHA
+
+
+def counts_and_scores(
+    trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_], alpha: float
+) -> tuple[FloatArray, FloatArray]:
+    """Counts P and scores W [S, E] of one layer over marked tokens [N]; W is 0 where alpha leaves it out."""
+    counts = sequence_counts(trace, layer, tokens).astype(np.float64)
+    return counts, np.zeros_like(counts) if alpha == 1 else sequence_scores(trace, layer, tokens)
 
 
 def sequence_scores(trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_]) -> FloatArray:

@@ -26,7 +26,7 @@ from moeq.estimator import (
     load_geometry,
     load_hardware,
 )
-from moeq.estimator.assigned import assignment_placement, weights_of_a_scale
+from moeq.estimator.placement import assignment_placement, weights_of_a_scale
 from moeq.estimator.points import BASELINES
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys
