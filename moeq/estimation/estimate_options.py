@@ -12,7 +12,6 @@ from moeq.errors import RecipeError
 from moeq.options import RunOptions, option
 
 APART = "of an estimate without a run"
-AXES = {"in": "inputs", "out": "outputs", "batch": "batches"}  # of --grid, and what recipes call them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class EstimateOptions(RunOptions):
     def changes(self) -> list[str]:
         if not self.axes:
             return super().changes()
-        from moeq.estimation.grids import parse_grid
+        from moeq.estimation.grids import AXES, parse_grid
 
         grid = parse_grid(self.axes)
         return [*super().changes(), *(f"estimate.grid.{axis}={list(getattr(grid, axis))}" for axis in AXES.values())]
@@ -88,5 +87,7 @@ class EstimateOptions(RunOptions):
 
 def _is_axis(word: str) -> bool:
     """Whether a word is one axis with its sizes, such as in=128,512."""
+    from moeq.estimation.grids import AXES
+
     axis, equals, _ = word.partition("=")
     return bool(equals) and axis in AXES

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeq.errors import RecipeError, hint
-from moeq.estimation.estimate_options import AXES
 from moeq.estimator import Grid
 from moeq.recipe import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS
 
+AXES = {"in": "inputs", "out": "outputs", "batch": "batches"}  # and what recipes call them
 LARGEST = {"in": LARGEST_LENGTH, "out": LARGEST_LENGTH, "batch": LARGEST_BATCH}
 NO_REPLICAS = "none"
 

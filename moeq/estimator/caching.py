@@ -16,9 +16,9 @@ _STEPS_AT_ONCE = 256
 def lru_hits(
     experts: NDArray[np.int64], used: NDArray[np.bool_], *, num_experts: int, places: int
 ) -> NDArray[np.bool_]:
-    """Which of the experts[D, S, A] that are used[D, S, A] lie in a cache of `places` experts a layer, empty at first.
+    """Mask [D, S, A]: which of the experts that are used[D, S, A] lie in a cache of `places` a layer, empty at first.
 
-    A step looks all its experts up before the least recently used make room for those that missed. Of the experts of
+    HOBBIT's cache; paper 000, 5.1 compares with none. A step looks all its experts up before the least recently used make room for those that missed. Of the experts of
     one step the first counts as the most recent.
     """
     hits = np.zeros(experts.shape, dtype=np.bool_)

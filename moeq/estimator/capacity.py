@@ -42,6 +42,7 @@ class Memory(Frozen):
 
     @property
     def fits(self) -> bool:
+        """Whether the parts are at most as large as the memory."""
         return self.room_bytes >= 0
 
     def sum_text(self) -> str:
@@ -81,6 +82,7 @@ class CapacityPlan(Frozen):
 
     @property
     def fits(self) -> bool:
+        """Whether both memories hold their parts."""
         return self.gpu.fits and self.ndp.fits
 
     def refusal(self) -> EstimateError | None:

@@ -76,22 +76,27 @@ class Parameter:
 
     @property
     def key(self) -> str:
+        """As a hardware file writes it: `gpu.layer_overhead`."""
         return f"{self.section}.{file_key(self.field)}"
 
     @property
     def is_efficiency(self) -> bool:
+        """Whether it is a share in (0, 1]; otherwise it is seconds."""
         return self.field.endswith("efficiency")
 
     @property
     def bounds(self) -> tuple[float, float]:
+        """The least and the largest x."""
         if self.is_efficiency:
             return 1.0, 1 / SMALLEST_EFFICIENCY
         return 0.0, LONGEST_LATENCY_SECONDS / LATENCY_UNIT_SECONDS
 
     def to_fit(self, value: float) -> float:
+        """x of a value."""
         return 1 / value if self.is_efficiency else value / LATENCY_UNIT_SECONDS
 
     def from_fit(self, x: float) -> float:
+        """The value of x, a share or seconds."""
         return min(1.0, 1 / x) if self.is_efficiency else max(0.0, x) * LATENCY_UNIT_SECONDS
 
     def error(self, x: float, x_error: float) -> float:

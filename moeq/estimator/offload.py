@@ -1,6 +1,7 @@
 """How layers run whose experts cross the link on demand; shared by the baselines and by every prefill.
 
-Shapes as in step.py: D distinct layers, S outcomes, A active experts, most loaded first.
+Shapes as in step.py: D distinct layers, S outcomes, A active experts, most loaded first. Times in seconds. Source:
+shared/ESTIMATOR.md, "Equations": MoNDE with its rules for H, HOBBIT, migration.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def bandwidth_rule(layers: Layers, work: Work) -> BoolArray:
 
 
 def cost_optimal(layers: Layers, work: Work) -> BoolArray:
-    """Mask[D, S, A] of the H most loaded experts, none included, whose fetching makes the layer shortest."""
+    """Mask[D, S, A] of the H most loaded experts, none included, whose fetching makes the layer shortest (`opt`)."""
     hardware, parameters = layers.hardware, layers.geometry.expert_parameters
     used = work.tokens > 0
     fetch = t_fetch(layers.fp16_expert_bytes * used, used, hardware)

@@ -93,8 +93,8 @@ class Replay:
         trace, alpha, ranks = self.trace, default_alpha(self.trace), []
         members = np.where(steps.sequences == NONE, trace.num_sequences, steps.sequences)
         for row, popular in enumerate(layers.popularity_rank):
-            tables = counts_and_scores(trace, start + row, trace.is_prefill, alpha)
-            matter = importance(*(_group_sums(table, members) for table in tables), alpha)
+            counts, scores = counts_and_scores(trace, start + row, trace.is_prefill, alpha)
+            matter = importance(_group_sums(counts, members), _group_sums(scores, members), alpha)
             order = np.lexsort((np.broadcast_to(popular, matter.shape), -matter), axis=1)
             ranks.append(np.argsort(order, axis=1))
         return np.stack(ranks, axis=1)

@@ -50,7 +50,7 @@ class Accelerator:
 
     @property
     def seconds(self) -> float:
-        """The printed latency; only rows with one have it."""
+        """The printed latency in seconds; only rows with one have it."""
         assert self.latency_ms is not None, self.name
         return self.latency_ms / 1000
 
