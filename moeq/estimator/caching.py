@@ -1,4 +1,4 @@
-"""A cache of experts over consecutive steps.
+"""A cache of experts over consecutive steps, as HOBBIT keeps one on the GPU.
 
 Shapes: D layers, S steps, T of them at once, E experts, A places for the experts of a step.
 """
@@ -16,9 +16,9 @@ _STEPS_AT_ONCE = 256
 def lru_hits(
     experts: NDArray[np.int64], used: NDArray[np.bool_], *, num_experts: int, places: int
 ) -> NDArray[np.bool_]:
-    """Mask [D, S, A]: which of the experts that are used[D, S, A] lie in a cache of `places` a layer, empty at first.
+    """Which of the experts[D, S, A] that are used[D, S, A] lie in a cache of `places` experts a layer, empty at first.
 
-    HOBBIT's cache; paper 000, 5.1 compares with none. A step looks all its experts up before the least recently used make room for those that missed. Of the experts of
+    A step looks all its experts up before the least recently used make room for those that missed. Of the experts of
     one step the first counts as the most recent.
     """
     hits = np.zeros(experts.shape, dtype=np.bool_)
