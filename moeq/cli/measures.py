@@ -45,6 +45,6 @@ def estimate(asked: EstimateOptions) -> None:
     answer = answers.answer(asked)
     for line in [] if asked.quiet else POLICIES.problems():
         typer.echo(f"left out: {line}", err=True)
-    show(answer.found, lambda _: answer.show(), json=asked.json, quiet=asked.quiet)
+    show(answer.figures, lambda _: answer.show(), json=asked.json, quiet=asked.quiet)
     if answer.refusal is not None:
         refuse(answer.refusal, json=asked.json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from moeq.estimation.estimate_options import APART, EstimateOptions
 from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_HARDWARE, Question
 from moeq.estimator import load_hardware
 from moeq.estimator.cases import EstimateDocument
-from moeq.estimator.fit import Setting, fit_file, fit_tables, write_hardware
+from moeq.estimator.fit import fit_file, fit_tables, write_hardware
+from moeq.estimator.fitting import Setting
 from moeq.estimator.sheets import sheet
 from moeq.recipe import load_recipe
 
@@ -26,7 +27,7 @@ FITS = ("--model", "--hardware", "--assignment", "--manifest", "--bits", "--gpu-
 class Answer:
     """As JSON, and how it is printed; refusal: what follows it where --capacity finds that something does not fit."""
 
-    found: Any
+    figures: Any
     show: Callable[[], None]
     refusal: EstimateError | None = None
 
@@ -51,8 +52,8 @@ def answer(asked: EstimateOptions) -> Answer:
     """
     if asked.sheet is not None:
         _check_uses("--sheet", (), asked)
-        found = sheet(asked.sheet)
-        return Answer(found=[asdict(table) for table in found], show=lambda: tables.print_sheet(found))
+        pages = sheet(asked.sheet)
+        return Answer(figures=[asdict(page) for page in pages], show=lambda: tables.print_sheet(pages))
     if asked.fit is not None:
         return _fit(asked, asked.fit)
     if asked.recipe_path is not None:
@@ -67,7 +68,7 @@ def answer(asked: EstimateOptions) -> Answer:
     if asked.capacity:
         plan = question.capacity
         room = plan.model_dump(mode="json") | {"fits": plan.fits}
-        return Answer(found=room, show=lambda: tables.print_capacity(plan), refusal=plan.refusal())
+        return Answer(figures=room, show=lambda: tables.print_capacity(plan), refusal=plan.refusal())
     if asked.out is not None:
         outputs.check_out(asked.out)
     title = f"{question.subject.geometry.name} on {question.hardware.name}"
@@ -76,8 +77,8 @@ def answer(asked: EstimateOptions) -> Answer:
 
 def _finish(made: EstimateDocument, asked: list[Question], out: Path | None) -> Answer:
     paths = {} if out is None else outputs.write_document(out, made, asked)
-    found = made.model_dump(mode="json") | {"paths": {name: str(path) for name, path in paths.items()}}
-    return Answer(found=found, show=lambda: tables.print_document(made, paths))
+    figures = made.model_dump(mode="json") | {"paths": {name: str(path) for name, path in paths.items()}}
+    return Answer(figures=figures, show=lambda: tables.print_document(made, paths))
 
 
 def _check_uses(option: str, used: tuple[str, ...], asked: EstimateOptions) -> None:
@@ -92,17 +93,9 @@ def _fit(asked: EstimateOptions, path: Path) -> Answer:
     """Fit a hardware file to measured points; --out, a YAML file or a directory, takes the fitted one."""
     _check_uses("--fit", FITS, asked)
     hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
-    context = asked.context or DEFAULT_CONTEXT
-    setting = Setting(context=context, group_size=asked.group_size)
-    if asked.model is not None:
-        subject = questions.question_of(asked).subject
-        setting = Setting(
-            geometry=subject.geometry,
-            placement=subject.placement,
-            context=context,
-            group_size=subject.group_size,
-            zero_points=subject.zero_points,
-        )
+    setting = Setting(context=asked.context or DEFAULT_CONTEXT, group_size=asked.group_size)
+    if asked.model is not None:  # its sizes, placement, group size and zero points
+        setting = replace(setting, **vars(questions.question_of(asked).subject))
     fitted = fit_file(path, hardware, setting)
     target = None
     if asked.out is not None:
@@ -117,4 +110,4 @@ def _fit(asked: EstimateOptions, path: Path) -> Answer:
 
     figures = {key: value for key, value in asdict(fitted).items() if key != "hardware"}
     files = {"hardware": hardware.name, "hardware_file": None if target is None else str(target)}
-    return Answer(found=figures | files, show=show)
+    return Answer(figures=figures | files, show=show)

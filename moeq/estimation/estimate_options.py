@@ -9,7 +9,6 @@ from typing import Annotated
 from typer import Argument
 
 from moeq.errors import RecipeError
-from moeq.estimation.axes import AXES, is_axis
 from moeq.options import RunOptions, option
 
 APART = "of an estimate without a run"
@@ -67,12 +66,12 @@ class EstimateOptions(RunOptions):
     @property
     def axes(self) -> list[str]:
         """Every word of --grid."""
-        return [*self.grid, *(word for word in self.recipe if is_axis(word))] if self.grid else []
+        return [*self.grid, *filter(_is_axis, self.recipe)] if self.grid else []
 
     @property
     def recipe_path(self) -> Path | None:
         """The one word that is no axis; RecipeError for more of them."""
-        others = [word for word in self.recipe if not (self.grid and is_axis(word))]
+        others = [word for word in self.recipe if not (self.grid and _is_axis(word))]
         if len(others) > 1:
             raise RecipeError(f"unexpected argument {others[1]!r}", where="moeq estimate", do="give one recipe")
         return Path(others[0]) if others else None
@@ -80,7 +79,15 @@ class EstimateOptions(RunOptions):
     def changes(self) -> list[str]:
         if not self.axes:
             return super().changes()
-        from moeq.estimation.grids import parse_grid
+        from moeq.estimation.grids import AXES, parse_grid
 
         grid = parse_grid(self.axes)
         return [*super().changes(), *(f"estimate.grid.{axis}={list(getattr(grid, axis))}" for axis in AXES.values())]
+
+
+def _is_axis(word: str) -> bool:
+    """Whether a word is one axis with its sizes, such as in=128,512."""
+    from moeq.estimation.grids import AXES
+
+    axis, equals, _ = word.partition("=")
+    return bool(equals) and axis in AXES

@@ -33,19 +33,19 @@ def check_out(out: Path) -> None:
     refuse_artifacts(out)
 
 
-def write_document(out: Path, found: EstimateDocument, questions: Sequence[Question]) -> dict[str, Path]:
+def write_document(out: Path, document: EstimateDocument, questions: Sequence[Question]) -> dict[str, Path]:
     """Write estimate.json, its JSON Schema, the page and the timeline, each at once; returns what is where."""
     check_out(out)
     make_directory(out)
     paths = {"page": out / PAGE, "estimate": out / NAME, "timeline": out / TIMELINE}
     write_json(out / SCHEMA, EstimateDocument.model_json_schema())
-    write_json(paths["estimate"], found.model_dump(mode="json"))
-    write_json(paths["timeline"], _timeline(found, questions))
-    write_text(paths["page"], render(found))
+    write_json(paths["estimate"], document.model_dump(mode="json"))
+    write_json(paths["timeline"], _timeline(document, questions))
+    write_text(paths["page"], render(document))
     return paths
 
 
-def _timeline(found: EstimateDocument, questions: Sequence[Question]) -> dict[str, Any]:
+def _timeline(document: EstimateDocument, questions: Sequence[Question]) -> dict[str, Any]:
     """A decode step of every drawn policy at the smallest batch; of several cases, each is named."""
     several = len(questions) > 1
     drawn = {
@@ -53,5 +53,6 @@ def _timeline(found: EstimateDocument, questions: Sequence[Question]) -> dict[st
         for question in questions
         for policy, intervals in question.timelines().items()
     }
-    about = {"what": "one decode step, at the smallest batch of the grid", "name": found.name, "routing": found.routing}
-    return chrome_trace(drawn, about | {"hardware": found.hardware, "moeq": found.moeq_version})
+    what = "one decode step, at the smallest batch of the grid"
+    about = {"what": what, "name": document.name, "routing": document.routing, "hardware": document.hardware}
+    return chrome_trace(drawn, about | {"moeq": document.moeq_version})

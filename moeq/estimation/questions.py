@@ -17,7 +17,6 @@ from moeq.estimator import (
     Hardware,
     Interval,
     ModelGeometry,
-    Placement,
     chosen_labels,
     estimate,
     load_geometry,
@@ -62,14 +61,11 @@ class Question:
     def capacity(self) -> CapacityPlan:
         """What lies where at the largest batch and the longest request of the grid."""
         return plan_capacity(
-            self.subject.geometry,
-            self.hardware,
-            self.subject.placement,
+            hardware=self.hardware,
             batch=max(self.grid.batches),
             context=longest(self.grid, self.context, kv_growth=self.kv_growth),
-            group_size=self.subject.group_size,
-            zero_points=self.subject.zero_points,
             replica_bits=self.replica_bits,
+            **vars(self.subject),
         )
 
     @property
@@ -82,25 +78,15 @@ class Question:
 
     @property
     def _settings(self) -> dict[str, Any]:
+        """What an estimate and a timeline have in common."""
         placement = self.subject.placement
         popular = None if self.zipf is None else placed_popularity(placement.hot, placement.bits, self.zipf)
-        return {
-            "group_size": self.subject.group_size,
-            "zero_points": self.subject.zero_points,
-            "popularity": popular,
-            "trace": self.trace,
-            "context": self.context,
-            "seed": self.seed,
-        }
-
-    @property
-    def _parts(self) -> tuple[ModelGeometry, Hardware, Placement]:
-        return self.subject.geometry, self.hardware, self.subject.placement
+        routing = {"popularity": popular, "trace": self.trace, "seed": self.seed}
+        return {"hardware": self.hardware, "context": self.context, **routing, **vars(self.subject)}
 
     def answer(self) -> Estimate:
         """The estimate of the chosen policies."""
         return estimate(
-            *self._parts,
             policies=self.policies,
             grid=self.grid,
             kv_growth=self.kv_growth,
@@ -110,13 +96,9 @@ class Question:
 
     def timelines(self) -> dict[str, tuple[Interval, ...]]:
         """One decode step at the smallest batch by policy label, of those asked for and those that always are shown."""
-        chosen = chosen_labels(self.policies or ())
-        batch = min(self.grid.batches)
-        return {
-            one: timeline(*self._parts, policy=one, batch=batch, **self._settings)
-            for one in by_label()
-            if one in chosen
-        }
+        chosen, batch = chosen_labels(self.policies or ()), min(self.grid.batches)
+        labels = [label for label in by_label() if label in chosen]
+        return {label: timeline(policy=label, batch=batch, **self._settings) for label in labels}
 
     def hits(self) -> HitRates | None:
         """Hit rates by domain with as many experts of every layer on the GPU as the placement has; None without a
@@ -172,9 +154,7 @@ def questions_of(recipe: Recipe) -> list[Question]:
     section = recipe.estimate
     assert section.figures is not None
     hardware = load_hardware(section.hardware)
-    grid = Grid(
-        inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
-    )
+    grid = Grid(**section.grid.model_dump())
     return [
         Question(
             name=case.name,
@@ -203,18 +183,18 @@ def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float
         name=title,
         hardware=questions[0].hardware.name,
         routing=questions[0].routing,
-        cases=tuple(_answered(one, miss_beyond) for one in questions),
+        cases=tuple(_answered(question, miss_beyond) for question in questions),
     )
 
 
 def _answered(question: Question, miss_beyond: float) -> Case:
-    found = question.answer()
+    answer = question.answer()
     return Case(
         name=question.name,
         geometry=asdict(question.subject.geometry),
-        estimate=found,
+        estimate=answer,
         capacity=question.capacity,
-        stated=tuple(compare(question.name, question.stated, found, miss_beyond=miss_beyond)),
+        stated=tuple(compare(question.name, question.stated, answer, miss_beyond=miss_beyond)),
         hit_rates=question.hits(),
     )
 

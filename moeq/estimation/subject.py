@@ -11,7 +11,7 @@ import numpy as np
 from moeq.artifacts.assignment import Assignment, read_assignment
 from moeq.errors import EstimateError, ModelError, RecipeError
 from moeq.estimator import ModelGeometry, Placement, known_geometries, load_geometry
-from moeq.estimator.assigned import assignment_placement, placement_of, weights_of_a_scale
+from moeq.estimator.placement import assignment_placement, placement_of, weights_of_a_scale
 
 if TYPE_CHECKING:  # torch and transformers are imported where a configuration or a manifest is read
     from moeq.artifacts.manifest import PlacementManifest
@@ -23,7 +23,7 @@ BUNDLED = "bundled:"
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Sizes of a model, the placement of its experts, and the scales of their codes."""
+    """Sizes of a model, the placement of its experts, and the scales of their codes: as estimates name them."""
 
     geometry: ModelGeometry
     placement: Placement
@@ -76,7 +76,7 @@ def _geometry(source: ModelSource, trust_remote_code: bool) -> ModelGeometry:
 def of_assignment(path: Path, geometry: ModelGeometry) -> Subject:
     """An assignment on a model; ArtifactError for a damaged file, EstimateError for one of another model."""
     assignment: Assignment = read_assignment(path)
-    _check_experts([len(layer.experts) for layer in assignment.layers], geometry, str(path))
+    _check(geometry, [len(layer.experts) for layer in assignment.layers], str(path))
     group_size = weights_of_a_scale(assignment.group_size, geometry)
     return Subject(
         geometry=geometry,
@@ -88,16 +88,13 @@ def of_assignment(path: Path, geometry: ModelGeometry) -> Subject:
 
 def of_manifest(manifest: PlacementManifest, geometry: ModelGeometry, where: str) -> Subject:
     """The placement of a packed checkpoint on a model; EstimateError for a manifest of another model."""
-    _check_experts([layer.num_experts for layer in manifest.layers], geometry, where)
+    _check(geometry, [layer.num_experts for layer in manifest.layers], where)
+    wanted = (geometry.hidden_size, geometry.intermediate_size, geometry.top_k)
     for layer in manifest.layers:
-        found = (layer.hidden_size, layer.intermediate_size, layer.top_k)
-        wanted = (geometry.hidden_size, geometry.intermediate_size, geometry.top_k)
-        if found != wanted:
-            raise EstimateError(
-                f"{layer.name} has (hidden, intermediate, top k) {found}, {geometry.name} has {wanted}",
-                where=where,
-                do="give a manifest of this model",
-            )
+        sizes = (layer.hidden_size, layer.intermediate_size, layer.top_k)
+        if sizes != wanted:
+            text = f"{layer.name} has (hidden, intermediate, top k) {sizes}, {geometry.name} has {wanted}"
+            raise EstimateError(text, where=where, do="give a manifest of this model")
     group_size = weights_of_a_scale(manifest.layout["group_size"], geometry)
     symmetric = bool(manifest.layout["symmetric"])
     widths = [[expert.widths for expert in layer.experts] for layer in manifest.layers]
@@ -120,12 +117,5 @@ def read_placed(path: Path) -> tuple[PlacementManifest, str]:
     return read_manifest(directory), str(directory / MANIFEST)
 
 
-def _check_experts(experts: list[int], geometry: ModelGeometry, where: str) -> None:
-    do = f"give one that was made for {geometry.name}"
-    if len(experts) != geometry.num_layers:
-        raise EstimateError(f"{len(experts)} MoE layers, {geometry.name} has {geometry.num_layers}", where=where, do=do)
-    other = sorted(set(experts) - {geometry.num_experts})
-    if other:
-        raise EstimateError(
-            f"{other[0]} experts a layer, {geometry.name} has {geometry.num_experts}", where=where, do=do
-        )
+def _check(geometry: ModelGeometry, experts: list[int], where: str) -> None:
+    geometry.check_layers(experts, where=where, do=f"give one that was made for {geometry.name}")

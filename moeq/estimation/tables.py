@@ -24,14 +24,14 @@ MOST_CHANGES = 5  # assumptions that are printed of each of several cases
 ROWS = 9  # of the table of what fits beside K experts
 
 
-def print_document(found: EstimateDocument, paths: Mapping[str, Path]) -> None:
+def print_document(document: EstimateDocument, paths: Mapping[str, Path]) -> None:
     """Every case, or what is stated beside the estimates; then where the files are."""
     console = Console(highlight=False)
-    if found.stated:
-        _print_stated(console, found)
+    if document.stated:
+        _print_stated(console, document)
     else:
-        for case in found.cases:
-            _print_case(console, found, case)
+        for case in document.cases:
+            _print_case(console, document, case)
     for name, path in paths.items():
         console.print(f"{name:9} {path}", soft_wrap=True, markup=False)
 
@@ -43,57 +43,59 @@ def _table(titles: Sequence[str], texts: int = 1) -> Table:
     return table
 
 
-def _print_stated(console: Console, found: EstimateDocument) -> None:
+def _print_stated(console: Console, document: EstimateDocument) -> None:
     small = console.width < SMALL
     titles = ["case", "figure", "stated", "estimate", "off", *([] if small else [""])]
     table = _table(titles, texts=2)
-    for row in found.stated:
+    for row in document.stated:
         cells = [row.case, policy_words(row), stated_text(row), _span([row.low, row.high], formats.ratio)]
         cells += [formats.change(1 + row.deviation, 1), *([] if small else [row.verdict])]
         table.add_row(*cells, style="yellow" if row.missed else None)
     console.print(table)
     console.print(
         "off: how far the farther end of the range is; missed: farther than estimate.figures.miss_beyond. Computed "
-        f"by a model of the hardware ({found.hardware}), not measured.",
+        f"by a model of the hardware ({document.hardware}), not measured.",
         style="dim",
     )
-    for row in found.stated:
+    for row in document.stated:
         if row.missed:
             console.print(f"missed  {miss_text(row)}", markup=False)
-    for case in found.cases:
+    for case in document.cases:
         console.print(f"\n{case.name}", style="bold", markup=False)
         _print_sensitivity(console, case.estimate, most=MOST_CHANGES)
 
 
-def _print_case(console: Console, found: EstimateDocument, case: Case) -> None:
-    one = case.estimate
-    hot = f"routing {found.routing}; computed by a model of the hardware, not measured"
-    console.print(f"{case.name}; hardware {one.hardware}", style="bold", markup=False)
-    console.print(hot, style="dim", markup=False)
+def _print_case(console: Console, document: EstimateDocument, case: Case) -> None:
+    estimate, plan = case.estimate, case.capacity
+    routing = f"routing {document.routing}; computed by a model of the hardware, not measured"
+    console.print(f"{case.name}; hardware {estimate.hardware}", style="bold", markup=False)
+    console.print(routing, style="dim", markup=False)
     for batch in case.batches:
-        _print_batch(console, one, batch)
-    for line in dict.fromkeys(f"{row.policy}: cannot run, {row.reason}" for row in one.refused):
+        _print_batch(console, estimate, batch)
+    for line in dict.fromkeys(f"{row.policy}: cannot run, {row.reason}" for row in estimate.refused):
         console.print(line, style="yellow", markup=False)
     console.print(f"of ours: time of a request over that of {SUBJECT}, the placement that is asked about", style="dim")
     if case.hit_rates is not None:
         _print_hit_rates(console, case.hit_rates)
-    _print_requests(console, one)
-    _print_memories(console, case.capacity)
+    _print_requests(console, estimate)
+    console.print(f"\nmemory at batch {plan.batch} x {plan.context:,} tokens", style="bold")
+    for memory in (plan.gpu, plan.ndp):
+        console.print(f"{memory.sum_text()}: {fits(memory)}", markup=False)
     console.print("\nwhat it hangs on", style="bold")
-    for line in one.assumptions:
+    for line in estimate.assumptions:
         console.print(f"- {line}", markup=False)
     console.print()
-    _print_sensitivity(console, one)
+    _print_sensitivity(console, estimate)
 
 
-def _print_batch(console: Console, one: Estimate, batch: int) -> None:
+def _print_batch(console: Console, estimate: Estimate, batch: int) -> None:
     """Every policy at one batch, over all input and output lengths, and what bounds its decode step."""
     small = console.width < SMALL
     console.print(f"\nbatch {batch}", style="bold")
     titles = ["policy", "first token", "step", *([] if small else ["tokens/s"]), "request", "of ours"]
     table = _table(titles)
     table.columns[0].no_wrap = True
-    at_batch = [point for point in one.points if point.batch == batch]
+    at_batch = [point for point in estimate.points if point.batch == batch]
     steps = {p.policy: [q for q in at_batch if q.policy == p.policy] for p in at_batch}
     own = steps[SUBJECT]
     for policy, points in sorted(steps.items(), key=lambda item: item[1][0].decode_seconds_per_token):
@@ -105,7 +107,8 @@ def _print_batch(console: Console, one: Estimate, batch: int) -> None:
         table.add_row(*cells, _span(times, formats.ratio), style="bold" if policy == SUBJECT else None)
     console.print(table)
     for policy in steps:
-        console.print(f"{policy}: {_bounds(one, policy, batch)}", style="dim", markup=False)
+        terms = _most(estimate.step_terms(policy, batch=batch).values())
+        console.print(f"{policy}: {terms}", style="dim", markup=False)
 
 
 def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
@@ -117,44 +120,40 @@ def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
     return f"{low.removesuffix(unit)}-{high}" if unit == high.lstrip("0123456789.,") else f"{low}-{high}"
 
 
-def _bounds(one: Estimate, policy: str, batch: int) -> str:
-    return _most(one.step_terms(policy, batch=batch).values())
-
-
 def _most(rows: Iterable[TermRow]) -> str:
     """The terms that take a tenth of the time or more, the longest first, each with what bounds it."""
-    return ", ".join(_bound(row) for row in sorted(rows, key=lambda row: -row.seconds) if row.share >= 0.1)
+    most = [row for row in sorted(rows, key=lambda row: -row.seconds) if row.share >= 0.1]
+    return ", ".join(f"{row.term.replace('_', ' ')} {row.share:.0%} ({row.bound_by})" for row in most)
 
 
-def _earlier(one: Estimate, batch: int) -> dict[str, list[TermRow]]:
+def _earlier(estimate: Estimate, batch: int) -> dict[str, list[TermRow]]:
     """The subject's terms before its first decode step: of the shortest and the longest prompt, and the migration."""
-    mine = [row for row in one.earlier_terms if (row.policy, row.batch) == (SUBJECT, batch)]
-    lengths = sorted({row.input_tokens for row in mine if row.input_tokens is not None})
+    own = [row for row in estimate.earlier_terms if (row.policy, row.batch) == (SUBJECT, batch)]
+    lengths = sorted({row.input_tokens for row in own if row.input_tokens is not None})
     ends = sorted({*lengths[:1], *lengths[-1:]})
-    found = {f"prefill of {n:,}": [row for row in mine if row.input_tokens == n] for n in ends}
-    moved = [row for row in mine if row.phase == "migration"]
-    return found | ({"migration": moved} if moved else {})
+    phases = {f"prefill of {n:,}": [row for row in own if row.input_tokens == n] for n in ends}
+    moved = [row for row in own if row.phase == "migration"]
+    return phases | ({"migration": moved} if moved else {})
 
 
-def _bound(row: TermRow) -> str:
-    return f"{row.term.replace('_', ' ')} {row.share:.0%} ({row.bound_by})"
-
-
-def _print_requests(console: Console, one: Estimate) -> None:
+def _print_requests(console: Console, estimate: Estimate) -> None:
     """The subject's request at every grid point, and how much faster it is than both MoNDE baselines."""
     console.print(f"\na whole request, {SUBJECT}", style="bold")
     small = console.width < SMALL
     titles = ["batch", "in", "out", *([] if small else ["first token"]), "request", "over bwrule", "over opt"]
     table = _table(titles, texts=0)
-    over = {(r.baseline, r.batch, r.input_tokens, r.output_tokens): r.end_to_end for r in one.speedups}
-    for point in (point for point in one.points if point.policy == SUBJECT):
-        place = (point.batch, point.input_tokens, point.output_tokens)
+    over = {(r.baseline, r.batch, r.input_tokens, r.output_tokens): r.end_to_end for r in estimate.speedups}
+    for point in (point for point in estimate.points if point.policy == SUBJECT):
         times = [point.end_to_end_seconds] if small else [point.time_to_first_token_seconds, point.end_to_end_seconds]
-        cells = [*map(str, place), *map(_seconds, times), *(formats.ratio(over[key, *place]) for key in (BWRULE, OPT))]
+        cells = [
+            *map(str, point.at),
+            *map(_seconds, times),
+            *(formats.ratio(over[key, *point.at]) for key in (BWRULE, OPT)),
+        ]
         table.add_row(*cells)
     console.print(table)
-    for batch in dict.fromkeys(point.batch for point in one.points):
-        for phase, rows in _earlier(one, batch).items():
+    for batch in dict.fromkeys(point.batch for point in estimate.points):
+        for phase, rows in _earlier(estimate, batch).items():
             console.print(f"{phase} at batch {batch}: {_most(rows)}", style="dim", markup=False)
     console.print(
         "over: how many times as fast as MoNDE by its bandwidth rule (monde_bwrule) and as a cost-optimal one "
@@ -169,37 +168,31 @@ def _seconds(value: float) -> str:
     return f"{1e3 * value:.3g} ms"
 
 
-def _print_hit_rates(console: Console, found: HitRates) -> None:
+def _print_hit_rates(console: Console, rates: HitRates) -> None:
     """Share of the decode's expert tokens that the GPU serves, by domain."""
     console.print("\nexpert tokens that the GPU serves, by domain", style="bold")
     shown = ("context_aware", "static", "oracle")
     table = _table(("domain", "sequences", *(name.replace("_", "-") for name in shown), "gain"))
-    for row in found.rows:
-        rates = [formats.percent(row.rates[name]) for name in shown]
-        table.add_row(row.domain, str(row.sequences), *rates, formats.points(row.rates[shown[0]], row.rates[shown[1]]))
+    for row in rates.rows:
+        shares = [formats.percent(row.rates[name]) for name in shown]
+        table.add_row(row.domain, str(row.sequences), *shares, formats.points(row.rates[shown[0]], row.rates[shown[1]]))
     console.print(table)
-    most = sorted(set(found.gpu_experts))
+    most = sorted(set(rates.gpu_experts))
     console.print(
-        f"{'/'.join(map(str, most))} experts a layer on the GPU; static learns from {found.training_sequences} other "
+        f"{'/'.join(map(str, most))} experts a layer on the GPU; static learns from {rates.training_sequences} other "
         "sequences, oracle knows what each sequence will use",
         style="dim",
     )
 
 
-def _print_memories(console: Console, plan: CapacityPlan) -> None:
-    console.print(f"\nmemory at batch {plan.batch} x {plan.context:,} tokens", style="bold")
-    for memory in (plan.gpu, plan.ndp):
-        console.print(f"{memory.sum_text()}: {fits(memory)}", markup=False)
-
-
-def _print_sensitivity(console: Console, one: Estimate, most: int | None = None) -> None:
+def _print_sensitivity(console: Console, estimate: Estimate, most: int | None = None) -> None:
     """The decode speed-up over the baselines with one assumption changed at a time; the `most` that move it most."""
-    small, now = console.width < SMALL, speed.assumed(one)
+    small, now = console.width < SMALL, speed.assumed(estimate)
     names = [key for key in ((BWRULE, OPT) if small else BASELINES) if key in now]
     table = _table(("assumption", "change", "step", *(f"over {key.removeprefix('monde_')}" for key in names)), texts=2)
-    own = next(point.decode_seconds_per_token for point in one.points if point.policy == SUBJECT)
+    own = next(point.decode_seconds_per_token for point in estimate.points if point.policy == SUBJECT)
     table.add_row("as assumed", "", _seconds(own), *(formats.ratio(now[key]) for key in names), style="bold")
-    rows = sorted(one.sensitivity, key=lambda row: -speed.effect(row, now))
+    rows = sorted(estimate.sensitivity, key=lambda row: -speed.effect(row, now))
     telling = [row for row in rows if speed.effect(row, now) >= speed.SAME][:most]
     for row in telling:
         cells = (formats.ratio(row.decode_speedups.get(key)) for key in names)
@@ -208,8 +201,8 @@ def _print_sensitivity(console: Console, one: Estimate, most: int | None = None)
     console.print(table)
     left = len(rows) - len(telling)
     console.print(
-        f"decode at batch {one.points[0].batch}, {SUBJECT} over the baselines, one assumption changed at a time, the "
-        "weightiest first: a figure that falls to about 1 hangs on it"
+        f"decode at batch {estimate.points[0].batch}, {SUBJECT} over the baselines, one assumption changed at a time, "
+        "the weightiest first: a figure that falls to about 1 hangs on it"
         f"{f'; {left} changes that move them less are in the files of --out' if left else ''}",
         style="dim",
     )
@@ -243,21 +236,21 @@ def print_capacity(plan: CapacityPlan) -> None:
         console.print(rooms)
 
 
-def print_sheet(found: Sequence[Sheet], most: int | None = None) -> None:
+def print_sheet(sheets: Sequence[Sheet], most: int | None = None) -> None:
     """The tables of a paper's sheet or of a fit, each with its notes; at most so many rows of each (None: all)."""
     console = Console(highlight=False)
-    for number, one in enumerate(found):
-        console.print(f"{chr(10) if number else ''}{one.title}", style="bold", markup=False)
-        table = _table(one.columns, texts=0)
+    for number, sheet in enumerate(sheets):
+        console.print(f"{chr(10) if number else ''}{sheet.title}", style="bold", markup=False)
+        table = _table(sheet.columns, texts=0)
         for index, column in enumerate(table.columns):
-            if not any(isinstance(row[index], (int, float)) for row in one.rows):
+            if not any(isinstance(row[index], (int, float)) for row in sheet.rows):
                 column.justify = "left"
-        for row in one.rows[:most]:
+        for row in sheet.rows[:most]:
             table.add_row(*map(_cell, row))
         console.print(table)
-        if most is not None and len(one.rows) > most:
-            console.print(f"- {len(one.rows) - most} more rows with --json", style="dim")
-        for note in one.notes:
+        if most is not None and len(sheet.rows) > most:
+            console.print(f"- {len(sheet.rows) - most} more rows with --json", style="dim")
+        for note in sheet.notes:
             console.print(f"- {note}", style="dim", markup=False)
 
 

@@ -3,50 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from moeq.estimator.devices import Hardware
 from moeq.estimator.points import BWRULE, OPT, SUBJECT
+from moeq.estimator.replay import Replay
 from moeq.estimator.simulation import Simulation
 from moeq.estimator.step import Step
-from moeq.registry import POLICIES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Told:
-    """What the assumptions are told beside the simulation.
-
-    `sampled_steps`: of a trace, how many the sensitivity was taken from (None: all).
-    """
-
-    assigned_layers: int
-    popularity_given: bool
-    kv_growth: bool
-    ndp_speedup: float = 1.0
-    sampled_steps: int | None = None
 
 
 def assumptions(
-    simulation: Simulation, *, steps: Mapping[str, Step], batches: tuple[int, ...], told: Told
+    simulation: Simulation,
+    *,
+    steps: Mapping[str, Step],
+    batches: tuple[int, ...],
+    assigned_layers: int,
+    popularity_given: bool,
+    kv_growth: bool,
+    ndp_speedup: float,
+    sampled_steps: int | None,
 ) -> tuple[str, ...]:
-    """One line for every assumption that the answer hangs on; `steps` are those of the first batch."""
+    """One line for every assumption that the answer hangs on.
+
+    `steps` are those of the first batch; `sampled_steps`: of a trace, how many the sensitivity was taken from (None:
+    all).
+    """
     hardware, geometry = simulation.layers.hardware, simulation.layers.geometry
     subject = steps[SUBJECT].seconds
     over = {key: f"{steps[key].seconds / subject:.2f}x" for key in (BWRULE, OPT)}
-    lines = [f"{one.key} = {one.text}: {one.source}" for one in hardware.constants if one.is_fitted]
-    lines += _ndp_lines(hardware, told.ndp_speedup)
+    lines = [f"{fitted.key} = {fitted.text}: {fitted.source}" for fitted in hardware.constants if fitted.is_fitted]
+    lines += _ndp_lines(hardware, ndp_speedup)
     lines += [
         f"baseline: decode at batch {batches[0]} is {over[BWRULE]} MoNDE with its bandwidth rule (at least one fetch a "
         f"layer), {over[OPT]} a cost-optimal MoNDE",
-        *_routing_lines(simulation, batches, told),
+        *_routing_lines(simulation, batches, popularity_given, sampled_steps),
         "prefill: FP16 experts by their expected tokens, a batch together; one migration a batch",
         "decode: keys and values of the prompt and what was decoded so far"
-        if told.kv_growth
+        if kv_growth
         else f"decode: keys and values of {simulation.context} tokens at every step",
     ]
     lines += _policy_lines(simulation)
-    if told.assigned_layers != geometry.num_layers:
-        lines.append(f"the placement's {told.assigned_layers} layer(s) are repeated evenly over {geometry.num_layers}")
+    if assigned_layers != geometry.num_layers:
+        lines.append(f"the placement's {assigned_layers} layer(s) are repeated evenly over {geometry.num_layers}")
     return tuple(lines)
 
 
@@ -63,47 +60,45 @@ def _ndp_lines(hardware: Hardware, ndp_speedup: float) -> list[str]:
     ]
 
 
-def _routing_lines(simulation: Simulation, batches: tuple[int, ...], told: Told) -> list[str]:
+def _routing_lines(
+    simulation: Simulation, batches: tuple[int, ...], popularity_given: bool, sampled_steps: int | None
+) -> list[str]:
     if simulation.replay is not None:
-        return _trace_lines(simulation, batches, told)
-    kind = "by popularity" if told.popularity_given else "uniform"
-    how = {
-        "exact": "enumerated exactly",
-        "monte-carlo": f"{simulation.samples} Monte Carlo samples, seed {simulation.seed}",
-    }
+        return _trace_lines(simulation.replay, batches, popularity_given, sampled_steps)
+    kind = "by popularity" if popularity_given else "uniform"
+    seed = f"seed {simulation.seed}"
+    how = {"exact": "enumerated exactly", "monte-carlo": f"{simulation.samples} Monte Carlo samples, {seed}"}
     methods = "; ".join(f"batch {batch} {how[simulation.routing_method(batch)]}" for batch in batches)
     lines = [f"routing: {kind}, tokens independent, without replacement; {methods}"]
-    drawn = [key for key, policy, _ in simulation.wanted() if policy.in_time]
-    if drawn:
-        lines.append(
-            f"{', '.join(drawn)}: {simulation.samples} steps drawn one after the other, seed {simulation.seed}"
-        )
+    if drawn := [key for key, policy, _ in simulation.wanted() if policy.in_time]:
+        lines.append(f"{', '.join(drawn)}: {simulation.samples} steps drawn one after the other, {seed}")
     return lines
 
 
-def _trace_lines(simulation: Simulation, batches: tuple[int, ...], told: Told) -> list[str]:
-    assert simulation.replay is not None
-    trace = simulation.replay.trace
-    steps = ", ".join(f"{len(simulation.replay.steps(batch).rows)} at batch {batch}" for batch in batches)
+def _trace_lines(
+    replay: Replay, batches: tuple[int, ...], popularity_given: bool, sampled_steps: int | None
+) -> list[str]:
+    trace = replay.trace
+    steps = ", ".join(f"{len(replay.steps(batch).rows)} at batch {batch}" for batch in batches)
     model = "a model" if trace.model is None else trace.model.name
-    popularity = "as given" if told.popularity_given else "that of all prompts of the trace"
+    popularity = "as given" if popularity_given else "that of all prompts of the trace"
     lines = [
         f"routing: as recorded from {model} ({trace.num_sequences} sequences, {trace.num_tokens} "
         f"tokens), decode steps in order: {steps}",
         f"hot experts and widths follow from the prompts of the sequences that decode; popularity for what is static: "
         f"{popularity}",
     ]
-    if told.sampled_steps is not None:
-        lines.append(f"sensitivity: from {told.sampled_steps} steps, in blocks spread evenly over the trace")
+    if sampled_steps is not None:
+        lines.append(f"sensitivity: from {sampled_steps} steps, in blocks spread evenly over the trace")
     return lines
 
 
 def _policy_lines(simulation: Simulation) -> list[str]:
     """Parameters of policies that neither a fit nor the hardware file sets, so that a default applies."""
-    wanted, lines = {policy.name for _, policy, _ in simulation.wanted()}, []
-    for policy in POLICIES:
-        given = simulation.layers.hardware.policies.get(policy.name, {})
-        free = [f"{key} = {one.default} ({one.source})" for key, one in policy.parameters.items() if key not in given]
-        if free and policy.name in wanted:
+    lines = []
+    for policy in {policy.name: policy for _, policy, _ in simulation.wanted()}.values():
+        given, parameters = simulation.layers.hardware.policies.get(policy.name, {}), policy.parameters.items()
+        free = [f"{key} = {number.default} ({number.source})" for key, number in parameters if key not in given]
+        if free:
             lines.append(f"{policy.name} by default: {', '.join(free)}")
     return lines

@@ -1,4 +1,4 @@
-"""A cache of experts over consecutive steps.
+"""A cache of experts over consecutive steps, as HOBBIT keeps one on the GPU.
 
 Shapes: D layers, S steps, T of them at once, E experts, A places for the experts of a step.
 """

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from moeq.errors import EstimateError
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry, effective_bits
 from moeq.estimator.placement import Placement, layer_of_assignment
+from moeq.estimator.result import Frozen
 from moeq.tables import human_bytes
 
 REPLICA_BITS = (1, 2, 3, 4)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Part(_Frozen):
+class Part(Frozen):
     """Something that has to lie in a memory."""
 
     name: str
     bytes: float
 
 
-class Memory(_Frozen):
+class Memory(Frozen):
     """A memory and what a placement puts into it."""
 
     name: str
@@ -47,6 +42,7 @@ class Memory(_Frozen):
 
     @property
     def fits(self) -> bool:
+        """Whether the parts are at most as large as the memory."""
         return self.room_bytes >= 0
 
     def sum_text(self) -> str:
@@ -55,7 +51,7 @@ class Memory(_Frozen):
         return f"{self.name}: {parts} = {human_bytes(self.bytes)} of {human_bytes(self.capacity_bytes)}"
 
 
-class KvRoom(_Frozen):
+class KvRoom(Frozen):
     """What K FP16 experts a layer leave for keys and values: sequences of the context, or one sequence's tokens."""
 
     gpu_experts: int
@@ -64,7 +60,7 @@ class KvRoom(_Frozen):
     largest_context: int
 
 
-class CapacityPlan(_Frozen):
+class CapacityPlan(Frozen):
     """Memories and their parts, and what would fit beside `placement`'s own choice of hot experts.
 
     `by_gpu_experts`: every K (FP16 experts a layer on the GPU) that fits with at least one token of one sequence;
@@ -86,6 +82,7 @@ class CapacityPlan(_Frozen):
 
     @property
     def fits(self) -> bool:
+        """Whether both memories hold their parts."""
         return self.gpu.fits and self.ndp.fits
 
     def refusal(self) -> EstimateError | None:
@@ -110,23 +107,6 @@ class CapacityPlan(_Frozen):
         return f"at this batch and context, at most {self.largest_gpu_experts} FP16 experts a layer fit"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Bytes that no placement changes: one FP16 expert of every layer, the rest in FP16, a token's keys and values."""
-
-    experts_of_all_layers: float
-    rest: float
-    token: float
-
-    @classmethod
-    def of(cls, geometry: ModelGeometry) -> _Sizes:
-        return cls(
-            experts_of_all_layers=geometry.num_layers * geometry.expert_bytes(16, None),
-            rest=2.0 * geometry.non_expert_parameters,
-            token=geometry.num_layers * geometry.kv_bytes_per_layer(1),
-        )
-
-
 def plan_capacity(
     geometry: ModelGeometry,
     hardware: Hardware,
@@ -143,18 +123,16 @@ def plan_capacity(
     GPU: everything but the experts in FP16, the hot experts at their widths, keys and values in FP16. Near-data side:
     FP16 and a replica at each of `replica_bits` of every expert, so that any sequence can be placed anew.
     """
-    sizes = _Sizes.of(geometry)
-    keys_values = batch * context * sizes.token
-    hot = Part(name="hot experts", bytes=_hot_bytes(geometry, placement, group_size, zero_points))
-    gpu = Memory(
-        name="GPU",
-        capacity_bytes=hardware.gpu.memory_capacity_bytes,
-        parts=(
-            Part(name="non-expert weights", bytes=sizes.rest),
-            hot,
-            Part(name=f"keys and values of {batch} x {context} tokens", bytes=keys_values),
-        ),
-    )
+    rows = layer_of_assignment(geometry.num_layers, len(placement.bits))
+    stored = effective_bits(placement.bits, group_size, zero_points) * placement.hot
+    on_gpu = {
+        "non-expert weights": geometry.non_expert_bytes,
+        "hot experts": float(geometry.expert_parameters / 8 * np.sum(stored[rows])),
+        f"keys and values of {batch} x {context} tokens": geometry.kv_bytes(batch * context),
+    }
+    kept = [("FP16 experts", geometry.expert_bytes(16, None))]
+    kept += [(f"{bits}-bit replicas", geometry.expert_bytes(bits, group_size, zero_points)) for bits in replica_bits]
+    experts = geometry.num_layers * geometry.num_experts
     return CapacityPlan(
         geometry=geometry.name,
         hardware=hardware.name,
@@ -164,57 +142,42 @@ def plan_capacity(
         group_size=group_size,
         zero_points=zero_points,
         replica_bits=tuple(replica_bits),
-        gpu=gpu,
-        ndp=_near_data(geometry, hardware, replica_bits, group_size, zero_points),
+        gpu=Memory(
+            name="GPU",
+            capacity_bytes=hardware.gpu.memory_capacity_bytes,
+            parts=tuple(Part(name=name, bytes=size) for name, size in on_gpu.items()),
+        ),
+        ndp=Memory(
+            name="near-data memory",
+            capacity_bytes=hardware.ndp.memory_capacity_bytes,
+            parts=tuple(Part(name=name, bytes=experts * size) for name, size in kept),
+        ),
         largest_gpu_experts=largest_gpu_experts(geometry, hardware, batch=batch, context=context),
-        by_gpu_experts=_kv_rooms(geometry, hardware, batch, context),
+        by_gpu_experts=tuple(_kv_rooms(geometry, hardware, batch, context)),
     )
 
 
 def largest_gpu_experts(geometry: ModelGeometry, hardware: Hardware, *, batch: int, context: int) -> int | None:
     """The largest number of FP16 experts a layer that fits on the GPU; None where it cannot hold even none."""
-    sizes = _Sizes.of(geometry)
-    room = hardware.gpu.memory_capacity_bytes - sizes.rest - batch * context * sizes.token
-    return None if room < 0 else min(geometry.num_experts, int(room // sizes.experts_of_all_layers))
+    room = hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - geometry.kv_bytes(batch * context)
+    return None if room < 0 else min(geometry.num_experts, int(room // _bytes_of_one_a_layer(geometry)))
 
 
-def _hot_bytes(geometry: ModelGeometry, placement: Placement, group_size: int | None, zero_points: bool) -> float:
-    rows = layer_of_assignment(geometry.num_layers, len(placement.bits))
-    stored = effective_bits(placement.bits, group_size, zero_points) * placement.hot
-    return float(geometry.expert_parameters / 8 * np.sum(stored[rows]))
+def _bytes_of_one_a_layer(geometry: ModelGeometry) -> float:
+    """FP16 bytes of one expert of every layer."""
+    return geometry.num_layers * geometry.expert_bytes(16, None)
 
 
-def _near_data(
-    geometry: ModelGeometry, hardware: Hardware, replica_bits: Sequence[int], group_size: int | None, zero_points: bool
-) -> Memory:
-    experts = geometry.num_layers * geometry.num_experts
-    replicas = [geometry.expert_bytes(bits, group_size, zero_points) for bits in replica_bits]
-    return Memory(
-        name="near-data memory",
-        capacity_bytes=hardware.ndp.memory_capacity_bytes,
-        parts=(
-            Part(name="FP16 experts", bytes=experts * geometry.expert_bytes(16, None)),
-            *(
-                Part(name=f"{bits}-bit replicas", bytes=experts * one)
-                for bits, one in zip(replica_bits, replicas, strict=True)
-            ),
-        ),
-    )
-
-
-def _kv_rooms(geometry: ModelGeometry, hardware: Hardware, batch: int, context: int) -> tuple[KvRoom, ...]:
-    sizes = _Sizes.of(geometry)
-    rooms = []
+def _kv_rooms(geometry: ModelGeometry, hardware: Hardware, batch: int, context: int) -> Iterator[KvRoom]:
+    token = geometry.kv_bytes(1)
     for experts in range(geometry.num_experts + 1):
-        room = hardware.gpu.memory_capacity_bytes - sizes.rest - experts * sizes.experts_of_all_layers
-        if room < sizes.token:
+        taken = experts * _bytes_of_one_a_layer(geometry)
+        room = hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - taken
+        if room < token:
             break
-        rooms.append(
-            KvRoom(
-                gpu_experts=experts,
-                room_bytes=room,
-                largest_batch=int(room // (context * sizes.token)),
-                largest_context=int(room // (batch * sizes.token)),
-            )
+        yield KvRoom(
+            gpu_experts=experts,
+            room_bytes=room,
+            largest_batch=int(room // (context * token)),
+            largest_context=int(room // (batch * token)),
         )
-    return tuple(rooms)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.hit_rates import HitRates
-from moeq.estimator.result import Estimate
+from moeq.estimator.result import Estimate, Frozen
 from moeq.estimator.stated import Comparison
 from moeq.version import __version__
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Case(_Frozen):
+class Case(Frozen):
     """One placed model; geometry: the sizes that were assumed, stated: what a publication gives beside it.
 
     hit_rates: of placements of as many experts on the recorded trace, None without one.
@@ -36,7 +30,7 @@ class Case(_Frozen):
         return sorted({point.batch for point in self.estimate.points})
 
 
-class EstimateDocument(_Frozen):
+class EstimateDocument(Frozen):
     """All cases of one command; routing says what decides which experts are chosen."""
 
     schema_version: Literal[1] = 1
@@ -49,4 +43,4 @@ class EstimateDocument(_Frozen):
     @property
     def stated(self) -> list[Comparison]:
         """What publications state of all cases, beside the estimates."""
-        return [one for case in self.cases for one in case.stated]
+        return [comparison for case in self.cases for comparison in case.stated]

@@ -5,21 +5,14 @@ In a hardware file the key of a field is its name without the unit (`bandwidth_b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-UNIT_SUFFIXES = (
-    "_bytes_per_second",
-    "_flops_per_second",
-    "_joules_per_byte",
-    "_joules_per_mac",
-    "_bytes",
-    "_seconds",
-    "_hertz",
-)
+_UNIT = re.compile(r"_((bytes|flops)_per_second|joules_per_(byte|mac)|bytes|seconds|hertz)$")
 
 
 @dataclass(frozen=True)
@@ -58,15 +51,28 @@ class Constant(_Frozen):
         return self.source.lower().startswith("fitted")
 
 
-class Gpu(_Frozen):
-    """A GPU: its memory, its peak, and a fixed time per layer that a roofline does not see."""
-
+class _WithMemory(_Frozen):
     memory_bandwidth_bytes_per_second: BytesPerSecond
     memory_efficiency: Efficiency
     memory_capacity_bytes: Bytes
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second of the memory, derated."""
+        return self.memory_efficiency * self.memory_bandwidth_bytes_per_second
+
+
+class Gpu(_WithMemory):
+    """A GPU: its memory, its peak, and a fixed time per layer that a roofline does not see."""
+
     peak_compute_flops_per_second: FlopsPerSecond
     compute_efficiency: Efficiency
     layer_overhead_seconds: Seconds
+
+    @property
+    def compute_rate(self) -> float:
+        """FLOP per second, derated."""
+        return self.compute_efficiency * self.peak_compute_flops_per_second
 
 
 class Link(_Frozen):
@@ -76,8 +82,13 @@ class Link(_Frozen):
     efficiency: Efficiency
     latency_seconds: Seconds
 
+    @property
+    def rate(self) -> float:
+        """Bytes per second of one direction, derated."""
+        return self.efficiency * self.bandwidth_bytes_per_second
 
-class Ndp(_Frozen):
+
+class Ndp(_WithMemory):
     """Near-data processing: memory beside `arrays` systolic arrays of `array_rows` x `array_columns` MACs.
 
     `dataflow`: 'ws' weight-stationary, 'os' output-stationary, 'none': a memory that only holds experts, without
@@ -85,9 +96,6 @@ class Ndp(_Frozen):
     output-stationary: as many arrays as cores, of one row and as many columns as a core has MACs a cycle.
     """
 
-    memory_bandwidth_bytes_per_second: BytesPerSecond
-    memory_efficiency: Efficiency
-    memory_capacity_bytes: Bytes
     arrays: Count = 0
     array_rows: Count = 0
     array_columns: Count = 0
@@ -141,23 +149,18 @@ class Hardware(_Frozen):
 
         Raises pydantic.ValidationError for an unknown field or a value out of bounds.
         """
-        old = getattr(self, section)
-        new = SECTIONS[section](**{**old.model_dump(exclude_unset=True), **fields})
-        keys = {f"{section}.{file_key(name)}": value for name, value in fields.items()}
+        before = getattr(self, section).model_dump(exclude_unset=True)
+        new = SECTIONS[section](**{**before, **fields})
+        texts = {f"{section}.{file_key(name)}": str(value) for name, value in fields.items()}
         constants = tuple(
-            Constant(key=one.key, text=str(keys.get(one.key, one.text)), source=f"changed from {one.text}")
-            if one.key in keys
-            else one
-            for one in self.constants
+            Constant(key=old.key, text=texts[old.key], source=f"changed from {old.text}") if old.key in texts else old
+            for old in self.constants
         )
         return self.model_copy(update={section: new, "constants": constants})
 
     def constant(self, key: str) -> Constant:
         """The constant of a dotted key such as "link.bandwidth"; KeyError when there is none."""
-        for one in self.constants:
-            if one.key == key:
-                return one
-        raise KeyError(key)
+        return {constant.key: constant for constant in self.constants}[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +190,4 @@ class Parameter:
 
 def file_key(field: str) -> str:
     """The key that a hardware file uses for a field: its name without the unit."""
-    for suffix in UNIT_SUFFIXES:
-        if field.endswith(suffix):
-            return field.removesuffix(suffix)
-    return field
+    return _UNIT.sub("", field)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from moeq.artifacts.trace import RoutingTrace
 from moeq.errors import EstimateError
-from moeq.estimator.assumptions import Told, assumptions
+from moeq.estimator.assumptions import assumptions
+from moeq.estimator.capacity import REPLICA_BITS
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.placement import Placement
@@ -19,11 +20,9 @@ from moeq.estimator.policies import label
 from moeq.estimator.result import Capacity, Estimate, Refusal
 from moeq.estimator.sensitivity import MOST_STEPS, sensitivity
 from moeq.estimator.simulation import Simulation, build_simulation
-from moeq.estimator.trace import RoutingTrace
 from moeq.estimator.workload import Grid
 from moeq.registry import POLICIES
 
-REPLICA_BITS = (1, 2, 3, 4)
 ALWAYS = (SUBJECT, BWRULE, OPT)
 
 
@@ -73,9 +72,17 @@ def estimate(
         trace=trace,
         labels=None if policies is None else chosen_labels(policies),
     )
-    refused = _refused(simulation, grid, asked_for=policies is not None)
-    told = Told(assigned_layers=len(placement.bits), popularity_given=popularity is not None, kv_growth=kv_growth)
-    return _assemble(simulation, placement, grid, replica_bits, refused, told)
+    refused = tuple(
+        Refusal(policy=policy, batch=batch, reason=reason)
+        for batch in grid.batches
+        for policy, reason in simulation.refusals(batch).items()
+    )
+    if refused and policies is not None:
+        where = f"{refused[0].policy} at batch {refused[0].batch}"
+        raise EstimateError(refused[0].reason, where=where, do="leave the policy out, or give other hardware or bits")
+    return _assemble(
+        simulation, placement, grid, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
+    )
 
 
 def chosen_labels(policies: Sequence[str]) -> frozenset[str]:
@@ -83,8 +90,8 @@ def chosen_labels(policies: Sequence[str]) -> frozenset[str]:
 
     Raises EstimateError with the nearest known name.
     """
-    by_name = {one.name: [label(one.name, variant) for variant in one.variants] for one in POLICIES}
-    known = by_name | {one: [one] for labels in by_name.values() for one in labels}
+    by_name = {policy.name: [label(policy.name, variant) for variant in policy.variants] for policy in POLICIES}
+    known = by_name | {key: [key] for labels in by_name.values() for key in labels}
     chosen = set(ALWAYS)
     for name in policies:
         if name not in known:
@@ -93,33 +100,22 @@ def chosen_labels(policies: Sequence[str]) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def _refused(simulation: Simulation, grid: Grid, *, asked_for: bool) -> tuple[Refusal, ...]:
-    found = [
-        Refusal(policy=policy, batch=batch, reason=reason)
-        for batch in grid.batches
-        for policy, reason in simulation.refusals(batch).items()
-    ]
-    if asked_for and found:
-        where = f"{found[0].policy} at batch {found[0].batch}"
-        raise EstimateError(found[0].reason, where=where, do="leave the policy out, or give other hardware or bits")
-    return tuple(found)
-
-
 def _assemble(
     simulation: Simulation,
     placement: Placement,
     grid: Grid,
-    replica_bits: tuple[int, ...],
     refused: tuple[Refusal, ...],
-    told: Told,
+    replica_bits: tuple[int, ...],
+    *,
+    kv_growth: bool,
+    popularity_given: bool,
 ) -> Estimate:
     layers, first = simulation.layers, grid.batches[0]
     steps = {batch: simulation.decode(batch) for batch in grid.batches}
     prefills = {at: simulation.prefill(*at) for at in itertools.product(grid.batches, grid.inputs)}
-    points = policy_points(simulation, grid, steps, prefills, kv_growth=told.kv_growth)
+    points = tuple(policy_points(simulation, grid, steps, prefills, kv_growth=kv_growth))
     ndp_speedup = _ndp_speedup(simulation.sampled(MOST_STEPS), first)
-    rows, sampled = sensitivity(simulation, grid, kv_growth=told.kv_growth)
-    told = replace(told, ndp_speedup=ndp_speedup, sampled_steps=sampled)
+    rows, sampled = sensitivity(simulation, grid, kv_growth=kv_growth)
     return Estimate(
         geometry=layers.geometry.name,
         hardware=layers.hardware.name,
@@ -129,18 +125,27 @@ def _assemble(
         group_size=layers.group_size,
         zero_points=layers.zero_points,
         context=simulation.context,
-        kv_growth=told.kv_growth,
+        kv_growth=kv_growth,
         monte_carlo_samples=simulation.samples,
         seed=simulation.seed,
         routing={batch: simulation.routing_method(batch) for batch in grid.batches},
         ndp_speedup_over_fp16=ndp_speedup,
         points=points,
-        speedups=speedups(points),
-        terms=decode_terms(steps),
-        earlier_terms=earlier_terms(simulation, prefills),
+        speedups=tuple(speedups(points)),
+        terms=tuple(decode_terms(steps)),
+        earlier_terms=tuple(earlier_terms(simulation, prefills)),
         refused=refused,
         capacity=_capacity(simulation, max(grid.batches), replica_bits),
-        assumptions=assumptions(simulation, steps=steps[first], batches=grid.batches, told=told),
+        assumptions=assumptions(
+            simulation,
+            steps=steps[first],
+            batches=grid.batches,
+            assigned_layers=len(placement.bits),
+            popularity_given=popularity_given,
+            kv_growth=kv_growth,
+            ndp_speedup=ndp_speedup,
+            sampled_steps=sampled,
+        ),
         sensitivity=rows,
         hardware_constants=layers.hardware.constants,
     )
@@ -156,24 +161,16 @@ def _check(
     seed: int,
 ) -> None:
     layers, experts = placement.bits.shape
-    where = f"placement {placement.name}"
+    where, do = f"placement {placement.name}", "give a placement of this model"
     if experts != geometry.num_experts:
-        raise EstimateError(
-            f"{experts} experts a layer, {geometry.name} has {geometry.num_experts}",
-            where=where,
-            do="give a placement of this model",
-        )
+        text = f"{experts} experts a layer, {geometry.name} has {geometry.num_experts}"
+        raise EstimateError(text, where=where, do=do)
     if layers > geometry.num_layers:
-        raise EstimateError(
-            f"{layers} layers, {geometry.name} has {geometry.num_layers}",
-            where=where,
-            do="give a placement of this model",
-        )
+        raise EstimateError(f"{layers} layers, {geometry.name} has {geometry.num_layers}", where=where, do=do)
     shape = np.shape(popularity) if popularity is not None else ()
     if len(shape) > 2 or (len(shape) == 2 and shape[0] != layers):
-        raise EstimateError(
-            f"popularity has shape {shape} for {layers} layers", where=where, do="give one row, or one for each layer"
-        )
+        text = f"popularity has shape {shape} for {layers} layers"
+        raise EstimateError(text, where=where, do="give one row, or one for each layer")
     limits = {"group_size": (group_size, 1), "context": (context, 0), "monte_carlo_samples": (samples, 1)}
     for name, (value, least) in {**limits, "seed": (seed, 0)}.items():
         if value is not None and value < least:
@@ -182,10 +179,8 @@ def _check(
 
 def _ndp_speedup(simulation: Simulation, batch: int) -> float:
     """How much longer the NDP would take with the same experts in FP16; 1 where it has none."""
-    only = frozenset({SUBJECT})
-    placed, fp16 = (
-        one.decode(batch, only)[SUBJECT].ndp_seconds for one in (simulation, simulation.with_fp16_cold_experts())
-    )
+    only, in_fp16 = frozenset({SUBJECT}), simulation.with_fp16_cold_experts()
+    placed, fp16 = (placed.decode(batch, only)[SUBJECT].ndp_seconds for placed in (simulation, in_fp16))
     return fp16 / placed if placed > 0 else 1.0
 
 
@@ -193,12 +188,11 @@ def _capacity(simulation: Simulation, batch: int, replica_bits: tuple[int, ...])
     layers, geometry, hardware = simulation.layers, simulation.layers.geometry, simulation.layers.hardware
     assigned = geometry.expert_parameters * layers.stored_bits / 8 * layers.repeats[:, None]
     on_gpu, on_ndp = float(assigned[layers.hot].sum()), float(assigned[~layers.hot].sum())
-    one = geometry.expert_bytes(16, None) + sum(
+    expert = geometry.expert_bytes(16, None) + sum(
         geometry.expert_bytes(bits, layers.group_size, layers.zero_points) for bits in replica_bits
     )
-    replicas = geometry.num_layers * geometry.num_experts * one
-    rest = 2.0 * geometry.non_expert_parameters
-    kv_cache = simulation.kv_cache_bytes(batch)
+    replicas = geometry.num_layers * geometry.num_experts * expert
+    rest, kv_cache = geometry.non_expert_bytes, simulation.kv_cache_bytes(batch)
     return Capacity(
         gpu_expert_bytes=on_gpu,
         ndp_expert_bytes=on_ndp,

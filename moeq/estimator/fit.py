@@ -8,6 +8,7 @@ Letters: P measured points, C constants that are fitted.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,18 +21,6 @@ from moeq.estimator.devices import Constant, Hardware
 from moeq.estimator.fitting import PARAMETERS, FloatArray, Model, Setting, determination, held_out
 from moeq.estimator.measured import Point, read_points
 from moeq.estimator.sheets import Table
-
-__all__ = [
-    "Fit",
-    "FitError",
-    "FittedConstant",
-    "FittedPoint",
-    "Setting",
-    "describe",
-    "fit_file",
-    "fit_tables",
-    "write_hardware",
-]
 
 AT_BOUND = 1e-6  # of the fit's own variables: closer than this, a constant is at the end of its range
 WEAK = 0.25  # standard error over value above which a constant is only weakly determined
@@ -114,12 +103,13 @@ def fit_file(path: Path, hardware: Hardware, setting: Setting | None = None) -> 
     x = model.without_idle(x)
     before, fitted = model.seconds(model.start), model.seconds(x)
     left_out, folds = held_out(model, start)
-    constants = _constants(model, x)
+    constants = tuple(_constants(model, x))
     error = None if left_out is None else _error(left_out, model.measured)
-    measured = f"{path.name} ({len(points)} points" + ("" if error is None else f", held-out error {error.mean:.1%}")
+    measured = f"{path.name} ({len(points)} points" + (")" if error is None else f", held-out error {error.mean:.1%})")
+    sourced = tuple(_sourced(hardware, constants, measured))
     return Fit(
         file=path.name,
-        hardware=model.hardware_at(x).model_copy(update={"constants": _sourced(hardware, constants, f"{measured})")}),
+        hardware=model.hardware_at(x).model_copy(update={"constants": sourced}),
         constants=constants,
         points=tuple(
             FittedPoint(
@@ -153,49 +143,51 @@ def write_hardware(path: Path, fit: Fit) -> None:
     write_text(path, f"# {fit.hardware.name}, with constants fitted to measured points.\n{text}")
 
 
-def describe(one: FittedConstant) -> str:
+def describe(constant: FittedConstant) -> str:
     """A verdict in words."""
-    if one.verdict == "no effect":
-        return "does not matter to these points, kept"
-    if one.verdict == "tied":
-        return f"these points cannot tell it from {', '.join(one.tied_to)}"
-    if one.verdict == "at its bound":
-        return "at the end of its range: another term or the peak may be wrong"
-    if one.standard_error is None:
-        return f"{one.verdict}; as many constants as points, no error can be given"
-    share = one.standard_error / one.value if one.value else float("inf")
-    return f"{one.verdict}, standard error {share:.0%}"
+    words = {
+        "no effect": "does not matter to these points, kept",
+        "tied": f"these points cannot tell it from {', '.join(constant.tied_to)}",
+        "at its bound": "at the end of its range: another term or the peak may be wrong",
+    }
+    if constant.verdict in words:
+        return words[constant.verdict]
+    if constant.standard_error is None:
+        return f"{constant.verdict}; as many constants as points, no error can be given"
+    share = constant.standard_error / constant.value if constant.value else float("inf")
+    return f"{constant.verdict}, standard error {share:.0%}"
 
 
 def fit_tables(fit: Fit) -> list[Table]:
     """The fit as tables to print: errors, constants, points."""
     errors = [("as the file has it", fit.before), ("fitted", fit.fitted)]
-    if fit.held_out is not None:
+    notes = ["Errors are relative to the measured seconds."]
+    if fit.held_out is None:
+        notes.append("One row: nothing can be held out.")
+    else:
         errors.append((f"held out ({fit.folds} parts of the rows, each by a fit to the others)", fit.held_out))
     return [
         Table(
             title=f"{fit.hardware.name} against {len(fit.points)} points of {fit.file}",
             columns=("constants", "mean error", "largest error"),
             rows=tuple((name, error.mean, error.largest) for name, error in errors),
-            notes=("Errors are relative to the measured seconds.",)
-            if fit.held_out is not None
-            else ("Errors are relative to the measured seconds.", "One row: nothing can be held out."),
+            notes=tuple(notes),
         ),
         Table(
             title="Fitted constants",
             columns=("constant", "before", "fitted", "how sure"),
-            rows=tuple((one.key, one.shown(one.before), one.text, describe(one)) for one in fit.constants),
+            rows=tuple((row.key, row.shown(row.before), row.text, describe(row)) for row in fit.constants),
         ),
         Table(
             title="Measured and estimated seconds",
             columns=("row", "policy", "batch", "measure", "measured", "before", "fitted", "held out", "error"),
             rows=tuple(
                 (
-                    one.point.row, one.point.policy, one.point.batch, one.point.measure, one.point.seconds,
-                    one.before_seconds, one.fitted_seconds, one.held_out_seconds,
-                    one.fitted_seconds / one.point.seconds - 1,
+                    row.point.row, row.point.policy, row.point.batch, row.point.measure, row.point.seconds,
+                    row.before_seconds, row.fitted_seconds, row.held_out_seconds,
+                    row.fitted_seconds / row.point.seconds - 1,
                 )
-                for one in fit.points
+                for row in fit.points
             ),
         ),
     ]  # fmt: skip
@@ -206,46 +198,41 @@ def _error(seconds: FloatArray, measured: FloatArray) -> FitError:
     return FitError(mean=float(errors.mean()), largest=float(errors.max()))
 
 
-def _constants(model: Model, x: FloatArray) -> tuple[FittedConstant, ...]:
+def _constants(model: Model, x: FloatArray) -> Iterator[FittedConstant]:
     """Every constant with how well the points determine it."""
-    known, found = determination(model, x), []
-    for index, one in enumerate(PARAMETERS):
-        value, tied = one.from_fit(float(x[index])), known.tied_to[index]
-        error = None if known.standard_error is None else one.error(float(x[index]), float(known.standard_error[index]))
+    known = determination(model, x)
+    for index, (parameter, fitted, before) in enumerate(zip(PARAMETERS, x.tolist(), model.start.tolist(), strict=True)):
+        value, tied = parameter.from_fit(fitted), known.tied_to[index]
+        error = None if known.standard_error is None else parameter.error(fitted, float(known.standard_error[index]))
         verdict: Verdict = "determined"
         if not known.matters[index]:
             verdict = "no effect"
         elif tied:
             verdict = "tied"
-        elif min(abs(x[index] - bound) for bound in one.bounds) < AT_BOUND:
+        elif min(abs(fitted - bound) for bound in parameter.bounds) < AT_BOUND:
             verdict = "at its bound"
         elif error is not None and error > WEAK * value:
             verdict = "weakly determined"
-        found.append(
-            FittedConstant(
-                key=one.key,
-                before=one.from_fit(float(model.start[index])),
-                value=value,
-                standard_error=None if verdict in ("no effect", "tied") else error,
-                verdict=verdict,
-                tied_to=tuple(PARAMETERS[other].key for other in tied),
-            )
+        yield FittedConstant(
+            key=parameter.key,
+            before=parameter.from_fit(before),
+            value=value,
+            standard_error=None if verdict in ("no effect", "tied") else error,
+            verdict=verdict,
+            tied_to=tuple(PARAMETERS[other].key for other in tied),
         )
-    return tuple(found)
 
 
-def _sourced(hardware: Hardware, fitted: tuple[FittedConstant, ...], measured: str) -> tuple[Constant, ...]:
+def _sourced(hardware: Hardware, fitted: tuple[FittedConstant, ...], measured: str) -> Iterator[Constant]:
     """The constants of a hardware file, fitted ones with their new value, the measurements as their source."""
-    known, found = {one.key: one for one in fitted if one.verdict != "no effect"}, []
-    for constant in hardware.constants:
-        if constant.key in known:
-            one = known[constant.key]
-            doubt = "" if one.verdict == "determined" else f"; {describe(one)}"
-            source = f"fitted to {measured}{doubt}; before: {constant.text}"
-            found.append(Constant(key=constant.key, text=one.text, source=source))
+    changed = {constant.key: constant for constant in fitted if constant.verdict != "no effect"}
+    for old in hardware.constants:
+        if (new := changed.get(old.key)) is None:
+            yield old
         else:
-            found.append(constant)
-    return tuple(found)
+            doubt = "" if new.verdict == "determined" else f"; {describe(new)}"
+            source = f"fitted to {measured}{doubt}; before: {old.text}"
+            yield Constant(key=old.key, text=new.text, source=source)
 
 
 def _scalar(text: str) -> Any:

@@ -19,6 +19,7 @@ from moeq.estimator.geometry import ModelGeometry, load_geometry
 from moeq.estimator.measured import Point
 from moeq.estimator.placement import Placement, uniform_placement
 from moeq.estimator.simulation import Simulation, build_simulation
+from moeq.estimator.step import Step, TermTotal
 
 FOLDS = 5
 SMALLEST_EFFICIENCY = 1e-3
@@ -44,8 +45,6 @@ class Setting:
     context: int = 1024
     group_size: int | None = 128
     zero_points: bool = False
-    samples: int = 256
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,14 @@ class Run:
 
     def seconds(self, simulation: Simulation, labels: frozenset[str]) -> dict[str, float]:
         """Seconds by policy label."""
+        parts: Mapping[str, Step | TermTotal]
         if self.kind == "decode":
-            return {label: step.seconds for label, step in simulation.decode(self.batch, labels).items()}
-        if self.kind == "prefill":
-            found = simulation.prefill(self.batch, self.input_tokens, labels)
-            return {label: step.seconds for label, step in found.items()}
-        return {label: total.seconds for label, total in simulation.migration().items() if label in labels}
+            parts = simulation.decode(self.batch, labels)
+        elif self.kind == "prefill":
+            parts = simulation.prefill(self.batch, self.input_tokens, labels)
+        else:
+            parts = simulation.migration()
+        return {label: part.seconds for label, part in parts.items() if label in labels}
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,27 @@ class Parameter:
 
     @property
     def key(self) -> str:
+        """As a hardware file writes it: `gpu.layer_overhead`."""
         return f"{self.section}.{file_key(self.field)}"
 
     @property
     def is_efficiency(self) -> bool:
+        """Whether it is a share in (0, 1]; otherwise it is seconds."""
         return self.field.endswith("efficiency")
 
     @property
     def bounds(self) -> tuple[float, float]:
+        """The least and the largest x."""
         if self.is_efficiency:
             return 1.0, 1 / SMALLEST_EFFICIENCY
         return 0.0, LONGEST_LATENCY_SECONDS / LATENCY_UNIT_SECONDS
 
     def to_fit(self, value: float) -> float:
+        """x of a value."""
         return 1 / value if self.is_efficiency else value / LATENCY_UNIT_SECONDS
 
     def from_fit(self, x: float) -> float:
+        """The value of x, a share or seconds."""
         return min(1.0, 1 / x) if self.is_efficiency else max(0.0, x) * LATENCY_UNIT_SECONDS
 
     def error(self, x: float, x_error: float) -> float:
@@ -112,9 +118,8 @@ class Model:
     def __init__(self, points: Sequence[Point], hardware: Hardware, setting: Setting, path: Path) -> None:
         self.points, self.hardware = points, hardware
         self.measured = np.array([point.seconds for point in points])
-        self.start = np.array(
-            [one.to_fit(float(getattr(getattr(hardware, one.section), one.field))) for one in PARAMETERS]
-        )
+        file = [float(getattr(getattr(hardware, constant.section), constant.field)) for constant in PARAMETERS]
+        self.start = np.array([constant.to_fit(value) for constant, value in zip(PARAMETERS, file, strict=True)])
         self.parts = [_parts(point) for point in points]
         self.simulations: dict[Key, Simulation] = {}
         self.keys: list[Key] = []
@@ -130,34 +135,26 @@ class Model:
 
     def hardware_at(self, x: FloatArray) -> Hardware:
         """The hardware with the constants at x."""
-        found = self.hardware
-        for section in SECTIONS:
-            mine = {
-                one.field: one.from_fit(float(value))
-                for one, value in zip(PARAMETERS, x, strict=True)
-                if one.section == section
-            }
-            found = found.model_copy(update={section: getattr(found, section).model_copy(update=mine)})
-        return found
+        hardware = self.hardware
+        for constant, value in zip(PARAMETERS, x.tolist(), strict=True):
+            section = getattr(hardware, constant.section)
+            changed = section.model_copy(update={constant.field: constant.from_fit(value)})
+            hardware = hardware.model_copy(update={constant.section: changed})
+        return hardware
 
     def seconds(self, x: FloatArray, chosen: IntArray | None = None) -> FloatArray:
         """Estimated seconds [P] of all points, or of chosen ones; what points share is worked out once."""
-        picked = list(range(len(self.points))) if chosen is None else chosen.tolist()
+        rows = [*zip(self.points, self.keys, self.parts, strict=True)]
+        rows = rows if chosen is None else [rows[index] for index in chosen]
         wanted: dict[tuple[Key, Run], set[str]] = {}
-        for index in picked:
-            for run in self.parts[index]:
-                wanted.setdefault((self.keys[index], run), set()).add(self.points[index].policy)
+        for point, key, parts in rows:
+            for run in parts:
+                wanted.setdefault((key, run), set()).add(point.policy)
         hardware = self.hardware_at(x)
         moved = {key: self.simulations[key].on(hardware) for key, _ in wanted}
-        done = {place: place[1].seconds(moved[place[0]], frozenset(labels)) for place, labels in wanted.items()}
+        done = {(key, run): run.seconds(moved[key], frozenset(labels)) for (key, run), labels in wanted.items()}
         return np.array(
-            [
-                sum(
-                    times * done[self.keys[index], run][self.points[index].policy]
-                    for run, times in self.parts[index].items()
-                )
-                for index in picked
-            ]
+            [sum(times * done[key, run][point.policy] for run, times in parts.items()) for point, key, parts in rows]
         )
 
     def errors(self, x: FloatArray, chosen: IntArray) -> FloatArray:
@@ -171,8 +168,8 @@ class Model:
         """
         from scipy.optimize import least_squares
 
-        lowest, highest = np.array([one.bounds for one in PARAMETERS]).T
-        found = {
+        lowest, highest = np.array([constant.bounds for constant in PARAMETERS]).T
+        fits = {
             start: least_squares(
                 self.errors, np.clip(self._started(STARTS[start]), lowest, highest), bounds=(lowest, highest),
                 args=(chosen,), method="dogbox", x_scale="jac", xtol=TOLERANCE, ftol=TOLERANCE, gtol=TOLERANCE,
@@ -180,33 +177,33 @@ class Model:
             )
             for start in starts
         }  # fmt: skip
-        best = min(found, key=lambda start: float(found[start].cost))
-        return np.asarray(found[best].x, dtype=np.float64), best
+        best = min(fits, key=lambda start: float(fits[start].cost))
+        return np.asarray(fits[best].x, dtype=np.float64), best
 
     def _started(self, efficiency: float | None) -> FloatArray:
         if efficiency is None:
             return self.start
         both = zip(PARAMETERS, self.start, strict=True)
-        return np.array([one.to_fit(efficiency) if one.is_efficiency else old for one, old in both])
+        return np.array([constant.to_fit(efficiency) if constant.is_efficiency else old for constant, old in both])
 
     def without_idle(self, x: FloatArray) -> FloatArray:
         """x with the constants that do not matter to any point back at the file's values."""
-        found, whole = x.copy(), self.seconds(x)
-        for index in range(len(found)):
-            other = found.copy()
-            other[index] = self.start[index]
-            if np.abs(self.seconds(other) / whole - 1).max() < NO_EFFECT:
-                found = other
-        return found
+        kept, seconds = x, self.seconds(x)
+        for index, start in enumerate(self.start):
+            other = kept.copy()
+            other[index] = start
+            if np.abs(self.seconds(other) / seconds - 1).max() < NO_EFFECT:
+                kept = other
+        return kept
 
     def jacobian(self, x: FloatArray) -> FloatArray:
         """Change of every point's relative error [P, C] with every constant, by central or one-sided differences."""
         columns, everything = [], np.arange(len(self.points))
-        for index, one in enumerate(PARAMETERS):
+        for index, constant in enumerate(PARAMETERS):
             step = 1e-5 * max(1.0, abs(x[index]))
             low, high = x.copy(), x.copy()
-            low[index] = max(one.bounds[0], x[index] - step)
-            high[index] = min(one.bounds[1], x[index] + step)
+            low[index] = max(constant.bounds[0], x[index] - step)
+            high[index] = min(constant.bounds[1], x[index] + step)
             change = self.errors(high, everything) - self.errors(low, everything)
             columns.append(change / (high[index] - low[index]))
         return np.stack(columns, axis=1)
@@ -241,10 +238,7 @@ def _simulation(point: Point, hardware: Hardware, setting: Setting, where: str) 
         placement,
         group_size=setting.group_size,
         zero_points=setting.zero_points,
-        popularity=None,
         context=setting.context if point.context is None else point.context,
-        samples=setting.samples,
-        seed=setting.seed,
     )
 
 
@@ -255,12 +249,9 @@ def _placement(point: Point, geometry: ModelGeometry, setting: Setting) -> Place
         raise EstimateError("bits and gpu_experts go together", do="fill both or neither")
     if setting.placement is None:
         raise EstimateError("neither bits nor gpu_experts", do="fill both, or give a placement")
-    if setting.placement.bits.shape[1] != geometry.num_experts:
-        raise EstimateError(
-            f"a placement of {setting.placement.bits.shape[1]} experts a layer, {geometry.name} has "
-            f"{geometry.num_experts}",
-            do="give a placement of this model",
-        )
+    if (experts := setting.placement.bits.shape[1]) != geometry.num_experts:
+        text = f"a placement of {experts} experts a layer, {geometry.name} has {geometry.num_experts}"
+        raise EstimateError(text, do="give a placement of this model")
     return setting.placement
 
 
@@ -274,12 +265,12 @@ def held_out(model: Model, start: int) -> tuple[FloatArray | None, int]:
     if folds < 2:
         return None, 0
     fold = np.array([rows[point.row] % folds for point in model.points])
-    found = np.zeros(len(model.points))
-    for one in range(folds):
-        x, _ = model.solve(np.flatnonzero(fold != one), [start])
-        out = np.flatnonzero(fold == one)
-        found[out] = model.seconds(x, out)
-    return found, folds
+    seconds = np.zeros(len(model.points))
+    for part in range(folds):
+        x, _ = model.solve(np.flatnonzero(fold != part), [start])
+        out = np.flatnonzero(fold == part)
+        seconds[out] = model.seconds(x, out)
+    return seconds, folds
 
 
 @dataclass(frozen=True, kw_only=True)

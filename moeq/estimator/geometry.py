@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moeq.bounded import read_yaml
 from moeq.errors import EstimateError, nearest
 
 SCALE_BITS = 16
@@ -23,7 +26,7 @@ def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = 
     """Bits that are stored and read per weight: b' = b + 16/group (+ b/group with zero points, from 2 bits up).
 
     16 bits and more are stored as they are; `group_size` None leaves the scales out. A fraction between 1 and 2 bits
-    stands for matrices of both, of which only those of 2 bits have zero points.
+    stands for matrices of both, of which only those of 2 bits have zero points. Shape: that of `bits`.
     """
     plain = np.asarray(bits, dtype=np.float64)
     if group_size is None:
@@ -72,54 +75,57 @@ class ModelGeometry:
             if field != "name" and value < (0 if field == "non_expert_parameters" else 1):
                 raise EstimateError(f"{field} is {value}", where=self.name, do="give a positive number")
         if self.top_k > self.num_experts:
-            raise EstimateError(
-                f"top_k is {self.top_k} of {self.num_experts} experts", where=self.name, do="give top_k <= num_experts"
-            )
+            text = f"top_k is {self.top_k} of {self.num_experts} experts"
+            raise EstimateError(text, where=self.name, do="give top_k <= num_experts")
 
     @property
     def expert_parameters(self) -> int:
         """Weights of one expert, P = matrices * hidden * intermediate."""
         return self.matrices_per_expert * self.hidden_size * self.intermediate_size
 
+    def check_layers(self, experts: Sequence[int], *, where: str, do: str, what: str = "") -> None:
+        """EstimateError unless a file's MoE layers, each with so many experts, are as this model's."""
+        if len(experts) != self.num_layers:
+            text = f"{what}{len(experts)} MoE layers, {self.name} has {self.num_layers}"
+            raise EstimateError(text, where=where, do=do)
+        if other := sorted(set(experts) - {self.num_experts}):
+            text = f"{what}{other[0]} experts a layer, {self.name} has {self.num_experts}"
+            raise EstimateError(text, where=where, do=do)
+
+    @property
+    def non_expert_bytes(self) -> float:
+        """FP16 bytes of all but the experts."""
+        return 2.0 * self.non_expert_parameters
+
     def kv_bytes_per_layer(self, context: float) -> float:
         """FP16 bytes of the keys and values of one sequence of `context` tokens in one layer."""
         return 2 * 2 * self.num_key_value_heads * self.head_dim * context
+
+    def kv_bytes(self, tokens: int) -> float:
+        """FP16 bytes of the keys and values of a number of tokens, all layers."""
+        return self.num_layers * self.kv_bytes_per_layer(tokens)
 
     def expert_bytes(self, bits: float, group_size: int | None, zero_points: bool = False) -> float:
         """Bytes of one expert at `bits`, scales (and zero points) included: P * b'/8."""
         return self.expert_parameters * float(effective_bits(bits, group_size, zero_points)) / 8
 
 
+@cache
 def _presets() -> dict[str, ModelGeometry]:
-    """non_expert_parameters: 46,702,792,704, 140,620,634,112, 30,532,122,624 and 235,093,634,560 less the experts."""
-    mixtral = {"num_experts": 8, "top_k": 2, "num_key_value_heads": 8, "head_dim": 128}
-    qwen3 = {"num_experts": 128, "top_k": 8, "num_key_value_heads": 4, "head_dim": 128}
-    sizes = ("num_layers", "hidden_size", "intermediate_size", "num_attention_heads", "non_expert_parameters")
-    table = {
-        "mixtral-8x7b": (mixtral, 32, 4096, 14336, 32, 1_605_636_096),
-        "mixtral-8x22b": (mixtral, 56, 6144, 16384, 48, 5_329_164_288),
-        "qwen3-30b-a3b": (qwen3, 48, 2048, 768, 32, 1_541_093_376),
-        "qwen3-235b-a22b": (qwen3, 94, 4096, 1536, 64, 7_997_238_784),
-    }
-    return {
-        name: ModelGeometry(name=name, **family, **dict(zip(sizes, values, strict=True)))
-        for name, (family, *values) in table.items()
-    }
-
-
-PRESETS: Mapping[str, ModelGeometry] = _presets()
+    sizes = read_yaml(Path(__file__).with_name("geometries.yaml")).value
+    return {name: ModelGeometry(name=name, **values) for name, values in sizes.items()}
 
 
 def known_geometries() -> list[str]:
     """Names of the preset geometries, sorted."""
-    return sorted(PRESETS)
+    return sorted(_presets())
 
 
 def load_geometry(name: str) -> ModelGeometry:
     """A preset geometry by name; raises EstimateError with the nearest known name."""
-    if name in PRESETS:
-        return PRESETS[name]
-    close = nearest(name, PRESETS)
+    if name in _presets():
+        return _presets()[name]
+    close = nearest(name, _presets())
     hint = f"did you mean {close!r}? known: " if close else "known: "
     raise EstimateError(f"unknown geometry {name!r}", do=f"{hint}{', '.join(known_geometries())}")
 
@@ -165,6 +171,5 @@ def _integer(config: Mapping[str, Any], keys: tuple[str, ...], name: str, defaul
             return value
     if default is not None:
         return default
-    raise EstimateError(
-        f"config.json has none of {', '.join(keys)}", where=name, do="add the key or build a ModelGeometry yourself"
-    )
+    text = f"config.json has none of {', '.join(keys)}"
+    raise EstimateError(text, where=name, do="add the key or build a ModelGeometry yourself")

@@ -19,22 +19,9 @@ from pydantic.fields import FieldInfo
 
 from moeq.bounded import YAML_BYTES, YamlError, parse_yaml, read_bounded, shortened, shown
 from moeq.errors import EstimateError, nearest
-from moeq.estimator.devices import (
-    OPTIONAL_SECTIONS,
-    SECTIONS,
-    Constant,
-    Energy,
-    Gpu,
-    Hardware,
-    Link,
-    Ndp,
-    Unit,
-    file_key,
-)
+from moeq.estimator.devices import OPTIONAL_SECTIONS, SECTIONS, Constant, Hardware, Unit, file_key
 from moeq.estimator.units import parse_quantity
 from moeq.registry import POLICIES
-
-__all__ = ["Constant", "Energy", "Gpu", "Hardware", "Link", "Ndp", "known_hardware", "load_hardware"]
 
 _FOLDER = Path(__file__).with_name("hardware")
 _TOP_LEVEL = ("name", "description", *SECTIONS, *OPTIONAL_SECTIONS, "policies")
@@ -56,9 +43,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         text = read_bounded(path, YAML_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise EstimateError(
-            f"cannot read the hardware file: {reason}", where=str(path), do="give a readable YAML file"
-        ) from error
+        what, do = f"cannot read the hardware file: {reason}", "give a readable YAML file"
+        raise EstimateError(what, where=str(path), do=do) from error
     return _parse(text, path)
 
 
@@ -74,10 +60,8 @@ def _find(name_or_path: str | Path) -> Path:
         raise EstimateError("no such hardware file", where=shortened(given, 400), do="check the path")
     close = nearest(given, known_hardware())
     hint = f"did you mean {close!r}? known: " if close else "known: "
-    raise EstimateError(
-        f"unknown hardware {shown(given)}",
-        do=f"{hint}{', '.join(known_hardware())}, or give the path of a YAML file",
-    )
+    do = f"{hint}{', '.join(known_hardware())}, or give the path of a YAML file"
+    raise EstimateError(f"unknown hardware {shown(given)}", do=do)
 
 
 @cache
@@ -88,16 +72,15 @@ def _parse(text: bytes, path: Path) -> Hardware:
         raise EstimateError(f"not valid YAML: {error}", where=error.at(str(path)), do="correct the syntax") from error
     if not isinstance(tree, Mapping):
         raise EstimateError("not a mapping of sections", where=str(path), do=f"write {', '.join(SECTIONS)}")
-    _check_keys(tree, known=_TOP_LEVEL, required=tuple(SECTIONS), where=str(path), prefix="")
+    _keys(tree, path, "", known=_TOP_LEVEL, required=tuple(SECTIONS))
     constants: list[Constant] = []
     models = {**SECTIONS, **{name: model for name, model in OPTIONAL_SECTIONS.items() if name in tree}}
     sections = {name: _section(name, model, tree[name], path, constants) for name, model in models.items()}
-    policies = _policy_parameters(tree.get("policies") or {}, path, constants)
     return Hardware(
         name=str(tree.get("name", path.stem)),
         description=str(tree.get("description", "")),
         file=str(path),
-        policies=policies,
+        policies=_policy_parameters(tree.get("policies") or {}, path, constants),
         constants=tuple(constants),
         **sections,
     )
@@ -105,17 +88,16 @@ def _parse(text: bytes, path: Path) -> Hardware:
 
 def _section(name: str, model: type[BaseModel], tree: object, path: Path, constants: list[Constant]) -> Any:
     fields = {file_key(field): (field, info) for field, info in model.model_fields.items()}
-    mapping = _mapping(tree, where=f"{path}: {name}")
-    optional = {key for key, (_, info) in fields.items() if not info.is_required()} if _only_holds(mapping) else set()
-    required = tuple(key for key in fields if key not in optional)
-    _check_keys(mapping, known=required, required=required, where=str(path), prefix=f"{name}.")
-    values: dict[str, Any] = {}
-    for key in required:
+    match tree:
+        case {"dataflow": {"value": "none"}}:  # it only holds experts
+            known = tuple(key for key, (_, info) in fields.items() if info.is_required())
+        case _:
+            known = tuple(fields)
+    entries, values = _keys(tree, path, name, known=known, required=known), {}
+    for key in known:
         field, info = fields[key]
-        where = f"{path}: {name}.{key}"
-        value, source = _constant(mapping[key], where)
-        constants.append(Constant(key=f"{name}.{key}", text=str(value), source=source))
-        values[field] = _in_unit(value, info, where)
+        value = _value(entries[key], path, f"{name}.{key}", constants)
+        values[field] = _in_unit(value, info, f"{path}: {name}.{key}")
     try:
         return model(**values)
     except ValidationError as error:
@@ -124,70 +106,58 @@ def _section(name: str, model: type[BaseModel], tree: object, path: Path, consta
         raise EstimateError(f"{shown(first['input'])}: {first['msg']}", where=where, do="correct the value") from error
 
 
-def _only_holds(section: Mapping[str, Any]) -> bool:
-    dataflow = section.get("dataflow")
-    return isinstance(dataflow, Mapping) and dataflow.get("value") == "none"
-
-
 def _policy_parameters(tree: object, path: Path, constants: list[Constant]) -> dict[str, dict[str, float | str]]:
-    mapping = _mapping(tree, where=f"{path}: policies")
-    _check_keys(mapping, known=POLICIES.names(), required=(), where=str(path), prefix="policies.")
-    result: dict[str, dict[str, float | str]] = {}
-    for policy, given in mapping.items():
-        known = POLICIES.get(policy, EstimateError).parameters
-        keys = _mapping(given, where=f"{path}: policies.{policy}")
-        _check_keys(keys, known=tuple(known), required=(), where=str(path), prefix=f"policies.{policy}.")
-        result[policy] = {}
-        for key, entry in keys.items():
-            where = f"{path}: policies.{policy}.{key}"
-            value, source = _constant(entry, where)
-            problem = known[key].problem_with(value)
-            if problem:
-                raise EstimateError(problem, where=where, do="correct the value")
-            constants.append(Constant(key=f"policies.{policy}.{key}", text=str(value), source=source))
-            result[policy][key] = value
-    return result
+    values: dict[str, dict[str, float | str]] = {}
+    for policy, given in _keys(tree, path, "policies", known=POLICIES.names()).items():
+        name, known = f"policies.{policy}", POLICIES.get(policy, EstimateError).parameters
+        values[policy] = {}
+        for key, entry in _keys(given, path, name, known=tuple(known)).items():
+            value = _value(entry, path, f"{name}.{key}", constants)
+            if problem := known[key].problem_with(value):
+                raise EstimateError(problem, where=f"{path}: {name}.{key}", do="correct the value")
+            values[policy][key] = value
+    return values
 
 
-def _mapping(tree: object, *, where: str) -> Mapping[str, Any]:
+def _keys(
+    tree: object, path: Path, name: str, *, known: tuple[str, ...], required: tuple[str, ...] = ()
+) -> Mapping[str, Any]:
+    """A mapping of known keys, all that are required among them."""
     if not isinstance(tree, Mapping):
-        raise EstimateError("not a mapping of keys", where=where, do="indent its keys below it")
-    return tree
-
-
-def _check_keys(
-    tree: Mapping[str, Any], *, known: tuple[str, ...], required: tuple[str, ...], where: str, prefix: str
-) -> None:
+        raise EstimateError("not a mapping of keys", where=f"{path}: {name}", do="indent its keys below it")
+    prefix = f"{name}." if name else ""
     for key in tree:
         if key not in known:
             close = nearest(str(key), known)
             do = f"did you mean '{prefix}{close}'?" if close else f"known here: {', '.join(known)}"
-            raise EstimateError(f"unknown key '{prefix}{shortened(str(key))}'", where=where, do=do)
+            raise EstimateError(f"unknown key '{prefix}{shortened(str(key))}'", where=str(path), do=do)
     for key in required:
         if key not in tree:
-            raise EstimateError(f"missing key '{prefix}{key}'", where=where, do="add it with a value and a source")
+            raise EstimateError(f"missing key '{prefix}{key}'", where=str(path), do="add it with a value and a source")
+    return tree
 
 
-def _constant(entry: object, where: str) -> tuple[Any, str]:
-    form = 'write {value: ..., source: "..."}'
+def _value(entry: object, path: Path, name: str, constants: list[Constant]) -> Any:
+    """The value of a constant, which is noted with its source."""
+    where, form = f"{path}: {name}", 'write {value: ..., source: "..."}'
     if not isinstance(entry, Mapping):
         raise EstimateError(f"{shown(entry)} is not a constant with a source", where=where, do=form)
     for key in entry:
         if key not in ("value", "source"):
             close = nearest(str(key), ("value", "source"))
-            raise EstimateError(
-                f"unknown key {shown(key)}", where=where, do=f"did you mean {close!r}?" if close else form
-            )
-    if entry.get("value") is None:
+            do = f"did you mean {close!r}?" if close else form
+            raise EstimateError(f"unknown key {shown(key)}", where=where, do=do)
+    value, source = entry.get("value"), entry.get("source")
+    if value is None:
         raise EstimateError("the constant has no value", where=where, do=form)
-    source = entry.get("source")
     if not isinstance(source, str) or not source.strip():
         raise EstimateError("the constant has no source", where=where, do="say where the value comes from")
-    return entry["value"], " ".join(source.split())
+    constants.append(Constant(key=name, text=str(value), source=" ".join(source.split())))
+    return value
 
 
 def _in_unit(value: Any, info: FieldInfo, where: str) -> Any:
-    unit = next((one for one in info.metadata if isinstance(one, Unit)), None)
+    unit = next((note for note in info.metadata if isinstance(note, Unit)), None)
     if unit is None:
         if isinstance(value, bool):
             raise EstimateError(f"{shown(value)} is not a number", where=where, do="write a plain number")

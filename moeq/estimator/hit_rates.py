@@ -18,14 +18,17 @@ Letters: N tokens, S sequences, E experts of a layer, K of them on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeq.artifacts.trace import RoutingTrace, sequence_counts
 from moeq.errors import EstimateError
-from moeq.estimator.trace import ALPHA, RoutingTrace, importance, sequence_counts, sequence_scores
+from moeq.estimator.trace import counts_and_scores, default_alpha, importance
 
 ALL = "all"
 PLACEMENTS = (
@@ -86,17 +89,14 @@ def hit_rates(
     nothing to learn from or to measure.
     """
     hot = _gpu_experts(trace, gpu_experts)
-    share = alpha if alpha is not None else 1.0 if trace.weights is None else ALPHA
+    share = default_alpha(trace) if alpha is None else alpha
     if not 0 <= share <= 1:
         raise EstimateError(f"alpha is {share:g}", do="give a number from 0 to 1")
     learnt = alternate_sequences(trace) if training is None else training
     decodes = (trace.lengths > trace.prefill) & ~learnt
     if not learnt.any() or not decodes.any():
-        raise EstimateError(
-            f"{int(learnt.sum())} sequences to learn from and {int(decodes.sum())} with a decode to measure",
-            where="hit rates",
-            do="record more sequences",
-        )
+        text = f"{int(learnt.sum())} sequences to learn from and {int(decodes.sum())} with a decode to measure"
+        raise EstimateError(text, where="hit rates", do="record more sequences")
     domains = np.array(trace.domains)
     names = [name for name in dict.fromkeys(trace.domains) if (decodes & (domains == name)).any()]
     members = {name: decodes & (domains == name) for name in names} | {ALL: decodes}
@@ -127,20 +127,16 @@ def hit_rates(
 
 def alternate_sequences(trace: RoutingTrace) -> BoolArray:
     """Every other sequence [S] of each domain, its first one included."""
-    seen: dict[str, int] = {}
-    chosen = []
-    for domain in trace.domains:
-        seen[domain] = seen.get(domain, 0) + 1
-        chosen.append(seen[domain] % 2 == 1)
-    return np.array(chosen, dtype=np.bool_)
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    return np.array([next(numbers[domain]) % 2 == 0 for domain in trace.domains], dtype=np.bool_)
 
 
 def top_experts(values: FloatArray, count: int) -> BoolArray:
     """The `count` largest of every row [S, E], ties to the lower index."""
     order = np.argsort(-values, axis=1, kind="stable")[:, :count]
-    found = np.zeros(values.shape, dtype=np.bool_)
-    np.put_along_axis(found, order, True, axis=1)
-    return found
+    chosen = np.zeros(values.shape, dtype=np.bool_)
+    np.put_along_axis(chosen, order, True, axis=1)
+    return chosen
 
 
 def _placed(
@@ -153,14 +149,15 @@ def _placed(
     decoded: NDArray[np.int64],
 ) -> dict[str, BoolArray]:
     """The experts [S, E] of a layer that each placement keeps on the GPU."""
-    whole = _sums(trace, layer, alpha, np.ones(trace.num_tokens, dtype=np.bool_))
-    prefill = _sums(trace, layer, alpha, trace.is_prefill)
-    prior = [PRIOR_TOKENS * one[learnt].sum(0) / trace.lengths[learnt].sum() for one in whole]
+    whole = counts_and_scores(trace, layer, np.ones(trace.num_tokens, dtype=np.bool_), alpha)
+    prefill = counts_and_scores(trace, layer, trace.is_prefill, alpha)
+    prior = [PRIOR_TOKENS * sums[learnt].sum(0) / trace.lengths[learnt].sum() for sums in whole]
     domains = np.array(trace.domains)
     of_domain = np.zeros(decoded.shape, dtype=np.bool_)
     for name in np.unique(domains):
-        mine = domains == name
-        of_domain[mine] = _once(whole, mine & learnt if (mine & learnt).any() else learnt, alpha, count)
+        members = domains == name
+        taught = members & learnt
+        of_domain[members] = _once(whole, taught if taught.any() else learnt, alpha, count)
     in_hindsight = top_experts(decoded[measured].sum(0, keepdims=True).astype(np.float64), count)
     return {
         "context_aware": top_experts(importance(*prefill, alpha), count),
@@ -174,28 +171,18 @@ def _placed(
 
 def _once(sums: tuple[FloatArray, FloatArray], rows: BoolArray, alpha: float, count: int) -> BoolArray:
     """The experts [1, E] that matter most over some sequences taken together."""
-    counts, scores = (one[rows].sum(0, keepdims=True) for one in sums)
+    counts, scores = (table[rows].sum(0, keepdims=True) for table in sums)
     return top_experts(importance(counts, scores, alpha), count)
-
-
-def _sums(trace: RoutingTrace, layer: int, alpha: float, tokens: BoolArray) -> tuple[FloatArray, FloatArray]:
-    """Counts P and scores W [S, E] over marked tokens; W is 0 where alpha leaves it out."""
-    counts = sequence_counts(trace, layer, tokens).astype(np.float64)
-    return counts, np.zeros_like(counts) if alpha == 1 else sequence_scores(trace, layer, tokens)
 
 
 def _gpu_experts(trace: RoutingTrace, given: int | Sequence[int]) -> tuple[int, ...]:
     """K of every layer; EstimateError when there are not as many layers, or a layer has not as many experts."""
     hot = (given,) * trace.num_layers if isinstance(given, int) else tuple(given)
     if len(hot) != trace.num_layers:
-        raise EstimateError(
-            f"GPU experts of {len(hot)} layers, the trace has {trace.num_layers}",
-            where="hit rates",
-            do="give one number, or one for each layer",
-        )
+        text = f"GPU experts of {len(hot)} layers, the trace has {trace.num_layers}"
+        raise EstimateError(text, where="hit rates", do="give one number, or one for each layer")
     for layer, (count, experts) in enumerate(zip(hot, trace.num_experts, strict=True)):
         if not 0 <= count <= experts:
-            raise EstimateError(
-                f"{count} of {experts} experts on the GPU", where=f"hit rates, {trace.layers[layer]}", do="give fewer"
-            )
+            where = f"hit rates, {trace.layers[layer]}"
+            raise EstimateError(f"{count} of {experts} experts on the GPU", where=where, do="give fewer")
     return hot

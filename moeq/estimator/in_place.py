@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeq.estimator.offload import in_turn, ndp_spans, pipelined_finish, returned
-from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Work, schedule
+from moeq.estimator.offload import fetch_spans, gpu_span, in_turn, ndp_spans, pipelined_finish, returned
+from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Work, schedule
 from moeq.estimator.terms import t_act, t_fetch, t_gpu, t_ndp
 
 
@@ -39,13 +39,9 @@ def _overlapped(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) ->
     ndp = t_ndp(weights, bits, np.where(hot, 0.0, work.tokens), hardware.ndp)
     act = t_act(layers.geometry.hidden_size, work.tokens_at(~hot), hardware.link)
     back = returned(ndp, act, 0.0)
-
-    def spans() -> tuple[Span, ...]:
-        computed = Span(resource="gpu", name="gpu_experts", start=in_turn(gpu.seconds), seconds=gpu.seconds)
-        return computed, *ndp_spans(ndp, act, back)
-
     chain = np.maximum(gpu.seconds.sum(axis=-1), back)
-    return schedule(layers, chain, {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act}, spans)
+    terms = {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act}
+    return schedule(layers, chain, terms, lambda: (gpu_span(gpu, in_turn(gpu.seconds)), *ndp_spans(ndp, act, back)))
 
 
 def _streamed(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
@@ -56,10 +52,7 @@ def _streamed(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> S
     first, later = np.where(hot, gpu.seconds, 0.0), np.where(hot, 0.0, gpu.seconds)
     held = first.sum(axis=-1, keepdims=True)
     finish = np.maximum(pipelined_finish(fetch.seconds, later), held + np.cumsum(later, axis=-1))
-
-    def spans() -> tuple[Span, ...]:
-        start = np.where(hot, in_turn(first), finish - later)
-        fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
-        return fetches, Span(resource="gpu", name="gpu_experts", start=start, seconds=gpu.seconds)
-
-    return schedule(layers, finish[..., -1], {"gpu_experts": gpu, "fetch": fetch}, spans)
+    terms = {"gpu_experts": gpu, "fetch": fetch}
+    return schedule(
+        layers, finish[..., -1], terms, lambda: fetch_spans(fetch, gpu, np.where(hot, in_turn(first), finish - later))
+    )

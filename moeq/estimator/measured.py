@@ -65,7 +65,7 @@ def read_points(path: Path) -> tuple[Point, ...]:
         raise EstimateError(f"not a CSV file ({error})", where=str(path), do="mend the file") from None
     header = [name.strip() for name in rows[0]] if rows else []
     _check_header(header, path)
-    found: list[Point] = []
+    points: list[Point] = []
     for number, cells in enumerate(rows[1:], start=2):
         if not any(cell.strip() for cell in cells):
             continue
@@ -73,10 +73,10 @@ def read_points(path: Path) -> tuple[Point, ...]:
         if len(cells) != len(header):
             raise EstimateError(f"{len(cells)} cells for {len(header)} columns", where=where, do="mend the row")
         values = {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
-        found += _points(values, number, where)
-    if not found:
+        points += _points(values, number, where)
+    if not points:
         raise EstimateError("no measured point in it", where=str(path), do=f"fill one of {', '.join(MEASURES)}")
-    return tuple(found)
+    return tuple(points)
 
 
 def _check_header(header: list[str], path: Path) -> None:

@@ -1,6 +1,7 @@
 """How layers run whose experts cross the link on demand; shared by the baselines and by every prefill.
 
-Shapes as in step.py: D distinct layers, S outcomes, A active experts, most loaded first.
+Shapes as in step.py: D distinct layers, S outcomes, A active experts, most loaded first. Times in seconds. Source:
+shared/ESTIMATOR.md, "Equations": MoNDE with its rules for H, HOBBIT, migration.
 """
 
 from __future__ import annotations
@@ -11,18 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeq.estimator.devices import Parameter
-from moeq.estimator.step import (
-    BoolArray,
-    FloatArray,
-    Layers,
-    Schedule,
-    Span,
-    TermTotal,
-    Work,
-    memory_rates,
-    schedule,
-    total,
-)
+from moeq.estimator.step import BoolArray, FloatArray, Layers, Schedule, Span, TermTotal, Work, schedule, total
 from moeq.estimator.terms import Cost, t_act, t_fetch, t_gpu, t_ndp
 
 PREFILL_SPLIT = Parameter(
@@ -38,14 +28,12 @@ def pipelined_finish(fetch_seconds: FloatArray, gpu_seconds: FloatArray) -> Floa
     """
     arrived = np.cumsum(fetch_seconds, axis=-1)
     computed = np.cumsum(gpu_seconds, axis=-1)
-    slack: FloatArray = np.maximum.accumulate(arrived - (computed - gpu_seconds), axis=-1)
-    return computed + slack
+    return np.asarray(computed + np.maximum.accumulate(arrived - (computed - gpu_seconds), axis=-1))
 
 
 def in_turn(seconds: FloatArray) -> FloatArray:
     """Start [..., A] of intervals that follow one another from 0."""
-    starts: FloatArray = np.cumsum(seconds, axis=-1) - seconds
-    return starts
+    return np.asarray(np.cumsum(seconds, axis=-1) - seconds)
 
 
 def bandwidth_rule(layers: Layers, work: Work) -> BoolArray:
@@ -58,17 +46,17 @@ def bandwidth_rule(layers: Layers, work: Work) -> BoolArray:
 
 
 def cost_optimal(layers: Layers, work: Work) -> BoolArray:
-    """Mask[D, S, A] of the H most loaded experts, none included, whose fetching makes the layer shortest."""
+    """Mask[D, S, A] of the H most loaded experts, none included, whose fetching makes the layer shortest (`opt`)."""
     hardware, parameters = layers.hardware, layers.geometry.expert_parameters
     used = work.tokens > 0
     fetch = t_fetch(layers.fp16_expert_bytes * used, used, hardware)
     finish = pipelined_finish(fetch.seconds, t_gpu(parameters, 16, work.tokens, hardware.gpu).seconds)
-    written = 2 * np.cumsum(fetch.bytes, axis=-1) / memory_rates(hardware)["gpu_memory"]
+    written = 2 * np.cumsum(fetch.bytes, axis=-1) / hardware.gpu.memory_rate
     ndp = t_ndp(parameters, 16, work.tokens, hardware.ndp).seconds
     left_tokens = np.minimum(_sums_after(work.tokens), work.step_tokens)
     act = t_act(layers.geometry.hidden_size, left_tokens, hardware.link).seconds
-    ndp_side = np.maximum(_sums_after(ndp) + act / 2, _sums_before(fetch.seconds)) + act / 2
-    gpu_side = np.concatenate([np.zeros_like(finish[..., :1]), np.maximum(finish, written)], axis=-1)
+    ndp_side = np.maximum(_sums_after(ndp) + act / 2, _from_zero(np.cumsum(fetch.seconds, axis=-1))) + act / 2
+    gpu_side = _from_zero(np.maximum(finish, written))
     count = np.argmin(np.maximum(gpu_side, np.where(left_tokens > 0, ndp_side, 0.0)), axis=-1)
     return np.asarray(np.arange(work.tokens.shape[-1]) < count[..., None])
 
@@ -90,19 +78,27 @@ def split_schedule(layers: Layers, work: Work, fetched: BoolArray) -> Schedule:
     finish = pipelined_finish(fetch.seconds, gpu.seconds)
     back = returned(ndp, act, fetch.seconds.sum(axis=-1))
     terms = {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act, "fetch": fetch}
-
-    def spans() -> tuple[Span, ...]:
-        fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
-        computed = Span(resource="gpu", name="gpu_experts", start=finish - gpu.seconds, seconds=gpu.seconds)
-        return fetches, computed, *ndp_spans(ndp, act, back)
-
-    return schedule(layers, np.maximum(finish[..., -1], back), terms, spans)
+    seconds = np.maximum(finish[..., -1], back)
+    return schedule(
+        layers, seconds, terms, lambda: (*fetch_spans(fetch, gpu, finish - gpu.seconds), *ndp_spans(ndp, act, back))
+    )
 
 
 def returned(ndp: Cost, act: Cost, link_busy_seconds: FloatArray | float) -> FloatArray:
     """When the NDP's results [D, S] are back on the GPU, with the link towards it busy until then; 0 without any."""
     back = np.maximum(act.seconds / 2 + ndp.seconds.sum(axis=-1), link_busy_seconds) + act.seconds / 2
     return np.where(act.seconds > 0, back, 0.0)
+
+
+def gpu_span(gpu: Cost, start: FloatArray) -> Span:
+    """Experts on the GPU from start[D, S, A] on."""
+    return Span(resource="gpu", name="gpu_experts", start=start, seconds=gpu.seconds)
+
+
+def fetch_spans(fetch: Cost, gpu: Cost, start: FloatArray) -> tuple[Span, ...]:
+    """Fetches in turn, and the experts on the GPU from start[D, S, A] on."""
+    fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
+    return fetches, gpu_span(gpu, start)
 
 
 def ndp_spans(ndp: Cost, act: Cost, back: FloatArray) -> tuple[Span, ...]:
@@ -142,23 +138,15 @@ def on_demand(
         finish = pipelined_finish(fetch.seconds, gpu.seconds)
     else:
         finish = fetch.seconds.sum(axis=-1, keepdims=True) + np.cumsum(gpu.seconds, axis=-1)
-
-    def spans() -> tuple[Span, ...]:
-        fetches = Span(resource="to_gpu", name="fetch", start=in_turn(fetch.seconds), seconds=fetch.seconds)
-        computed = Span(resource="gpu", name="gpu_experts", start=finish - gpu.seconds, seconds=gpu.seconds)
-        return fetches, computed
-
-    return schedule(layers, finish[..., -1], {"gpu_experts": gpu, "fetch": fetch}, spans)
+    terms = {"gpu_experts": gpu, "fetch": fetch}
+    return schedule(layers, finish[..., -1], terms, lambda: fetch_spans(fetch, gpu, finish - gpu.seconds))
 
 
 def all_on_gpu(layers: Layers, work: Work, stored_bits: FloatArray) -> Schedule:
     """Every active expert computes on the GPU from its memory, at stored_bits[D, S, A]; nothing moves."""
     gpu = t_gpu(layers.geometry.expert_parameters, stored_bits, work.tokens, layers.hardware.gpu)
-
-    def spans() -> tuple[Span, ...]:
-        return (Span(resource="gpu", name="gpu_experts", start=in_turn(gpu.seconds), seconds=gpu.seconds),)
-
-    return schedule(layers, gpu.seconds.sum(axis=-1), {"gpu_experts": gpu}, spans)
+    chain = gpu.seconds.sum(axis=-1)
+    return schedule(layers, chain, {"gpu_experts": gpu}, lambda: (gpu_span(gpu, in_turn(gpu.seconds)),))
 
 
 def moved_ahead(layers: Layers, moved: FloatArray, transfers: FloatArray) -> TermTotal:
@@ -167,16 +155,15 @@ def moved_ahead(layers: Layers, moved: FloatArray, transfers: FloatArray) -> Ter
     As slow as the slowest of the link and the memories at its ends.
     """
     fetch = t_fetch(moved, transfers, layers.hardware)
-    seconds = np.maximum(fetch.seconds, moved / memory_rates(layers.hardware)["gpu_memory"])
+    seconds = np.maximum(fetch.seconds, moved / layers.hardware.gpu.memory_rate)
     return total(layers.repeats.astype(np.float64), replace(fetch, seconds=seconds))
 
 
 def _sums_after(values: FloatArray) -> FloatArray:
     """Sums[..., A+1] of what is left of values[..., A] after the first 0, 1, ..., A entries."""
-    backward = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
-    return np.concatenate([backward, np.zeros_like(values[..., :1])], axis=-1)
+    return _from_zero(np.cumsum(values[..., ::-1], axis=-1))[..., ::-1]
 
 
-def _sums_before(values: FloatArray) -> FloatArray:
-    """Sums[..., A+1] of the first 0, 1, ..., A entries of values[..., A]."""
-    return np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)
+def _from_zero(values: FloatArray) -> FloatArray:
+    """Values[..., A+1] with a 0 before them."""
+    return np.concatenate([np.zeros_like(values[..., :1]), values], axis=-1)

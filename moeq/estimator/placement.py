@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moeq.artifacts.assignment import Assignment, Width, matrix_widths
 from moeq.errors import EstimateError
-from moeq.estimator.geometry import ModelGeometry
+from moeq.estimator.geometry import ModelGeometry, equal_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,23 +26,17 @@ class Placement:
     hot: NDArray[np.bool_]
 
     def __init__(self, *, name: str, bits: ArrayLike, hot: ArrayLike) -> None:
-        width, place = np.array(bits, dtype=np.float64), np.array(hot, dtype=np.bool_)
+        widths, places = np.array(bits, dtype=np.float64), np.array(hot, dtype=np.bool_)
         where = f"placement {name}"
-        if width.ndim != 2 or width.shape != place.shape or width.size == 0:
-            raise EstimateError(
-                f"bits have shape {width.shape}, hot has {place.shape}", where=where, do="give [layers, experts]"
-            )
-        wrong = ~((width >= 1) & (width <= 16))
-        if wrong.any():
-            layer, expert = (int(index[0]) for index in np.nonzero(wrong))
-            raise EstimateError(
-                f"{width[layer, expert]:g} bits at layer {layer}, expert {expert}",
-                where=where,
-                do="give 1 to 16 bits",
-            )
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "bits", width)
-        object.__setattr__(self, "hot", place)
+        if widths.ndim != 2 or widths.shape != places.shape or widths.size == 0:
+            text = f"bits have shape {widths.shape}, hot has {places.shape}"
+            raise EstimateError(text, where=where, do="give [layers, experts]")
+        wrong = np.argwhere(~((widths >= 1) & (widths <= 16)))
+        if len(wrong):
+            layer, expert = wrong[0]
+            text = f"{widths[layer, expert]:g} bits at layer {layer}, expert {expert}"
+            raise EstimateError(text, where=where, do="give 1 to 16 bits")
+        vars(self).update(name=name, bits=widths, hot=places)
 
     def repeated(self, num_layers: int) -> Placement:
         """The same placement for each of a model's layers, repeated evenly as `layer_of_assignment` does."""
@@ -56,9 +52,8 @@ def uniform_placement(
     Raises EstimateError where a layer has fewer than `hot_experts`.
     """
     if not 0 <= hot_experts <= geometry.num_experts:
-        raise EstimateError(
-            f"{hot_experts} hot experts of {geometry.num_experts}", where=geometry.name, do="give 0 to all of them"
-        )
+        text = f"{hot_experts} hot experts of {geometry.num_experts}"
+        raise EstimateError(text, where=geometry.name, do="give 0 to all of them")
     hot = np.arange(geometry.num_experts)[None, :] < hot_experts
     return Placement(name=name or f"uniform-{bits:g}bit", bits=np.where(hot, hot_bits, bits), hot=hot)
 
@@ -69,7 +64,25 @@ def layer_of_assignment(num_layers: int, assigned_layers: int) -> NDArray[np.int
     Raises EstimateError for an assignment with more layers than the model.
     """
     if assigned_layers > num_layers:
-        raise EstimateError(
-            f"the placement has {assigned_layers} layers, the model {num_layers}", do="give a placement of this model"
-        )
+        text = f"the placement has {assigned_layers} layers, the model {num_layers}"
+        raise EstimateError(text, do="give a placement of this model")
     return np.arange(num_layers) * assigned_layers // num_layers
+
+
+def weights_of_a_scale(group_size: int, geometry: ModelGeometry) -> int:
+    """The group size as the estimator counts it: -1 (one group a row) is a row of the hidden size."""
+    return geometry.hidden_size if group_size == -1 else group_size
+
+
+def assignment_placement(assignment: Assignment, group_size: int) -> Placement:
+    """Where an assignment's experts live and at how many bits."""
+    widths = assignment.expert_widths()
+    return placement_of(assignment.name, widths, assignment.hot(), group_size, symmetric=assignment.symmetric)
+
+
+def placement_of(
+    name: str, widths: Sequence[Sequence[Width]], hot: Sequence[ArrayLike], group_size: int, *, symmetric: bool
+) -> Placement:
+    """Widths and places [layers, experts]; experts whose matrices differ count with the width of as many bytes."""
+    bits = [[equal_bits(matrix_widths(width), group_size, not symmetric) for width in layer] for layer in widths]
+    return Placement(name=name, bits=bits, hot=np.stack([np.asarray(layer) for layer in hot]))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from moeq.estimator.devices import Energy
 from moeq.estimator.result import PolicyPoint, Speedup, TermRow
 from moeq.estimator.simulation import Simulation
-from moeq.estimator.step import CHANNELS, TRAFFIC, Channel, Step, TermTotal
+from moeq.estimator.step import CHANNELS, NOTHING, TRAFFIC, Channel, Step, TermTotal
 from moeq.estimator.workload import Grid
 
 SUBJECT = "context_aware"
@@ -21,10 +22,9 @@ Prefills = Mapping[tuple[int, int], Mapping[str, Step]]
 
 def policy_points(
     simulation: Simulation, grid: Grid, steps: Steps, prefills: Prefills, *, kv_growth: bool
-) -> tuple[PolicyPoint, ...]:
+) -> Iterator[PolicyPoint]:
     """All points; `steps` by batch and policy, `prefills` by (batch, input) and policy."""
     migration = simulation.migration()
-    found = []
     for batch, input_tokens, output_tokens in itertools.product(grid.batches, grid.inputs, grid.outputs):
         for policy, constant in steps[batch].items():
             first = step = constant
@@ -32,56 +32,32 @@ def policy_points(
                 contexts = input_tokens + np.arange(1, output_tokens + 1)
                 step = constant.with_dense(simulation.dense(batch, contexts))
                 first = constant.with_dense(simulation.dense(batch, input_tokens + 1))
-            found.append(
-                _point(
-                    simulation,
-                    policy,
-                    (batch, input_tokens, output_tokens),
-                    prefill=prefills[batch, input_tokens][policy],
-                    migration=migration[policy],
-                    step=step,
-                    first_seconds=first.seconds,
-                )
+            prefill, moved = prefills[batch, input_tokens][policy], migration[policy]
+            before = prefill.seconds + moved.seconds
+            whole = before + output_tokens * step.seconds
+            parts = [(name, total, 1) for name, total in [*prefill.terms.items(), ("fetch", moved)]]
+            parts += [(name, total, output_tokens) for name, total in step.terms.items()]
+            busy = prefill.ndp_seconds + output_tokens * step.ndp_seconds
+            on_gpu, on_ndp = (step.terms.get(name, NOTHING).macs for name in ("gpu_experts", "ndp_experts"))
+            yield PolicyPoint(
+                policy=policy,
+                batch=batch,
+                input_tokens=input_tokens,
+                output_tokens=output_tokens,
+                prefill_seconds=prefill.seconds,
+                migration_seconds=moved.seconds,
+                decode_seconds_per_token=step.seconds,
+                end_to_end_seconds=whole,
+                decode_tokens_per_second=batch / step.seconds,
+                prefill_tokens_per_second=batch * input_tokens / prefill.seconds,
+                time_to_first_token_seconds=before + first.seconds,
+                stall_seconds_per_token=step.stall_seconds,
+                ndp_seconds_per_layer=step.ndp_seconds / simulation.layers.geometry.num_layers,
+                ndp_busy_share=busy / whole,
+                gpu_expert_share=on_gpu / (on_gpu + on_ndp),
+                bytes_moved={channel: _carried(parts, channel) for channel in CHANNELS},
+                energy_joules=_joules(parts, simulation.layers.hardware.energy),
             )
-    return tuple(found)
-
-
-def _point(
-    simulation: Simulation,
-    policy: str,
-    at: tuple[int, int, int],
-    *,
-    prefill: Step,
-    migration: TermTotal,
-    step: Step,
-    first_seconds: float,
-) -> PolicyPoint:
-    batch, input_tokens, output_tokens = at
-    before = prefill.seconds + migration.seconds
-    whole = before + output_tokens * step.seconds
-    terms = [*prefill.terms.items(), ("fetch", migration)]
-    parts = [(name, total, 1) for name, total in terms] + [(n, total, output_tokens) for n, total in step.terms.items()]
-    busy = prefill.ndp_seconds + output_tokens * step.ndp_seconds
-    on_gpu, on_ndp = (step.terms[name].macs if name in step.terms else 0.0 for name in ("gpu_experts", "ndp_experts"))
-    return PolicyPoint(
-        policy=policy,
-        batch=batch,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        prefill_seconds=prefill.seconds,
-        migration_seconds=migration.seconds,
-        decode_seconds_per_token=step.seconds,
-        end_to_end_seconds=whole,
-        decode_tokens_per_second=batch / step.seconds,
-        prefill_tokens_per_second=batch * input_tokens / prefill.seconds,
-        time_to_first_token_seconds=before + first_seconds,
-        stall_seconds_per_token=step.stall_seconds,
-        ndp_seconds_per_layer=step.ndp_seconds / simulation.layers.geometry.num_layers,
-        ndp_busy_share=busy / whole,
-        gpu_expert_share=on_gpu / (on_gpu + on_ndp),
-        bytes_moved={channel: _carried(parts, channel) for channel in CHANNELS},
-        energy_joules=_joules(parts, simulation.layers.hardware.energy),
-    )
 
 
 def _carried(parts: Iterable[tuple[str, TermTotal, int]], channel: Channel) -> float:
@@ -102,66 +78,52 @@ def _joules(parts: list[tuple[str, TermTotal, int]], energy: Energy | None) -> f
     return moved + macs[True] * energy.ndp_compute_joules_per_mac + macs[False] * energy.gpu_compute_joules_per_mac
 
 
-def speedups(points: tuple[PolicyPoint, ...]) -> tuple[Speedup, ...]:
+def speedups(points: Sequence[PolicyPoint]) -> Iterator[Speedup]:
     """How much faster the context-aware placement is than every other policy at every point."""
-    subject = {(one.batch, one.input_tokens, one.output_tokens): one for one in points if one.policy == SUBJECT}
-    rows = []
-    for one in points:
-        if one.policy == SUBJECT:
-            continue
-        mine = subject[one.batch, one.input_tokens, one.output_tokens]
-        rows.append(
-            Speedup(
-                baseline=one.policy,
-                batch=one.batch,
-                input_tokens=one.input_tokens,
-                output_tokens=one.output_tokens,
-                decode=one.decode_seconds_per_token / mine.decode_seconds_per_token,
-                end_to_end=one.end_to_end_seconds / mine.end_to_end_seconds,
+    subject = {point.at: point for point in points if point.policy == SUBJECT}
+    for point in points:
+        if point.policy != SUBJECT:
+            ours = subject[point.at]
+            yield Speedup(
+                baseline=point.policy,
+                batch=point.batch,
+                input_tokens=point.input_tokens,
+                output_tokens=point.output_tokens,
+                decode=point.decode_seconds_per_token / ours.decode_seconds_per_token,
+                end_to_end=point.end_to_end_seconds / ours.end_to_end_seconds,
             )
-        )
-    return tuple(rows)
 
 
-def decode_terms(steps: Steps) -> tuple[TermRow, ...]:
+def decode_terms(steps: Steps) -> Iterator[TermRow]:
     """The terms of every policy's decode step, and where copies are not hidden what they add."""
-    rows: list[TermRow] = []
     for batch, of_batch in steps.items():
         for policy, step in of_batch.items():
-            terms = dict(step.terms)
-            if step.windows is not None:
-                terms["stall"] = TermTotal.of_bytes(step.stall_seconds)
-            rows += _rows(policy, batch, terms, step.seconds)
-    return tuple(rows)
+            stall = {} if step.windows is None else {"stall": TermTotal.of_bytes(step.stall_seconds)}
+            yield from _rows({**step.terms, **stall}, step.seconds, policy=policy, batch=batch)
 
 
-def earlier_terms(simulation: Simulation, prefills: Prefills) -> tuple[TermRow, ...]:
+def earlier_terms(simulation: Simulation, prefills: Prefills) -> Iterator[TermRow]:
     """The terms of every policy's prefill, and the migration after it where something moves."""
     migration = simulation.migration()
-    rows: list[TermRow] = []
-    for (batch, input_tokens), of_input in prefills.items():
+    for (batch, tokens), of_input in prefills.items():
         for policy, step in of_input.items():
-            made = _rows(policy, batch, step.terms, step.seconds)
-            rows += [one.model_copy(update={"phase": "prefill", "input_tokens": input_tokens}) for one in made]
+            where = {"policy": policy, "batch": batch, "phase": "prefill", "input_tokens": tokens}
+            yield from _rows(step.terms, step.seconds, **where)
     for batch in dict.fromkeys(batch for batch, _ in prefills):
         for policy, moved in migration.items():
             if moved.seconds > 0:
-                made = _rows(policy, batch, {"fetch": moved}, moved.seconds)
-                rows += [one.model_copy(update={"phase": "migration"}) for one in made]
-    return tuple(rows)
+                yield from _rows({"fetch": moved}, moved.seconds, policy=policy, batch=batch, phase="migration")
 
 
-def _rows(policy: str, batch: int, terms: Mapping[str, TermTotal], seconds: float) -> list[TermRow]:
-    return [
-        TermRow(
-            policy=policy,
-            batch=batch,
+def _rows(terms: Mapping[str, TermTotal], seconds: float, **where: Any) -> Iterator[TermRow]:
+    """A row a term of what takes some seconds; where: the row's other fields."""
+    for term, total in terms.items():
+        yield TermRow(
             term=term,
             seconds=total.seconds,
             share=total.seconds / seconds,
             bytes=total.bytes,
             macs=total.macs,
             bound_by=total.bound_by,
+            **where,
         )
-        for term, total in terms.items()
-    ]

@@ -7,24 +7,17 @@ active experts, most loaded first.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeq.artifacts.trace import NONE, RoutingTrace, sequence_counts
 from moeq.errors import EstimateError
 from moeq.estimator.in_place import placed_by_rank
 from moeq.estimator.step import FloatArray, IntArray, Layers, Work
 from moeq.estimator.terms import Cost
-from moeq.estimator.trace import (
-    ALPHA,
-    NONE,
-    DecodeSteps,
-    RoutingTrace,
-    decode_steps,
-    importance,
-    sequence_counts,
-    sequence_scores,
-)
+from moeq.estimator.trace import DecodeSteps, counts_and_scores, decode_steps, default_alpha, importance
 
 Active = tuple[IntArray, FloatArray, IntArray]  # experts, tokens and rank in the prompts [D, S, A]
 SAMPLED_BLOCK = 32
@@ -36,25 +29,24 @@ class Replay:
 
     trace: RoutingTrace
     most_steps: int | None = None
-    found: dict[int, DecodeSteps] = field(default_factory=dict)
+    of_batch: dict[int, DecodeSteps] = field(default_factory=dict)
     active: dict[tuple[int, int, int], Active] = field(default_factory=dict)
 
     def sampled(self, most_steps: int) -> Replay:
         """The same trace with at most so many steps."""
-        return replace(self, most_steps=most_steps, found={}, active={})
+        return replace(self, most_steps=most_steps, of_batch={}, active={})
 
     def steps(self, batch: int) -> DecodeSteps:
         """Decode steps in which all `batch` places are taken; EstimateError when there is none."""
-        if batch not in self.found:
+        if batch not in self.of_batch:
             whole = decode_steps(self.trace, batch)
             full = np.flatnonzero((whole.rows != NONE).all(axis=1))
             if len(full) == 0:
-                raise EstimateError(
-                    f"no {batch} sequences of the trace decode at the same time", do="give smaller batches in the grid"
-                )
+                text = f"no {batch} sequences of the trace decode at the same time"
+                raise EstimateError(text, do="give smaller batches in the grid")
             kept = full[_spread(len(full), self.most_steps)]
-            self.found[batch] = replace(whole, rows=whole.rows[kept], group=whole.group[kept])
-        return self.found[batch]
+            self.of_batch[batch] = replace(whole, rows=whole.rows[kept], group=whole.group[kept])
+        return self.of_batch[batch]
 
     def prefill_share(self) -> FloatArray:
         """Expected tokens [D, E] that reach every expert for a token of a prompt (of a trace without prompts: any)."""
@@ -65,8 +57,8 @@ class Replay:
 
     def work(self, layers: Layers, start: int, *, batch: int, dense: Cost, kv_cache_bytes: float) -> Work:
         """Work of the layers of the trace from `start` on, as many as `layers` has."""
-        key = batch, start, len(layers.repeats)
-        experts, tokens, rank = self.active.get(key) or self._active(layers, start, self.steps(batch))
+        key, steps = (batch, start, len(layers.repeats)), self.steps(batch)
+        experts, tokens, rank = self.active.get(key) or self._active(layers, start, steps)
         if self.most_steps is not None:  # few enough to keep for the next hardware
             self.active[key] = experts, tokens, rank
         hot, stored_bits = placed_by_rank(layers, rank)
@@ -80,55 +72,44 @@ class Replay:
             in_time=True,
             hot=hot,
             stored_bits=stored_bits,
-            routed=None if self.trace.weights is None else lambda: self._routed(layers, start, self.steps(batch)),
+            routed=None if self.trace.weights is None else lambda: self._routed(layers, start, steps),
         )
 
     def _routed(self, layers: Layers, start: int, steps: DecodeSteps) -> tuple[IntArray, FloatArray]:
         """Experts and their routing weights [D, S, B*k]; expert 0 of no weight stands for none."""
         assert self.trace.weights is not None
-        stop, shape = start + len(layers.repeats), (len(layers.repeats), len(steps.rows), -1)
-        experts, weights = (
-            one[:, start:stop][steps.rows].transpose(2, 0, 1, 3).reshape(shape)
-            for one in (self.trace.experts, self.trace.weights)
-        )
+        experts, weights = (_choices(table, layers, start, steps) for table in (self.trace.experts, self.trace.weights))
         there = experts != NONE
         return np.where(there, experts, 0).astype(np.int64), np.where(there, weights, 0).astype(np.float64)
 
     def _active(self, layers: Layers, start: int, steps: DecodeSteps) -> Active:
-        stop = start + len(layers.repeats)
-        chosen = self.trace.experts[:, start:stop][steps.rows]  # [S, B, D, k]
-        chosen = chosen.transpose(2, 0, 1, 3).reshape(stop - start, len(steps.rows), -1)
-        experts, tokens = active_experts(chosen, layers.popularity_rank)
+        experts, tokens = active_experts(_choices(self.trace.experts, layers, start, steps), layers.popularity_rank)
         layer = np.arange(len(layers.repeats))[:, None, None]
         rank = self._prefill_rank(layers, start, steps)[steps.group[None, :, None], layer, experts]
         return experts, tokens, rank
 
     def _prefill_rank(self, layers: Layers, start: int, steps: DecodeSteps) -> IntArray:
         """Rank [G, D, E] of every expert in the prompts of a batch, 0 the most important."""
-        trace, members = self.trace, np.where(steps.sequences == NONE, trace_end(self.trace), steps.sequences)
-        ranks = []
-        for row in range(len(layers.repeats)):
-            counts = _group_sums(sequence_counts(trace, start + row, trace.is_prefill), members)
-            if trace.weights is None:
-                found = importance(counts, np.zeros_like(counts), 1.0)
-            else:
-                scores = _group_sums(sequence_scores(trace, start + row, trace.is_prefill), members)
-                found = importance(counts, scores, ALPHA)
-            order = np.lexsort((np.broadcast_to(layers.popularity_rank[row], found.shape), -found), axis=1)
+        trace, alpha, ranks = self.trace, default_alpha(self.trace), []
+        members = np.where(steps.sequences == NONE, trace.num_sequences, steps.sequences)
+        for row, popular in enumerate(layers.popularity_rank):
+            counts, scores = counts_and_scores(trace, start + row, trace.is_prefill, alpha)
+            matter = importance(_group_sums(counts, members), _group_sums(scores, members), alpha)
+            order = np.lexsort((np.broadcast_to(popular, matter.shape), -matter), axis=1)
             ranks.append(np.argsort(order, axis=1))
         return np.stack(ranks, axis=1)
 
 
-def trace_end(trace: RoutingTrace) -> int:
-    """The number that stands for no sequence where one after the last is added."""
-    return trace.num_sequences
+def _choices(table: NDArray[Any], layers: Layers, start: int, steps: DecodeSteps) -> NDArray[Any]:
+    """What a table [N, L, k] has [D, S, B*k] for the tokens of steps at the layers from `start` on."""
+    rows = table[:, start : start + len(layers.repeats)][steps.rows]  # [S, B, D, k]
+    return rows.transpose(2, 0, 1, 3).reshape(len(layers.repeats), len(steps.rows), -1)
 
 
-def _group_sums(per_sequence: NDArray[np.float64] | IntArray, members: IntArray) -> FloatArray:
+def _group_sums(per_sequence: FloatArray, members: IntArray) -> FloatArray:
     """Sums [G, E] over the sequences members[G, B], one after the last standing for none."""
     padded = np.concatenate([per_sequence, np.zeros_like(per_sequence[:1])])
-    found: FloatArray = padded[members].sum(axis=1).astype(np.float64)
-    return found
+    return np.asarray(padded[members].sum(axis=1))
 
 
 def _spread(count: int, most: int | None) -> IntArray:

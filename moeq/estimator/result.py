@@ -11,11 +11,13 @@ from moeq.estimator.devices import Constant
 from moeq.registry import POLICIES
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """A part of a result: it does not change, and files that hold more are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PolicyPoint(_Frozen):
+class PolicyPoint(Frozen):
     """One policy at one grid point.
 
     `decode_seconds_per_token` is a step of the whole model, a token for every sequence of the batch; of it, copies
@@ -44,8 +46,13 @@ class PolicyPoint(_Frozen):
     bytes_moved: dict[Literal["gpu_memory", "link", "ndp_memory"], float]
     energy_joules: float | None
 
+    @property
+    def at(self) -> tuple[int, int, int]:
+        """Batch, input and output tokens."""
+        return self.batch, self.input_tokens, self.output_tokens
 
-class Speedup(_Frozen):
+
+class Speedup(Frozen):
     """How much faster the context-aware placement is than a baseline at one grid point."""
 
     baseline: str
@@ -56,7 +63,7 @@ class Speedup(_Frozen):
     end_to_end: float
 
 
-class TermRow(_Frozen):
+class TermRow(Frozen):
     """One term of a policy's decode step, prefill or migration over all layers.
 
     Shares of terms that overlap add up to more than 1. `seconds` are expected busy seconds, `bound_by` (bytes, macs,
@@ -75,7 +82,7 @@ class TermRow(_Frozen):
     input_tokens: int | None = None
 
 
-class SensitivityRow(_Frozen):
+class SensitivityRow(Frozen):
     """What becomes of the answer with one assumption changed (none: as all are), at the grid's first point.
 
     `decode_seconds_per_token` is that of the context-aware placement; the speed-ups are its own, over the policies
@@ -91,7 +98,7 @@ class SensitivityRow(_Frozen):
     end_to_end_speedups: dict[str, float]
 
 
-class Refusal(_Frozen):
+class Refusal(Frozen):
     """A policy that cannot run the model at a batch, and the sum that does not fit."""
 
     policy: str
@@ -99,7 +106,7 @@ class Refusal(_Frozen):
     reason: str
 
 
-class Capacity(_Frozen):
+class Capacity(Frozen):
     """Bytes that the placement needs beside what the devices hold.
 
     GPU: its experts, the rest of the model in FP16, and keys and values of the largest batch at the context, or where
@@ -119,7 +126,7 @@ class Capacity(_Frozen):
     fits_ndp: bool
 
 
-class Estimate(_Frozen):
+class Estimate(Frozen):
     """Everything that was estimated for a model, a placement and a hardware, with what it hangs on."""
 
     schema_version: Literal[2] = 2
@@ -153,45 +160,36 @@ class Estimate(_Frozen):
 
     def point(self, policy: str, *, batch: int, input_tokens: int, output_tokens: int) -> PolicyPoint:
         """The point of a policy; raises EstimateError for a policy or grid point that was not estimated."""
-        self._known(policy, self.policies, self._refused)
-        for one in self.points:
-            if (one.policy, one.batch, one.input_tokens, one.output_tokens) == (
-                policy,
-                batch,
-                input_tokens,
-                output_tokens,
-            ):
-                return one
+        self._check(policy, self.policies)
+        for point in self.points:
+            if point.policy == policy and point.at == (batch, input_tokens, output_tokens):
+                return point
         raise self._off_grid(batch, policy)
 
     def speedups_over(self, baseline: str, *, batch: int) -> list[Speedup]:
         """Speed-ups over a baseline at all grid points of a batch; raises EstimateError as `point` does."""
-        self._known(baseline, [one.baseline for one in self.speedups], self._refused)
-        rows = [one for one in self.speedups if one.baseline == baseline and one.batch == batch]
+        self._check(baseline, [row.baseline for row in self.speedups])
+        rows = [row for row in self.speedups if row.baseline == baseline and row.batch == batch]
         if not rows:
             raise self._off_grid(batch, baseline)
         return rows
 
     def step_terms(self, policy: str, *, batch: int) -> dict[str, TermRow]:
         """The decode terms of a policy by name; raises EstimateError as `point` does."""
-        self._known(policy, self.policies, self._refused)
-        rows = {one.term: one for one in self.terms if one.policy == policy and one.batch == batch}
+        self._check(policy, self.policies)
+        rows = {row.term: row for row in self.terms if row.policy == policy and row.batch == batch}
         if not rows:
             raise self._off_grid(batch, policy)
         return rows
 
-    @property
-    def _refused(self) -> list[str]:
-        return [one.policy for one in self.refused]
-
-    def _off_grid(self, batch: int, policy: str) -> EstimateError:
-        for one in self.refused:
-            if (one.policy, one.batch) == (policy, batch):
-                return EstimateError(one.reason, where=f"{policy} at batch {batch}", do="give other hardware or bits")
-        return EstimateError(f"no estimate at this point (batch {batch})", do="add it to the grid")
-
-    @staticmethod
-    def _known(policy: str, made: list[str], refused: list[str]) -> None:
-        known = made + refused
+    def _check(self, policy: str, estimated: list[str]) -> None:
+        known = [*estimated, *(refusal.policy for refusal in self.refused)]
         if policy not in known:
             raise POLICIES.refused(policy, dict.fromkeys(known), EstimateError)
+
+    def _off_grid(self, batch: int, policy: str) -> EstimateError:
+        for refusal in self.refused:
+            if (refusal.policy, refusal.batch) == (policy, batch):
+                where = f"{policy} at batch {batch}"
+                return EstimateError(refusal.reason, where=where, do="give other hardware or bits")
+        return EstimateError(f"no estimate at this point (batch {batch})", do="add it to the grid")

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -42,24 +43,24 @@ def sensitivity(
     simulation = simulation.sampled(MOST_STEPS)
     batch = grid.batches[0]
     if simulation.replay is not None and whole.replay is not None:
-        taken, there = (len(one.steps(batch).rows) for one in (simulation.replay, whole.replay))
+        taken, there = (len(replay.steps(batch).rows) for replay in (simulation.replay, whole.replay))
         sampled = taken if taken < there else None
-    base = _answer(simulation, grid, batch, kv_growth, None)
+    answer = partial(_answer, grid, kv_growth)
+    base = answer(None, simulation, batch)
     rows = [] if sampled is None else [_row("none", f"{sampled} steps of the trace", base)]
-    hardware = simulation.layers.hardware
-    for key, change, other in hardware_changes(hardware):
-        rows.append(_row(key, change, _answer(simulation.on(other), grid, batch, kv_growth, _COMPARED)))
-    for key, change, other in policy_changes(simulation, batch):
+    for key, change, hardware in hardware_changes(simulation.layers.hardware):
+        rows.append(_row(key, change, answer(_COMPARED, simulation.on(hardware), batch)))
+    for key, change, hardware in policy_changes(simulation, batch):
         name = key.split(".")[1]
         affected = frozenset(label(name, variant) for variant in POLICIES.get(name).variants)
-        answer = _answer(simulation.on(other), grid, batch, kv_growth, affected)
-        rows.append(_row(key, change, (base[0] | answer[0], base[1] | answer[1]), only=affected))
-    for key, change, other_simulation, other_batch in work_changes(simulation, batch, kv_growth=kv_growth):
-        rows.append(_row(key, change, _answer(other_simulation, grid, other_batch, kv_growth, _COMPARED)))
+        decode, whole_request = answer(affected, simulation.on(hardware), batch)
+        rows.append(_row(key, change, (base[0] | decode, base[1] | whole_request), only=affected))
+    for key, change, changed, other_batch in work_changes(simulation, batch, kv_growth=kv_growth):
+        rows.append(_row(key, change, answer(_COMPARED, changed, other_batch)))
     return tuple(rows), sampled
 
 
-def _answer(simulation: Simulation, grid: Grid, batch: int, kv_growth: bool, only: frozenset[str] | None) -> Answer:
+def _answer(grid: Grid, kv_growth: bool, only: frozenset[str] | None, simulation: Simulation, batch: int) -> Answer:
     """Decode seconds a token and seconds of the whole request, by policy label."""
     input_tokens, output_tokens = grid.inputs[0], grid.outputs[0]
     steps = simulation.decode(batch, only)
@@ -73,21 +74,18 @@ def _answer(simulation: Simulation, grid: Grid, batch: int, kv_growth: bool, onl
 
 
 def _row(assumption: str, change: str, answer: Answer, *, only: frozenset[str] | None = None) -> SensitivityRow:
-    decode, whole = ({key: one[key] / one[SUBJECT] for key in one if key != SUBJECT} for one in answer)
+    """`only`: the policy whose parameter changed; all are shown where that is the context-aware placement itself."""
+    decode, whole = ({key: time / times[SUBJECT] for key, time in times.items() if key != SUBJECT} for times in answer)
+    shown = decode.keys() if only is None or SUBJECT in only else only
     return SensitivityRow(
         assumption=assumption,
         change=change,
         decode_seconds_per_token=answer[0][SUBJECT],
         decode_speedup_over_monde_bwrule=decode[BWRULE],
         decode_speedup_over_monde_opt=decode[OPT],
-        decode_speedups=_some(decode, only),
-        end_to_end_speedups=_some(whole, only),
+        decode_speedups={key: ratio for key, ratio in decode.items() if key in shown},
+        end_to_end_speedups={key: ratio for key, ratio in whole.items() if key in shown},
     )
-
-
-def _some(values: dict[str, float], only: frozenset[str] | None) -> dict[str, float]:
-    """Those of a policy whose parameter changed; all where that is the context-aware placement itself."""
-    return values if only is None or SUBJECT in only else {key: value for key, value in values.items() if key in only}
 
 
 def hardware_changes(hardware: Hardware) -> Iterator[Change]:
@@ -97,9 +95,9 @@ def hardware_changes(hardware: Hardware) -> Iterator[Change]:
         if section not in SECTIONS:
             continue
         field = next(name for name in SECTIONS[section].model_fields if file_key(name) == key)
-        found = _changed(constant, field, getattr(getattr(hardware, section), field), hardware)
-        if found is not None:
-            value, text = found
+        changed = _changed(constant, field, getattr(getattr(hardware, section), field), hardware)
+        if changed is not None:
+            value, text = changed
             yield constant.key, f"{constant.text} -> {text}", hardware.changed(section, **{field: value})
 
 
@@ -108,8 +106,7 @@ def _changed(constant: Constant, field: str, old: float | str, hardware: Hardwar
     if constant.key == "gpu.layer_overhead":
         return (0.0, "0 s (tau = 0)") if old else None
     if constant.key == "link.bandwidth":
-        is_gen4 = math.isclose(float(old), PCIE_GEN4[0], rel_tol=0.1)
-        return PCIE_GEN5 if is_gen4 else PCIE_GEN4
+        return PCIE_GEN5 if math.isclose(float(old), PCIE_GEN4[0], rel_tol=0.1) else PCIE_GEN4
     if isinstance(old, str):
         other = {"scale": "const", "const": "scale", "ws": "os", "os": "ws"}.get(old)
         return None if other is None or not hardware.ndp.computes else (other, other)
@@ -127,20 +124,15 @@ def policy_changes(simulation: Simulation, batch: int) -> Iterator[Change]:
     hardware = simulation.layers.hardware
     refused = simulation.refusals(batch)
     wanted = {policy.name for key, policy, _ in simulation.wanted() if key not in refused}
-    given = {one.key: one.source for one in hardware.constants}
+    given = {constant.key: constant.source for constant in hardware.constants}
     for policy in POLICIES:
         name = policy.name
-        for key, one in policy.parameters.items() if name in wanted else ():
-            dotted, old = f"policies.{name}.{key}", parameter(policy, hardware, key)
-            source = given.get(dotted, one.source)
-            if one.alternative is None or one.alternative == old or not _ASSUMED.match(source):
-                continue
-            policies = {**hardware.policies, name: {**hardware.policies.get(name, {}), key: one.alternative}}
-            yield (
-                dotted,
-                f"{_text(old)} -> {_text(one.alternative)}",
-                hardware.model_copy(update={"policies": policies}),
-            )
+        for key, setting in policy.parameters.items() if name in wanted else ():
+            dotted, old, new = f"policies.{name}.{key}", parameter(policy, hardware, key), setting.alternative
+            if new is not None and new != old and _ASSUMED.match(given.get(dotted, setting.source)):
+                policies = {**hardware.policies, name: {**hardware.policies.get(name, {}), key: new}}
+                changed = hardware.model_copy(update={"policies": policies})
+                yield dotted, f"{_text(old)} -> {_text(new)}", changed
 
 
 def _text(value: float | str) -> str:
@@ -160,12 +152,8 @@ def work_changes(simulation: Simulation, batch: int, *, kv_growth: bool) -> Iter
         yield "routing", "by popularity -> uniform", simulation.with_popularity(even), batch
     if not kv_growth and simulation.context > 0:
         longer = CONTEXT_FACTOR * simulation.context
-        yield (
-            "context",
-            f"{simulation.context} -> {longer} tokens",
-            replace(simulation, context=longer, kv_tokens=longer),
-            batch,
-        )
+        changed = replace(simulation, context=longer, kv_tokens=longer)
+        yield "context", f"{simulation.context} -> {longer} tokens", changed, batch
     for other in SENSITIVITY_BATCHES:
         if other != batch and _has(simulation, other):
             yield "batch", f"{batch} -> {other}", simulation, other

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moeq.artifacts.trace import RoutingTrace
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.in_place import placed_by_rank
@@ -17,9 +19,15 @@ from moeq.estimator.policies import Policy, by_label
 from moeq.estimator.replay import Replay
 from moeq.estimator.step import Layers, Step, TermTotal, Work, dense_total, expected_step
 from moeq.estimator.terms import Cost, t_dense
-from moeq.estimator.trace import RoutingTrace, check_trace
-from moeq.estimator.work import decode_work, expected_work
-from moeq.estimator.workload import Outcomes, normalize_popularity, routing_outcomes, uniform_popularity
+from moeq.estimator.trace import check_trace
+from moeq.estimator.workload import (
+    MAX_EXACT_OUTCOMES,
+    Outcomes,
+    decode_work,
+    expected_work,
+    normalize_popularity,
+    routing_outcomes,
+)
 
 CHUNK_ELEMENTS = 250_000
 PREFILL_SAMPLES = 2048
@@ -78,17 +86,10 @@ class Simulation:
         if in_time and (batch > 1 or self.outcomes(batch)[0].method == "monte-carlo"):
             in_time = False  # they are drawn anyway
         if (batch, in_time) not in self.drawn:
-            exact = {"max_exact_outcomes": 0} if in_time else {}
+            most, top_k = 0 if in_time else MAX_EXACT_OUTCOMES, self.layers.geometry.top_k
+            draw = partial(routing_outcomes, top_k=top_k, batch=batch, samples=self.samples, max_exact_outcomes=most)
             self.drawn[batch, in_time] = [
-                routing_outcomes(
-                    row,
-                    top_k=self.layers.geometry.top_k,
-                    batch=batch,
-                    samples=self.samples,
-                    seed=(self.seed, batch, index),
-                    **exact,
-                )
-                for index, row in enumerate(self.distinct_popularity)
+                draw(row, seed=(self.seed, batch, index)) for index, row in enumerate(self.distinct_popularity)
             ]
         return self.drawn[batch, in_time]
 
@@ -98,7 +99,7 @@ class Simulation:
 
     def kv_cache_bytes(self, batch: int) -> float:
         """Bytes of the keys and values that a batch needs at most, all layers."""
-        return batch * self.layers.geometry.num_layers * self.layers.geometry.kv_bytes_per_layer(self.kv_tokens)
+        return self.layers.geometry.kv_bytes(batch * self.kv_tokens)
 
     def wanted(self, only: frozenset[str] | None = None) -> Iterator[tuple[str, Policy, str]]:
         """Label, policy and variant of those that are wanted."""
@@ -109,37 +110,33 @@ class Simulation:
     def refusals(self, batch: int) -> dict[str, str]:
         """Why a policy cannot run the model, by policy label."""
         kv_cache = self.kv_cache_bytes(batch)
-        found = {key: policy.refusal(self.layers, kv_cache) for key, policy, _ in self.wanted()}
-        return {key: reason for key, reason in found.items() if reason is not None}
+        reasons = {key: policy.refusal(self.layers, kv_cache) for key, policy, _ in self.wanted()}
+        return {key: reason for key, reason in reasons.items() if reason is not None}
 
     def decode(self, batch: int, only: frozenset[str] | None = None) -> dict[str, Step]:
         """A decode step by policy label; `only` names the labels that are wanted. Those that refuse are left out."""
         refused = self.refusals(batch)
-        policies = [one for one in self.wanted(only) if one[0] not in refused]
+        policies = {key: (policy, variant) for key, policy, variant in self.wanted(only) if key not in refused}
         steps: dict[str, Step] = {}
         for in_time in (False, True):
-            these = [one for one in policies if (one[1].in_time and self.replay is None) == in_time]
+            these = [
+                key for key, (policy, _) in policies.items() if (policy.in_time and self.replay is None) == in_time
+            ]
             for layers, work in self.chunks(batch, in_time=in_time) if these else ():
-                for key, policy, variant in these:
+                for key in these:
+                    policy, variant = policies[key]
                     part = expected_step(layers, work, policy.decode(layers, work, variant))
                     steps[key] = steps[key] + part if key in steps else part
-        return {key: steps[key] for key, _, _ in policies}
+        return {key: steps[key] for key in policies}
 
     def prefill(self, batch: int, input_tokens: int, only: frozenset[str] | None = None) -> dict[str, Step]:
         """A prefill by policy label; the sequences of a batch go through it together."""
         tokens, refused = batch * input_tokens, self.refusals(batch)
-        dense = t_dense(
-            self.layers.geometry,
-            tokens=tokens,
-            sequences=batch,
-            context=input_tokens / 2,  # causal: a token attends to half of the prompt on average
-            gpu=self.layers.hardware.gpu,
-        )
         work = expected_work(
             self.layers,
             tokens * self._tokens_per_token(),
             step_tokens=tokens,
-            dense=dense,
+            dense=self._dense_layer(batch, input_tokens / 2, tokens),  # causal: half of the prompt on average
             kv_cache_bytes=self.kv_cache_bytes(batch),
         )
         if self.replay is not None:  # a mean prompt is as the popularity is
@@ -160,9 +157,10 @@ class Simulation:
         """The dense parts of a decode step, the mean over contexts."""
         return dense_total(self._dense_layer(batch, contexts), self.layers.geometry.num_layers)
 
-    def _dense_layer(self, batch: int, contexts: ArrayLike) -> Cost:
-        gpu = self.layers.hardware.gpu
-        return t_dense(self.layers.geometry, tokens=batch, sequences=batch, context=contexts, gpu=gpu)
+    def _dense_layer(self, batch: int, contexts: ArrayLike, tokens: int | None = None) -> Cost:
+        """One layer of a batch, of which every sequence has one token where none are given."""
+        geometry, gpu = self.layers.geometry, self.layers.hardware.gpu
+        return t_dense(geometry, tokens=batch if tokens is None else tokens, sequences=batch, context=contexts, gpu=gpu)
 
     def chunks(self, batch: int, *, in_time: bool = False) -> Iterator[tuple[Layers, Work]]:
         """The layers and their work, some at a time; `in_time`: consecutive steps, drawn where none are recorded."""
@@ -175,20 +173,12 @@ class Simulation:
             layers = self.layers.rows(start, start + rows)
             if self.replay is not None:
                 yield layers, self.replay.work(layers, start, batch=batch, dense=dense, kv_cache_bytes=kv_cache)
-                continue
-            row_outcomes = self.popularity_row[start : start + rows]
-            yield (
-                layers,
-                decode_work(
-                    layers,
-                    outcomes,
-                    row_outcomes,
-                    batch=batch,
-                    dense=dense,
-                    kv_cache_bytes=kv_cache,
-                    in_time=in_time,
-                ),
-            )
+            else:
+                row_outcomes = self.popularity_row[start : start + rows]
+                work = decode_work(
+                    layers, outcomes, row_outcomes, batch=batch, dense=dense, kv_cache_bytes=kv_cache, in_time=in_time
+                )
+                yield layers, work
 
     def _tokens_per_token(self) -> NDArray[np.float64]:
         """Expected tokens[D, E] that reach every expert for one token; rows add up to top_k at most."""
@@ -202,12 +192,11 @@ class Simulation:
             if (row == row[0]).all():
                 share.append(np.full(geometry.num_experts, geometry.top_k / geometry.num_experts))
                 continue
-            one = self.outcomes(1)[index]
-            if one.method == "monte-carlo" and self.samples < PREFILL_SAMPLES:
-                one = routing_outcomes(
-                    row, top_k=geometry.top_k, batch=1, samples=PREFILL_SAMPLES, seed=(self.seed, 0, index)
-                )
-            share.append(one.probability @ one.tokens)
+            drawn = self.outcomes(1)[index]
+            if drawn.method == "monte-carlo" and self.samples < PREFILL_SAMPLES:
+                seed = (self.seed, 0, index)
+                drawn = routing_outcomes(row, top_k=geometry.top_k, batch=1, samples=PREFILL_SAMPLES, seed=seed)
+            share.append(drawn.probability @ drawn.tokens)
         return np.stack(share)[self.popularity_row]
 
 
@@ -216,12 +205,12 @@ def build_simulation(
     hardware: Hardware,
     placement: Placement,
     *,
-    group_size: int | None,
-    zero_points: bool,
-    popularity: ArrayLike | None,
-    context: int,
-    samples: int,
-    seed: int,
+    group_size: int | None = 128,
+    zero_points: bool = False,
+    popularity: ArrayLike | None = None,
+    context: int = 1024,
+    samples: int = 256,
+    seed: int = 0,
     kv_tokens: int | None = None,
     trace: RoutingTrace | None = None,
     labels: frozenset[str] | None = None,
@@ -270,11 +259,11 @@ def _popularity(
     geometry: ModelGeometry, placement: Placement, popularity: ArrayLike | None, replay: Replay | None
 ) -> NDArray[np.float64]:
     """Popularity[L', E] of every layer of a placement: as given, of the trace's prompts, or uniform."""
-    num_experts, given = geometry.num_experts, popularity
-    if given is None:
-        measured = None if replay is None else replay.prefill_share()
-        given = uniform_popularity(num_experts) if measured is None else measured + POPULARITY_FLOOR
-    rows = normalize_popularity(given, num_experts=num_experts, top_k=geometry.top_k)
+    num_experts = geometry.num_experts
+    if popularity is None:
+        even = np.full(num_experts, 1.0 / num_experts)
+        popularity = even if replay is None else replay.prefill_share() + POPULARITY_FLOOR
+    rows = normalize_popularity(popularity, num_experts=num_experts, top_k=geometry.top_k)
     return np.broadcast_to(rows, placement.bits.shape)
 
 
@@ -283,8 +272,7 @@ def _distinct(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The first of every kind of layer, in order, and which kind each layer is; `apart`: all are of their own."""
     if apart:
-        every = np.arange(len(rows))
-        return every, every
+        return np.arange(len(rows)), np.arange(len(rows))
     table = np.concatenate([placement.bits, placement.hot, rows], axis=1)
     _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)

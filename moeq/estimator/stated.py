@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import Decimal
 
-from pydantic import BaseModel, ConfigDict
-
 from moeq.errors import EstimateError
-from moeq.estimator.result import Estimate
+from moeq.estimator.result import Estimate, Frozen
 from moeq.recipe import StatedSection
 
 
-class Comparison(BaseModel):
+class Comparison(Frozen):
     """One stated figure and its estimate, both from the least to the largest over the grid.
 
     `inside`: the estimate lies in the stated range, to within half a unit of its last printed digit. `deviation`: of
     the end that is farther off, relative to what is stated. `missed`: whether that is beyond what was allowed.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     case: str
     figure: str
     over: str | None
@@ -47,7 +44,7 @@ class Comparison(BaseModel):
 
 def compare(case: str, stated: Sequence[StatedSection], estimate: Estimate, *, miss_beyond: float) -> list[Comparison]:
     """Every stated figure of a case beside its estimate; EstimateError for a baseline that was not estimated."""
-    return [_compare(case, one, _values(one, estimate, case), miss_beyond) for one in stated]
+    return [_compare(case, figure, _values(figure, estimate, case), miss_beyond) for figure in stated]
 
 
 def _values(stated: StatedSection, estimate: Estimate, case: str) -> Sequence[float]:

@@ -73,14 +73,8 @@ class Layers:
 
     def rows(self, start: int, stop: int) -> Layers:
         """The layers start..stop-1 only."""
-        fields = {name: getattr(self, name)[start:stop] for name in ("bits", "hot", "popularity", "repeats")}
-        return Layers(
-            geometry=self.geometry,
-            hardware=self.hardware,
-            group_size=self.group_size,
-            zero_points=self.zero_points,
-            **fields,
-        )
+        kept = {name: getattr(self, name)[start:stop] for name in ("bits", "hot", "popularity", "repeats")}
+        return replace(self, **kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +114,8 @@ class Work:
 
         An upper bound for more than one token: the same token may be counted at several experts.
         """
-        reached: FloatArray = np.where(mask, self.tokens, 0.0).sum(axis=-1)
-        return np.minimum(reached, float(self.step_tokens))
+        reached = np.where(mask, self.tokens, 0.0).sum(axis=-1)
+        return np.asarray(np.minimum(reached, float(self.step_tokens)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,24 +184,13 @@ def schedule(
     No layer is done before each memory has carried the bytes of all terms: an expert that is fetched is read beside
     those that compute at the NDP, and written beside those that compute on the GPU.
     """
-    seconds = chain_seconds
-    for channel, rate in memory_rates(layers.hardware).items():
-        carried = [_per_outcome(cost) for name, cost in terms.items() if channel in TRAFFIC[name]]
-        if carried:
-            seconds = np.maximum(seconds, np.add.reduce(carried) / rate)
+    seconds, hardware = chain_seconds, layers.hardware
+    for channel, rate in (("gpu_memory", hardware.gpu.memory_rate), ("ndp_memory", hardware.ndp.memory_rate)):
+        moved = [cost.bytes for name, cost in terms.items() if channel in TRAFFIC[name]]
+        if moved:
+            carried = np.add.reduce([size.sum(axis=-1) if size.ndim == 3 else size for size in moved])
+            seconds = np.maximum(seconds, carried / rate)
     return Schedule(seconds=seconds, terms=terms, spans=spans)
-
-
-def _per_outcome(cost: Cost) -> FloatArray:
-    return cost.bytes.sum(axis=-1) if cost.bytes.ndim == 3 else cost.bytes
-
-
-def memory_rates(hardware: Hardware) -> dict[Channel, float]:
-    """Bytes per second of each memory, derated."""
-    return {
-        "gpu_memory": hardware.gpu.memory_efficiency * hardware.gpu.memory_bandwidth_bytes_per_second,
-        "ndp_memory": hardware.ndp.memory_efficiency * hardware.ndp.memory_bandwidth_bytes_per_second,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +222,7 @@ class TermTotal:
         return TermTotal(
             bytes=self.bytes + other.bytes,
             macs=self.macs + other.macs,
-            seconds_by_bound=tuple(mine + its for mine, its in by_bound),
+            seconds_by_bound=tuple(seconds + others for seconds, others in by_bound),
         )
 
 
@@ -278,20 +261,19 @@ class Step:
         return replace(self, terms={**self.terms, "dense": dense})
 
     def __add__(self, other: Step) -> Step:
-        both = self.windows, other.windows
         return Step(
             expert_seconds=self.expert_seconds + other.expert_seconds,
             terms={name: total + other.terms[name] for name, total in self.terms.items()},
-            windows=None if both[0] is None or both[1] is None else both[0] + both[1],
+            windows=None if self.windows is None or other.windows is None else self.windows + other.windows,
         )
 
 
-def expected_step(layers: Layers, work: Work, one: Schedule) -> Step:
+def expected_step(layers: Layers, work: Work, plan: Schedule) -> Step:
     """The expected step of a schedule over all layers that its rows stand for."""
     weight = work.probability * layers.repeats[:, None]
     totals = {"dense": dense_total(work.dense, int(layers.repeats.sum()))}
-    totals |= {name: total(weight, cost) for name, cost in one.terms.items()}
-    return Step(expert_seconds=float((weight * one.seconds).sum()), terms=totals, windows=one.windows)
+    totals |= {name: total(weight, cost) for name, cost in plan.terms.items()}
+    return Step(expert_seconds=float((weight * plan.seconds).sum()), terms=totals, windows=plan.windows)
 
 
 def dense_total(dense: Cost, num_layers: int) -> TermTotal:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moeq.errors import EstimateError
 from moeq.estimator.devices import Gpu, Hardware, Link, Ndp
-from moeq.estimator.geometry import ModelGeometry
+from moeq.estimator.geometry import ModelGeometry, effective_bits
 
 FloatArray = NDArray[np.float64]
 
@@ -58,11 +59,24 @@ def t_ndp(parameters: int, bits: ArrayLike, tokens: ArrayLike, ndp: Ndp) -> Cost
         cycles = parameters * np.ceil(m / rows) / (ndp.arrays * columns)
     speed = 16.0 / stored if ndp.low_bit_compute == "scale" else 1.0
     return _longer(
-        memory=read / (ndp.memory_efficiency * ndp.memory_bandwidth_bytes_per_second),
+        memory=read / ndp.memory_rate,
         compute=cycles / ndp.clock_hertz / speed,
         moved=read,
         macs=parameters * m,
     )
+
+
+def expert_seconds(
+    parameters: int, bits: ArrayLike, hardware: Hardware, *, group_size: int, zero_points: bool
+) -> FloatArray:
+    """Seconds that the NDP takes for one token of one expert at every width (16: FP16), of the shape of `bits`.
+
+    `t_ndp` for one token: the longer of reading the weights, scales and zero points, and of computing, where the fill
+    of the arrays counts as the hardware's dataflow has it. Raises EstimateError for a memory that only holds.
+    """
+    if not hardware.ndp.computes:
+        raise EstimateError("experts do not compute beside this memory", where=hardware.file, do="give other hardware")
+    return t_ndp(parameters, effective_bits(bits, group_size, zero_points), 1, hardware.ndp).seconds
 
 
 def t_gpu(parameters: int, bits: ArrayLike, tokens: ArrayLike, gpu: Gpu) -> Cost:
@@ -70,8 +84,8 @@ def t_gpu(parameters: int, bits: ArrayLike, tokens: ArrayLike, gpu: Gpu) -> Cost
     m = np.asarray(tokens, dtype=np.float64)
     read = parameters * np.asarray(bits, dtype=np.float64) / 8 * (m > 0)
     return _longer(
-        memory=read / (gpu.memory_efficiency * gpu.memory_bandwidth_bytes_per_second),
-        compute=2 * parameters * m / (gpu.compute_efficiency * gpu.peak_compute_flops_per_second),
+        memory=read / gpu.memory_rate,
+        compute=2 * parameters * m / gpu.compute_rate,
         moved=read,
         macs=parameters * m,
     )
@@ -82,20 +96,14 @@ def t_fetch(num_bytes: ArrayLike, transfers: ArrayLike, hardware: Hardware) -> C
 
     A memory that is slower than the link (an SSD) sets the pace.
     """
-    ndp = hardware.ndp
-    behind = ndp.memory_efficiency * ndp.memory_bandwidth_bytes_per_second
-    return _transfer(num_bytes, transfers, min(link_rate(hardware.link), behind), hardware.link.latency_seconds)
+    link = hardware.link
+    return _transfer(num_bytes, transfers, min(link.rate, hardware.ndp.memory_rate), link.latency_seconds)
 
 
 def t_act(hidden_size: int, tokens: ArrayLike, link: Link) -> Cost:
     """FP16 activations of m tokens to the NDP and back: 2*(2*m*d/(eta_p*BW_p) + latency); none for m = 0."""
     m = np.asarray(tokens, dtype=np.float64)
-    return _transfer(2 * 2 * m * hidden_size, 2.0 * (m > 0), link_rate(link), link.latency_seconds)
-
-
-def link_rate(link: Link) -> float:
-    """Bytes per second of one direction, derated."""
-    return link.efficiency * link.bandwidth_bytes_per_second
+    return _transfer(2 * 2 * m * hidden_size, 2.0 * (m > 0), link.rate, link.latency_seconds)
 
 
 def _transfer(num_bytes: ArrayLike, transfers: ArrayLike, rate: float, latency_seconds: float) -> Cost:
@@ -118,8 +126,8 @@ def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: 
     read = 2 * share + sequences * geometry.kv_bytes_per_layer(1) * attended
     macs = tokens * (share + 2 * attended * geometry.num_attention_heads * geometry.head_dim)
     cost = _longer(
-        memory=read / (gpu.memory_efficiency * gpu.memory_bandwidth_bytes_per_second),
-        compute=2 * macs / (gpu.compute_efficiency * gpu.peak_compute_flops_per_second),
+        memory=read / gpu.memory_rate,
+        compute=2 * macs / gpu.compute_rate,
         moved=read,
         macs=macs,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.placement import Placement
 from moeq.estimator.policies import by_label
-from moeq.estimator.simulation import Simulation, build_simulation
+from moeq.estimator.simulation import build_simulation
 from moeq.estimator.step import FloatArray, Resource, Span, Work
 from moeq.registry import POLICIES
 
-_DENSE: Resource = "gpu"
+Layer = tuple[float, float, list[tuple[Span, list[int]]]]  # seconds of the dense part and of experts, spans, experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +53,24 @@ def timeline(
 
     Raises EstimateError for an unknown policy, one that cannot run the model, or a step that is not there.
     """
-    defaults: dict[str, Any] = {"group_size": 128, "zero_points": False, "popularity": None, "context": 1024}
-    settings = {**defaults, "samples": 256, "seed": 0, **settings, "labels": frozenset({policy})}
-    return step_timeline(build_simulation(geometry, hardware, placement, **settings), policy, batch, step)
-
-
-def step_timeline(simulation: Simulation, policy: str, batch: int, step: int | None = None) -> tuple[Interval, ...]:
-    """As `timeline`, of a simulation."""
+    simulation = build_simulation(geometry, hardware, placement, labels=frozenset({policy}), **settings)
     if policy not in by_label():
         raise POLICIES.refused(policy, by_label(), EstimateError)
-    one, variant = by_label()[policy]
+    run, variant = by_label()[policy]
     refused = simulation.refusals(batch).get(policy)
     if refused is not None:
         raise EstimateError(refused, where=policy, do="give another hardware, placement or batch")
-    distinct: list[tuple[float, float, list[tuple[Span, list[int]]]]] = []
-    for layers, work in simulation.chunks(batch, in_time=one.in_time):
-        plan = one.decode(layers, work, variant)
+    distinct: list[Layer] = []
+    for layers, work in simulation.chunks(batch, in_time=run.in_time):
+        plan = run.decode(layers, work, variant)
         spans, expected = plan.spans(), (work.probability * plan.seconds).sum(axis=1)
         for row in range(len(layers.repeats)):
             index = _outcome(work, step, np.abs(plan.seconds[row] - expected[row]))
             experts = work.experts[row, index].tolist()
             cut = [(_cut(span, row, index), experts if span.each else []) for span in spans]
             distinct.append((float(work.dense.seconds), float(plan.seconds[row, index]), cut))
-    return tuple(sorted(_intervals(simulation, distinct), key=lambda found: found.start_seconds))
+    intervals = _intervals(distinct[row] for row in simulation.layer_row.tolist())
+    return tuple(sorted(intervals, key=lambda interval: interval.start_seconds))
 
 
 def _outcome(work: Work, step: int | None, distance: FloatArray) -> int:
@@ -89,19 +84,14 @@ def _outcome(work: Work, step: int | None, distance: FloatArray) -> int:
 
 def _cut(span: Span, row: int, index: int) -> Span:
     """One layer and outcome of a span: start and seconds [A]."""
-    start, seconds = (np.broadcast_to(one, span.seconds.shape)[row, index] for one in (span.start, span.seconds))
-    return Span(resource=span.resource, name=span.name, start=start, seconds=seconds, each=span.each)
+    start = np.broadcast_to(span.start, span.seconds.shape)
+    return replace(span, start=start[row, index], seconds=span.seconds[row, index])
 
 
-def _intervals(
-    simulation: Simulation, distinct: list[tuple[float, float, list[tuple[Span, list[int]]]]]
-) -> Iterator[Interval]:
+def _intervals(layers: Iterable[Layer]) -> Iterator[Interval]:
     now = copied = 0.0
-    for layer, row in enumerate(simulation.layer_row.tolist()):
-        dense_seconds, expert_seconds, spans = distinct[row]
-        yield Interval(
-            resource=_DENSE, name="dense", layer=layer, expert=None, start_seconds=now, seconds=dense_seconds
-        )
+    for layer, (dense_seconds, expert_seconds, spans) in enumerate(layers):
+        yield Interval(resource="gpu", name="dense", layer=layer, expert=None, start_seconds=now, seconds=dense_seconds)
         begin = now + dense_seconds
         for span, experts in spans:
             for place in np.flatnonzero(span.seconds > 0).tolist():

@@ -14,44 +14,21 @@ from moeq.artifacts.trace import NONE, RoutingTrace, sequence_counts, sequence_s
 from moeq.errors import EstimateError
 from moeq.estimator.geometry import ModelGeometry
 
-__all__ = [
-    "ALPHA",
-    "NONE",
-    "DecodeSteps",
-    "RoutingTrace",
-    "check_trace",
-    "decode_steps",
-    "importance",
-    "sequence_counts",
-    "sequence_scores",
-    "step_counts",
-]
-
 ALPHA = 0.5  # weight of the counts in an expert's importance: paper 000, 5.3
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 
-def check_trace(trace: RoutingTrace, geometry: ModelGeometry, *, layers: int | None = None, where: str) -> None:
-    """EstimateError unless the trace is of a model of this geometry; layers: how many it must have (None: all).
+def check_trace(trace: RoutingTrace, geometry: ModelGeometry, *, where: str) -> None:
+    """EstimateError unless the trace is of a model of this geometry.
 
     A trace of fewer layers than the geometry's is refused too: which layer of the trace would stand for which?
     """
-    wanted = geometry.num_layers if layers is None else layers
-    do = f"give a trace that was recorded from {geometry.name}"
-    if trace.num_layers != wanted:
-        raise EstimateError(
-            f"a trace of {trace.num_layers} MoE layers, {geometry.name} has {wanted}", where=where, do=do
-        )
-    other = sorted(set(trace.num_experts) - {geometry.num_experts})
-    if other:
-        raise EstimateError(
-            f"a trace of {other[0]} experts a layer, {geometry.name} has {geometry.num_experts}", where=where, do=do
-        )
+    what, do = "a trace of ", f"give a trace that was recorded from {geometry.name}"
+    geometry.check_layers(trace.num_experts, where=where, do=do, what=what)
     if trace.top_k != geometry.top_k:
-        raise EstimateError(
-            f"a trace of {trace.top_k} experts a token, {geometry.name} has {geometry.top_k}", where=where, do=do
-        )
+        text = f"{what}{trace.top_k} experts a token, {geometry.name} has {geometry.top_k}"
+        raise EstimateError(text, where=where, do=do)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,16 +43,14 @@ class DecodeSteps:
     sequences: IntArray
 
 
-def decode_steps(trace: RoutingTrace, batch: int, *, sequences: IntArray | None = None) -> DecodeSteps:
+def decode_steps(trace: RoutingTrace, batch: int) -> DecodeSteps:
     """Decode steps when `batch` sequences at a time decode together, batch after batch, from the end of their prefill.
 
-    A sequence that has ended leaves its place empty. sequences: which, in which order (None: all as they stand).
-    Raises EstimateError when none of them has a token after its prefill.
+    A sequence that has ended leaves its place empty. Raises EstimateError when none has a token after its prefill.
     """
     if batch < 1:
         raise EstimateError(f"a batch of {batch} sequences", do="give at least 1")
-    chosen = np.arange(trace.num_sequences) if sequences is None else np.asarray(sequences, dtype=np.int64)
-    chosen = chosen[trace.lengths[chosen] > trace.prefill[chosen]]
+    chosen = np.flatnonzero(trace.lengths > trace.prefill)
     if len(chosen) == 0:
         raise EstimateError("no sequence of the trace has tokens after its prefill", do="record longer sequences")
     padded = np.concatenate([chosen, np.full(-len(chosen) % batch, NONE)]).reshape(-1, batch)
@@ -88,13 +63,17 @@ def decode_steps(trace: RoutingTrace, batch: int, *, sequences: IntArray | None 
     return DecodeSteps(rows=rows, group=group, sequences=padded)
 
 
-def step_counts(trace: RoutingTrace, rows: IntArray, layer: int) -> IntArray:
-    """Tokens[T, E] that reach every expert of one layer in each of the steps rows[T, B] (-1: no token)."""
-    experts = trace.num_experts[layer]
-    chosen = trace.experts[:, layer][rows]  # [T, B, k]; the last row stands in for -1
-    there = (rows != NONE)[..., None] & (chosen != NONE)
-    cell = np.arange(len(rows))[:, None, None] * experts + chosen
-    return np.bincount(cell[there], minlength=len(rows) * experts).reshape(len(rows), experts)
+def default_alpha(trace: RoutingTrace) -> float:
+    """Weight of the counts in an expert's importance: all of it where no routing weights were recorded."""
+    return 1.0 if trace.weights is None else ALPHA
+
+
+def counts_and_scores(
+    trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_], alpha: float
+) -> tuple[FloatArray, FloatArray]:
+    """Counts P and scores W [S, E] of one layer over marked tokens [N]; W is 0 where alpha leaves it out."""
+    counts = sequence_counts(trace, layer, tokens).astype(np.float64)
+    return counts, np.zeros_like(counts) if alpha == 1 else sequence_scores(trace, layer, tokens)
 
 
 def sequence_scores(trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_]) -> FloatArray:
@@ -112,11 +91,9 @@ def importance(counts: FloatArray, scores: FloatArray, alpha: float) -> FloatArr
 
     A row without any stays 0. Source: paper 000, Algorithm 1.
     """
-    found: FloatArray = alpha * _shares(counts) + (1 - alpha) * _shares(scores)
-    return found
+    return np.asarray(alpha * _shares(counts) + (1 - alpha) * _shares(scores))
 
 
 def _shares(values: FloatArray) -> FloatArray:
     sums = values.sum(axis=-1, keepdims=True)
-    found: FloatArray = np.divide(values, sums, out=np.zeros_like(values), where=sums > 0)
-    return found
+    return np.asarray(np.divide(values, sums, out=np.zeros_like(values), where=sums > 0))

@@ -1,6 +1,6 @@
 """The work that a model is given: which experts its tokens reach, and the grid of prompt, output and batch sizes.
 
-Shapes: S routing outcomes, E experts, B tokens of a step, k experts a token.
+Shapes: S routing outcomes, E experts, B tokens of a step, k experts a token; D, A as in step.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moeq.errors import EstimateError
+from moeq.estimator.step import FloatArray, IntArray, Layers, Work
+from moeq.estimator.terms import Cost
 
 MAX_EXACT_OUTCOMES = 20_000
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,6 @@ class Outcomes:
     probability: FloatArray
     tokens: IntArray
     method: Literal["exact", "monte-carlo"]
-
-
-def uniform_popularity(num_experts: int) -> FloatArray:
-    """Popularity[E] of experts that are all alike."""
-    return np.full(num_experts, 1.0 / num_experts)
 
 
 def zipf_popularity(num_experts: int, exponent: float) -> FloatArray:
@@ -171,3 +166,56 @@ def _sampled_outcomes(
         flat = chosen.reshape(count, -1) + num_experts * np.arange(count)[:, None]
         tokens[start : start + count] = np.bincount(flat.ravel(), minlength=count * num_experts).reshape(count, -1)
     return Outcomes(probability=np.full(samples, 1.0 / samples), tokens=tokens, method="monte-carlo")
+
+
+def decode_work(
+    layers: Layers,
+    outcomes: list[Outcomes],
+    row_outcomes: IntArray,
+    *,
+    batch: int,
+    dense: Cost,
+    kv_cache_bytes: float = 0.0,
+    in_time: bool = False,
+) -> Work:
+    """Work of a decode step from the routing outcomes, of which layer d has outcomes[row_outcomes[d]].
+
+    `in_time`: they count as consecutive steps.
+    """
+    rows = row_outcomes.tolist()
+    loads = {index: outcomes[index].tokens.astype(np.float64) for index in dict.fromkeys(rows)}
+    most = max(int((tokens > 0).sum(axis=1).max()) for tokens in loads.values())
+    active = {index: _most_loaded(loads[index], layers.popularity[rows.index(index)], most) for index in loads}
+    return Work(
+        step_tokens=batch,
+        probability=np.stack([outcomes[index].probability for index in rows]),
+        experts=np.stack([active[index][0] for index in rows]),
+        tokens=np.stack([active[index][1] for index in rows]),
+        dense=dense,
+        kv_cache_bytes=kv_cache_bytes,
+        in_time=in_time,
+    )
+
+
+def expected_work(
+    layers: Layers, tokens: FloatArray, *, step_tokens: int, dense: Cost, kv_cache_bytes: float = 0.0
+) -> Work:
+    """Work of one outcome in which every expert has its expected (fractional) tokens[D, E], for a prefill."""
+    rows = zip(tokens[:, None, :], layers.popularity, strict=True)
+    active = [_most_loaded(row, popularity, tokens.shape[1]) for row, popularity in rows]
+    return Work(
+        step_tokens=step_tokens,
+        probability=np.ones((len(tokens), 1)),
+        experts=np.stack([experts for experts, _ in active]),
+        tokens=np.stack([loads for _, loads in active]),
+        dense=dense,
+        kv_cache_bytes=kv_cache_bytes,
+    )
+
+
+def _most_loaded(tokens: FloatArray, popularity: FloatArray, places: int) -> tuple[IntArray, FloatArray]:
+    """The `places` most loaded experts[S, places] of tokens[S, E] and their tokens; ties to the more popular."""
+    by_popularity = np.argsort(-popularity, kind="stable")
+    loads = tokens[:, by_popularity]
+    order = np.argsort(-loads, axis=1, kind="stable")[:, :places]
+    return by_popularity[order], np.take_along_axis(loads, order, axis=1)

@@ -32,7 +32,7 @@ from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.limits import limit_of
 from moeq.errors import ArtifactError, AssignmentError, RecipeError
 from moeq.estimator import load_hardware
-from moeq.estimator.latency import expert_seconds
+from moeq.estimator.terms import expert_seconds
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.recipe import AssignSection

@@ -26,7 +26,7 @@ from moeq.estimator import (
     load_geometry,
     load_hardware,
 )
-from moeq.estimator.assigned import assignment_placement, weights_of_a_scale
+from moeq.estimator.placement import assignment_placement, weights_of_a_scale
 from moeq.estimator.points import BASELINES
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import expert_keys
@@ -79,16 +79,13 @@ def of_assignment(
     """The estimate of one assignment; routing: the popularity of every expert, a trace, or neither: all alike."""
     section = context.recipe.estimate
     group_size = weights_of_a_scale(assignment.group_size, geometry)
-    grid = Grid(
-        inputs=tuple(section.grid.inputs), outputs=tuple(section.grid.outputs), batches=tuple(section.grid.batches)
-    )
     return estimate(
         geometry,
         load_hardware(section.hardware),
         assignment_placement(assignment, group_size),
         group_size=group_size,
         zero_points=not assignment.symmetric,
-        grid=grid,
+        grid=Grid(**section.grid.model_dump()),
         context=section.context,
         seed=context.recipe.seed,
         **routing,

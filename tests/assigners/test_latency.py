@@ -18,7 +18,7 @@ from moeq.assigners.inputs import AssignInputs, activation_rate
 from moeq.assigners.sensitivity import matrix_tables, objective, tables
 from moeq.errors import AssignmentError
 from moeq.estimator import Grid, ModelGeometry, Placement, estimate, known_hardware, load_hardware
-from moeq.estimator.latency import expert_seconds
+from moeq.estimator.terms import expert_seconds
 from moeq.recipe import AssignSection
 
 PARAMETERS = 3 * 64 * 32

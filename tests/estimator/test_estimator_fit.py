@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from moeq.errors import EstimateError
 from moeq.estimator import Grid, estimate, load_geometry, load_hardware, uniform_placement
 from moeq.estimator.devices import Hardware
-from moeq.estimator.fit import Fit, Setting, describe, fit_file, fit_tables, write_hardware
+from moeq.estimator.fit import Fit, describe, fit_file, fit_tables, write_hardware
+from moeq.estimator.fitting import Setting
 from moeq.estimator.measured import MEASURES, read_points
 
 GEOMETRY = "mixtral-8x7b"

@@ -15,8 +15,7 @@ import yaml
 from moeq.errors import EstimateError
 from moeq.estimator import hardware as hardware_module
 from moeq.estimator import known_hardware, load_hardware
-from moeq.estimator.latency import expert_seconds
-from moeq.estimator.terms import t_ndp
+from moeq.estimator.terms import expert_seconds, t_ndp
 from moeq.estimator.units import parse_quantity
 
 BUNDLED = Path(hardware_module.__file__).with_name("hardware")

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeq.artifacts.trace import RoutingTrace
+from moeq.artifacts.trace import RoutingTrace, sequence_counts
 from moeq.errors import ArtifactError, EstimateError
 from moeq.estimator.geometry import ModelGeometry
-from moeq.estimator.trace import check_trace, decode_steps, sequence_counts, sequence_scores, step_counts
+from moeq.estimator.trace import check_trace, decode_steps, sequence_scores
 
 
 def made_trace(lengths=(5, 3, 4), prefill=(2, 1, 3), layers=3, experts=6, top_k=2, seed=0) -> RoutingTrace:
@@ -93,28 +93,11 @@ def test_every_decode_token_is_in_one_step_whatever_the_batch():
         assert sorted(rows[rows >= 0].tolist()) == np.flatnonzero(~trace.is_prefill).tolist()
 
 
-def test_sequences_can_be_chosen_and_ordered():
-    steps = decode_steps(made_trace(), 1, sequences=np.array([2, 0]))
-    assert steps.rows[:, 0].tolist() == [11, 2, 3, 4]
-
-
 def test_a_trace_that_is_all_prefill_has_no_steps():
     with pytest.raises(EstimateError, match="no sequence of the trace has tokens after its prefill"):
         decode_steps(made_trace(prefill=(5, 3, 4)), 1)
     with pytest.raises(EstimateError, match="a batch of 0"):
         decode_steps(made_trace(), 0)
-
-
-def test_counts_are_those_of_a_plain_loop():
-    trace = made_trace(lengths=(9, 4, 7), prefill=(3, 1, 5))
-    rows = decode_steps(trace, 2).rows
-    for layer in range(trace.num_layers):
-        wanted = np.zeros((len(rows), 6), dtype=int)
-        for step, members in enumerate(rows):
-            for row in members[members >= 0]:
-                for expert in trace.experts[row, layer]:
-                    wanted[step, expert] += expert >= 0
-        assert (step_counts(trace, rows, layer) == wanted).all()
 
 
 def test_counts_and_scores_of_sequences_are_those_of_a_plain_loop():

@@ -13,9 +13,9 @@ import torch
 from tiny_models import save_tiny
 
 from moeq import pipeline
-from moeq.artifacts.trace import NAME, RoutingTrace, read_trace
+from moeq.artifacts.trace import NAME, RoutingTrace, read_trace, sequence_counts
 from moeq.errors import ArtifactError
-from moeq.estimator.trace import sequence_counts, sequence_scores
+from moeq.estimator.trace import sequence_scores
 from moeq.inspection import inspect
 from moeq.models.corpus import Sequences
 from moeq.models.experts import ExpertLayer

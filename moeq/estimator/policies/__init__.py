@@ -40,9 +40,9 @@ class Policy(ABC):
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
         """How the experts of every layer run in a decode step."""
 
-    @abstractmethod
     def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
-        """How the experts of every layer run in the prefill."""
+        """How the experts of every layer run in the prefill: as in a decode step, unless a policy says otherwise."""
+        return self.decode(layers, work, variant)
 
     def migration(self, layers: Layers, variant: str) -> TermTotal:
         """What moves between prefill and decode, over the whole model: nothing, unless a policy says otherwise."""
@@ -55,7 +55,7 @@ class Policy(ABC):
 
 def by_label() -> Mapping[str, tuple[Policy, str]]:
     """Every policy and variant by the label of results, in the order of policies."""
-    return {label(one.name, variant): (one, variant) for one in POLICIES for variant in one.variants}
+    return {label(policy.name, variant): (policy, variant) for policy in POLICIES for variant in policy.variants}
 
 
 def titled(wanted: str) -> Variant:
@@ -83,7 +83,7 @@ def number(policy: Policy, hardware: Hardware, key: str) -> float:
 
 def over_gpu_memory(layers: Layers, expert_bytes: float, kv_cache_bytes: float) -> str | None:
     """The sum by which experts, the rest of the model and keys and values exceed the GPU's memory, or None."""
-    rest = 2.0 * layers.geometry.non_expert_parameters
+    rest = layers.geometry.non_expert_bytes
     needed, there = expert_bytes + rest + kv_cache_bytes, layers.hardware.gpu.memory_capacity_bytes
     if needed <= there:
         return None

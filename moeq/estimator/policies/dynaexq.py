@@ -5,20 +5,19 @@ Shapes as in step.py; W windows of `update_period` consecutive steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import all_on_gpu
 from moeq.estimator.policies import Policy, Variant, number, over_gpu_memory
-from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Windows, Work, memory_rates
+from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Windows, Work
 from moeq.estimator.terms import Cost, t_fetch
 
 _PARAMETERS = {
     "high_precision_bits": Parameter(
-        default=16,
-        source="paper 001, 4.2: FP16 over int4 (30B), int4 over int2 (80B)",
-        minimum=1,
-        maximum=16,
+        default=16, source="paper 001, 4.2: FP16 over int4 (30B), int4 over int2 (80B)", minimum=1, maximum=16
     ),
     "low_precision_bits": Parameter(default=4, source="paper 001, 4.2", minimum=1, maximum=16),
     "ema": Parameter(
@@ -72,7 +71,7 @@ class DynaExq(Policy):
         """n_hot: experts of a layer that GPU memory holds in high precision, the others in low."""
         high, low = self._stored(layers)
         geometry = layers.geometry
-        left = layers.hardware.gpu.memory_capacity_bytes - 2.0 * geometry.non_expert_parameters - kv_cache_bytes
+        left = layers.hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - kv_cache_bytes
         left -= self._least_bytes(layers)
         each = geometry.expert_parameters * (high - low) / 8 * geometry.num_layers
         places = left // each if each > 0 else geometry.num_experts
@@ -142,7 +141,6 @@ def _copies(layers: Layers, decided: BoolArray, high: float, low: float) -> Cost
 
 
 def _windows(layers: Layers, experts: Schedule, copies: Cost, window: IntArray) -> Windows:
-    rates = memory_rates(layers.hardware)
     weight = layers.repeats[:, None].astype(np.float64)
     read = experts.terms["gpu_experts"].bytes.sum(axis=-1)
     return Windows(
@@ -150,7 +148,7 @@ def _windows(layers: Layers, experts: Schedule, copies: Cost, window: IntArray) 
         seconds=_per_window((weight * experts.seconds).sum(axis=0), window),
         copy_seconds=(weight * copies.seconds).sum(axis=0),
         gpu_bytes=_per_window((weight * read).sum(axis=0), window) + (weight * copies.bytes).sum(axis=0),
-        gpu_bytes_per_second=rates["gpu_memory"],
+        gpu_bytes_per_second=layers.hardware.gpu.memory_rate,
     )
 
 
@@ -161,18 +159,14 @@ def _per_window(values: FloatArray, window: IntArray) -> FloatArray:
 def _with_copies(experts: Schedule, copies: Cost, windows: Windows, window: IntArray) -> Schedule:
     """Copies as a term: those of a window stand in its first step."""
     first = np.concatenate([[True], window[1:] != window[:-1]])
-    at_first = {
-        name: np.where(first[None, :], getattr(copies, name)[:, window], 0) for name in ("seconds", "bytes", "macs")
-    }
-    bound = np.where(first[None, :], copies.bound[:, window], 0).astype(np.int8)
-    term = Cost(bound=bound, **at_first)
-
-    def spans() -> tuple[Span, ...]:
-        start = np.zeros_like(term.seconds)[..., None]
-        copied = Span(resource="to_gpu", name="copies", start=start, seconds=term.seconds[..., None], each=False)
-        return *experts.spans(), copied
-
-    return Schedule(seconds=experts.seconds, terms={**experts.terms, "copies": term}, spans=spans, windows=windows)
+    term = Cost(
+        **{name: np.where(first, values[:, window], values.dtype.type(0)) for name, values in vars(copies).items()}
+    )
+    seconds = term.seconds[..., None]
+    copied = Span(resource="to_gpu", name="copies", start=np.zeros_like(seconds), seconds=seconds, each=False)
+    return replace(
+        experts, terms={**experts.terms, "copies": term}, spans=lambda: (*experts.spans(), copied), windows=windows
+    )
 
 
 POLICY = DynaExq(

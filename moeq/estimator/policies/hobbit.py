@@ -35,11 +35,8 @@ class Hobbit(Policy):
         high = number(self, layers.hardware, "high_precision_fraction")
         low = number(self, layers.hardware, "low_precision_fraction")
         if high + low > 1:
-            raise EstimateError(
-                f"high and low precision fractions add up to {high + low:g}",
-                where=f"{layers.hardware.file}: policies.hobbit",
-                do="let them add up to at most 1",
-            )
+            what, where = f"high and low precision fractions add up to {high + low:g}", layers.hardware.file
+            raise EstimateError(what, where=f"{where}: policies.hobbit", do="let them add up to at most 1")
         bits = number(self, layers.hardware, "low_precision_bits")
         share = high + low * layers.stored(bits) / 16
         return on_demand(

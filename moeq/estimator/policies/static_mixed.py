@@ -16,10 +16,6 @@ class StaticMixed(Policy):
         """Every active expert is read at its width."""
         return all_on_gpu(layers, work, np.asarray(work.pick(layers.stored_bits), dtype=np.float64))
 
-    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
-        """As decode."""
-        return self.decode(layers, work, variant)
-
     def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
         """All experts at their widths, the rest of the model in FP16, and keys and values."""
         each = layers.geometry.expert_parameters * layers.stored_bits / 8

@@ -25,10 +25,6 @@ class StaticPlacement(Policy):
         rank = np.asarray(work.pick(layers.popularity_rank), dtype=np.int64)
         return where_they_live(layers, work, *placed_by_rank(layers, rank))
 
-    def prefill(self, layers: Layers, work: Work, variant: str) -> Schedule:
-        """As decode, of the whole prompt."""
-        return self.decode(layers, work, variant)
-
 
 POLICY = StaticPlacement(
     name="static_placement",

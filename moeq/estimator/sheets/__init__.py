@@ -1,15 +1,16 @@
 """Sheets: what a paper prints, worked out again from its own figures; one module a paper, found by itself.
 
-A module here with `TABLES`, a function without arguments, is the sheet of its name: `paper_004` is "paper-004".
+A module beside a YAML file of its name is a sheet: `paper_004` is "paper-004". The file holds what the paper prints and
+what its tables are called, column by column; the module's function `tables` works out their rows.
 """
 
 from __future__ import annotations
 
-import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from moeq.bounded import read_yaml
 from moeq.errors import EstimateError, nearest
 
 Cell = str | int | float | None
+Row = tuple[Cell, ...]
+TOLERANCE = 0.05  # a printed figure further from its recomputed one than this share of it is flagged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class Table:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -37,27 +40,19 @@ class Table:
 
 def known_sheets() -> list[str]:
     """Names of the sheets, sorted."""
-    return sorted(_sheets())
+    stems = {path.stem for path in Path(__file__).parent.glob("*.yaml")}
+    return sorted(name.replace("_", "-") for _, name, _ in pkgutil.iter_modules(__path__) if name in stems)
 
 
 def sheet(name: str) -> list[Table]:
     """The tables of a sheet; EstimateError with the nearest known name."""
-    known = _sheets()
+    known = known_sheets()
     if name not in known:
         close = nearest(name, known)
         hint = f"did you mean {close!r}? known: " if close else "known: "
-        raise EstimateError(f"unknown sheet {name!r}", do=f"{hint}{', '.join(sorted(known))}")
-    return known[name]()
-
-
-@cache
-def _sheets() -> Mapping[str, Callable[[], list[Table]]]:
-    found: dict[str, Callable[[], list[Table]]] = {}
-    for module in pkgutil.iter_modules(__path__):
-        tables = getattr(importlib.import_module(f"{__name__}.{module.name}"), "TABLES", None)
-        if tables is not None:
-            found[module.name.replace("_", "-")] = tables
-    return found
+        raise EstimateError(f"unknown sheet {name!r}", do=f"{hint}{', '.join(known)}")
+    tables: list[Table] = import_module(f"{__name__}.{name.replace('-', '_')}").tables()
+    return tables
 
 
 @cache
@@ -65,3 +60,21 @@ def printed(name: str) -> Mapping[str, Any]:
     """What a paper prints: the YAML file of that name beside this module."""
     tree: Mapping[str, Any] = read_yaml(Path(__file__).with_name(f"{name}.yaml")).value
     return tree
+
+
+def filled(name: str, rows: Mapping[str, Iterable[Row]], **figures: Any) -> list[Table]:
+    """The tables of the YAML file of a name with their rows, by its keys; figures: what {braces} in notes stand for."""
+    return [
+        Table(
+            title=table["title"],
+            columns=tuple(table["columns"]),
+            rows=tuple(rows[key]),
+            notes=tuple(note.format(**figures) for note in table.get("notes", ())),
+        )
+        for key, table in printed(name)["tables"].items()
+    ]
+
+
+def differs(given: float, recomputed: float) -> bool:
+    """Whether a printed figure is further than TOLERANCE from the recomputed one."""
+    return abs(given / recomputed - 1) > TOLERANCE

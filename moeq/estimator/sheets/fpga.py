@@ -23,6 +23,15 @@ class Experts:
     every: int
 
 
+@dataclass(frozen=True)
+class Linear:
+    """`count` equal linear layers (or experts) of `weights` weights each, which `tokens` tokens of a frame pass."""
+
+    weights: int
+    tokens: float
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionModel:
     """A vision transformer; `patch_inputs`: values of one patch; experts None: every block has an MLP."""
@@ -47,24 +56,21 @@ class VisionModel:
         return 2 * self.macs
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> list[Linear]:
         """All linear layers of a frame, equal ones together; experts get their tokens in equal shares."""
-        n, d = self.positions, self.hidden_size
+        n, d, experts = self.positions, self.hidden_size, self.experts
         mlp = 2 * MLP_RATIO * d * d
-        sparse = 0 if self.experts is None else self.layers // self.experts.every
-        found = [
-            Linear(name="patch embedding", weights=self.patch_inputs * d, tokens=n - 1, count=1),
-            Linear(name="attention", weights=4 * d * d, tokens=n, count=self.layers),
-            Linear(name="MLP", weights=mlp, tokens=n, count=self.layers - sparse),
-            Linear(name="head", weights=d * self.classes, tokens=1, count=1),
+        sparse = 0 if experts is None else self.layers // experts.every
+        linears = [
+            Linear(self.patch_inputs * d, n - 1, 1),  # patch embedding
+            Linear(4 * d * d, n, self.layers),  # attention
+            Linear(mlp, n, self.layers - sparse),
+            Linear(d * self.classes, 1, 1),  # head
         ]
-        if self.experts is not None:
-            one = self.experts
-            tokens = n * one.top_k / one.num_experts
-            found.append(
-                Linear(name="experts", weights=mlp // one.top_k, tokens=tokens, count=sparse * one.num_experts)
-            )
-        return tuple(found)
+        if experts is not None:
+            tokens = n * experts.top_k / experts.num_experts
+            linears.append(Linear(mlp // experts.top_k, tokens, sparse * experts.num_experts))
+        return linears
 
     @property
     def weight_bytes(self) -> int:
@@ -72,46 +78,28 @@ class VisionModel:
         return sum(linear.weights * linear.count for linear in self.linears)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Linear:
-    """`count` equal linear layers (or experts) of `weights` weights each, which `tokens` tokens of a frame pass."""
-
-    name: str
-    weights: int
-    tokens: float
-    count: int
-
-    def traffic_bytes(self, order: LinearOrder, units: int) -> int:
-        """Off-chip bytes of weights in a frame.
-
-        naive: fetched again for every patch; unified: once for every `units` patches, which as many compute units take
-        together; preloaded: never.
-        """
-        if order == "preloaded":
-            return 0
-        passes = math.ceil(self.tokens / units) if order == "unified" else math.ceil(self.tokens)
-        return self.count * passes * self.weights
-
-
 def linear_traffic_bytes(model: VisionModel, order: LinearOrder, units: int) -> int:
-    """Off-chip bytes of weights that all linear layers fetch in a frame (`Linear.traffic_bytes`)."""
-    return sum(linear.traffic_bytes(order, units) for linear in model.linears)
+    """Off-chip bytes of weights that all linear layers fetch in a frame.
+
+    naive: fetched again for every patch; unified: once for every `units` patches, which as many compute units take
+    together; preloaded: never.
+    """
+    if order == "preloaded":
+        return 0
+    at_once = units if order == "unified" else 1
+    return sum(linear.count * math.ceil(linear.tokens / at_once) * linear.weights for linear in model.linears)
 
 
 def attention_traffic_bytes(model: VisionModel, order: AttentionOrder, elements: int) -> int:
     """Off-chip bytes of keys and values in a frame, over all heads and layers.
 
-    naive: every query meets all keys and values anew, `elements` of them fetched at a time; broadcast: `elements`
-    queries are held, and every key goes to all of them; preloaded: keys and values are read once.
+    naive: every query meets all keys and values anew, `elements` blocks of them fetched in a step; broadcast:
+    `elements` queries are held, and every key goes to all of them, one block in a step; preloaded: keys and values are
+    read once.
     """
     n, d = model.positions, model.hidden_size
     passes = {"naive": n, "broadcast": math.ceil(n / elements), "preloaded": 1}[order]
     return model.layers * passes * 2 * n * d
-
-
-def blocks_at_once(order: AttentionOrder, elements: int) -> int:
-    """Blocks of keys that one step of `elements` processing elements fetches."""
-    return {"naive": elements, "broadcast": 1, "preloaded": 0}[order]
 
 
 def least_units(model: VisionModel, bytes_per_second: float, seconds: float) -> int | None:
