@@ -18,10 +18,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import share, skeleton, tied
-from moeq.models.messages import REMEDY
 from moeq.models.source import ModelSource
 from moeq.models.weights import WeightReader, owner
 from moeq.numerics.slab import return_memory
@@ -51,7 +49,10 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 class StreamedModel:
-    """The model, its blocks, and how they are read; `bytes_read` counts what was asked of the disk."""
+    """The model, its blocks, and how they are read; `bytes_read` counts what was asked of the disk.
+
+    names: parameters and stored buffers of every block; those of no block, which are resident, under the empty name.
+    """
 
     def __init__(
         self,
@@ -74,10 +75,13 @@ class StreamedModel:
         self.block_overlay: Callable[[nn.Module, str], None] | None = None  # changes a block right after it was read
         self.loaded: set[str] = set()
         self._pause: Callable[[str], None] | None = None
-        self._names = self._names_by_block()
+        self._block_set = frozenset(self.blocks)
+        self.names: dict[str, list[str]] = {"": [], **{path: [] for path in self.blocks}}
+        for name in self.model.state_dict():
+            self.names[self.block_of(name)].append(name)
         self._tied = tied(self.model)
         self._pinned: set[str] = set()
-        self._read(self._names[""])
+        self._read(self.names[""])
         self._to_device()
         self._pin()
         for path in self.blocks:
@@ -94,26 +98,11 @@ class StreamedModel:
     def bytes_read(self) -> int:
         return self.reader.bytes_read
 
-    def _names_by_block(self) -> dict[str, list[str]]:
-        """Parameters and stored buffers of every block; those of no block under the empty name."""
-        found: dict[str, list[str]] = {"": [], **{path: [] for path in self.blocks}}
-        for name in self.model.state_dict():
-            found[self.block_of(name)].append(name)
-        return found
-
-    def names_of(self, block: str) -> list[str]:
-        """Parameters and stored buffers of a block; of those of no block for the empty name."""
-        return self._names[block]
-
     def block_of(self, name: str) -> str:
         """The block that holds a module, parameter or buffer; empty when it is resident."""
         parts = name.split(".")
         paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((path for path in paths if path in self._block_set), "")
-
-    @cached_property
-    def _block_set(self) -> set[str]:
-        return set(self.blocks)
 
     def _read(self, names: list[str]) -> None:
         """Read parameters; what the disk lacks is taken from what it is tied to."""
@@ -121,17 +110,12 @@ class StreamedModel:
         for name in missing & self.supplied:
             self._make_room(name)
         missing -= self.supplied
-        there = {*self.reader.origins, *self.supplied}
+        there = self.reader.origins.keys() | self.supplied
         for name in sorted(missing):
-            other = next((other for other in self._tied.get(name, ()) if other in there), None)
-            if other is not None:
+            if (other := next((tie for tie in self._tied.get(name, ()) if tie in there), None)) is not None:
                 self._take(name, other)
                 missing.discard(name)
-        lacking = sorted(name for name in missing if self._on_meta(name) or not self.reader.may_lack(name))
-        if lacking:
-            raise ModelError(
-                f"{len(lacking)} missing keys, the first: {lacking[0]}", where=str(self.source.path), do=REMEDY
-            )
+        self.reader.check_missing(missing)
 
     def _make_room(self, name: str) -> None:
         """Memory of a parameter that an overlay fills."""
@@ -141,7 +125,7 @@ class StreamedModel:
 
     def _take(self, name: str, other: str) -> None:
         """Let a parameter be one that lies elsewhere; what is read for it alone does not stay there."""
-        held = not self._on_meta(other)
+        held = self.model.get_parameter_or_buffer(other).device.type != "meta"
         if not held:
             self.reader.read([other])
         share(self.model, name, other)
@@ -155,9 +139,6 @@ class StreamedModel:
             if self.block_of(name) and resident is not None and name not in self.reader.origins:
                 share(self.model, name, resident)
                 self._pinned.add(name)
-
-    def _on_meta(self, name: str) -> bool:
-        return bool(self.model.get_parameter_or_buffer(name).device.type == "meta")
 
     def _to_meta(self, name: str) -> None:
         module, leaf = owner(self.model, name)
@@ -176,7 +157,7 @@ class StreamedModel:
         """Read a block's weights; ModelError when one is missing or of another shape."""
         if block in self.loaded:
             return
-        self._read([name for name in self._names[block] if name not in self._pinned])
+        self._read([name for name in self.names[block] if name not in self._pinned])
         self.loaded.add(block)
         return_memory()  # the tensors on disk that its parameters were put together from
         if self.block_overlay is not None:
@@ -207,23 +188,11 @@ class StreamedModel:
 
     def drop(self, block: str) -> None:
         """Put a block's weights back on the meta device."""
-        for name in self._names[block]:
+        for name in self.names[block]:
             if name not in self._pinned:
                 self._to_meta(name)
         self.loaded.discard(block)
         return_memory()
-
-    @contextmanager
-    def having(self, layer: ExpertLayer) -> Iterator[nn.Module]:
-        """The model with the block of one MoE layer read."""
-        block = self.block_of(layer.name)
-        here = block in self.loaded
-        self.load(block)
-        try:
-            yield self.model
-        finally:
-            if not here:
-                self.drop(block)
 
     @contextmanager
     def lockstep(self, pause: Callable[[str], None]) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeq.errors import CorpusError
 from moeq.models.corpus.chat import rendered
-from moeq.models.merge_cache import without_merge_cache
+from moeq.models.merge_cache import drop_merge_cache
 from moeq.models.source import PROCESSOR_FILES
 
 INSTALL = "pip install 'moeq[vision]'"
@@ -131,7 +131,7 @@ def load_processor(model: Path, trust_remote_code: bool = False, *, images_alone
         raise CorpusError(
             f"its processor cannot be loaded ({reason})", where=str(model), do="copy the model's processor files again"
         ) from error
-    without_merge_cache(getattr(processor, "tokenizer", None))
+    drop_merge_cache(getattr(processor, "tokenizer", None))
     return processor
 
 
