@@ -75,10 +75,10 @@ class OtherModules:
 
 def by_block(modules: Iterable[OtherModule]) -> dict[str, list[OtherModule]]:
     """Modules by the decoder layer that they lie in, "" for none."""
-    found: dict[str, list[OtherModule]] = {}
+    blocks: dict[str, list[OtherModule]] = {}
     for module in modules:
-        found.setdefault(module.block, []).append(module)
-    return found
+        blocks.setdefault(module.block, []).append(module)
+    return blocks
 
 
 def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource | None = None) -> OtherModules:
@@ -86,14 +86,13 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
 
     source: the checkpoint, where modules whose weights it keeps in one tensor with others are to be left as they are.
     """
-    found = [*_resident(model), *_in_layers(model, layers)]
+    modules = {module.weight: module for module in (*_resident(model), *_in_layers(model, layers))}
     left: dict[str, tuple[str, str]] = {}
     kept = []
     ties = tied(model)
-    names = {module.weight: module for module in found}
-    for module in found:
+    for module in modules.values():
         others = ties.get(module.weight, [])
-        pair = _pair(module, others, names)
+        pair = _pair(module, others, modules)
         if others and pair is None:
             left[module.name] = (module.kind, OTHER_TIES)
         elif _reads_weight(model, module.name) or (pair is not None and _reads_weight(model, pair.name)):
@@ -107,12 +106,10 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
     return OtherModules(modules=tuple(kept), left=left)
 
 
-def _pair(module: OtherModule, others: list[str], names: dict[str, OtherModule]) -> OtherModule | None:
-    """The other one of a tied pair of embeddings and head, None for no pair."""
-    if len(others) != 1 or others[0] not in names:
-        return None
-    other = names[others[0]]
-    return other if {module.kind, other.kind} == {EMBEDDINGS, HEAD} else None
+def _pair(module: OtherModule, others: list[str], modules: dict[str, OtherModule]) -> OtherModule | None:
+    """The other one of a tied pair of embeddings and head, None for no pair; modules: {weight: module}."""
+    other = modules.get(others[0]) if len(others) == 1 else None
+    return other if other is not None and {module.kind, other.kind} == {EMBEDDINGS, HEAD} else None
 
 
 def _resident(model: Any) -> Iterator[OtherModule]:
@@ -241,10 +238,10 @@ def weight_keys(source: ModelSource, model: nn.Module, modules: Iterable[OtherMo
 def _on_disk_with_others(model: Any, source: ModelSource, modules: list[OtherModule]) -> set[str]:
     """Modules whose weight shares a tensor on disk with a parameter that is not among them."""
     reader = WeightReader(source, model, torch.float32, torch.device("cpu"))
-    mine = {module.weight: module.name for module in modules}
+    names = {module.weight: module.name for module in modules}
     return {
         name
-        for weight, name in mine.items()
+        for weight, name in names.items()
         for origin in reader.origins.get(weight, ())
-        if any(target not in mine for target in origin.targets)
+        if any(target not in names for target in origin.targets)
     }

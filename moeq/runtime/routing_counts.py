@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moeq.models.experts import ExpertLayer
+from moeq.models.kinds.base import Routing
 from moeq.models.walk import tap
 
 
@@ -33,12 +34,12 @@ class RoutingCounts:
 
 @contextmanager
 def counting(model: nn.Module, layers: Sequence[ExpertLayer], into: RoutingCounts) -> Iterator[None]:
-    """Add what the routers choose for every token of the forward passes within; no token may be a pad.
+    """Add what the routers choose for every token of the forward passes within to `into`; no token may be a pad.
 
     Sums are taken on the CPU in float64, in the order of the tokens, so that the same passes give the same bits.
     """
 
-    def see(layer: ExpertLayer, seen: tuple[Tensor, Tensor, Tensor]) -> None:
+    def see(layer: ExpertLayer, seen: Routing) -> None:
         _, experts, weights = seen
         chosen, share = experts.detach().reshape(-1).cpu().long(), weights.detach().reshape(-1).cpu().double()
         real = chosen < layer.num_experts

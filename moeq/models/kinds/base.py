@@ -21,6 +21,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 NON_GATED = ("up_proj", "down_proj")
 
 Gate = Callable[[dict[str, Tensor]], Tensor]  # {gate_proj, up_proj: [T, I]} -> what goes into down_proj, [T, I]
+Routing = tuple[Tensor, Tensor, Tensor]  # hidden [T, H], experts [T, k] (E and more: none), routing weights [T, k]
 Experts = Any  # an nn.Module, whose attributes would be tensors or modules to a type checker
 
 
@@ -28,13 +29,12 @@ Experts = Any  # an nn.Module, whose attributes would be tensors or modules to a
 class Tap:
     """Where a layer's routing is seen: a module, before or after it runs, and what its call says.
 
-    read(module, arguments, output) gives hidden [T, H], experts [T, k] (E and more: none) and routing weights [T, k];
-    `output` is None before the module runs.
+    read(module, arguments, output) gives the routing; `output` is None before the module runs.
     """
 
     path: str
     after: bool
-    read: Callable[[nn.Module, tuple[Any, ...], Any], tuple[Tensor, Tensor, Tensor]]
+    read: Callable[[nn.Module, tuple[Any, ...], Any], Routing]
 
 
 class ReadsParts(Protocol):
@@ -122,11 +122,10 @@ class Kind(ABC):
 
     def tap(self, path: str) -> Tap:
         """By default the experts module is called with hidden, indices and weights, in this order."""
-        return Tap(path=path, after=False, read=lambda _, arguments, __: _three(arguments))
+        return Tap(path=path, after=False, read=lambda _, arguments, __: _three(*arguments[:3]))
 
 
-def _three(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, experts, weights = arguments[:3]
+def _three(hidden: Tensor, experts: Tensor, weights: Tensor) -> Routing:
     return hidden.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)
 
 

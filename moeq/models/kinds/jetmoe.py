@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq.models.kinds.base import Experts, Kind, Tap
+from moeq.models.kinds.base import Experts, Kind, Routing, Tap
 
 
 class JetMoe(Kind):
@@ -35,7 +35,7 @@ class JetMoe(Kind):
         return Tap(path=f"{path}.router", after=True, read=lambda _, arguments, output: routing(arguments[0], output))
 
 
-def routing(hidden: Tensor, routed: Any) -> tuple[Tensor, Tensor, Tensor]:
+def routing(hidden: Tensor, routed: Any) -> Routing:
     """hidden [T, H] with experts and weights [T, k]; the router gives pairs of token and expert, sorted by expert."""
     order, _, gates, sizes, _ = routed
     experts = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).to(order.device)

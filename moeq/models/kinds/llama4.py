@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moeq.models.kinds.base import Experts, Kind, Tap
+from moeq.models.kinds.base import Experts, Kind, Routing, Tap
 
 
 class Llama4(Kind):
@@ -35,7 +35,7 @@ class Llama4(Kind):
         return Tap(path=f"{path.rpartition('.')[0]}.router", after=True, read=_chosen)
 
 
-def _chosen(router: Any, arguments: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _chosen(router: Any, arguments: tuple[Any, ...], output: Any) -> Routing:
     """The router returns scores [T, E], zero where not chosen, and logits [T, E]."""
     scores = output[0]
     weights, experts = scores.topk(router.top_k, -1)

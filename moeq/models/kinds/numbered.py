@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moeq.models.kinds.base import NON_GATED, Experts, Kind, ReadsParts, Tap
+from moeq.models.kinds.base import NON_GATED, Experts, Kind, ReadsParts, Routing, Tap
 
 
 class Numbered(Kind):
@@ -50,7 +50,7 @@ def _names(expert: int) -> dict[str, str]:
     return {"up_proj": f"expert_{expert}.wi.weight", "down_proj": f"expert_{expert}.wo.weight"}
 
 
-def routing(hidden: Tensor, selected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def routing(hidden: Tensor, selected: Tensor, weights: Tensor) -> Routing:
     """hidden [T, H], experts [T, 1] of a one-hot choice [T, 1, E] (E: over its capacity), and weights [T, 1]."""
     experts = selected.argmax(-1).masked_fill(selected.sum(-1) == 0, selected.shape[-1])
     return hidden.flatten(0, -2), experts.view(-1, 1), weights.view(-1, 1)
