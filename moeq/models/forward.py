@@ -20,11 +20,11 @@ def takes_images(model: Any) -> bool:
 
 
 def forward(model: Any, input_ids: Tensor, mask: Tensor | None = None, **extra: Any) -> Any:
-    """The model's output on tokens [B, S]; mask [B, S] is None without pads, `extra` is what images add.
+    """The model's output on tokens [B, S] int64; mask [B, S] is None without pads, `extra` is what images add.
 
     An encoder-decoder is given the same tokens on both sides, the decoder's shifted right by its start token, so that
     logits [B, S, V] at t predict token t: `ahead(model)` is then 0 instead of 1. An image classifier is given `extra`
-    alone, its tokens only stand for its positions.
+    alone, its tokens only stand for its positions. ModelError for tokens beyond the vocabulary.
     """
     if takes_images(model):
         return model(**extra)
@@ -84,8 +84,7 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 def image_positions(model: Any) -> int:
     """How many positions the blocks of an image classifier see of one image, special tokens included."""
     names = ("pos_embed", "position_embeddings")
-    found = (parameter for name, parameter in model.named_parameters() if name.endswith(names))
-    return int(next(found).shape[1])
+    return next(int(weight.shape[1]) for name, weight in model.named_parameters() if name.endswith(names))
 
 
 def ahead(model: Any) -> int:

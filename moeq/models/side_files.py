@@ -135,11 +135,11 @@ def _cleaned(config: Mapping[str, Any], data: Iterable[Path]) -> tuple[dict[str,
         if path.suffix != ".json" or path.name in NO_SETTINGS:
             continue
         try:
-            found, keys = without_code(read_json_file(path, most=CONFIG_BYTES, tag_constants=True))
+            settings, keys = without_code(read_json_file(path, most=CONFIG_BYTES, tag_constants=True))
         except (OSError, ValueError) as error:
             raise ModelError(f"not valid JSON ({error})", where=str(path), do="download the file again") from None
         if keys:
-            cleaned[path.name] = found
+            cleaned[path.name] = settings
             entries += [f"{key} of {path.name}" for key in keys]
     return cleaned, entries
 
