@@ -85,13 +85,13 @@ class ModelSource:
         cached: of files that were read before and have not changed since, the digest that was found then.
         """
         paths = {path.name: path for path in [*self.side_files(), *self.files]}
-        found = digests_of_files(paths.values(), cached=cached, reporter=reporter, title="hashing the model")
-        return {name: found[path] for name, path in paths.items()}
+        digests = digests_of_files(paths.values(), cached=cached, reporter=reporter, title="hashing the model")
+        return {name: digests[path] for name, path in paths.items()}
 
     def stamp(self, files: Mapping[str, str] | None = None) -> ModelStamp:
         """Name, revision and a digest of configuration, tokenizer and weights; files: the digests, where known."""
-        found = {"config": self.config, **(self.file_digests() if files is None else files)}
-        return ModelStamp(name=self.name, revision=self.revision, digest=digest_of(found))
+        parts = {"config": self.config, **(self.file_digests() if files is None else files)}
+        return ModelStamp(name=self.name, revision=self.revision, digest=digest_of(parts))
 
     def sampled_digest(self, files: Mapping[str, str]) -> str:
         """The digest that older moeq gave this model: of weights above 64 MiB it read the size, the header and 64
@@ -246,14 +246,19 @@ def read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         where = str(file.parent)
         raise ModelError("not a model directory: no config.json", where=where, do="give the folder that holds it")
-    try:
-        config = read_json_file(file, most=CONFIG_BYTES, tag_constants=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
+    config = read_settings(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError("no model_type", where=str(file), do="give a transformers model directory")
     check_config(config, file)
     return config
+
+
+def read_settings(file: Path) -> Any:
+    """What a JSON file of a model holds; ModelError where it is none."""
+    try:
+        return read_json_file(file, most=CONFIG_BYTES, tag_constants=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
 
 
 def _read_headers(path: Path) -> dict[str, TensorHeader]:
