@@ -28,14 +28,14 @@ GUARD_DTYPE = torch.float16
 def guard_shapes(layer: ExpertLayer) -> dict[str, tuple[int, ...]]:
     """Names below the experts module and shapes of the guard tensors: one for each parameter of a stack, one in all
     where experts are numbered. An even second axis lets transformers halve it when it writes a checkpoint again."""
-    guarded = layer.parameters if layer.kind.name != "numbered" else layer.parameters[:1]
-    return {name: _guard_shape(name, layer) for name in guarded}
-
-
-def _guard_shape(name: str, layer: ExpertLayer) -> tuple[int, ...]:
-    if layer.kind.name in ("numbered", "dbrx"):
-        return 1, 1
-    return (1, 2) if name.endswith("_bias") else (1, 2, 1) if name.startswith("gate_up") else (1, 1, 1)
+    if layer.kind.name == "numbered":
+        return {layer.parameters[0]: (1, 1)}
+    if layer.kind.name == "dbrx":
+        return dict.fromkeys(layer.parameters, (1, 1))
+    return {
+        name: (1, 2) if name.endswith("_bias") else (1, 2, 1) if name.startswith("gate_up") else (1, 1, 1)
+        for name in layer.parameters
+    }
 
 
 class PackedLinear(nn.Module):
@@ -64,10 +64,8 @@ class PackedLinear(nn.Module):
         for part, (shape, dtype) in packed_shapes(rows, inputs, bits, group_size, symmetric, nested).items():
             self.register_buffer(part, torch.empty(shape, dtype=dtype))
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] in `dtype`."""
-        if self.bits == FULL:
-            return self.get_buffer("dense").to(dtype)
+    def stored(self) -> PackedWeight:
+        """The matrix [N, K] of a width below 16 as it is stored."""
         return PackedWeight(
             codes=self.get_buffer("codes"),
             scales=self.get_buffer("scales"),
@@ -77,7 +75,11 @@ class PackedLinear(nn.Module):
             inputs=self.inputs,
             symmetric=self.symmetric,
             nested=self.nested,
-        ).dequantize(dtype)
+        )
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] in `dtype`."""
+        return self.get_buffer("dense").to(dtype) if self.bits == FULL else self.stored().dequantize(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Move, but never convert what is stored: scales in another type would be other scales."""
@@ -162,12 +164,12 @@ class PackedExperts(nn.Module):
 
     def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
         """Experts, in order, by the device that holds them; `home` is that of experts without a place of their own."""
-        found: dict[torch.device, list[int]] = {}
+        places: dict[torch.device, list[int]] = {}
         for expert in experts:
             state = None if expert >= self.num_experts else next(self.get_submodule(str(expert)).buffers())
             offloaded = state is None or state.device.type == "meta"  # accelerate brings it in when it is called
-            found.setdefault(home if offloaded or state is None else state.device, []).append(expert)
-        return found
+            places.setdefault(home if offloaded or state is None else state.device, []).append(expert)
+        return places
 
     def weighted_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Sum over each token's experts of routing weight times expert output, [T, H].
@@ -213,14 +215,13 @@ class PackedLlama4(PackedExperts):
         """[E*T, H] -> [E*T, H]."""
         result = torch.zeros_like(hidden_states)
         rows = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
-        chosen = [mine.any(1).nonzero().squeeze(1) for mine in rows]
+        chosen = [tokens.any(1).nonzero().squeeze(1) for tokens in rows]
         used = [expert for expert, tokens in enumerate(chosen) if len(tokens)]
         for device, numbers in self.by_device(used, rows.device).items():
-            sent = torch.cat([rows[expert, chosen[expert]] for expert in numbers]).to(device)
-            parts = sent.split([len(chosen[expert]) for expert in numbers])
-            each = zip(numbers, parts, strict=True)
-            outputs = [self.expert(expert, part, chosen[expert]) for expert, part in each]
-            back = torch.cat(outputs).to(rows.device).split([len(part) for part in parts])
+            counts = [len(chosen[expert]) for expert in numbers]
+            sent = torch.cat([rows[expert, chosen[expert]] for expert in numbers]).to(device).split(counts)
+            outputs = [self.expert(expert, part, chosen[expert]) for expert, part in zip(numbers, sent, strict=True)]
+            back = torch.cat(outputs).to(rows.device).split(counts)
             for expert, output in zip(numbers, back, strict=True):
                 result.view_as(rows)[expert, chosen[expert]] = output
         return result
