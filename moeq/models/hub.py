@@ -30,7 +30,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, first_line
 
 Kind = Literal["model", "dataset"]
 KEPT = "what is already downloaded is kept"
@@ -99,7 +99,7 @@ def explain(problem: BaseException, name: str, kind: Kind, revision: str | None)
     if answer is not None and not offline:
         return _explain_answer(answer, name, kind, revision)
     names = {parent.__name__ for error in chain for parent in type(error).__mro__}
-    reason = _reason(chain[-1])
+    reason = first_line(chain[-1])
     if offline or constants.is_offline_mode():
         at = f" at revision {revision}" if revision else ""
         return (
@@ -149,13 +149,13 @@ def _explain_answer(answer: HfHubHTTPError, name: str, kind: Kind, revision: str
     if status == 401:
         return "the hub does not know the token (401)", f"{LOG_IN} with a valid one"
     if isinstance(answer, EntryNotFoundError):
-        return f"no such file in it ({_reason(answer)})", "check the name and the revision"
+        return f"no such file in it ({first_line(answer)})", "check the name and the revision"
     if status == 429:
         return (
             "the hub asks to wait (429: too many requests)",
             f"wait some minutes; with a token ({LOG_IN}) more is allowed",
         )
-    return f"the hub answers {status} ({_reason(answer)})", f"try again later; {KEPT}"
+    return f"the hub answers {status} ({first_line(answer)})", f"try again later; {KEPT}"
 
 
 def _chain(problem: BaseException) -> list[BaseException]:
@@ -166,8 +166,3 @@ def _chain(problem: BaseException) -> list[BaseException]:
         chain.append(error)
         error = error.__cause__ or error.__context__
     return chain
-
-
-def _reason(problem: BaseException) -> str:
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__
