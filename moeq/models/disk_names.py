@@ -64,7 +64,7 @@ class DiskNames:
     def _experts(self, layer: ExpertLayer) -> Names | None:
         sketch = with_parameters(self.model.get_submodule(layer.name), _sketch(layer))
         shapes = {name: (_INPUTS, _ROWS) if name == "down_proj" else (_ROWS, _INPUTS) for name in layer.projections}
-        numbers = {}
+        numbers: dict[tuple[int, str], float] = {}
         for expert in range(layer.num_experts):
             for projection, view in layer.kind.views(sketch, expert).items():
                 if view.shape != shapes[projection]:

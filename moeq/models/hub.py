@@ -94,13 +94,13 @@ def hub_errors(name: str, kind: Kind, revision: str | None, error: type[MoeqErro
 def explain(problem: BaseException, name: str, kind: Kind, revision: str | None) -> tuple[str, str]:
     """What went wrong, and what to do about it."""
     chain = _chain(problem)
-    offline = any(isinstance(error, OfflineModeIsEnabled) for error in chain)
+    without_hub = any(isinstance(error, OfflineModeIsEnabled) for error in chain)
     answer = next((error for error in chain if isinstance(error, HfHubHTTPError)), None)
-    if answer is not None and not offline:
+    if answer is not None and not without_hub:
         return _explain_answer(answer, name, kind, revision)
     names = {parent.__name__ for error in chain for parent in type(error).__mro__}
     reason = first_line(chain[-1])
-    if offline or constants.is_offline_mode():
+    if without_hub or constants.is_offline_mode():
         at = f" at revision {revision}" if revision else ""
         return (
             f"neither here nor to be had from the hub: not in the cache{at}, or not whole, and HF_HUB_OFFLINE is set",

@@ -79,17 +79,6 @@ class Need:
     packed: bool = True
 
 
-def read_documents(
-    sources: Sequence[Source], fields: Fields, tokenizer: Any, *, need: Need | None = None, seed: int | None = None
-) -> list[Document]:
-    """The documents of the sources: of files all, of a hub dataset as many as `need` takes.
-
-    seed: draw documents in an order that it decides, instead of that of the files. Raises CorpusError naming file and
-    row for what cannot be read.
-    """
-    return [document for source in sources for document in documents_of(source, fields, tokenizer, need, seed)]
-
-
 def documents_of(
     source: Source,
     fields: Fields,
@@ -98,7 +87,10 @@ def documents_of(
     seed: int | None = None,
     advance: Advance | None = None,
 ) -> Iterator[Document]:
-    """The documents of one source, one by one where no seed decides their order."""
+    """The documents of a source, one by one where no seed decides their order: of a file all, of a hub dataset enough.
+
+    need: what is enough; seed: draws their order, which is else the file's. Raises CorpusError naming file and row.
+    """
     if not isinstance(source, LocalFile):
         yield from _enough(_of_dataset(source, fields, tokenizer, seed), source, tokenizer, need)
         return

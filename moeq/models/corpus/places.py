@@ -137,8 +137,7 @@ class Places(TextRows):
 
     def take(self, count: int | None) -> Sequences:
         """As `Rows.take`; a place without enough tokens is replaced by another, at last by tokenizing everything."""
-        numbers = any(isinstance(row, int) for rows in self.rows.values() for row in rows[:1])
-        if numbers and count is not None:
+        if self._numbered and count is not None:
             taken = self._taken(count)
             if len(taken) == count:
                 return self._sequences(taken)
@@ -148,6 +147,11 @@ class Places(TextRows):
     def _up_to(self, count: int) -> Sequences | None:
         taken = self._taken(count)
         return self._sequences(taken) if taken else None
+
+    @property
+    def _numbered(self) -> bool:
+        """Whether rows are numbers of places."""
+        return any(isinstance(row, int) for rows in self.rows.values() for row in rows[:1])
 
     def _taken(self, count: int) -> list[tuple[str, Row]]:
         """Up to `count` rows, read; fewer where there are no more."""

@@ -236,22 +236,6 @@ class Pool(TextRows):
             self.rows[domain] += images_of_domain
 
 
-def make_sequences(
-    documents: Sequence[Document],
-    tokenizer: Any,
-    *,
-    length: int,
-    count: int | None,
-    packed: bool = True,
-    where: str = "corpus",
-) -> Sequences:
-    """Tokenize and cut into `count` sequences of `length` tokens (None: all of the text), as `Pool` does.
-
-    Raises CorpusError when there is no text or too little of it.
-    """
-    return Pool(documents, tokenizer, length=length, packed=packed, where=where).take(count)
-
-
 def _shares(available: dict[str, int], count: int) -> dict[str, int]:
     """Equal shares of `count`, none above what is available; what is left goes to the domains that have more."""
     shares = dict.fromkeys(available, 0)
