@@ -142,11 +142,8 @@ def _blocks(model: nn.Module, layers: Sequence[ExpertLayer]) -> list[str]:
     for layer in layers:
         path = next((path for path in blocks if layer.name.startswith(f"{path}.")), None)
         if path is None or path in holding:
-            raise ModelError(
-                "experts are not in a decoder layer of their own, so that they cannot be refined",
-                where=layer.name,
-                do="use quantize.refine: null",
-            )
+            what = "experts are not in a decoder layer of their own, so that they cannot be refined"
+            raise ModelError(what, where=layer.name, do="use quantize.refine: null")
         holding.append(path)
     return holding
 

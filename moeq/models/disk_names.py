@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, apply_renamings, revert_weight_conversion
 
 from moeq.models.experts import ExpertLayer
-from moeq.models.kinds.base import with_parameters
+from moeq.models.kinds.base import Matrices, with_parameters
 
 Names = dict[tuple[int, str], str]  # {(expert, projection): key}
 _ROWS, _INPUTS = 2, 3  # of an expert's first matrices in a sketch of the layer; its down_proj is the other way round
@@ -81,13 +81,8 @@ class DiskNames:
             names[expert, projection] = key
         return names
 
-    def layer(
-        self, layer: ExpertLayer, experts: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]
-    ) -> dict[str, Tensor]:
-        """All tensors on disk of one layer's routed experts, {key: tensor}.
-
-        experts: matrices {projection: [rows, inputs]} and biases {projection: [rows]} of each in turn.
-        """
+    def layer(self, layer: ExpertLayer, experts: Iterable[tuple[Matrices, Matrices]]) -> dict[str, Tensor]:
+        """{key: tensor} of one layer's routed experts as on disk, given matrices and biases of each in turn."""
         module = self.model.get_submodule(layer.name)
         whole: nn.Module | None = None
         for expert, (weights, biases) in enumerate(experts):

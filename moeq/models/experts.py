@@ -67,11 +67,8 @@ def find_expert_layers(model: nn.Module, *, needed: bool = True) -> list[ExpertL
         kind = next((kind for kind in KINDS if kind.holds(module)), None)
         reason = reason_to_refuse(module) or (None if kind is None else kind.refusal(module))
         if reason is not None:
-            raise ModelError(
-                f"experts of this kind ({type(module).__name__}) are not supported: {reason}",
-                where=f"{model_name}, {name}",
-                do=SUPPORTED,
-            )
+            what = f"experts of this kind ({type(module).__name__}) are not supported: {reason}"
+            raise ModelError(what, where=f"{model_name}, {name}", do=SUPPORTED)
         if kind is None:
             continue
         experts, hidden, intermediate = kind.sizes(module)

@@ -49,11 +49,8 @@ def check_tokens(model: Any, input_ids: Tensor) -> None:
     if largest >= rows:
         folder = Path(getattr(model.config, "_name_or_path", "") or ".")
         file = next((folder / name for name in sorted(VOCABULARIES) if (folder / name).is_file()), folder)
-        raise ModelError(
-            f"token {largest} is beyond the model's vocabulary of {rows}",
-            where=str(file),
-            do="copy the tokenizer files of this model into its directory",
-        )
+        what = f"token {largest} is beyond the model's vocabulary of {rows}"
+        raise ModelError(what, where=str(file), do="copy the tokenizer files of this model into its directory")
 
 
 def token_inputs(model: Any, input_ids: Tensor) -> dict[str, Tensor]:

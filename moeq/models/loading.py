@@ -75,11 +75,8 @@ def source_dtype(source: ModelSource) -> torch.dtype:
             bytes_by_dtype[header.dtype] += header.bytes
     main = max(bytes_by_dtype, key=lambda name: bytes_by_dtype[name])
     if main not in HEADER_DTYPES:
-        raise ModelError(
-            f"weights of type {main} are not supported yet",
-            where=str(source.path),
-            do="dequantize the checkpoint to bfloat16 first",
-        )
+        what = f"weights of type {main} are not supported yet"
+        raise ModelError(what, where=str(source.path), do="dequantize the checkpoint to bfloat16 first")
     return HEADER_DTYPES[main]
 
 
@@ -142,11 +139,8 @@ def model_class(source: ModelSource, config: Any, trust_remote_code: bool = Fals
             return made[0] if isinstance(made, tuple) else made  # DeiT's: without its teacher first
     if own is not None:
         raise _needs_trust(source)
-    raise ModelError(
-        f"transformers has no language model or image classifier of type {source.config['model_type']}",
-        where=str(source.path),
-        do=SUPPORTED,
-    )
+    what = f"transformers has no language model or image classifier of type {source.config['model_type']}"
+    raise ModelError(what, where=str(source.path), do=SUPPORTED)
 
 
 def skeleton(
@@ -275,11 +269,8 @@ def tied(model: Any) -> dict[str, list[str]]:
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
     """The model's tokenizer; ModelError when it is missing or broken."""
     if not any((source.path / name).is_file() for name in VOCABULARIES):
-        raise ModelError(
-            "no tokenizer (tokenizer.json, tokenizer.model or vocab.*)",
-            where=str(source.path),
-            do="copy the tokenizer files of the model into the directory",
-        )
+        what = "no tokenizer (tokenizer.json, tokenizer.model or vocab.*)"
+        raise ModelError(what, where=str(source.path), do="copy the tokenizer files of the model into the directory")
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code)

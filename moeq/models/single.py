@@ -14,6 +14,7 @@ from transformers.core_model_loading import ErnieFuseAndSplitTextVisionExperts
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
+from moeq.models.kinds.base import Matrices
 from moeq.models.loading import tied
 from moeq.models.messages import damaged
 from moeq.models.source import ModelSource
@@ -32,19 +33,6 @@ class _OneExpert:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-
-class _Below:
-    """An ExpertReader for the parameters below one module."""
-
-    def __init__(self, reader: ExpertReader, path: str) -> None:
-        self.reader, self.path = reader, path
-
-    def read_expert(self, name: str, expert: int) -> Tensor:
-        return self.reader.read_expert(f"{self.path}.{name}", expert)
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self.reader.read_rows(f"{self.path}.{name}", start, stop)
 
 
 class ExpertReader:
@@ -93,9 +81,9 @@ class ExpertReader:
             raise self._error(f"{name} is not on disk as it is in memory")
         return self._read(origin.key, slice(start, stop)).to(self.model.get_parameter(name).dtype)
 
-    def read(self, layer: ExpertLayer, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def read(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, Matrices]:
         """Matrices {projection: [rows, inputs]} and biases {projection: [rows]} of one expert of a layer."""
-        return layer.kind.alone(self.model.get_submodule(layer.name), expert, _Below(self, layer.name))
+        return layer.kind.alone(self.model.get_submodule(layer.name), layer.name, expert, self)
 
     def bytes_of(self, name: str, expert: int) -> int:
         """Bytes on disk of one expert's part of a parameter, its scales included."""

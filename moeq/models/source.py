@@ -316,11 +316,8 @@ def check_counts(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader],
             continue
         if value > most:
             stated = str(value) if value < 10**20 else "more than 10**20"
-            raise ModelError(
-                f"{key} is {stated}; weights of {len(tensors)} tensors cannot have that many",
-                where=str(where),
-                do="download the model again",
-            )
+            what = f"{key} is {stated}; weights of {len(tensors)} tensors cannot have that many"
+            raise ModelError(what, where=str(where), do="download the model again")
 
 
 def _whole_numbers(node: Any) -> Iterator[tuple[str, int]]:

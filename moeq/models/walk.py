@@ -172,11 +172,8 @@ def stop_runs(runs: Sequence[greenlet]) -> None:
 
 def out_of_turn(where: str) -> ModelError:
     """The error for a model whose layers do not run in the order in which they were found."""
-    return ModelError(
-        "this MoE layer did not run in its turn",
-        where=where,
-        do="report the model's family: its layers are not run in order",
-    )
+    what = "this MoE layer did not run in its turn"
+    return ModelError(what, where=where, do="report the model's family: its layers are not run in order")
 
 
 def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
@@ -233,11 +230,8 @@ def gather(layer: ExpertLayer, captured: Sequence[Sequence[Tensor]], batches: Se
     finite = torch.isfinite(hidden).all(1) & (torch.isfinite(weights) | ~chosen).all(1)
     left_out = int((~finite).sum())
     if left_out == len(hidden):
-        raise NotFiniteError(
-            "activations before the experts are not finite, of none of the tokens",
-            where=layer.name,
-            do="use dtype: float32, or check the checkpoint's weights",
-        )
+        what = "activations before the experts are not finite, of none of the tokens"
+        raise NotFiniteError(what, where=layer.name, do="use dtype: float32, or check the checkpoint's weights")
     if not bool(hidden.any()):
         raise AllZeroError(
             "activations before the experts are all 0", where=layer.name, do="check the checkpoint's weights"

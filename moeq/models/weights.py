@@ -242,11 +242,8 @@ class WeightReader:
             scaled = any(name in self.source.tensors for name in _scales_of(key))
             codes = header.dtype in INTEGERS and key in floating and key not in scales
             if (header.dtype == "F8_E4M3" and not scaled) or (codes and not (scaled and dequantized)):
-                raise ModelError(
-                    f"{key} has no scales that config.json declares, only {header.dtype} codes",
-                    where=str(header.file),
-                    do="use a checkpoint in bfloat16, float16 or float32",
-                )
+                what = f"{key} has no scales that config.json declares, only {header.dtype} codes"
+                raise ModelError(what, where=str(header.file), do="use a checkpoint in bfloat16, float16 or float32")
 
     def _index(self) -> None:
         """Ask the library's rules for the parameter of every key, in the order in which it would load them."""

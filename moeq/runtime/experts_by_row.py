@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from moeq.models.experts import DOWN, ExpertLayer
+from moeq.models.kinds.base import Matrices
 from moeq.numerics.packed import PackedWeight
 from moeq.runtime.packed_experts import PACKED, PackedExperts
 
-Matrices = dict[str, Tensor]
 CACHE_BYTES = 4 << 30  # of dequantized replicas that are kept
 
 
@@ -53,10 +53,8 @@ class ReplicaSource(Protocol):
     def widths(self) -> frozenset[int]:
         """The widths that every expert has a replica of, 16 for full precision."""
 
-    def expert(
-        self, layer: ExpertLayer, expert: int, key: int
-    ) -> tuple[dict[str, PackedWeight | Tensor], dict[str, Tensor]]:
-        """Matrices {projection: [rows, inputs]} and biases {projection: [rows]} of one replica."""
+    def expert(self, layer: ExpertLayer, expert: int, key: int) -> tuple[dict[str, PackedWeight | Tensor], Matrices]:
+        """Matrices, as they are stored, and biases of one replica."""
 
 
 @dataclass
@@ -84,7 +82,7 @@ class Dequantized:
         self._kept = LastUsed(limit, lambda parts: sum(tensor.nbytes for part in parts for tensor in part.values()))
 
     def __call__(self, layer: ExpertLayer, expert: int, key: int) -> tuple[Matrices, Matrices]:
-        """Matrices {projection: [rows, inputs]} and biases {projection: [rows]} of one replica, in `dtype`."""
+        """Matrices and biases of one replica, in `dtype`."""
         place, make = (layer.index, expert, key), partial(self._made, layer, expert, key)
         replica: tuple[Matrices, Matrices] = self._kept.get(place, make)
         return replica

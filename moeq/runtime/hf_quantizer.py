@@ -218,7 +218,9 @@ def _warn_of_held_experts(model: nn.Module) -> None:
     places: dict[str, Any] = getattr(model, "hf_device_map", {})
     for path, module in model.named_modules():
         if isinstance(module, PackedExperts):
-            wanted = next((str(places[name]) for name in _with_parents(path) if name in places), None)
+            names = path.split(".")
+            around = (".".join(names[:count]) for count in range(len(names), -1, -1))  # itself first, the model last
+            wanted = next((str(places[name]) for name in around if name in places), None)
             device = next(module.get_submodule("0").buffers()).device.type
             if (wanted == "disk" and device != "meta") or (wanted == "cpu" and device not in ("cpu", "meta")):
                 warnings.warn(
@@ -227,12 +229,6 @@ def _warn_of_held_experts(model: nn.Module) -> None:
                     stacklevel=2,
                 )
                 return
-
-
-def _with_parents(path: str) -> list[str]:
-    """A module's path and those of what it lies in, the model's own, "", last."""
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _makes(targets: list[str], stacks: tuple[str, ...]) -> bool:

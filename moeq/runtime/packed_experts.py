@@ -95,36 +95,12 @@ class PackedLinear(nn.Module):
         return nn.functional.linear(rows, self.values(rows.dtype), bias)
 
 
-class PackedExpert(nn.Module):
-    """One expert: its matrices, all of the same width, or {projection: bits}."""
-
-    def __init__(
-        self,
-        layer: ExpertLayer,
-        bits: Width,
-        group_size: int,
-        symmetric: bool,
-        dtype: torch.dtype,
-        nested: bool = False,
-    ) -> None:
-        super().__init__()
-        for projection in layer.projections:
-            width = width_of(bits, projection)
-            linear = PackedLinear(*layer.shape(projection), width, group_size, symmetric, dtype, layer.biased, nested)
-            self.add_module(projection, linear)
-
-    def run(self, rows: Tensor, math: ExpertMath) -> Tensor:
-        """rows [T, H] -> [T, H]."""
-        linears: dict[str, Any] = dict(self.named_children())
-        products = {name: linear(rows) for name, linear in linears.items() if name != DOWN}
-        output: Tensor = linears[DOWN](math.gate(products))
-        return output if math.finish is None else math.finish(output)
-
-
 class PackedExperts(nn.Module):
     """All experts of one layer, each in its own width or widths; called with hidden [T, H], indices and weights [T, k].
 
-    What of the original module is not an expert's weight (a norm, a router) is taken over under its name.
+    bits: of every expert one width, or {projection: bits}; group_size and symmetric: of the grids; nested: see
+    `numerics.packed`; dtype: of dense matrices and biases. What of the original module is not an expert's weight (a
+    norm, a router) is taken over under its name.
     """
 
     def __init__(
@@ -140,8 +116,12 @@ class PackedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.take_over(layer, original)
-        for expert, width in enumerate(bits):
-            self.add_module(str(expert), PackedExpert(layer, width, group_size, symmetric, dtype, nested))
+        for expert, widths in enumerate(bits):
+            linears = nn.ModuleDict()
+            for projection in layer.projections:
+                shape, width = layer.shape(projection), width_of(widths, projection)
+                linears[projection] = PackedLinear(*shape, width, group_size, symmetric, dtype, layer.biased, nested)
+            self.add_module(str(expert), linears)
         for name, shape in guard_shapes(layer).items():
             _register(self, name, torch.zeros(shape, dtype=GUARD_DTYPE))
 
@@ -160,7 +140,10 @@ class PackedExperts(nn.Module):
 
     def expert(self, number: int, rows: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Output [T, H] of one expert for rows [T, H]; tokens: [T] which of the device's tokens they are."""
-        return self.get_submodule(str(number)).run(rows, self.math)  # type: ignore[operator, no-any-return]
+        linears: dict[str, Any] = dict(self.get_submodule(str(number)).named_children())
+        products = {name: linear(rows) for name, linear in linears.items() if name != DOWN}
+        output: Tensor = linears[DOWN](self.math.gate(products))
+        return output if self.math.finish is None else self.math.finish(output)
 
     def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
         """Experts, in order, by the device that holds them; `home` is that of experts without a place of their own."""

@@ -46,11 +46,8 @@ def choose_files(
     if not configs:
         configs, default = _from_names(files)
     if not configs:
-        raise CorpusError(
-            "no Parquet, JSON or text files in it",
-            where=where,
-            do="try @refs/convert/parquet after its name, or give a local file",
-        )
+        what = "no Parquet, JSON or text files in it"
+        raise CorpusError(what, where=where, do="try @refs/convert/parquet after its name, or give a local file")
     name = config or default or (next(iter(configs)) if len(configs) == 1 else None)
     if name is None or name not in configs:
         problem = f"no configuration {config!r}" if config else "which configuration"

@@ -44,11 +44,8 @@ class ImageFiles:
         no image processor.
         """
         if not has_processor(self.model):
-            raise CorpusError(
-                "image files need the model's image processor, and it has no preprocessor_config.json",
-                where=str(path),
-                do="give a .safetensors file with images and labels, or digits",
-            )
+            what = "image files need the model's image processor, and it has no preprocessor_config.json"
+            raise CorpusError(what, where=str(path), do="give a .safetensors file with images and labels, or digits")
         processor = load_processor(self.model, self.trust_remote_code, images_alone=True)
         images, labels = [], []
         for where, image, label in self._labelled(path):

@@ -90,11 +90,8 @@ def image_of(value: Any, where: str, folder: Path | None) -> Path | bytes:
             do="give a path or {bytes, path}, or set corpus.image_field: null to read text only",
         )
     if folder is None:
-        raise CorpusError(
-            f"the image is a path ({name}), not part of the row",
-            where=where,
-            do="use a dataset whose Parquet files hold the images, or local files",
-        )
+        what = f"the image is a path ({name}), not part of the row"
+        raise CorpusError(what, where=where, do="use a dataset whose Parquet files hold the images, or local files")
     path = folder / name
     if not path.is_file():
         raise CorpusError(f"no such image: {path}", where=where, do="give a path relative to the file of the rows")
@@ -167,22 +164,16 @@ class Encoder:
             return rendered(speaker, row.messages, row.where)
         token = getattr(self.processor, "image_token", None)
         if not isinstance(token, str):
-            raise CorpusError(
-                "the model's processor has neither a chat template nor an image token",
-                where=row.where,
-                do="put chat_template.jinja into the model's directory",
-            )
+            what = "the model's processor has neither a chat template nor an image token"
+            raise CorpusError(what, where=row.where, do="put chat_template.jinja into the model's directory")
         return f"{tokenizer.bos_token or ''}{token * len(row.images)}{row.text}{tokenizer.eos_token or ''}"
 
     def _check_cut(self, ids: Tensor, where: str) -> None:
         """CorpusError when cutting at the length would cut an image, or when that cannot be told."""
         token = getattr(self.processor, "image_token_id", None)
         if token is None or bool((ids[self.length :] == token).any()):
-            raise CorpusError(
-                f"{len(ids)} tokens with its image, sequences have {self.length}",
-                where=where,
-                do="raise corpus.sequence_length, or use smaller images",
-            )
+            what = f"{len(ids)} tokens with its image, sequences have {self.length}"
+            raise CorpusError(what, where=where, do="raise corpus.sequence_length, or use smaller images")
 
 
 def _cut(value: Tensor, shape: torch.Size, length: int) -> Tensor:

@@ -166,11 +166,8 @@ def _file(name: str, files: ImageFiles | None) -> ImageSet:
     if path.exists() and files is not None and files.holds(path):
         return _pictures(name, path, files)
     if path.suffix != SUFFIX:
-        raise CorpusError(
-            "the model takes images, this is no set of them",
-            where=name,
-            do=f"write digits, or give a {SUFFIX} file with images and labels",
-        )
+        what = "the model takes images, this is no set of them"
+        raise CorpusError(what, where=name, do=f"write digits, or give a {SUFFIX} file with images and labels")
     if not path.is_file():
         raise CorpusError("no such file", where=name, do=f"give the path of a {SUFFIX} file, or write digits")
     try:

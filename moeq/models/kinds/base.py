@@ -20,7 +20,8 @@ from torch import Tensor, nn
 GATED = ("gate_proj", "up_proj", "down_proj")
 NON_GATED = ("up_proj", "down_proj")
 
-Gate = Callable[[dict[str, Tensor]], Tensor]  # {gate_proj, up_proj: [T, I]} -> what goes into down_proj, [T, I]
+Matrices = dict[str, Tensor]  # {projection: [rows, inputs]}; of biases {projection: [rows]}
+Gate = Callable[[Matrices], Tensor]  # {gate_proj, up_proj: [T, I]} -> what goes into down_proj, [T, I]
 Routing = tuple[Tensor, Tensor, Tensor]  # hidden [T, H], experts [T, k] (E and more: none), routing weights [T, k]
 Experts = Any  # an nn.Module, whose attributes would be tensors or modules to a type checker
 
@@ -38,7 +39,7 @@ class Tap:
 
 
 class ReadsParts(Protocol):
-    """Reads parts of a module's parameters from disk, by their names below it."""
+    """Reads parts of a model's parameters from disk, by their names."""
 
     def read_expert(self, name: str, expert: int) -> Tensor: ...
 
@@ -91,16 +92,16 @@ class Kind(ABC):
         """One expert's matrices, {projection: [rows, inputs]}, as views of the module's memory, to be overwritten."""
         return {name: stack[0] for name, stack in self.weights(module, slice(expert, expert + 1)).items()}
 
-    def alone(self, module: Experts, expert: int, read: ReadsParts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Matrices {projection: [rows, inputs]} and biases {projection: [rows]} of one expert, without the others'.
+    def alone(self, module: Experts, path: str, expert: int, reader: ReadsParts) -> tuple[Matrices, Matrices]:
+        """Matrices and biases of one expert, without the others'.
 
-        `module` may lie on the meta device; `read` reads parts of its parameters.
+        `module`, at `path` in its model, may lie on the meta device.
         """
-        parts = {name: read.read_expert(name, expert).unsqueeze(0) for name in self.parameters(module)}
+        parts = {name: reader.read_expert(f"{path}.{name}", expert).unsqueeze(0) for name in self.parameters(module)}
         return self.first(with_parameters(module, parts))
 
-    def first(self, module: Experts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Matrices {projection: [rows, inputs]} and biases {projection: [rows]} of the first expert."""
+    def first(self, module: Experts) -> tuple[Matrices, Matrices]:
+        """Matrices and biases of the first expert."""
         return self.views(module, 0), {name: stack[0] for name, stack in self.biases(module, slice(0, 1)).items()}
 
     def gate(self, module: Experts) -> Gate:

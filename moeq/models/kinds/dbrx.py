@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moeq.models.kinds.base import Experts, Kind, ReadsParts, with_parameters
+from moeq.models.kinds.base import Experts, Kind, Matrices, ReadsParts, with_parameters
 
 
 class Dbrx(Kind):
@@ -36,9 +36,9 @@ class Dbrx(Kind):
         )
         return {"gate_proj": gate, "up_proj": up, "down_proj": down.mT}
 
-    def alone(self, module: Experts, expert: int, read: ReadsParts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def alone(self, module: Experts, path: str, expert: int, reader: ReadsParts) -> tuple[Matrices, Matrices]:
         start, stop = (number * self.sizes(module)[2] for number in (expert, expert + 1))
-        parts = {name: read.read_rows(name, start, stop) for name in self.parameters(module)}
+        parts = {name: reader.read_rows(f"{path}.{name}", start, stop) for name in self.parameters(module)}
         shell: Any = with_parameters(module, parts)
         shell.num_experts = 1
         return self.first(shell)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moeq.models.kinds.base import NON_GATED, Experts, Kind, ReadsParts, Routing, Tap
+from moeq.models.kinds.base import NON_GATED, Experts, Kind, Matrices, ReadsParts, Routing, Tap
 
 
 class Numbered(Kind):
@@ -33,10 +33,11 @@ class Numbered(Kind):
         chosen = [self.views(module, expert) for expert in range(*experts.indices(len(module)))]
         return {projection: torch.stack([matrices[projection] for matrices in chosen]) for projection in NON_GATED}
 
-    def alone(self, module: Experts, expert: int, read: ReadsParts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def alone(self, module: Experts, path: str, expert: int, reader: ReadsParts) -> tuple[Matrices, Matrices]:
         _, hidden, inter = self.sizes(module)
-        names, rows = _names(expert), {"up_proj": inter, "down_proj": hidden}
-        return {projection: read.read_rows(names[projection], 0, rows[projection]) for projection in names}, {}
+        rows = {"up_proj": inter, "down_proj": hidden}
+        names = {projection: f"{path}.{name}" for projection, name in _names(expert).items()}
+        return {projection: reader.read_rows(name, 0, rows[projection]) for projection, name in names.items()}, {}
 
     def views(self, module: Experts, expert: int) -> dict[str, Tensor]:
         return {projection: module.get_parameter(name).data for projection, name in _names(expert).items()}
