@@ -169,24 +169,16 @@ def skeleton(
 def expert_keys(source: ModelSource, model: nn.Module, layers: list[ExpertLayer]) -> set[str]:
     """The tensors on disk that hold the routed experts: matrices, biases, and the scales of packed ones.
 
-    Raises ModelError when the disk has not as many weights as the configuration wants.
-    """
-    names = [f"{layer.name}.{part}" for layer in layers for part in layer.parameters]
-    return keys_of(source, model, {name: model.get_parameter(name).numel() for name in names})
-
-
-def keys_of(source: ModelSource, model: nn.Module, parameters: dict[str, int]) -> set[str]:
-    """The tensors on disk that these parameters (name: number of weights) are made of, their scales included.
-
-    Raises ModelError when the disk has not as many weights as the parameters, or matrices of experts differ in shape.
+    Raises ModelError when the disk has not as many weights as the configuration wants, or experts differ in shape.
     """
     reader = WeightReader(source, model, torch.float32, torch.device("cpu"))
-    origins = {origin.key: origin for name in parameters for origin in reader.origins.get(name, ())}
-    strays = {name for origin in origins.values() for name in origin.targets} - set(parameters)
+    names = {f"{layer.name}.{part}" for layer in layers for part in layer.parameters}
+    origins = {origin.key: origin for name in names for origin in reader.origins.get(name, ())}
     weights = set(origins) - scale_keys(source)
     _check_shapes(source, {key for key in weights if len(origins[key].targets) == 1})
+    names.update(name for origin in origins.values() for name in origin.targets)  # which share tensors with experts
     elements = sum(_weights_in(source, key) for key in weights)
-    expected = sum(parameters.values()) + sum(model.get_parameter(name).numel() for name in strays)
+    expected = sum(model.get_parameter(name).numel() for name in names)
     if elements != expected:
         what = f"expert tensors hold {elements} weights, the configuration wants {expected}"
         raise damaged(source.path, what)

@@ -24,6 +24,7 @@ from moeq.models.source import ModelSource
 from moeq.models.weights import WeightReader, owner
 from moeq.numerics.slab import return_memory
 
+META = torch.device("meta")
 Overlay = Callable[[nn.Module, ExpertLayer], None]  # changes a layer's experts right after it was read
 
 
@@ -108,7 +109,7 @@ class StreamedModel:
         """Read parameters; what the disk lacks is taken from what it is tied to."""
         missing = self.reader.read(names)
         for name in missing & self.supplied:
-            self._make_room(name)
+            self._empty(name, self.device)
         missing -= self.supplied
         there = self.reader.origins.keys() | self.supplied
         for name in sorted(missing):
@@ -117,12 +118,6 @@ class StreamedModel:
                 missing.discard(name)
         self.reader.check_missing(missing)
 
-    def _make_room(self, name: str) -> None:
-        """Memory of a parameter that an overlay fills."""
-        module, leaf = owner(self.model, name)
-        empty = torch.empty_like(getattr(module, leaf), device=self.device)
-        module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
-
     def _take(self, name: str, other: str) -> None:
         """Let a parameter be one that lies elsewhere; what is read for it alone does not stay there."""
         held = self.model.get_parameter_or_buffer(other).device.type != "meta"
@@ -130,7 +125,7 @@ class StreamedModel:
             self.reader.read([other])
         share(self.model, name, other)
         if not held and self.block_of(other) not in ("", *self.loaded):
-            self._to_meta(other)
+            self._empty(other, META)
 
     def _pin(self) -> None:
         """Parameters of blocks that are tied to resident ones are resident."""
@@ -140,11 +135,12 @@ class StreamedModel:
                 share(self.model, name, resident)
                 self._pinned.add(name)
 
-    def _to_meta(self, name: str) -> None:
+    def _empty(self, name: str, device: torch.device) -> None:
+        """Have a parameter without values on a device; buffers stay as they are."""
         module, leaf = owner(self.model, name)
-        weight = getattr(module, leaf)
         if leaf in module._parameters:
-            module._parameters[leaf] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+            empty = torch.empty_like(module._parameters[leaf], device=device)
+            module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
 
     def _to_device(self) -> None:
         """Buffers made with the structure (rotary frequencies and the like) go where the weights go."""
@@ -190,7 +186,7 @@ class StreamedModel:
         """Put a block's weights back on the meta device."""
         for name in self.names[block]:
             if name not in self._pinned:
-                self._to_meta(name)
+                self._empty(name, META)
         self.loaded.discard(block)
         return_memory()
 

@@ -44,8 +44,8 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def sequences(documents: list[corpus.Document], processor: Any, length: int = 64) -> corpus.Sequences:
-    images = corpus.Encoder(processor, length)
-    pool = corpus.Pool(documents, processor.tokenizer, length=length, packed=False, images=images)
+    pool = corpus.Pool(documents, processor.tokenizer, length=length, packed=False)
+    pool.images = corpus.Encoder(processor, length)
     return pool.take(None)
 
 

@@ -147,24 +147,21 @@ def _digits(name: str) -> ImageSet:
     )
 
 
-def _pictures(name: str, path: Path, files: ImageFiles) -> ImageSet:
-    images, labels = files.read(path)
-    return ImageSet(
-        name=name,
-        public_name=path.name,
-        domain=stem_of(path.name),
-        digest=digest_of([tensor_digest(images), labels.tolist()]),
-        images=images,
-        labels=labels,
-        rows={},
-        prepared=True,
-    )
-
-
 def _file(name: str, files: ImageFiles | None) -> ImageSet:
+    """A folder, rows or a safetensors file of images."""
     path = Path(name).expanduser()
     if path.exists() and files is not None and files.holds(path):
-        return _pictures(name, path, files)
+        images, labels = files.read(path)
+        return ImageSet(
+            name=name,
+            public_name=path.name,
+            domain=stem_of(path.name),
+            digest=digest_of([tensor_digest(images), labels.tolist()]),
+            images=images,
+            labels=labels,
+            rows={},
+            prepared=True,
+        )
     if path.suffix != SUFFIX:
         what = "the model takes images, this is no set of them"
         raise CorpusError(what, where=name, do=f"write digits, or give a {SUFFIX} file with images and labels")

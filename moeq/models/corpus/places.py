@@ -363,13 +363,12 @@ def open_text(
 
     Raises CorpusError for files, rows and datasets that cannot be read, and where there is no text.
     """
-    if most is not None and first is not None and not is_small(sources):
-        need = Need(sequences=most, length=length, packed=packed)
+    need = None if most is None else Need(sequences=most, length=length, packed=packed)
+    if need is not None and first is not None and not is_small(sources):
         return Places(sources, fields, tokenizer, need=need, first=first, where=where, seed=seed, bar=bar)
     size = sum(source.path.stat().st_size for source in sources if isinstance(source, LocalFile))
-    needed = None if most is None else Need(sequences=most, length=length, packed=packed)
     with shown(bar, "tokenizing text", size) as advance:
         documents = chain.from_iterable(
-            documents_of(source, fields, tokenizer, needed, seed, advance) for source in sources
+            documents_of(source, fields, tokenizer, need, seed, advance) for source in sources
         )
         return Pool(documents, tokenizer, length=length, packed=packed, where=where)

@@ -42,29 +42,15 @@ class Sequences:
 
     def batches(self, size: int) -> list[Batch]:
         """Batches of at most `size` sequences, in order; a sequence with images is a batch of its own, without pads."""
-        batches = []
-        for start, stop in self._spans(size):
-            extra = self.extra[start] if self.extra is not None else {}
-            width = int(self.mask[start].sum()) if extra else self.ids.shape[1]
-            batches.append(
-                Batch(
-                    input_ids=self.ids[start:stop, :width],
-                    mask=self.mask[start:stop, :width],
-                    sequences=torch.arange(start, stop),
-                    extra=extra,
-                )
-            )
+        batches: list[Batch] = []
+        extras, stop = self.extra or ({},) * len(self), 0
+        while stop < len(self):
+            start, stop = stop, min(stop + size, len(self))
+            stop = max(start + 1, next((index for index in range(start, stop) if extras[index]), stop))
+            width = int(self.mask[start].sum()) if extras[start] else self.ids.shape[1]
+            ids, mask = (part[start:stop, :width] for part in (self.ids, self.mask))
+            batches.append(Batch(input_ids=ids, mask=mask, sequences=torch.arange(start, stop), extra=extras[start]))
         return batches
-
-    def _spans(self, size: int) -> Iterator[tuple[int, int]]:
-        start = 0
-        while start < len(self):
-            stop = min(start + size, len(self))
-            if self.extra is not None:
-                with_images = next((index for index in range(start, stop) if self.extra[index]), stop)
-                stop = max(with_images, start + 1)
-            yield start, stop
-            start = stop
 
     def digest(self) -> str:
         """Digest of tokens, mask, domains and, where there are, images."""
@@ -156,9 +142,10 @@ class Rows(ABC):
 class TextRows(Rows):
     """Rows that are token sequences of `length`, or images, encoded by `images` when they are taken."""
 
-    def __init__(self, tokenizer: Any, *, length: int, where: str, images: EncodeImages | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, length: int, where: str) -> None:
         super().__init__({}, where)
-        self.length, self.images = length, images
+        self.length = length
+        self.images: EncodeImages | None = None
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
 
     def with_images(self) -> bool:
@@ -208,7 +195,6 @@ class Pool(TextRows):
         length: int,
         packed: bool = True,
         where: str = "corpus",
-        images: EncodeImages | None = None,
     ) -> None:
         """Tokenize and cut into sequences of `length` tokens.
 
@@ -216,7 +202,7 @@ class Pool(TextRows):
         or padded on the right. Rows with images stand alone. Of the documents as many are held as are tokenized
         together. Raises CorpusError when there is no text.
         """
-        super().__init__(tokenizer, length=length, where=where, images=images)
+        super().__init__(tokenizer, length=length, where=where)
         streams: dict[str, array[int]] = {}
         pictures: dict[str, list[ImageRow]] = {}
         for document, ids in encoded(documents, tokenizer):
