@@ -122,9 +122,8 @@ def walk_beside(
             stack.enter_context(streamed.lockstep(runs.pause))
         for layer in layers:
             events = go_on(runs.all, streamed)
-            if any(not isinstance(event, tuple) or event[0] != layer for event in events):
-                raise out_of_turn(layer.name)
-            if any(seen is None for _, seen, _ in events[half:]):
+            there = all(isinstance(event, tuple) and event[0] == layer for event in events)
+            if not there or any(seen is None for _, seen, _ in events[half:]):
                 raise out_of_turn(layer.name)
             check_weights(model, layer)
             inputs = gather(layer, [seen for _, seen, _ in events[half:]], batches)

@@ -43,7 +43,7 @@ def vocabulary(model: Any) -> int:
 
 
 def check_tokens(model: Any, input_ids: Tensor) -> None:
-    """ModelError naming the tokenizer for tokens that the model has no embedding of."""
+    """ModelError naming the tokenizer for tokens [B, S] that the model has no embedding of."""
     rows = vocabulary(model)
     largest = int(input_ids.max()) if input_ids.numel() else 0
     if largest >= rows:

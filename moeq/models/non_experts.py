@@ -117,15 +117,15 @@ def _resident(model: Any) -> Iterator[OtherModule]:
     names = {id(module): name for name, module in model.named_modules()}
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(table) is nn.Embedding:
-        rows, inputs = table.weight.shape
-        yield OtherModule(name=names[id(table)], kind=EMBEDDINGS, block="", rows=rows, inputs=inputs, lookup=True)
+        yield _other(names[id(table)], table, EMBEDDINGS, "")
     if type(head) is nn.Linear:
-        yield _linear(names[id(head)], head, HEAD, "")
+        yield _other(names[id(head)], head, HEAD, "")
 
 
-def _linear(name: str, module: nn.Linear, kind: str, block: str) -> OtherModule:
-    rows, inputs = module.weight.shape
-    return OtherModule(name=name, kind=kind, block=block, rows=rows, inputs=inputs, biased=module.bias is not None)
+def _other(name: str, module: nn.Linear | nn.Embedding, kind: str, block: str) -> OtherModule:
+    (rows, inputs), lookup = module.weight.shape, isinstance(module, nn.Embedding)
+    biased = getattr(module, "bias", None) is not None
+    return OtherModule(name=name, kind=kind, block=block, rows=rows, inputs=inputs, biased=biased, lookup=lookup)
 
 
 def _in_layers(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[OtherModule]:
@@ -143,7 +143,7 @@ def _in_layers(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[OtherMod
             if type(module) is nn.Linear and f"{name}.weight" not in of_experts:
                 kind = _class_of(block, below, [layer.name.removeprefix(f"{path}.") for layer in here])
                 if kind is not None and not (kind in (SHARED, DENSE) and _is_gate(module, here)):
-                    yield _linear(name, module, kind, path)
+                    yield _other(name, module, kind, path)
 
 
 def _is_gate(module: nn.Linear, layers: list[ExpertLayer]) -> bool:

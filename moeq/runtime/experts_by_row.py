@@ -54,7 +54,7 @@ class ReplicaSource(Protocol):
         """The widths that every expert has a replica of, 16 for full precision."""
 
     def expert(self, layer: ExpertLayer, expert: int, key: int) -> tuple[dict[str, PackedWeight | Tensor], Matrices]:
-        """Matrices, as they are stored, and biases of one replica."""
+        """Matrices {projection: [rows, inputs]}, as they are stored, and biases {projection: [rows]} of one replica."""
 
 
 @dataclass

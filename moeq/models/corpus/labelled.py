@@ -112,7 +112,7 @@ class ImageSet:
     prepared: bool = False
 
     def part(self, part: Part) -> Tensor:
-        """Row numbers to calibrate on or to be measured on; all where the file has no parts."""
+        """Row numbers [n] int64 to calibrate on or to be measured on; all where the file has no parts."""
         return self.rows.get(part, torch.arange(len(self.images)) if not self.rows else torch.arange(0))
 
 

@@ -41,9 +41,11 @@ class Tap:
 class ReadsParts(Protocol):
     """Reads parts of a model's parameters from disk, by their names."""
 
-    def read_expert(self, name: str, expert: int) -> Tensor: ...
+    def read_expert(self, name: str, expert: int) -> Tensor:
+        """One expert's part of a parameter whose first dimension is E."""
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Some rows of a parameter that is on disk as it is in memory."""
 
 
 class Kind(ABC):
@@ -147,10 +149,10 @@ def with_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
 
 
 def act_then_multiply(act_fn: Callable[[Tensor], Tensor]) -> Gate:
-    """act(gate) * up."""
+    """act(gate) * up, [T, I]."""
     return lambda parts: act_fn(parts["gate_proj"]) * parts["up_proj"]
 
 
 def act_alone(act_fn: Callable[[Tensor], Tensor]) -> Gate:
-    """act(up), for experts without a gate."""
+    """act(up), [T, I], for experts without a gate."""
     return lambda parts: act_fn(parts["up_proj"])
