@@ -26,7 +26,7 @@ from torch import Tensor
 from moeq.artifacts.assignment import FULL
 from moeq.errors import EvaluationError, ModelError
 from moeq.models.experts import ExpertLayer
-from moeq.runtime.experts_by_row import Dequantized, LastUsed, ReplicaSource, Rows, by_row
+from moeq.runtime.experts_by_row import Dequantized, LastUsed, Rows, by_row
 from moeq.runtime.prefixes import cache_bytes, can_join, join
 from moeq.runtime.routing_counts import RoutingCounts, counting
 
@@ -89,7 +89,7 @@ class ContextAwareModel:
         self,
         model: Any,
         layers: Sequence[ExpertLayer],
-        replicas: ReplicaSource | Dequantized,
+        replicas: Dequantized,
         choose: Choose,
         *,
         placed: np.ndarray | None = None,
@@ -104,8 +104,6 @@ class ContextAwareModel:
             raise ModelError("its layers have different numbers of experts", where=where, do="evaluate it without")
         self.model, self.layers, self.choose, self.exact_start = model, list(layers), choose, exact_start
         self.device = next(model.parameters()).device
-        if not isinstance(replicas, Dequantized):
-            replicas = Dequantized(replicas, model.dtype, self.device)
         self.replicas = replicas
         shape = len(self.layers), self.layers[0].num_experts
         self.prefill_keys = np.full(shape, FULL) if placed is None else placed
@@ -133,9 +131,8 @@ class ContextAwareModel:
         return prefilled
 
     def _prefill(self, tokens: tuple[int, ...]) -> Prefilled:
-        routing = RoutingCounts.none(self.layers)
         cache = None
-        with counting(self.model, self.layers, routing):
+        with counting(self.model, self.layers) as routing:
             if len(tokens) > 1:
                 cache = self._exactly(tokens[:-1], None)[1]
             if self.exact_start or cache is None:
@@ -149,8 +146,7 @@ class ContextAwareModel:
         return started
 
     def _start(self, tokens: tuple[int, ...], targets: Sequence[int]) -> Started:
-        routing = RoutingCounts.none(self.layers)
-        with counting(self.model, self.layers, routing):
+        with counting(self.model, self.layers) as routing:
             logits, cache = self._exactly(tokens, None)
         logprobs, greedy = _scored(logits[0], targets)
         return Started(logprobs=logprobs, greedy=greedy, routing=routing, cache=cache, length=len(tokens))
