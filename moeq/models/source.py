@@ -185,9 +185,8 @@ def _resolve(
         try:
             return bundled_path(name.removeprefix(BUNDLED)), None
         except ArtifactError as error:
-            raise ModelError(
-                "no such bundled model", where=name, do="use bundled:tiny-mixtral or bundled:tiny-moe-vit"
-            ) from error
+            what = "no such bundled model"
+            raise ModelError(what, where=name, do="use bundled:tiny-mixtral or bundled:tiny-moe-vit") from error
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -284,9 +283,8 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
     for key, name in weight_map.items():
         if key not in tensors or tensors[key].file.name != name:
             where = str(path / name)
-            raise ModelError(
-                f"tensor {key} is not in the shard that {INDEX} names", where=where, do="download it again"
-            )
+            what = f"tensor {key} is not in the shard that {INDEX} names"
+            raise ModelError(what, where=where, do="download it again")
     return tensors
 
 

@@ -233,9 +233,8 @@ def gather(layer: ExpertLayer, captured: Sequence[Sequence[Tensor]], batches: Se
         what = "activations before the experts are not finite, of none of the tokens"
         raise NotFiniteError(what, where=layer.name, do="use dtype: float32, or check the checkpoint's weights")
     if not bool(hidden.any()):
-        raise AllZeroError(
-            "activations before the experts are all 0", where=layer.name, do="check the checkpoint's weights"
-        )
+        what = "activations before the experts are all 0"
+        raise AllZeroError(what, where=layer.name, do="check the checkpoint's weights")
     if left_out:
         hidden, experts, weights = hidden[finite], experts[finite], weights[finite]
         sequence, position = sequence[finite.cpu()], position[finite.cpu()]

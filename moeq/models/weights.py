@@ -134,27 +134,26 @@ def plain_chunks(source: ModelSource, key: str) -> Iterator[bytes]:
     if source.read is not None:
         yield source.read(key).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return
-    scales = _scales_key(source, key)
-    if scales is None:
+    if _scales_key(source, key) is None:
         yield from stored_chunks(source.tensors[key])
-        return
-    plain = BlockDequantize(_quantizer(source)).dequantize(_stored(source, key), _stored(source, scales))
-    yield plain.contiguous().view(torch.uint8).numpy().tobytes()
+    else:
+        yield _plain(source, key).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _stored(source: ModelSource, key: str) -> Tensor:
-    """A tensor as it lies in its file."""
-    with safe_open(source.tensors[key].file, "pt") as handle:
-        tensor: Tensor = handle.get_tensor(key)
-        return tensor
+def _plain(source: ModelSource, key: str) -> Tensor:
+    """A tensor of a file as an unpacked checkpoint has it."""
+    names = [key, scales] if (scales := _scales_key(source, key)) is not None else [key]
+    tensors = []
+    for name in names:
+        with safe_open(source.tensors[name].file, "pt") as handle:
+            tensors.append(handle.get_tensor(name))
+    return BlockDequantize(_quantizer(source)).dequantize(*tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _plain_tensors(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors of a checkpoint, as they are unpacked, in natural order, one read at a time."""
     for key in sorted(set(source.tensors) - scale_keys(source), key=dot_natural_key):
-        tensor = _stored(source, key)
-        if _scales_key(source, key) is not None:
-            tensor = torch.frombuffer(bytearray(b"".join(plain_chunks(source, key))), dtype=torch.bfloat16)
+        tensor = _plain(source, key)
         if tensor.is_floating_point():  # in a type in which torch knows what is finite
             yield key, tensor.float() if tensor.element_size() == 1 else tensor
 

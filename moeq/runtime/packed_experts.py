@@ -119,8 +119,8 @@ class PackedExperts(nn.Module):
         for expert, widths in enumerate(bits):
             linears = nn.ModuleDict()
             for projection in layer.projections:
-                shape, width = layer.shape(projection), width_of(widths, projection)
-                linears[projection] = PackedLinear(*shape, width, group_size, symmetric, dtype, layer.biased, nested)
+                size, width = layer.shape(projection), width_of(widths, projection)
+                linears[projection] = PackedLinear(*size, width, group_size, symmetric, dtype, layer.biased, nested)
             self.add_module(str(expert), linears)
         for name, shape in guard_shapes(layer).items():
             _register(self, name, torch.zeros(shape, dtype=GUARD_DTYPE))

@@ -50,6 +50,5 @@ def _message(turn: Any, where: str) -> Message:
         if isinstance(kept.get("from"), str) and isinstance(kept.get("value"), str):
             return {"role": ROLES.get(kept["from"], kept["from"]), "content": kept["value"]}
     keys = ", ".join(turn) if isinstance(turn, dict) else type(turn).__name__
-    raise CorpusError(
-        f"a turn without role and content (there are: {keys})", where=where, do="set messages_field, or mend the row"
-    )
+    what = f"a turn without role and content (there are: {keys})"
+    raise CorpusError(what, where=where, do="set messages_field, or mend the row")

@@ -56,9 +56,8 @@ def choose_files(
     chosen = split or next((name for name in PREFERRED[part] if name in splits), None)
     if chosen is None or chosen not in splits:
         problem = f"no split {chosen!r}" if chosen else f"no split for {part}"
-        raise CorpusError(
-            f"{problem} (there are: {_listed(splits)})", where=where, do=f"write hub:ORG/NAME:{name}:SPLIT"
-        )
+        what = f"{problem} (there are: {_listed(splits)})"
+        raise CorpusError(what, where=where, do=f"write hub:ORG/NAME:{name}:SPLIT")
     return Chosen(config=name, split=chosen, files=tuple(splits[chosen]))
 
 
@@ -73,9 +72,8 @@ def _from_card(files: Sequence[str], readme: str, where: str) -> tuple[dict[str,
     try:
         front = parse_yaml(match[1], most=CARD_BYTES).value if match else None
     except YamlError as error:
-        raise CorpusError(
-            f"its card cannot be read ({error})", where=error.at(f"{where}, README.md"), do="give files of your own"
-        ) from None
+        what = f"its card cannot be read ({error})"
+        raise CorpusError(what, where=error.at(f"{where}, README.md"), do="give files of your own") from None
     entries = front.get("configs") if isinstance(front, dict) else None
     configs: dict[str, Splits] = {}
     default = None

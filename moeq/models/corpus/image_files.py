@@ -71,9 +71,8 @@ class ImageFiles:
             where = f"{path}, row {number}"
             for field in (self.image_field, self.label_field):
                 if not isinstance(row, dict) or row.get(field) is None:
-                    raise CorpusError(
-                        f"no field {field!r}", where=where, do="name it in corpus.image_field, label_field"
-                    )
+                    what = f"no field {field!r}"
+                    raise CorpusError(what, where=where, do="name it in corpus.image_field, label_field")
             yield where, image_of(row[self.image_field], where, path.parent), row[self.label_field]
 
     def _label(self, value: Any, where: str) -> int:
