@@ -142,13 +142,9 @@ def _in_layers(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[OtherMod
             name = f"{path}.{below}"
             if type(module) is nn.Linear and f"{name}.weight" not in of_experts:
                 kind = _class_of(block, below, [layer.name.removeprefix(f"{path}.") for layer in here])
-                if kind is not None and not (kind in (SHARED, DENSE) and _is_gate(module, here)):
+                is_gate = module.out_features in {1, *(layer.num_experts for layer in here)}
+                if kind is not None and not (kind in (SHARED, DENSE) and is_gate):
                     yield _other(name, module, kind, path)
-
-
-def _is_gate(module: nn.Linear, layers: list[ExpertLayer]) -> bool:
-    """Whether a linear of a feed-forward part gives one number a token, or one an expert."""
-    return module.out_features == 1 or any(module.out_features == layer.num_experts for layer in layers)
 
 
 def _class_of(block: nn.Module, path: str, experts: list[str]) -> str | None:
