@@ -95,6 +95,12 @@ class PlanError(MoeqError):
     exit_code = 11
 
 
+def first_line(error: BaseException, otherwise: str | None = None) -> str:
+    """The first line of what an error of somebody else's says; of one that says nothing its type, or `otherwise`."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__ if otherwise is None else otherwise
+
+
 def hint(word: str, known: Iterable[str], otherwise: str = "known: ") -> str:
     """What to do about a word that is not among known ones: the nearest, or all of them."""
     known = list(known)

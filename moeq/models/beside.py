@@ -10,9 +10,10 @@ Letters: T tokens of all batches (pads taken out), t those of the first batch, H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
+from moeq.models.kinds.base import Routing
 from moeq.models.streaming import StreamedModel, blocks_of
-from moeq.models.walk import Batch, LayerInputs, check_weights, gather, out_of_turn, run_batch, stop_runs, tap
+from moeq.models.walk import Batch, LayerInputs, check_weights, gather, go_on, out_of_turn, run_batch, stop_runs, tap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +53,10 @@ class _Runs:
         ]
         self.exact = set(self.all[: len(batches)])
         self.moved: Tensor | None = None
-        self._seen: dict[Any, tuple[ExpertLayer, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._seen: dict[Any, tuple[ExpertLayer, Routing]] = {}
         self._repeating: Any = None
 
-    def see(self, layer: ExpertLayer, seen: tuple[Tensor, Tensor, Tensor]) -> None:
+    def see(self, layer: ExpertLayer, seen: Routing) -> None:
         """What a run gives a layer's experts."""
         run = getcurrent()
         if run not in self.exact:
@@ -73,7 +75,8 @@ class _Runs:
         if run in self.exact:
             self.main.switch((layer, None, _hidden(output)))
             return None
-        self.main.switch((layer, self._taken(run, layer), _hidden(output)))
+        of, seen = self._seen.pop(run, (None, None))
+        self.main.switch((layer, seen if of == layer else None, _hidden(output)))
         self._repeating = run
         try:
             again = block(*arguments, **named)
@@ -81,15 +84,10 @@ class _Runs:
             self._repeating = None
             self._seen.pop(run, None)
         if run is self.all[len(self.batches)]:
-            keep = self.batches[0].mask.reshape(-1).bool().to(_hidden(again).device)
+            keep = self.batches[0].tokens()[0].to(_hidden(again).device)
             change = _hidden(again).float() - _hidden(output).float()
             self.moved = change.flatten(0, -2)[keep] if change.shape[:-1].numel() == len(keep) else None
         return again
-
-    def _taken(self, run: Any, layer: ExpertLayer) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What a run gave the layer's experts, which is then forgotten."""
-        of, seen = self._seen.pop(run, (None, None))
-        return seen if of == layer else None
 
 
 def _hidden(output: Any) -> Tensor:
@@ -118,53 +116,35 @@ def walk_beside(
         stack.callback(stop_runs, runs.all)
         for layer, path in zip(layers, _blocks(model, layers), strict=True):
             stack.callback(tap(model, layer, runs.see))
-            stack.callback(_hook(model.get_submodule(path), layer, runs.after))
+            block, after = model.get_submodule(path), partial(runs.after, layer)  # before a streamed layer's weights go
+            stack.callback(block.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
         if streamed is not None:
             stack.enter_context(streamed.lockstep(runs.pause))
-        done = 0
-        while done < len(layers):
-            events: list[Any] = []
-            events += [run.switch() for run in runs.all]
-            if streamed is not None and all(isinstance(event, str) and event == events[0] for event in events):
-                streamed.only(events[0])
-                continue
-            if any(not isinstance(event, tuple) or event[0] != layers[done] for event in events):
-                raise out_of_turn(layers[done].name)
-            if any(event[1] is None for event in events[half:]):
-                raise out_of_turn(layers[done].name)
-            check_weights(model, layers[done])
-            inputs = gather(layers[done], [(event[0], *event[1]) for event in events[half:]], batches)
-            behind = _behind([event[2] for event in events], batches, inputs)
-            events.clear()
+        for layer in layers:
+            events = go_on(runs.all, streamed)
+            there = all(isinstance(event, tuple) and event[0] == layer for event in events)
+            if not there or any(seen is None for _, seen, _ in events[half:]):
+                raise out_of_turn(layer.name)
+            check_weights(model, layer)
+            inputs = gather(layer, [seen for _, seen, _ in events[half:]], batches)
+            behind = _behind([hidden for _, _, hidden in events], batches, inputs)
+            del events
             moved, runs.moved = runs.moved, None
             yield Beside(inputs=inputs, behind=behind, moved=moved)
             del inputs, behind, moved
-            done += 1
-
-
-def _hook(block: nn.Module, layer: ExpertLayer, after: Callable[..., Any]) -> Callable[[], None]:
-    handle = block.register_forward_hook(
-        lambda own, arguments, named, output: after(layer, own, arguments, named, output),
-        with_kwargs=True,
-        prepend=True,  # before a streamed layer's weights go
-    )
-    return handle.remove
 
 
 def _blocks(model: nn.Module, layers: Sequence[ExpertLayer]) -> list[str]:
     """The decoder layer of every MoE layer; ModelError when one is in none, or two are in the same."""
     blocks = blocks_of(model)
-    found: list[str] = []
+    holding: list[str] = []
     for layer in layers:
         path = next((path for path in blocks if layer.name.startswith(f"{path}.")), None)
-        if path is None or path in found:
-            raise ModelError(
-                "experts are not in a decoder layer of their own, so that they cannot be refined",
-                where=layer.name,
-                do="use quantize.refine: null",
-            )
-        found.append(path)
-    return found
+        if path is None or path in holding:
+            what = "experts are not in a decoder layer of their own, so that they cannot be refined"
+            raise ModelError(what, where=layer.name, do="use quantize.refine: null")
+        holding.append(path)
+    return holding
 
 
 def _behind(outputs: list[Tensor], batches: Sequence[Batch], inputs: LayerInputs) -> Tensor | None:
@@ -172,16 +152,16 @@ def _behind(outputs: list[Tensor], batches: Sequence[Batch], inputs: LayerInputs
     parts, places = [], []
     for exact, other, batch in zip(outputs[: len(batches)], outputs[len(batches) :], batches, strict=True):
         missing = (exact.float() - other.float()).flatten(0, -2)
-        keep = batch.mask.reshape(-1).bool()
+        keep, sequence, position = batch.tokens()
         if len(missing) != len(keep) or missing.shape[1] != inputs.hidden.shape[1]:
             return None
         parts.append(missing[keep.to(missing.device)])
-        position = batch.mask.long().cumsum(1) - 1
-        places.append(_place(batch.sequences.unsqueeze(1).expand_as(position), position).reshape(-1)[keep])
-    found, place = torch.cat(parts), torch.cat(places)
-    if len(found) != len(inputs.hidden):  # some tokens were left out
-        found = found[torch.isin(place, _place(inputs.sequence, inputs.position)).to(found.device)]
-    return found
+        places.append(_place(sequence, position))
+    behind = torch.cat(parts)
+    if len(behind) != len(inputs.hidden):  # some tokens were left out
+        there = torch.isin(torch.cat(places), _place(inputs.sequence, inputs.position))
+        behind = behind[there.to(behind.device)]
+    return behind
 
 
 def _place(sequence: Tensor, position: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def _wanted(key: str, value: Any) -> str | None:
     """What a key's value must be, None where it is."""
     if OBJECTS.search(key) and not isinstance(value, dict):
         return "it must be a mapping"
-    if key == "architectures" and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+    if key == "architectures" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
         return "it must be a list of names"
     if key == "quant_method" and not isinstance(value, str):
         return "it must be a name"

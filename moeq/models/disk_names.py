@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, apply_renamings, revert_weight_conversion
 
 from moeq.models.experts import ExpertLayer
-from moeq.models.kinds.base import with_parameters
+from moeq.models.kinds.base import Matrices, with_parameters
 
 Names = dict[tuple[int, str], str]  # {(expert, projection): key}
 _ROWS, _INPUTS = 2, 3  # of an expert's first matrices in a sketch of the layer; its down_proj is the other way round
@@ -26,14 +26,13 @@ class DiskNames:
     def __init__(self, model: Any) -> None:
         """model: the structure, which may lie on the meta device."""
         self.model = model
+        self._tails: dict[Any, Names | None] = {}
         self._forward = [rule for rule in get_model_conversion_mapping(model) if not isinstance(rule, WeightConverter)]
-        rules = [
-            rule
-            for rule in get_model_conversion_mapping(model, add_legacy=False)
+        self._renamings = [
+            rule.reverse_transform()
+            for rule in reversed(get_model_conversion_mapping(model, add_legacy=False))
             if not isinstance(rule, WeightConverter | PrefixChange)
         ]
-        self._tails: dict[Any, Names | None] = {}
-        self._renamings = [rule.reverse_transform() for rule in reversed(rules)]
 
     def renamed(self, name: str) -> str:
         """A parameter's name on disk, where it is stored as it is in memory."""
@@ -51,39 +50,39 @@ class DiskNames:
         """
         if layer.kind.name != "stacked":
             return None
-        alike = (layer.num_experts, layer.projections, layer.parameters)
+        alike, start = (layer.num_experts, layer.projections, layer.parameters), self.renamed(f"{layer.name}.")
+        tails = self._tails.get(alike)
+        if tails is not None:
+            return {which: start + tail for which, tail in tails.items()}
+        keys = self._experts(layer)
         if alike not in self._tails:
-            start, found = self.renamed(f"{layer.name}."), self._experts(layer)
-            apart = found is None or any(not key.startswith(start) for key in found.values())
-            self._tails[alike] = (
-                None if apart or found is None else {w: k.removeprefix(start) for w, k in found.items()}
-            )
-            return found
-        tails = self._tails[alike]
-        start = self.renamed(f"{layer.name}.")
-        return self._experts(layer) if tails is None else {which: start + tail for which, tail in tails.items()}
+            self._tails[alike] = None
+            if keys is not None and all(key.startswith(start) for key in keys.values()):
+                self._tails[alike] = {which: key.removeprefix(start) for which, key in keys.items()}
+        return keys
 
     def _experts(self, layer: ExpertLayer) -> Names | None:
         sketch = with_parameters(self.model.get_submodule(layer.name), _sketch(layer))
         shapes = {name: (_INPUTS, _ROWS) if name == "down_proj" else (_ROWS, _INPUTS) for name in layer.projections}
-        numbers = {}
+        numbers: dict[tuple[int, str], float] = {}
         for expert in range(layer.num_experts):
-            for place, (projection, view) in enumerate(layer.kind.views(sketch, expert).items()):
+            for projection, view in layer.kind.views(sketch, expert).items():
                 if view.shape != shapes[projection]:
                     return None
-                numbers[expert, projection] = float(expert * len(shapes) + place + 1)
+                numbers[expert, projection] = float(len(numbers) + 1)
                 view.fill_(numbers[expert, projection])
-        found = self._saved(layer, sketch)
-        keys = {float(tensor.flatten()[0]): key for key, tensor in found.items() if tensor.dim() == 2}
-        names = {which: keys.get(number) for which, number in numbers.items()}
-        if any(key is None or not self._is_matrix(found[key], shapes[which[1]]) for which, key in names.items()):
-            return None
-        return {which: str(key) for which, key in names.items()}
+        saved = self._saved(layer, sketch)
+        keys = {float(tensor.flatten()[0]): key for key, tensor in saved.items() if tensor.dim() == 2}
+        names: Names = {}
+        for (expert, projection), number in numbers.items():
+            key = keys.get(number)
+            if key is None or saved[key].shape != shapes[projection] or not bool((saved[key] == number).all()):
+                return None
+            names[expert, projection] = key
+        return names
 
-    def layer(
-        self, layer: ExpertLayer, experts: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]
-    ) -> dict[str, Tensor]:
-        """All tensors on disk of one layer's routed experts, given matrices and biases of each in turn."""
+    def layer(self, layer: ExpertLayer, experts: Iterable[tuple[Matrices, Matrices]]) -> dict[str, Tensor]:
+        """{key: tensor} of one layer's routed experts as on disk, given matrices and biases of each in turn."""
         module = self.model.get_submodule(layer.name)
         whole: nn.Module | None = None
         for expert, (weights, biases) in enumerate(experts):
@@ -99,16 +98,11 @@ class DiskNames:
         return self._saved(layer, whole)
 
     def _saved(self, layer: ExpertLayer, module: nn.Module) -> dict[str, Tensor]:
-        state = {f"{layer.name}.{name}": module.get_parameter(name).data for name in layer.parameters}
-        return self.on_disk(state)
+        return self.on_disk({f"{layer.name}.{name}": module.get_parameter(name).data for name in layer.parameters})
 
     def on_disk(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Some parameters as tensors on disk, given all that share one."""
         return dict(revert_weight_conversion(self.model, state))
-
-    @staticmethod
-    def _is_matrix(tensor: Tensor, shape: tuple[int, int]) -> bool:
-        return tuple(tensor.shape) == shape and bool((tensor == tensor.flatten()[0]).all())
 
 
 def _sketch(layer: ExpertLayer) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from moeq.models.kinds import GATED, KINDS, Gate, Kind, Stacked, reason_to_refus
 
 DOWN = "down_proj"
 STACKED = Stacked()
+SUPPORTED = "`moeq families` lists what is supported"
 LEFT_ALONE = ("vision", "visual", "audio")  # experts below modules called so see no token of a text
 
 
@@ -54,11 +54,6 @@ class ExpertLayer:
         return sum(self.shape(projection)[0] for projection in self.projections) if self.biased else 0
 
 
-def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of an experts module, None for every other module."""
-    return next((kind for kind in KINDS if kind.holds(module)), None)
-
-
 def find_expert_layers(model: nn.Module, *, needed: bool = True) -> list[ExpertLayer]:
     """All routed-expert layers in order of execution.
 
@@ -69,14 +64,11 @@ def find_expert_layers(model: nn.Module, *, needed: bool = True) -> list[ExpertL
     for name, module in model.named_modules():
         if any(part.startswith(LEFT_ALONE) for part in name.split(".")):
             continue
-        kind = kind_of(module)
+        kind = next((kind for kind in KINDS if kind.holds(module)), None)
         reason = reason_to_refuse(module) or (None if kind is None else kind.refusal(module))
         if reason is not None:
-            raise ModelError(
-                f"experts of this kind ({type(module).__name__}) are not supported: {reason}",
-                where=f"{model_name}, {name}",
-                do="`moeq families` lists what is supported",
-            )
+            what = f"experts of this kind ({type(module).__name__}) are not supported: {reason}"
+            raise ModelError(what, where=f"{model_name}, {name}", do=SUPPORTED)
         if kind is None:
             continue
         experts, hidden, intermediate = kind.sizes(module)
@@ -110,14 +102,14 @@ class ExpertMath:
     finish: Callable[[Tensor], Tensor] | None = None
 
     def intermediate(self, hidden: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor]) -> Tensor:
-        """hidden [T, H] through the first matrices and the gate, [T, I]."""
+        """hidden [T, H] through the first matrices [I, H] (with biases [I], where there are) and the gate, [T, I]."""
         return self.gate(first_products(hidden, weights, biases))
 
     def output(self, intermediate: Tensor, down: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[T, I] through down_proj [H, I] and what follows it, [T, H]."""
-        result = intermediate @ down.mT
-        result = result if bias is None else result + bias
-        return result if self.finish is None else self.finish(result)
+        """[T, I] through down_proj [H, I] (bias [H] or None) and what follows it, [T, H]."""
+        output = intermediate @ down.mT
+        output = output if bias is None else output + bias
+        return output if self.finish is None else self.finish(output)
 
 
 def first_products(hidden: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -143,16 +135,16 @@ def stacked_biases(model: nn.Module, layer: ExpertLayer, experts: slice) -> dict
 
 
 def set_expert_weights(model: nn.Module, layer: ExpertLayer, expert: int, weights: dict[str, Tensor]) -> None:
-    """Overwrite some of one expert's matrices in place (cast to the model's dtype)."""
-    mine: Any = layer.kind.views(model.get_submodule(layer.name), expert)
+    """Overwrite some of one expert's matrices, {projection: [rows, inputs]}, in place, cast to the model's dtype."""
+    views = layer.kind.views(model.get_submodule(layer.name), expert)
     with torch.no_grad():
-        for projection, value in weights.items():
-            mine[projection].copy_(value)
+        for projection, matrix in weights.items():
+            views[projection].copy_(matrix)
 
 
 def set_expert_biases(model: nn.Module, layer: ExpertLayer, expert: int, biases: dict[str, Tensor]) -> None:
-    """Overwrite one expert's biases in place (cast to the model's dtype)."""
-    mine = layer.kind.biases(model.get_submodule(layer.name), slice(expert, expert + 1))
+    """Overwrite some of one expert's biases, {projection: [rows]}, in place, cast to the model's dtype."""
+    stacks = layer.kind.biases(model.get_submodule(layer.name), slice(expert, expert + 1))
     with torch.no_grad():
-        for projection, value in biases.items():
-            mine[projection][0].copy_(value)
+        for projection, bias in biases.items():
+            stacks[projection][0].copy_(bias)

@@ -20,11 +20,11 @@ def takes_images(model: Any) -> bool:
 
 
 def forward(model: Any, input_ids: Tensor, mask: Tensor | None = None, **extra: Any) -> Any:
-    """The model's output on tokens [B, S]; mask [B, S] is None without pads, `extra` is what images add.
+    """The model's output on tokens [B, S] int64; mask [B, S] is None without pads, `extra` is what images add.
 
     An encoder-decoder is given the same tokens on both sides, the decoder's shifted right by its start token, so that
     logits [B, S, V] at t predict token t: `ahead(model)` is then 0 instead of 1. An image classifier is given `extra`
-    alone, its tokens only stand for its positions.
+    alone, its tokens only stand for its positions. ModelError for tokens beyond the vocabulary.
     """
     if takes_images(model):
         return model(**extra)
@@ -43,17 +43,14 @@ def vocabulary(model: Any) -> int:
 
 
 def check_tokens(model: Any, input_ids: Tensor) -> None:
-    """ModelError naming the tokenizer for tokens that the model has no embedding of."""
+    """ModelError naming the tokenizer for tokens [B, S] that the model has no embedding of."""
     rows = vocabulary(model)
     largest = int(input_ids.max()) if input_ids.numel() else 0
     if largest >= rows:
         folder = Path(getattr(model.config, "_name_or_path", "") or ".")
         file = next((folder / name for name in sorted(VOCABULARIES) if (folder / name).is_file()), folder)
-        raise ModelError(
-            f"token {largest} is beyond the model's vocabulary of {rows}",
-            where=str(file),
-            do="copy the tokenizer files of this model into its directory",
-        )
+        what = f"token {largest} is beyond the model's vocabulary of {rows}"
+        raise ModelError(what, where=str(file), do="copy the tokenizer files of this model into its directory")
 
 
 def token_inputs(model: Any, input_ids: Tensor) -> dict[str, Tensor]:
@@ -84,8 +81,7 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 def image_positions(model: Any) -> int:
     """How many positions the blocks of an image classifier see of one image, special tokens included."""
     names = ("pos_embed", "position_embeddings")
-    found = (parameter for name, parameter in model.named_parameters() if name.endswith(names))
-    return int(next(found).shape[1])
+    return next(int(weight.shape[1]) for name, weight in model.named_parameters() if name.endswith(names))
 
 
 def ahead(model: Any) -> int:

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, get_token, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
     DisabledRepoError,
     EntryNotFoundError,
     GatedRepoError,
@@ -29,7 +30,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, first_line
 
 Kind = Literal["model", "dataset"]
 KEPT = "what is already downloaded is kept"
@@ -59,15 +60,11 @@ def snapshot(
     """
     _bars_on_terminals_only()
     with hub_errors(name, kind, revision, error):
-        found = snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(patterns))
-    return Path(found)
+        return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(patterns)))
 
 
 def list_files(name: str, commit: str, *, kind: Kind, error: type[MoeqError]) -> list[str]:
     """Paths of all files of a repository at a commit, from the hub or, offline, from the cache. Raises `error`."""
-    from huggingface_hub import get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
     with hub_errors(name, kind, commit, error):
         try:
             return sorted(entry.path for entry in get_cached_repo_tree(name, repo_type=kind, revision=commit))
@@ -97,35 +94,36 @@ def hub_errors(name: str, kind: Kind, revision: str | None, error: type[MoeqErro
 def explain(problem: BaseException, name: str, kind: Kind, revision: str | None) -> tuple[str, str]:
     """What went wrong, and what to do about it."""
     chain = _chain(problem)
-    answered = next((one for one in chain if isinstance(one, HfHubHTTPError)), None)
-    if answered is not None and not any(isinstance(one, OfflineModeIsEnabled) for one in chain):
-        return _explain_answer(answered, name, kind, revision)
-    names = {parent.__name__ for one in chain for parent in type(one).__mro__}
-    reason = _reason(chain[-1])
-    if any(isinstance(one, OfflineModeIsEnabled) for one in chain) or constants.is_offline_mode():
+    without_hub = any(isinstance(error, OfflineModeIsEnabled) for error in chain)
+    answer = next((error for error in chain if isinstance(error, HfHubHTTPError)), None)
+    if answer is not None and not without_hub:
+        return _explain_answer(answer, name, kind, revision)
+    names = {parent.__name__ for error in chain for parent in type(error).__mro__}
+    reason = first_line(chain[-1])
+    if without_hub or constants.is_offline_mode():
         at = f" at revision {revision}" if revision else ""
         return (
             f"neither here nor to be had from the hub: not in the cache{at}, or not whole, and HF_HUB_OFFLINE is set",
             "check the name, unset HF_HUB_OFFLINE, or download it where there is a network",
         )
-    full = next((one for one in chain if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)), None)
-    if full is not None or any("ot enough free disk space" in str(one) for one in chain):
+    full = any(isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) for error in chain)
+    if full or any("ot enough free disk space" in str(error) for error in chain):
         return (
             f"no space left for the download in {constants.HF_HUB_CACHE}",
             "free some, or set HF_HOME to another disk",
         )
-    if any(isinstance(one, IncompleteSnapshotError) for one in chain):
+    if any(isinstance(error, IncompleteSnapshotError) for error in chain):
         return f"the hub cannot be reached and the cache holds only a part ({reason})", f"check the network; {KEPT}"
-    if any(isinstance(one, HFValidationError) for one in chain):
+    if any(isinstance(error, HFValidationError) for error in chain):
         return f"not a hub name ({reason})", "write org/name"
-    if names & BROKEN or any("Consistency check failed" in str(one) for one in chain):
+    if names & BROKEN or any("Consistency check failed" in str(error) for error in chain):
         return f"the download broke off ({reason})", f"run the same command again; {KEPT}"
     if names & UNREACHABLE:
         return (
             f"neither here nor to be had from the hub: {constants.ENDPOINT} cannot be reached ({reason})",
             f"check the network and the proxy; {KEPT}",
         )
-    if any(isinstance(one, EntryNotFoundError) and not isinstance(one, LocalEntryNotFoundError) for one in chain):
+    if any(isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError) for e in chain):
         return f"no such file in it ({reason})", "check the name and the revision"
     return f"not to be had from the hub ({type(problem).__name__}: {reason})", f"run the same command again; {KEPT}"
 
@@ -133,48 +131,38 @@ def explain(problem: BaseException, name: str, kind: Kind, revision: str | None)
 def _explain_answer(answer: HfHubHTTPError, name: str, kind: Kind, revision: str | None) -> tuple[str, str]:
     """What the hub's own refusal means."""
     status = answer.response.status_code
+    unknown = isinstance(answer, RepositoryNotFoundError)  # or not to be seen with this token
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     token = get_token() is not None
     if isinstance(answer, RevisionNotFoundError):
         return f"no revision {revision!r} on the hub", f"give a branch, tag or commit of {page}"
     if isinstance(answer, DisabledRepoError):
         return "disabled on the hub by its owner or by the hub", f"see {page}, or use a local copy"
-    if isinstance(answer, GatedRepoError) or (status == 403 and not isinstance(answer, RepositoryNotFoundError)):
+    if isinstance(answer, GatedRepoError) or (status == 403 and not unknown):
         given = "the token that is set has no access to it" if token else "no token is set"
         use = "use the token of an account that was granted access: " if token else ""
         return f"gated ({status}): {given}", f"accept the licence at {page}, then {use}{LOG_IN}"
-    if isinstance(answer, RepositoryNotFoundError) and not token:
-        return (
-            f"neither here nor on the hub, unless it is private or gated ({status})",
-            f"check the name; if it is private or gated, accept its licence at {page} and {LOG_IN}",
-        )
-    if status == 401 and not isinstance(answer, RepositoryNotFoundError):
+    if unknown:
+        where = " for the token that is set" if token else ", unless it is private or gated"
+        do = f"check the name; if it is private or gated, accept its licence at {page} and {LOG_IN}"
+        return f"neither here nor on the hub{where} ({status})", f"{do} with its token" if token else do
+    if status == 401:
         return "the hub does not know the token (401)", f"{LOG_IN} with a valid one"
-    if isinstance(answer, RepositoryNotFoundError):
-        return (
-            f"neither here nor on the hub for the token that is set ({status})",
-            f"check the name; if it is private or gated, accept its licence at {page} and {LOG_IN} with its token",
-        )
     if isinstance(answer, EntryNotFoundError):
-        return f"no such file in it ({_reason(answer)})", "check the name and the revision"
+        return f"no such file in it ({first_line(answer)})", "check the name and the revision"
     if status == 429:
         return (
             "the hub asks to wait (429: too many requests)",
             f"wait some minutes; with a token ({LOG_IN}) more is allowed",
         )
-    return f"the hub answers {status} ({_reason(answer)})", f"try again later; {KEPT}"
+    return f"the hub answers {status} ({first_line(answer)})", f"try again later; {KEPT}"
 
 
 def _chain(problem: BaseException) -> list[BaseException]:
     """The error and what it came from, outermost first."""
-    found: list[BaseException] = []
-    one: BaseException | None = problem
-    while one is not None and one not in found:
-        found.append(one)
-        one = one.__cause__ or one.__context__
-    return found
-
-
-def _reason(problem: BaseException) -> str:
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__
+    chain: list[BaseException] = []
+    error: BaseException | None = problem
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,13 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moeq.artifacts.reading import read_json_file
-from moeq.errors import ArtifactError, ModelError
+from moeq.errors import ModelError
 from moeq.models.configuration import check_top_k
-from moeq.models.experts import ExpertLayer, find_expert_layers
-from moeq.models.merge_cache import without_merge_cache
-from moeq.models.messages import REMEDY, line, quiet_transformers
+from moeq.models.experts import SUPPORTED, ExpertLayer, find_expert_layers
+from moeq.models.merge_cache import drop_merge_cache
+from moeq.models.messages import asking_transformers, damaged, line, quiet_transformers, wrong_keys
 from moeq.models.source import CONFIG, TOKENIZER_FILES, VOCABULARIES, ModelSource
-from moeq.models.weights import (
-    DEQUANTIZED,
-    PACKED,
-    WeightReader,
-    is_dequantized,
-    owner,
-    quantization_of,
-    scale_keys,
-)
+from moeq.models.weights import DEQUANTIZED, PACKED, WeightReader, is_dequantized, owner, quantization_of, scale_keys
 from moeq.numerics.packed import PARTS
 from moeq.numerics.widths import METHOD
 
@@ -61,7 +55,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of the machine, or of the GPU."""
+    """Bytes of the machine's memory, or of the GPU's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -74,18 +68,15 @@ def source_dtype(source: ModelSource) -> torch.dtype:
     """
     if is_dequantized(source):
         return torch.bfloat16
-    native = (quantization_of(source.config) or {}).get("quant_method") == METHOD
-    bytes_by_dtype: dict[str, int] = {}
+    native = quantization_of(source.config).get("quant_method") == METHOD
+    bytes_by_dtype: Counter[str] = Counter()
     for key, header in source.tensors.items():
         if not (native and key.rpartition(".")[2] in PARTS):
-            bytes_by_dtype[header.dtype] = bytes_by_dtype.get(header.dtype, 0) + header.bytes
+            bytes_by_dtype[header.dtype] += header.bytes
     main = max(bytes_by_dtype, key=lambda name: bytes_by_dtype[name])
     if main not in HEADER_DTYPES:
-        raise ModelError(
-            f"weights of type {main} are not supported yet",
-            where=str(source.path),
-            do="dequantize the checkpoint to bfloat16 first",
-        )
+        what = f"weights of type {main} are not supported yet"
+        raise ModelError(what, where=str(source.path), do="dequantize the checkpoint to bfloat16 first")
     return HEADER_DTYPES[main]
 
 
@@ -113,13 +104,8 @@ def load_config(source: ModelSource, trust_remote_code: bool = False) -> Any:
     remote = source.config.get("auto_map") or {}
     if "AutoConfig" in remote and source.config["model_type"] not in CONFIG_MAPPING and not trust_remote_code:
         raise _needs_trust(source)
-    try:
-        with quiet_transformers():
-            return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises ValueError, KeyError, OSError and its validators' own types
-        raise ModelError(
-            f"transformers cannot read the configuration ({line(error)})", where=str(source.path / CONFIG), do=REMEDY
-        ) from error
+    with asking_transformers("read the configuration", source.path / CONFIG):
+        return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
 
 
 def _needs_trust(source: ModelSource) -> ModelError:
@@ -149,25 +135,12 @@ def model_class(source: ModelSource, config: Any, trust_remote_code: bool = Fals
             return named
     for auto in AUTOS:
         if type(config) in auto._model_mapping:
-            found = auto._model_mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found  # DeiT's: without its teacher first
+            made = auto._model_mapping[type(config)]
+            return made[0] if isinstance(made, tuple) else made  # DeiT's: without its teacher first
     if own is not None:
         raise _needs_trust(source)
-    raise ModelError(
-        f"transformers has no language model or image classifier of type {source.config['model_type']}",
-        where=str(source.path),
-        do="`moeq families` lists what is supported",
-    )
-
-
-def _refuse_quantized(source: ModelSource) -> None:
-    """ModelError for a quantized checkpoint, but for the formats that are dequantized while loading."""
-    declared = quantization_of(source.config)
-    method = (declared or {}).get("quant_method", "unknown")
-    if declared is not None and method not in DEQUANTIZED:
-        raise ModelError(
-            f"already quantized ({method})", where=str(source.path / CONFIG), do="give the original checkpoint"
-        )
+    what = f"transformers has no language model or image classifier of type {source.config['model_type']}"
+    raise ModelError(what, where=str(source.path), do=SUPPORTED)
 
 
 def skeleton(
@@ -175,10 +148,13 @@ def skeleton(
 ) -> nn.Module:
     """The model on the meta device, structure without weights; buffers that are computed are real.
 
-    packed: also of a quantized model, as it was before; ModelError for one otherwise.
+    packed: also of a quantized model, as it was before; otherwise ModelError for one, but for the formats that are
+    dequantized while loading.
     """
-    if not packed:
-        _refuse_quantized(source)
+    where, declared = source.path / CONFIG, quantization_of(source.config)
+    method = declared.get("quant_method", "unknown")
+    if declared and not packed and method not in DEQUANTIZED:
+        raise ModelError(f"already quantized ({method})", where=str(where), do="give the original checkpoint")
     config = load_config(source, trust_remote_code)
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None) is not None:
@@ -186,44 +162,26 @@ def skeleton(
     kind = model_class(source, config, trust_remote_code)
     options = {"trust_remote_code": trust_remote_code} if kind in AUTOS else {}
     make = kind.from_config if kind in AUTOS else kind._from_config
-    try:
-        with quiet_transformers(), init_empty_weights(include_buffers=False):
-            return make(config, dtype=dtype, **options).eval()  # type: ignore[no-any-return]
-    except Exception as error:
-        raise ModelError(
-            f"transformers cannot build it ({line(error)})",
-            where=str(source.path / CONFIG),
-            do="`moeq families` lists what is supported",
-        ) from error
+    with asking_transformers("build it", where, SUPPORTED), init_empty_weights(include_buffers=False):
+        return make(config, dtype=dtype, **options).eval()  # type: ignore[no-any-return]
 
 
 def expert_keys(source: ModelSource, model: nn.Module, layers: list[ExpertLayer]) -> set[str]:
     """The tensors on disk that hold the routed experts: matrices, biases, and the scales of packed ones.
 
-    Raises ModelError when the disk has not as many weights as the configuration wants.
-    """
-    names = [f"{layer.name}.{part}" for layer in layers for part in layer.parameters]
-    return keys_of(source, model, {name: model.get_parameter(name).numel() for name in names})
-
-
-def keys_of(source: ModelSource, model: nn.Module, parameters: dict[str, int]) -> set[str]:
-    """The tensors on disk that these parameters (name: number of weights) are made of, their scales included.
-
-    Raises ModelError when the disk has not as many weights as the parameters, or matrices of experts differ in shape.
+    Raises ModelError when the disk has not as many weights as the configuration wants, or experts differ in shape.
     """
     reader = WeightReader(source, model, torch.float32, torch.device("cpu"))
-    origins = {origin.key: origin for name in parameters for origin in reader.origins.get(name, ())}
-    strays = {name for origin in origins.values() for name in origin.targets} - set(parameters)
+    names = {f"{layer.name}.{part}" for layer in layers for part in layer.parameters}
+    origins = {origin.key: origin for name in names for origin in reader.origins.get(name, ())}
     weights = set(origins) - scale_keys(source)
     _check_shapes(source, {key for key in weights if len(origins[key].targets) == 1})
+    names.update(name for origin in origins.values() for name in origin.targets)  # which share tensors with experts
     elements = sum(_weights_in(source, key) for key in weights)
-    expected = sum(parameters.values()) + sum(model.get_parameter(name).numel() for name in strays)
+    expected = sum(model.get_parameter(name).numel() for name in names)
     if elements != expected:
-        raise ModelError(
-            f"expert tensors hold {elements} weights, the configuration wants {expected}",
-            where=str(source.path),
-            do=REMEDY,
-        )
+        what = f"expert tensors hold {elements} weights, the configuration wants {expected}"
+        raise damaged(source.path, what)
     return set(origins)
 
 
@@ -231,7 +189,7 @@ def _weights_in(source: ModelSource, key: str) -> int:
     """How many weights a tensor on disk holds: a byte of MXFP4 blocks holds two."""
     header = source.tensors[key]
     per_byte = PACKED.get(header.dtype, 1) if is_dequantized(source) else 1
-    return _elements(header.shape) * per_byte
+    return math.prod(header.shape) * per_byte
 
 
 def _check_shapes(source: ModelSource, keys: set[str]) -> None:
@@ -245,11 +203,7 @@ def _check_shapes(source: ModelSource, keys: set[str]) -> None:
     for shapes in alike.values():
         if len(shapes) > 1:
             odd, usual = (pick(shapes, key=lambda shape: len(shapes[shape])) for pick in (min, max))
-            raise ModelError(
-                f"{shapes[odd][0]} is {list(odd)}, the other experts' are {list(usual)}",
-                where=str(source.path),
-                do=REMEDY,
-            )
+            raise damaged(source.path, f"{shapes[odd][0]} is {list(odd)}, the other experts' are {list(usual)}")
 
 
 def load_model(
@@ -265,23 +219,13 @@ def load_model(
     config = load_config(source, trust_remote_code)
     kind = model_class(source, config, trust_remote_code)
     options = {"trust_remote_code": trust_remote_code} if kind in AUTOS else {}
-    try:
-        with quiet_transformers():
-            model, info = kind.from_pretrained(
-                source.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-    except ArtifactError:
-        raise
-    except Exception as error:
-        raise ModelError(f"transformers cannot load it ({line(error)})", where=str(source.path), do=REMEDY) from error
+    with asking_transformers("load it", source.path):
+        model, info = kind.from_pretrained(
+            source.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
-            first = sorted(map(str, info[problem]))[0]
-            raise ModelError(
-                f"{len(info[problem])} {problem.replace('_', ' ')}, the first: {first}",
-                where=str(source.path),
-                do=REMEDY,
-            )
+            raise wrong_keys(source.path, problem.replace("_", " "), sorted(map(str, info[problem])))
     return model.eval().to(device)  # type: ignore[no-any-return]
 
 
@@ -296,10 +240,7 @@ def _load_dequantized(
         there = next((other for other in others if other not in missing), None)
         if name in missing and there is not None:
             share(model, name, there)
-    meta = {name for name in missing if model.get_parameter_or_buffer(name).device.type == "meta"}
-    left = sorted(name for name in missing if name in meta or not reader.may_lack(name))
-    if left:
-        raise ModelError(f"{len(left)} missing keys, the first: {left[0]}", where=str(source.path), do=REMEDY)
+    reader.check_missing(missing)
     return model.to(device)  # type: ignore[no-any-return]
 
 
@@ -320,15 +261,12 @@ def tied(model: Any) -> dict[str, list[str]]:
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
     """The model's tokenizer; ModelError when it is missing or broken."""
     if not any((source.path / name).is_file() for name in VOCABULARIES):
-        raise ModelError(
-            "no tokenizer (tokenizer.json, tokenizer.model or vocab.*)",
-            where=str(source.path),
-            do="copy the tokenizer files of the model into the directory",
-        )
+        what = "no tokenizer (tokenizer.json, tokenizer.model or vocab.*)"
+        raise ModelError(what, where=str(source.path), do="copy the tokenizer files of the model into the directory")
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code)
-            without_merge_cache(tokenizer)
+            drop_merge_cache(tokenizer)
             tokenizer("a")  # some of its settings are only looked at when text comes
             return tokenizer
     except Exception as error:
@@ -362,10 +300,3 @@ def describe(
     if layers:
         check_top_k(source.config, max(layer.num_experts for layer in layers), source.path / CONFIG)
     return model, layers
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import transformers
 
 from moeq.bounded import shortened
+from moeq.errors import ArtifactError, ModelError
 
 MOST_CHARACTERS = 300  # of what transformers says
 REMEDY = "check that the directory is a complete transformers checkpoint"
@@ -30,8 +32,30 @@ def quiet_transformers() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextmanager
+def asking_transformers(what: str, where: Path | str, do: str = REMEDY) -> Iterator[None]:
+    """Keep transformers quiet and make one ModelError of whatever it raises; what moeq's own loader refuses stays."""
+    try:
+        with quiet_transformers():
+            yield
+    except ArtifactError:
+        raise
+    except Exception as error:  # ValueError, KeyError, OSError, its validators' own types, and what a class raises
+        raise ModelError(f"transformers cannot {what} ({line(error)})", where=str(where), do=do) from error
+
+
+def damaged(path: Path, what: str) -> ModelError:
+    """The error for a checkpoint that is not what its configuration says."""
+    return ModelError(what, where=str(path), do=REMEDY)
+
+
+def wrong_keys(path: Path, problem: str, keys: Sequence[str]) -> ModelError:
+    """The error for tensors that are missing, unexpected or otherwise wrong, which names the first of them."""
+    return damaged(path, f"{len(keys)} {problem}, the first: {keys[0]}")
+
+
 def line(error: Exception) -> str:
     """The first line of an exception, with its type, and the second where the first ends with a colon."""
-    lines = [one.strip() for one in str(error).splitlines() if one.strip()] or ["no message"]
+    lines = [text for text in map(str.strip, str(error).splitlines()) if text] or ["no message"]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return shortened(f"{type(error).__name__}: {text}", MOST_CHARACTERS)

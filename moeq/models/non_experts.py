@@ -75,10 +75,10 @@ class OtherModules:
 
 def by_block(modules: Iterable[OtherModule]) -> dict[str, list[OtherModule]]:
     """Modules by the decoder layer that they lie in, "" for none."""
-    found: dict[str, list[OtherModule]] = {}
+    blocks: dict[str, list[OtherModule]] = {}
     for module in modules:
-        found.setdefault(module.block, []).append(module)
-    return found
+        blocks.setdefault(module.block, []).append(module)
+    return blocks
 
 
 def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource | None = None) -> OtherModules:
@@ -86,14 +86,13 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
 
     source: the checkpoint, where modules whose weights it keeps in one tensor with others are to be left as they are.
     """
-    found = [*_resident(model), *_in_layers(model, layers)]
+    modules = {module.weight: module for module in (*_resident(model), *_in_layers(model, layers))}
     left: dict[str, tuple[str, str]] = {}
     kept = []
     ties = tied(model)
-    names = {module.weight: module for module in found}
-    for module in found:
+    for module in modules.values():
         others = ties.get(module.weight, [])
-        pair = _pair(module, others, names)
+        pair = _pair(module, others, modules)
         if others and pair is None:
             left[module.name] = (module.kind, OTHER_TIES)
         elif _reads_weight(model, module.name) or (pair is not None and _reads_weight(model, pair.name)):
@@ -107,12 +106,10 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
     return OtherModules(modules=tuple(kept), left=left)
 
 
-def _pair(module: OtherModule, others: list[str], names: dict[str, OtherModule]) -> OtherModule | None:
-    """The other one of a tied pair of embeddings and head, None for no pair."""
-    if len(others) != 1 or others[0] not in names:
-        return None
-    other = names[others[0]]
-    return other if {module.kind, other.kind} == {EMBEDDINGS, HEAD} else None
+def _pair(module: OtherModule, others: list[str], modules: dict[str, OtherModule]) -> OtherModule | None:
+    """The other one of a tied pair of embeddings and head, None for no pair; modules: {weight: module}."""
+    other = modules.get(others[0]) if len(others) == 1 else None
+    return other if other is not None and {module.kind, other.kind} == {EMBEDDINGS, HEAD} else None
 
 
 def _resident(model: Any) -> Iterator[OtherModule]:
@@ -120,15 +117,15 @@ def _resident(model: Any) -> Iterator[OtherModule]:
     names = {id(module): name for name, module in model.named_modules()}
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(table) is nn.Embedding:
-        rows, inputs = table.weight.shape
-        yield OtherModule(name=names[id(table)], kind=EMBEDDINGS, block="", rows=rows, inputs=inputs, lookup=True)
+        yield _other(names[id(table)], table, EMBEDDINGS, "")
     if type(head) is nn.Linear:
-        yield _linear(names[id(head)], head, HEAD, "")
+        yield _other(names[id(head)], head, HEAD, "")
 
 
-def _linear(name: str, module: nn.Linear, kind: str, block: str) -> OtherModule:
-    rows, inputs = module.weight.shape
-    return OtherModule(name=name, kind=kind, block=block, rows=rows, inputs=inputs, biased=module.bias is not None)
+def _other(name: str, module: nn.Linear | nn.Embedding, kind: str, block: str) -> OtherModule:
+    (rows, inputs), lookup = module.weight.shape, isinstance(module, nn.Embedding)
+    biased = getattr(module, "bias", None) is not None
+    return OtherModule(name=name, kind=kind, block=block, rows=rows, inputs=inputs, biased=biased, lookup=lookup)
 
 
 def _in_layers(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[OtherModule]:
@@ -145,13 +142,9 @@ def _in_layers(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[OtherMod
             name = f"{path}.{below}"
             if type(module) is nn.Linear and f"{name}.weight" not in of_experts:
                 kind = _class_of(block, below, [layer.name.removeprefix(f"{path}.") for layer in here])
-                if kind is not None and not (kind in (SHARED, DENSE) and _is_gate(module, here)):
-                    yield _linear(name, module, kind, path)
-
-
-def _is_gate(module: nn.Linear, layers: list[ExpertLayer]) -> bool:
-    """Whether a linear of a feed-forward part gives one number a token, or one an expert."""
-    return module.out_features == 1 or any(module.out_features == layer.num_experts for layer in layers)
+                is_gate = module.out_features in {1, *(layer.num_experts for layer in here)}
+                if kind is not None and not (kind in (SHARED, DENSE) and is_gate):
+                    yield _other(name, module, kind, path)
 
 
 def _class_of(block: nn.Module, path: str, experts: list[str]) -> str | None:
@@ -241,10 +234,10 @@ def weight_keys(source: ModelSource, model: nn.Module, modules: Iterable[OtherMo
 def _on_disk_with_others(model: Any, source: ModelSource, modules: list[OtherModule]) -> set[str]:
     """Modules whose weight shares a tensor on disk with a parameter that is not among them."""
     reader = WeightReader(source, model, torch.float32, torch.device("cpu"))
-    mine = {module.weight: module.name for module in modules}
+    names = {module.weight: module.name for module in modules}
     return {
         name
-        for weight, name in mine.items()
+        for weight, name in names.items()
         for origin in reader.origins.get(weight, ())
-        if any(target not in mine for target in origin.targets)
+        if any(target not in names for target in origin.targets)
     }

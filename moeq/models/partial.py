@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,35 +20,33 @@ from torch import Tensor, nn
 
 @dataclass
 class Outputs:
-    """What the decoder layers gave in one run of one batch: `order` of those that ran, and the output of each.
+    """What the decoder layers gave in one run of one batch: the output of each, in the order in which they ran.
 
     Outputs of layers right before one of `wanted` are whole, others are zeros without memory. `repeated`: a layer ran
     more than once, so that no run can begin in the middle.
     """
 
     wanted: frozenset[str]
-    order: list[str] = field(default_factory=list)
-    found: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
     repeated: bool = False
     _last: Any = None
 
     def enter(self, block: str) -> None:
         """A layer begins: what the one before gave stays, or gives its memory back."""
-        self.repeated |= block in self.found
-        if self.order:
-            self.found[self.order[-1]] = self._last if block in self.wanted else _map(self._last, _hollow)
+        self.repeated |= block in self.given
+        if self.given and block in self.wanted:
+            self.given[next(reversed(self.given))] = self._last
         self._last = None
 
     def leave(self, block: str, output: Any) -> None:
-        self.order.append(block)
-        self.found[block] = _map(output, _hollow)
+        self.given[block] = _map(output, _hollow)
         self._last = _map(output, torch.clone)
 
     def before(self, block: str) -> dict[str, Any]:
         """{layer: output} of all that run before one; empty where none does, or the run cannot begin there."""
-        if self.repeated or block not in self.wanted:
+        if self.repeated or block not in self.wanted & self.given.keys():
             return {}
-        return {name: self.found[name] for name in self.order[: self.order.index(block)]}
+        return dict(takewhile(lambda item: item[0] != block, self.given.items()))
 
 
 @contextmanager
@@ -57,17 +56,9 @@ def recording(model: nn.Module, blocks: Sequence[str], wanted: Sequence[str]) ->
     with ExitStack() as stack:
         for name in blocks:
             module = model.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(_entering(outputs, name)).remove)
-            stack.callback(module.register_forward_hook(_leaving(outputs, name)).remove)
+            stack.callback(module.register_forward_pre_hook(lambda *_, name=name: outputs.enter(name)).remove)
+            stack.callback(module.register_forward_hook(lambda *call, name=name: outputs.leave(name, call[2])).remove)
         yield outputs
-
-
-def _entering(outputs: Outputs, name: str) -> Callable[..., None]:
-    return lambda *_: outputs.enter(name)
-
-
-def _leaving(outputs: Outputs, name: str) -> Callable[..., None]:
-    return lambda module, arguments, output: outputs.leave(name, output)
 
 
 @contextmanager
@@ -75,10 +66,9 @@ def beginning_at(model: nn.Module, outputs: Outputs, block: str) -> Iterator[Non
     """Within the block the model leaves out every decoder layer before one; the same batch must run."""
     with ExitStack() as stack:
         for name, output in outputs.before(block).items():
-            parent, _, leaf = name.rpartition(".")
-            layers: Any = model.get_submodule(parent)
-            stack.callback(setattr, layers, leaf, getattr(layers, leaf))
-            setattr(layers, leaf, _Done(getattr(layers, leaf), output))
+            layer = model.get_submodule(name)
+            stack.callback(model.set_submodule, name, layer)
+            model.set_submodule(name, _Done(layer, output))
         yield
 
 

@@ -16,9 +16,7 @@ from typing import Any
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import copy_file, write_json
-from moeq.artifacts.reading import read_json_file
-from moeq.errors import ModelError
-from moeq.models.source import CONFIG, CONFIG_BYTES, SIDE_FILES, VOCABULARIES, check_part
+from moeq.models.source import CONFIG, SIDE_FILES, VOCABULARIES, check_part, read_settings
 
 HOOK_FILE = "configuration_moeq.py"
 DATA = frozenset(SIDE_FILES) | {  # what the tokenizers and processors of transformers are made of
@@ -134,12 +132,9 @@ def _cleaned(config: Mapping[str, Any], data: Iterable[Path]) -> tuple[dict[str,
     for path in data:
         if path.suffix != ".json" or path.name in NO_SETTINGS:
             continue
-        try:
-            found, keys = without_code(read_json_file(path, most=CONFIG_BYTES, tag_constants=True))
-        except (OSError, ValueError) as error:
-            raise ModelError(f"not valid JSON ({error})", where=str(path), do="download the file again") from None
+        settings, keys = without_code(read_settings(path))
         if keys:
-            cleaned[path.name] = found
+            cleaned[path.name] = settings
             entries += [f"{key} of {path.name}" for key in keys]
     return cleaned, entries
 

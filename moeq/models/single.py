@@ -14,8 +14,9 @@ from transformers.core_model_loading import ErnieFuseAndSplitTextVisionExperts
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
+from moeq.models.kinds.base import Matrices
 from moeq.models.loading import tied
-from moeq.models.messages import REMEDY
+from moeq.models.messages import damaged
 from moeq.models.source import ModelSource
 from moeq.models.weights import Origin, WeightReader
 
@@ -34,19 +35,6 @@ class _OneExpert:
         return getattr(self._model, name)
 
 
-class _Below:
-    """An ExpertReader for the parameters below one module."""
-
-    def __init__(self, reader: ExpertReader, path: str) -> None:
-        self.reader, self.path = reader, path
-
-    def read_expert(self, name: str, expert: int) -> Tensor:
-        return self.reader.read_expert(f"{self.path}.{name}", expert)
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self.reader.read_rows(f"{self.path}.{name}", start, stop)
-
-
 class ExpertReader:
     """Reads experts one by one; `bytes_read` counts what was asked of the disk.
 
@@ -63,7 +51,7 @@ class ExpertReader:
         self._index = WeightReader(source, model, torch.float32, torch.device("cpu"))
 
     def read_expert(self, name: str, expert: int) -> Tensor:
-        """`model.get_parameter(name)[expert]` of the loaded model.
+        """`model.get_parameter(name)[expert]` of the loaded model, in its dtype.
 
         name: a parameter whose first dimension is E, such as `model.layers.0.mlp.experts.down_proj`. Raises ModelError
         when there is no such expert, or when the tensors on disk do not make it.
@@ -93,9 +81,9 @@ class ExpertReader:
             raise self._error(f"{name} is not on disk as it is in memory")
         return self._read(origin.key, slice(start, stop)).to(self.model.get_parameter(name).dtype)
 
-    def read(self, layer: ExpertLayer, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def read(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, Matrices]:
         """Matrices {projection: [rows, inputs]} and biases {projection: [rows]} of one expert of a layer."""
-        return layer.kind.alone(self.model.get_submodule(layer.name), expert, _Below(self, layer.name))
+        return layer.kind.alone(self.model.get_submodule(layer.name), layer.name, expert, self)
 
     def bytes_of(self, name: str, expert: int) -> int:
         """Bytes on disk of one expert's part of a parameter, its scales included."""
@@ -103,12 +91,10 @@ class ExpertReader:
 
     def _stored(self, name: str) -> str:
         """The parameter itself, or the one on disk that it is tied to."""
-        stored: str | None = next(
-            (other for other in (name, *self._tied.get(name, ())) if other in self._index.origins), None
-        )
-        if stored is None:
-            raise self._error(f"{name} is not on disk")
-        return stored
+        for other in (name, *self._tied.get(name, ())):
+            if other in self._index.origins:
+                return str(other)
+        raise self._error(f"{name} is not on disk")
 
     def _parts(self, name: str, expert: int) -> Iterator[tuple[Origin, slice | None]]:
         """What is to be read for one expert: a tensor, and its rows (None: all of it)."""
@@ -116,13 +102,14 @@ class ExpertReader:
         for origin in self._index.origins[name]:
             by_pattern.setdefault(origin.pattern, []).append(origin)
         stacked = self.model.get_parameter(name).shape[0]
-        for pattern, mine in by_pattern.items():
+        for pattern, origins in by_pattern.items():
             if pattern is None or "*" not in pattern:
-                yield mine[0], slice(expert, expert + 1)
+                yield origins[0], slice(expert, expert + 1)
                 continue
-            if len(mine) != stacked * len(mine[0].targets):  # several targets share the list, in turn
-                raise self._error(f"{name}: {len(mine)} experts on disk, {stacked * len(mine[0].targets)} are wanted")
-            yield mine[mine[0].targets.index(name) * stacked + expert], None
+            targets = origins[0].targets  # several share the list, in turn
+            if len(origins) != stacked * len(targets):
+                raise self._error(f"{name}: {len(origins)} experts on disk, {stacked * len(targets)} are wanted")
+            yield origins[targets.index(name) * stacked + expert], None
 
     def _convert(self, name: str, origin: Origin, tensors: dict[str, list[Tensor]]) -> Tensor:
         """The operations of the family's converter on this expert's tensors alone."""
@@ -131,10 +118,10 @@ class ExpertReader:
         wanted = targets[origin.targets.index(name)]
         if any(isinstance(operation, ErnieFuseAndSplitTextVisionExperts) for operation in converter.operations):
             targets = [wanted]  # it deals a list of experts out to its targets; here it has those of one
-        found: dict[str, Any] = dict(tensors)
+        converted: dict[str, Any] = dict(tensors)
         for operation in converter.operations:
-            found = operation.convert(
-                found,
+            converted = operation.convert(
+                converted,
                 source_patterns=converter.source_patterns,
                 target_patterns=targets,
                 full_layer_name=name,
@@ -142,9 +129,9 @@ class ExpertReader:
                 config=self.model.config,
                 missing_keys=None,
             )
-        value = found[wanted] if wanted in found else next(iter(found.values()))
-        whole: Tensor = value[0] if isinstance(value, list) else value
-        return whole[0]
+        value = converted[wanted] if wanted in converted else next(iter(converted.values()))
+        stack: Tensor = value[0] if isinstance(value, list) else value
+        return stack[0]
 
     def _bytes(self, key: str, rows: slice | None) -> int:
         header = self.source.tensors[key]
@@ -152,9 +139,8 @@ class ExpertReader:
 
     def _read(self, key: str, rows: slice | None) -> Tensor:
         self.bytes_read += self._bytes(key, rows)
-        view = self._index.handle(key)
-        found: Tensor = view[:] if rows is None else view[rows]
-        return found
+        part: Tensor = self._index.handle(key)[slice(None) if rows is None else rows]
+        return part
 
     def _error(self, problem: str) -> ModelError:
-        return ModelError(problem, where=str(self.source.path), do=REMEDY)
+        return damaged(self.source.path, problem)

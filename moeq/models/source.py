@@ -85,13 +85,13 @@ class ModelSource:
         cached: of files that were read before and have not changed since, the digest that was found then.
         """
         paths = {path.name: path for path in [*self.side_files(), *self.files]}
-        found = digests_of_files(paths.values(), cached=cached, reporter=reporter, title="hashing the model")
-        return {name: found[path] for name, path in paths.items()}
+        digests = digests_of_files(paths.values(), cached=cached, reporter=reporter, title="hashing the model")
+        return {name: digests[path] for name, path in paths.items()}
 
     def stamp(self, files: Mapping[str, str] | None = None) -> ModelStamp:
         """Name, revision and a digest of configuration, tokenizer and weights; files: the digests, where known."""
-        found = {"config": self.config, **(self.file_digests() if files is None else files)}
-        return ModelStamp(name=self.name, revision=self.revision, digest=digest_of(found))
+        parts = {"config": self.config, **(self.file_digests() if files is None else files)}
+        return ModelStamp(name=self.name, revision=self.revision, digest=digest_of(parts))
 
     def sampled_digest(self, files: Mapping[str, str]) -> str:
         """The digest that older moeq gave this model: of weights above 64 MiB it read the size, the header and 64
@@ -185,9 +185,8 @@ def _resolve(
         try:
             return bundled_path(name.removeprefix(BUNDLED)), None
         except ArtifactError as error:
-            raise ModelError(
-                "no such bundled model", where=name, do="use bundled:tiny-mixtral or bundled:tiny-moe-vit"
-            ) from error
+            what = "no such bundled model"
+            raise ModelError(what, where=name, do="use bundled:tiny-mixtral or bundled:tiny-moe-vit") from error
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -246,14 +245,19 @@ def read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         where = str(file.parent)
         raise ModelError("not a model directory: no config.json", where=where, do="give the folder that holds it")
-    try:
-        config = read_json_file(file, most=CONFIG_BYTES, tag_constants=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
+    config = read_settings(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError("no model_type", where=str(file), do="give a transformers model directory")
     check_config(config, file)
     return config
+
+
+def read_settings(file: Path) -> Any:
+    """What a JSON file of a model holds; ModelError where it is none."""
+    try:
+        return read_json_file(file, most=CONFIG_BYTES, tag_constants=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
 
 
 def _read_headers(path: Path) -> dict[str, TensorHeader]:
@@ -279,9 +283,8 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
     for key, name in weight_map.items():
         if key not in tensors or tensors[key].file.name != name:
             where = str(path / name)
-            raise ModelError(
-                f"tensor {key} is not in the shard that {INDEX} names", where=where, do="download it again"
-            )
+            what = f"tensor {key} is not in the shard that {INDEX} names"
+            raise ModelError(what, where=where, do="download it again")
     return tensors
 
 
@@ -311,11 +314,8 @@ def check_counts(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader],
             continue
         if value > most:
             stated = str(value) if value < 10**20 else "more than 10**20"
-            raise ModelError(
-                f"{key} is {stated}; weights of {len(tensors)} tensors cannot have that many",
-                where=str(where),
-                do="download the model again",
-            )
+            what = f"{key} is {stated}; weights of {len(tensors)} tensors cannot have that many"
+            raise ModelError(what, where=str(where), do="download the model again")
 
 
 def _whole_numbers(node: Any) -> Iterator[tuple[str, int]]:

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import share, skeleton, tied
-from moeq.models.messages import REMEDY
 from moeq.models.source import ModelSource
 from moeq.models.weights import WeightReader, owner
 from moeq.numerics.slab import return_memory
 
+META = torch.device("meta")
 Overlay = Callable[[nn.Module, ExpertLayer], None]  # changes a layer's experts right after it was read
 
 
@@ -51,7 +50,10 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 class StreamedModel:
-    """The model, its blocks, and how they are read; `bytes_read` counts what was asked of the disk."""
+    """The model, its blocks, and how they are read; `bytes_read` counts what was asked of the disk.
+
+    names: parameters and stored buffers of every block; those of no block, which are resident, under the empty name.
+    """
 
     def __init__(
         self,
@@ -74,10 +76,13 @@ class StreamedModel:
         self.block_overlay: Callable[[nn.Module, str], None] | None = None  # changes a block right after it was read
         self.loaded: set[str] = set()
         self._pause: Callable[[str], None] | None = None
-        self._names = self._names_by_block()
+        self._block_set = frozenset(self.blocks)
+        self.names: dict[str, list[str]] = {"": [], **{path: [] for path in self.blocks}}
+        for name in self.model.state_dict():
+            self.names[self.block_of(name)].append(name)
         self._tied = tied(self.model)
         self._pinned: set[str] = set()
-        self._read(self._names[""])
+        self._read(self.names[""])
         self._to_device()
         self._pin()
         for path in self.blocks:
@@ -94,59 +99,33 @@ class StreamedModel:
     def bytes_read(self) -> int:
         return self.reader.bytes_read
 
-    def _names_by_block(self) -> dict[str, list[str]]:
-        """Parameters and stored buffers of every block; those of no block under the empty name."""
-        found: dict[str, list[str]] = {"": [], **{path: [] for path in self.blocks}}
-        for name in self.model.state_dict():
-            found[self.block_of(name)].append(name)
-        return found
-
-    def names_of(self, block: str) -> list[str]:
-        """Parameters and stored buffers of a block; of those of no block for the empty name."""
-        return self._names[block]
-
     def block_of(self, name: str) -> str:
         """The block that holds a module, parameter or buffer; empty when it is resident."""
         parts = name.split(".")
         paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((path for path in paths if path in self._block_set), "")
 
-    @cached_property
-    def _block_set(self) -> set[str]:
-        return set(self.blocks)
-
     def _read(self, names: list[str]) -> None:
         """Read parameters; what the disk lacks is taken from what it is tied to."""
         missing = self.reader.read(names)
         for name in missing & self.supplied:
-            self._make_room(name)
+            self._empty(name, self.device)
         missing -= self.supplied
-        there = {*self.reader.origins, *self.supplied}
+        there = self.reader.origins.keys() | self.supplied
         for name in sorted(missing):
-            other = next((other for other in self._tied.get(name, ()) if other in there), None)
-            if other is not None:
+            if (other := next((tie for tie in self._tied.get(name, ()) if tie in there), None)) is not None:
                 self._take(name, other)
                 missing.discard(name)
-        lacking = sorted(name for name in missing if self._on_meta(name) or not self.reader.may_lack(name))
-        if lacking:
-            raise ModelError(
-                f"{len(lacking)} missing keys, the first: {lacking[0]}", where=str(self.source.path), do=REMEDY
-            )
-
-    def _make_room(self, name: str) -> None:
-        """Memory of a parameter that an overlay fills."""
-        module, leaf = owner(self.model, name)
-        empty = torch.empty_like(getattr(module, leaf), device=self.device)
-        module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+        self.reader.check_missing(missing)
 
     def _take(self, name: str, other: str) -> None:
         """Let a parameter be one that lies elsewhere; what is read for it alone does not stay there."""
-        held = not self._on_meta(other)
+        held = self.model.get_parameter_or_buffer(other).device.type != "meta"
         if not held:
             self.reader.read([other])
         share(self.model, name, other)
         if not held and self.block_of(other) not in ("", *self.loaded):
-            self._to_meta(other)
+            self._empty(other, META)
 
     def _pin(self) -> None:
         """Parameters of blocks that are tied to resident ones are resident."""
@@ -156,14 +135,12 @@ class StreamedModel:
                 share(self.model, name, resident)
                 self._pinned.add(name)
 
-    def _on_meta(self, name: str) -> bool:
-        return bool(self.model.get_parameter_or_buffer(name).device.type == "meta")
-
-    def _to_meta(self, name: str) -> None:
+    def _empty(self, name: str, device: torch.device) -> None:
+        """Have a parameter without values on a device; buffers stay as they are."""
         module, leaf = owner(self.model, name)
-        weight = getattr(module, leaf)
         if leaf in module._parameters:
-            module._parameters[leaf] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+            empty = torch.empty_like(module._parameters[leaf], device=device)
+            module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
 
     def _to_device(self) -> None:
         """Buffers made with the structure (rotary frequencies and the like) go where the weights go."""
@@ -176,7 +153,7 @@ class StreamedModel:
         """Read a block's weights; ModelError when one is missing or of another shape."""
         if block in self.loaded:
             return
-        self._read([name for name in self._names[block] if name not in self._pinned])
+        self._read([name for name in self.names[block] if name not in self._pinned])
         self.loaded.add(block)
         return_memory()  # the tensors on disk that its parameters were put together from
         if self.block_overlay is not None:
@@ -207,23 +184,11 @@ class StreamedModel:
 
     def drop(self, block: str) -> None:
         """Put a block's weights back on the meta device."""
-        for name in self._names[block]:
+        for name in self.names[block]:
             if name not in self._pinned:
-                self._to_meta(name)
+                self._empty(name, META)
         self.loaded.discard(block)
         return_memory()
-
-    @contextmanager
-    def having(self, layer: ExpertLayer) -> Iterator[nn.Module]:
-        """The model with the block of one MoE layer read."""
-        block = self.block_of(layer.name)
-        here = block in self.loaded
-        self.load(block)
-        try:
-            yield self.model
-        finally:
-            if not here:
-                self.drop(block)
 
     @contextmanager
     def lockstep(self, pause: Callable[[str], None]) -> Iterator[None]:

@@ -34,9 +34,9 @@ def families(name: str | None = None) -> list[Support]:
     if name is None:
         return rows
     wanted = name.lower().replace("-", "_")
-    found = [row for row in rows if wanted in row.model_type.replace("-", "_") or wanted in row.model.lower()]
-    if not found:
+    named = [row for row in rows if wanted in row.model_type.replace("-", "_") or wanted in row.model.lower()]
+    if not named:
         guess = nearest(wanted, [row.model_type for row in rows])
         hint = f"did you mean {guess!r}?" if guess else "run `moeq families` for the list"
         raise ModelError("no family of this name", where=name, do=hint)
-    return found
+    return named

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +24,10 @@ from torch import Tensor, nn
 from moeq.errors import AllZeroError, ModelError, NotFiniteError
 from moeq.models.experts import ExpertLayer, stacked_weights
 from moeq.models.forward import forward
+from moeq.models.kinds.base import Routing
 
 if TYPE_CHECKING:
     from moeq.models.streaming import StreamedModel
-
 
 LARGEST_PRODUCT = 1e18  # of an expert's matrices' largest weights: squares of its outputs then come near 1e38
 
@@ -44,6 +43,12 @@ class Batch:
     mask: Tensor
     sequences: Tensor
     extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Which are real [B * S] and, of the real ones, row in the corpus and index among the row's real tokens [T]."""
+        real = self.mask.reshape(-1).bool()
+        position = self.mask.long().cumsum(1) - 1
+        return real, self.sequences.unsqueeze(1).expand_as(position).reshape(-1)[real], position.reshape(-1)[real]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +111,11 @@ def walk(
     """
     main = getcurrent()
 
-    def stop_here(layer: ExpertLayer, seen: tuple[Tensor, Tensor, Tensor]) -> None:
-        main.switch((layer, *(part.detach() for part in seen)))
+    def stop_here(layer: ExpertLayer, seen: Routing) -> None:
+        main.switch((layer, [part.detach() for part in seen]))
+
+    def leave(block: str) -> None:
+        main.switch(_Left(block))
 
     runs = [greenlet(lambda batch=batch: run_batch(model, batch, device, finish)) for batch in batches]
     with ExitStack() as stack:
@@ -115,70 +123,61 @@ def walk(
         for layer in layers:
             stack.callback(tap(model, layer, stop_here))
         for block in blocks:
-            stack.callback(_at_end(model.get_submodule(block), partial(main.switch, _Left(block))))
+            stack.callback(model.get_submodule(block).register_forward_hook(lambda *_, at=block: leave(at)).remove)
         if streamed is not None:
             stack.enter_context(streamed.lockstep(main.switch))
         done = 0
         while finish is not None or done < len(layers):
-            events: list[Any] = []  # forgets the layer before, which would else lie beside the next one
-            with torch.no_grad():
-                events += [run.switch() for run in runs]
-            if all(run.dead for run in runs):
-                if done == len(layers):
-                    return
-                raise out_of_turn(layers[done].name)
-            if streamed is not None and all(isinstance(event, str) and event == events[0] for event in events):
-                streamed.only(events[0])
-                continue
+            events = go_on(runs, streamed)
+            if done == len(layers) and all(run.dead for run in runs):
+                return
             if left is not None and all(isinstance(event, _Left) and event == events[0] for event in events):
                 left(events[0].block)
                 continue
             if done == len(layers) or any(not isinstance(event, tuple) or event[0] != layers[done] for event in events):
                 raise out_of_turn(layers[min(done, len(layers) - 1)].name if layers else "the model")
             check_weights(model, layers[done])
-            yield gather(layers[done], events, batches)
+            yield gather(layers[done], [seen for _, seen in events], batches)
+            del events  # which would else lie beside the next layer's
             done += 1
 
 
-def tap(
-    model: nn.Module, layer: ExpertLayer, stop_here: Callable[[ExpertLayer, tuple[Tensor, Tensor, Tensor]], None]
-) -> Callable[[], None]:
-    """Call stop_here with what the layer's experts are about to be given; returns what takes the hook off."""
+def go_on(runs: Sequence[greenlet], streamed: StreamedModel | None) -> list[Any]:
+    """Let all runs go on until they wait for more than a block of a streamed model; what each of them says, or None."""
+    while True:
+        with torch.no_grad():
+            events = [run.switch() for run in runs]
+        if streamed is None or not all(isinstance(event, str) and event == events[0] for event in events):
+            return events
+        streamed.only(events[0])
+
+
+def tap(model: nn.Module, layer: ExpertLayer, see: Callable[[ExpertLayer, Routing], None]) -> Callable[[], None]:
+    """Call `see` with what the layer's experts are about to be given; returns what takes the hook off."""
     tap = layer.kind.tap(layer.name)
-    module = model.get_submodule(tap.path)
-    if tap.after:
-        after = lambda own, arguments, output: stop_here(layer, tap.read(own, arguments, output))  # noqa: E731
-        return module.register_forward_hook(after).remove
-    before = lambda own, arguments: stop_here(layer, tap.read(own, arguments, None))  # noqa: E731
-    return module.register_forward_pre_hook(before).remove
+    module: Any = model.get_submodule(tap.path)
 
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any = None) -> None:
+        see(layer, tap.read(module, arguments, output))
 
-def _at_end(block: nn.Module, stop_here: Callable[[], object]) -> Callable[[], None]:
-    """Call stop_here when a module has run; returns what takes the hook off."""
-
-    def after(*_: Any) -> None:
-        stop_here()
-
-    return block.register_forward_hook(after).remove
+    return (module.register_forward_hook if tap.after else module.register_forward_pre_hook)(hook).remove  # type: ignore[no-any-return]
 
 
 def stop_runs(runs: Sequence[greenlet]) -> None:
+    """End the runs where they wait."""
     for run in runs:
         if run and not run.dead:
             run.throw(GreenletExit)
 
 
 def out_of_turn(where: str) -> ModelError:
-    return ModelError(
-        "this MoE layer did not run in its turn",
-        where=where,
-        do="report the model's family: its layers are not run in order",
-    )
+    """The error for a model whose layers do not run in the order in which they were found."""
+    what = "this MoE layer did not run in its turn"
+    return ModelError(what, where=where, do="report the model's family: its layers are not run in order")
 
 
 def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
-    """NotFiniteError naming the expert and the matrix whose weights are not finite, or so large that outputs
-    overflow."""
+    """NotFiniteError naming the expert and matrix whose weights are not finite, or so large that outputs overflow."""
     most = {
         projection: torch.maximum(stack.amax((1, 2)), -stack.amin((1, 2))).double()
         for projection, stack in stacked_weights(model, layer, slice(None)).items()
@@ -196,6 +195,7 @@ def check_weights(model: nn.Module, layer: ExpertLayer) -> None:
 def run_batch(
     model: nn.Module, batch: Batch, device: torch.device, finish: Callable[[Batch, Any], None] | None
 ) -> None:
+    """Run the model on one batch, and call `finish` with its output."""
     _running.set(batch)
     padded = not bool(batch.mask.all())
     extra: dict[str, Tensor] = {}
@@ -208,37 +208,33 @@ def run_batch(
         finish(batch, output)
 
 
-def gather(
-    layer: ExpertLayer, captured: Sequence[tuple[ExpertLayer, Tensor, Tensor, Tensor]], batches: Sequence[Batch]
-) -> LayerInputs:
-    """Join the batches' captures and take the pads, and what is not finite, out."""
+def gather(layer: ExpertLayer, captured: Sequence[Sequence[Tensor]], batches: Sequence[Batch]) -> LayerInputs:
+    """Join the routing [B * S, ...] of every batch, and take the pads, and what is not finite, out.
+
+    Raises ModelError where the experts do not see one row a token, NotFiniteError and AllZeroError where no token has
+    activations.
+    """
     parts: list[tuple[Tensor, ...]] = []
-    for (_, hidden, experts, weights), batch in zip(captured, batches, strict=True):
-        keep = batch.mask.reshape(-1).bool()
+    for (hidden, experts, weights), batch in zip(captured, batches, strict=True):
+        keep, sequence, position = batch.tokens()
         if hidden.shape[0] != keep.numel():
             raise ModelError(
                 f"the experts were given {hidden.shape[0]} rows for {keep.numel()} tokens",
                 where=layer.name,
                 do="report the model's family: its experts do not see one row a token",
             )
-        sequence = batch.sequences.unsqueeze(1).expand_as(batch.mask).reshape(-1)
-        position = (batch.mask.long().cumsum(1) - 1).reshape(-1)
         there = keep.to(hidden.device)
-        parts.append((hidden[there], experts[there], weights[there], sequence[keep], position[keep]))
+        parts.append((hidden[there], experts[there], weights[there], sequence, position))
     hidden, experts, weights, sequence, position = (torch.cat(column) for column in zip(*parts, strict=True))
     chosen = experts < layer.num_experts
     finite = torch.isfinite(hidden).all(1) & (torch.isfinite(weights) | ~chosen).all(1)
     left_out = int((~finite).sum())
     if left_out == len(hidden):
-        raise NotFiniteError(
-            "activations before the experts are not finite, of none of the tokens",
-            where=layer.name,
-            do="use dtype: float32, or check the checkpoint's weights",
-        )
+        what = "activations before the experts are not finite, of none of the tokens"
+        raise NotFiniteError(what, where=layer.name, do="use dtype: float32, or check the checkpoint's weights")
     if not bool(hidden.any()):
-        raise AllZeroError(
-            "activations before the experts are all 0", where=layer.name, do="check the checkpoint's weights"
-        )
+        what = "activations before the experts are all 0"
+        raise AllZeroError(what, where=layer.name, do="check the checkpoint's weights")
     if left_out:
         hidden, experts, weights = hidden[finite], experts[finite], weights[finite]
         sequence, position = sequence[finite.cpu()], position[finite.cpu()]

@@ -31,7 +31,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from moeq.artifacts.tensor_files import stored_chunks
 from moeq.errors import ModelError
-from moeq.models.messages import REMEDY, line, quiet_transformers
+from moeq.models.messages import asking_transformers, damaged, quiet_transformers, wrong_keys
 from moeq.models.source import CONFIG, ModelSource
 
 
@@ -62,13 +62,12 @@ class BlockDequantize(Fp8Dequantize):  # type: ignore[misc]
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """As the library's, and tensors without scales are cast to the parameter's dtype too."""
         dtype = self._get_target_dtype(kwargs.get("model"), kwargs.get("full_layer_name"))
-        found = super().convert(input_dict, **kwargs)
-        return {name: _cast(value, dtype) for name, value in found.items()}
+        return {name: _cast(value, dtype) for name, value in super().convert(input_dict, **kwargs).items()}
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, list):
-        return [_cast(one, dtype) for one in value]
+        return [_cast(tensor, dtype) for tensor in value]
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
@@ -78,33 +77,27 @@ class _Fp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
 
 
 DEQUANTIZED = {"fp8": _Fp8Quantizer, "mxfp4": Mxfp4HfQuantizer}  # by quant_method: what is dequantized while loading
-
-
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")  # types of which no weight is
 PACKED = {"F8_E4M3": 1, "I8": 2, "U8": 2}  # weights in a byte, by the dtype that headers name
 
 
-def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The quantization that a config.json declares, for the whole or for its language model; None when none."""
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    return dict(found) if found else None
+def quantization_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The quantization that a config.json declares, for the whole or for its language model; empty when none."""
+    return dict(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {})
 
 
 def is_dequantized(source: ModelSource) -> bool:
     """Whether the checkpoint is quantized in a format that is dequantized while it is loaded."""
-    return (quantization_of(source.config) or {}).get("quant_method") in DEQUANTIZED
+    return quantization_of(source.config).get("quant_method") in DEQUANTIZED
 
 
 def _quantizer(source: ModelSource) -> Any:
-    declared = quantization_of(source.config)
-    if declared is None or declared.get("quant_method") not in DEQUANTIZED:
+    if not is_dequantized(source):
         return None
-    try:
+    declared = quantization_of(source.config)
+    with asking_transformers("read it", f"{source.path / CONFIG}: quantization_config"):
         config = AutoQuantizationConfig.from_dict(declared | {"dequantize": True})
         return DEQUANTIZED[declared["quant_method"]](config, pre_quantized=True)
-    except Exception as error:  # whatever the format's own class raises
-        where = f"{source.path / CONFIG}: quantization_config"
-        raise ModelError(f"transformers cannot read it ({line(error)})", where=where, do=REMEDY) from error
 
 
 def _scales_of(key: str) -> tuple[str, ...]:
@@ -141,28 +134,28 @@ def plain_chunks(source: ModelSource, key: str) -> Iterator[bytes]:
     if source.read is not None:
         yield source.read(key).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return
-    scales = _scales_key(source, key)
-    if scales is None:
+    if _scales_key(source, key) is None:
         yield from stored_chunks(source.tensors[key])
-        return
-    found = []
-    for name in (key, scales):
+    else:
+        yield _plain(source, key).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _plain(source: ModelSource, key: str) -> Tensor:
+    """A tensor of a file as an unpacked checkpoint has it."""
+    names = [key, scales] if (scales := _scales_key(source, key)) is not None else [key]
+    tensors = []
+    for name in names:
         with safe_open(source.tensors[name].file, "pt") as handle:
-            found.append(handle.get_tensor(name))
-    plain = BlockDequantize(_quantizer(source)).dequantize(*found)
-    yield plain.contiguous().view(torch.uint8).numpy().tobytes()
+            tensors.append(handle.get_tensor(name))
+    return BlockDequantize(_quantizer(source)).dequantize(*tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _plain_tensors(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors of a checkpoint, as they are unpacked, in natural order, one read at a time."""
-    scales = scale_keys(source)
-    for key in sorted(set(source.tensors) - scales, key=dot_natural_key):
-        with safe_open(source.tensors[key].file, "pt") as handle:
-            tensor = handle.get_tensor(key)
-        if _scales_key(source, key) is not None:
-            tensor = torch.frombuffer(bytearray(b"".join(plain_chunks(source, key))), dtype=torch.bfloat16)
-        if tensor.is_floating_point():
-            yield key, tensor.to(_wide(tensor))
+    for key in sorted(set(source.tensors) - scale_keys(source), key=dot_natural_key):
+        tensor = _plain(source, key)
+        if tensor.is_floating_point():  # in a type in which torch knows what is finite
+            yield key, tensor.float() if tensor.element_size() == 1 else tensor
 
 
 def first_not_finite(source: ModelSource) -> str | None:
@@ -180,14 +173,9 @@ def first_all_zero(source: ModelSource) -> str | None:
 
 def largest(source: ModelSource) -> tuple[str, float]:
     """The tensor of a checkpoint with the weight of the largest magnitude, and this magnitude; all of it is read."""
-    found = ((float(tensor.abs().max()), key) for key, tensor in _plain_tensors(source) if tensor.numel())
-    size, key = max(found, default=(0.0, ""))
-    return key, size
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """A type in which torch knows what is finite."""
-    return torch.float32 if tensor.element_size() == 1 else tensor.dtype
+    magnitudes = ((float(tensor.abs().max()), key) for key, tensor in _plain_tensors(source) if tensor.numel())
+    magnitude, key = max(magnitudes, default=(0.0, ""))
+    return key, magnitude
 
 
 def _scales_key(source: ModelSource, key: str) -> str | None:
@@ -250,14 +238,11 @@ class WeightReader:
             for origin in origins
         }
         for key, header in self.source.tensors.items():
-            found = any(name in self.source.tensors for name in _scales_of(key))
+            scaled = any(name in self.source.tensors for name in _scales_of(key))
             codes = header.dtype in INTEGERS and key in floating and key not in scales
-            if (header.dtype == "F8_E4M3" and not found) or (codes and not (found and dequantized)):
-                raise ModelError(
-                    f"{key} has no scales that config.json declares, only {header.dtype} codes",
-                    where=str(header.file),
-                    do="use a checkpoint in bfloat16, float16 or float32",
-                )
+            if (header.dtype == "F8_E4M3" and not scaled) or (codes and not (scaled and dequantized)):
+                what = f"{key} has no scales that config.json declares, only {header.dtype} codes"
+                raise ModelError(what, where=str(header.file), do="use a checkpoint in bfloat16, float16 or float32")
 
     def _index(self) -> None:
         """Ask the library's rules for the parameter of every key, in the order in which it would load them."""
@@ -281,8 +266,7 @@ class WeightReader:
 
     def keys(self, parameters: Iterable[str]) -> list[str]:
         """The tensors on disk that these parameters are made of, scales included, each once."""
-        found = (origin.key for name in parameters for origin in self.origins.get(name, ()))
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(origin.key for name in parameters for origin in self.origins.get(name, ())))
 
     def bytes(self, parameters: Iterable[str]) -> int:
         """Bytes on disk of these parameters."""
@@ -315,8 +299,7 @@ class WeightReader:
             )
         for problem in ("mismatched_keys", "conversion_errors", "error_msgs"):
             if getattr(info, problem):
-                first = sorted(map(str, getattr(info, problem)))[0]
-                raise ModelError(f"{problem.replace('_', ' ')}: {first}", where=str(self.source.path), do=REMEDY)
+                raise damaged(self.source.path, f"{problem.replace('_', ' ')}: {min(map(str, getattr(info, problem)))}")
         return wanted & set(info.missing_keys)
 
     def check_unexpected(self) -> None:
@@ -324,13 +307,19 @@ class WeightReader:
         patterns = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"position_ids$"]
         left = [key for key in self.unexpected if not any(re.search(pattern, key) for pattern in patterns)]
         if left:
-            raise ModelError(
-                f"{len(left)} unexpected keys, the first: {left[0]}", where=str(self.source.path), do=REMEDY
-            )
+            raise wrong_keys(self.source.path, "unexpected keys", left)
 
-    def may_lack(self, name: str) -> bool:
-        """Whether the family expects checkpoints without this parameter or buffer."""
-        return any(re.search(pattern, name) for pattern in self.model._keys_to_ignore_on_load_missing or ())
+    def check_missing(self, missing: Iterable[str]) -> None:
+        """ModelError for parameters and buffers without values, and for those that the family wants on every disk."""
+        patterns = self.model._keys_to_ignore_on_load_missing or ()
+        lacking = [
+            name
+            for name in sorted(missing)
+            if self.model.get_parameter_or_buffer(name).device.type == "meta"
+            or not any(re.search(pattern, name) for pattern in patterns)
+        ]
+        if lacking:
+            raise wrong_keys(self.source.path, "missing keys", lacking)
 
 
 def owner(model: nn.Module, name: str) -> tuple[Any, str]:

@@ -61,9 +61,6 @@ def load_checkpoint(path: Path, dtype: torch.dtype, device: torch.device, trust_
     source = open_source(str(path))
     method = (source.config.get("quantization_config") or {}).get("quant_method")
     if method != METHOD:
-        raise ArtifactError(
-            f"not exported by moeq (quant_method {method!r})",
-            where=str(path / "config.json"),
-            do="give the checkpoint directory of a moeq run",
-        )
+        what = f"not exported by moeq (quant_method {method!r})"
+        raise ArtifactError(what, where=str(path / "config.json"), do="give the checkpoint directory of a moeq run")
     return load_model(source, dtype, device, trust_remote_code)

@@ -13,7 +13,6 @@ Letters: L MoE layers, E experts of a layer, B rows, C tokens of a context, F to
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -27,7 +26,7 @@ from torch import Tensor
 from moeq.artifacts.assignment import FULL
 from moeq.errors import EvaluationError, ModelError
 from moeq.models.experts import ExpertLayer
-from moeq.runtime.experts_by_row import Dequantized, ReplicaSource, Rows, by_row
+from moeq.runtime.experts_by_row import Dequantized, LastUsed, Rows, by_row
 from moeq.runtime.prefixes import cache_bytes, can_join, join
 from moeq.runtime.routing_counts import RoutingCounts, counting
 
@@ -73,24 +72,11 @@ class Piece:
     exact_start: bool = False
 
 
-class PrefillStore:
-    """Prefilled contexts, the last used ones kept up to a number of bytes; models of the same weights may share it."""
+class PrefillStore(LastUsed):
+    """Prefilled contexts, the last used ones; models of the same weights may share them."""
 
     def __init__(self, limit: int = PREFILL_BYTES) -> None:
-        self.limit = limit
-        self._kept: OrderedDict[Any, Any] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What is kept under a key, or what `make` gives."""
-        if key not in self._kept:
-            self._kept[key] = made = make()
-            self._bytes += cache_bytes(made.cache)
-            while self._bytes > self.limit and len(self._kept) > 1:
-                self._bytes -= cache_bytes(self._kept.popitem(last=False)[1].cache)
-            return made
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        super().__init__(limit, lambda context: cache_bytes(context.cache))
 
 
 class ContextAwareModel:
@@ -103,7 +89,7 @@ class ContextAwareModel:
         self,
         model: Any,
         layers: Sequence[ExpertLayer],
-        replicas: ReplicaSource | Dequantized,
+        replicas: Dequantized,
         choose: Choose,
         *,
         placed: np.ndarray | None = None,
@@ -118,8 +104,6 @@ class ContextAwareModel:
             raise ModelError("its layers have different numbers of experts", where=where, do="evaluate it without")
         self.model, self.layers, self.choose, self.exact_start = model, list(layers), choose, exact_start
         self.device = next(model.parameters()).device
-        if not isinstance(replicas, Dequantized):
-            replicas = Dequantized(replicas, model.dtype, self.device)
         self.replicas = replicas
         shape = len(self.layers), self.layers[0].num_experts
         self.prefill_keys = np.full(shape, FULL) if placed is None else placed
@@ -143,13 +127,12 @@ class ContextAwareModel:
         """Run a context, or find it among those that were; it must have a token."""
         tokens = tuple(context)
         key = ("context", self.exact_start, self.prefill_keys.tobytes(), tokens)
-        found: Prefilled = self.prefills.get(key, lambda: self._prefill(tokens))
-        return found
+        prefilled: Prefilled = self.prefills.get(key, lambda: self._prefill(tokens))
+        return prefilled
 
     def _prefill(self, tokens: tuple[int, ...]) -> Prefilled:
-        routing = RoutingCounts.none(self.layers)
         cache = None
-        with counting(self.model, self.layers, routing):
+        with counting(self.model, self.layers) as routing:
             if len(tokens) > 1:
                 cache = self._exactly(tokens[:-1], None)[1]
             if self.exact_start or cache is None:
@@ -159,12 +142,11 @@ class ContextAwareModel:
     def start(self, tokens: Sequence[int], targets: Sequence[int]) -> Started:
         """Run the beginning of a text, the token that each of its tokens should predict given."""
         key = ("start", self.prefill_keys.tobytes(), tuple(tokens), tuple(targets))
-        found: Started = self.prefills.get(key, lambda: self._start(tuple(tokens), targets))
-        return found
+        started: Started = self.prefills.get(key, lambda: self._start(tuple(tokens), targets))
+        return started
 
     def _start(self, tokens: tuple[int, ...], targets: Sequence[int]) -> Started:
-        routing = RoutingCounts.none(self.layers)
-        with counting(self.model, self.layers, routing):
+        with counting(self.model, self.layers) as routing:
             logits, cache = self._exactly(tokens, None)
         logprobs, greedy = _scored(logits[0], targets)
         return Started(logprobs=logprobs, greedy=greedy, routing=routing, cache=cache, length=len(tokens))
@@ -195,7 +177,7 @@ class ContextAwareModel:
         cached = [piece.cache for piece in pieces if piece.cache is not None]
         alike = len(cached) in (0, len(pieces)) and len({piece.exact_start for piece in pieces}) == 1
         if len(pieces) > 1 and not (alike and can_join(cached)):
-            return [one for piece in pieces for one in self.score([piece])]
+            return [scores for piece in pieces for scores in self.score([piece])]
         self._rows = self._rows_of([piece.keys for piece in pieces], pieces[0].exact_start)
         logits = self._fed(pieces, join(cached) if cached else None)
         return [
@@ -212,12 +194,12 @@ class ContextAwareModel:
         for row, piece in enumerate(pieces):
             ids[row, : len(piece.tokens)] = torch.tensor(piece.tokens)
             mask[row, before - piece.length : before + len(piece.tokens)] = 1
-        more: dict[str, Any] = {}
+        padding: dict[str, Any] = {}
         if not bool(mask.all()):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, before:]
-            more = {"attention_mask": mask.to(self.device), "position_ids": positions.to(self.device)}
-        kept = {"past_key_values": cache, "use_cache": cache is not None}
-        logits: Tensor = self.model(input_ids=ids.to(self.device), **kept, **more).logits
+            padding = {"attention_mask": mask.to(self.device), "position_ids": positions.to(self.device)}
+        cached = {"past_key_values": cache, "use_cache": cache is not None}
+        logits: Tensor = self.model(input_ids=ids.to(self.device), **cached, **padding).logits
         return logits
 
     def generate(
@@ -231,19 +213,23 @@ class ContextAwareModel:
         if options.get("num_beams", 1) != 1 or options.get("num_return_sequences", 1) != 1:
             raise EvaluationError("beams and several answers have no assignment each", do="generate with num_beams: 1")
         prefilled = [self.prefill(context) for context in contexts]
-        caches = [one.cache for one in prefilled]
+        caches = [context.cache for context in prefilled]
         if len(caches) > 1 and not can_join(caches):
             return [self.generate([context], pad, stopping=stopping, **options)[0] for context in contexts]
-        self._rows = self._rows_of([self.choose(one.routing) for one in prefilled], self.exact_start)
+        self._rows = self._rows_of([self.choose(context.routing) for context in prefilled], self.exact_start)
         longest = max(map(len, contexts))
         ids = torch.full((len(contexts), longest), pad)
         mask = torch.zeros_like(ids)
         for row, context in enumerate(contexts):
             ids[row, longest - len(context) :], mask[row, longest - len(context) :] = torch.tensor(list(context)), 1
         cache = None if caches[0] is None else join(caches)
-        hook = self.model.register_forward_hook(lambda *_: self._after_first())
+
+        def after_first(*_: Any) -> None:
+            self._rows.start = None  # only the first decode step may run as the prefill does
+
+        hook = self.model.register_forward_hook(after_first)
         try:
-            found = self.model.generate(
+            answers = self.model.generate(
                 input_ids=ids.to(self.device),
                 attention_mask=mask.to(self.device),
                 past_key_values=cache,
@@ -253,11 +239,7 @@ class ContextAwareModel:
             )
         finally:
             hook.remove()
-        return [row[longest:].tolist() for row in found]
-
-    def _after_first(self) -> None:
-        """Only the first decode step may run as the prefill does."""
-        self._rows.start = None
+        return [answer[longest:].tolist() for answer in answers]
 
 
 def _scored(logits: Tensor, targets: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -13,17 +13,38 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moeq.models.experts import DOWN, ExpertLayer
+from moeq.models.kinds.base import Matrices
 from moeq.numerics.packed import PackedWeight
 from moeq.runtime.packed_experts import PACKED, PackedExperts
 
-Matrices = dict[str, Tensor]
 CACHE_BYTES = 4 << 30  # of dequantized replicas that are kept
+
+
+class LastUsed:
+    """What was asked for last, kept up to a number of bytes, which `size` counts; the very last is always kept."""
+
+    def __init__(self, limit: int, size: Callable[[Any], int]) -> None:
+        self.limit, self._size = limit, size
+        self._kept: OrderedDict[Any, Any] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What is kept under a key, or what `make` gives."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        self._kept[key] = made = make()
+        self._bytes += self._size(made)
+        while self._bytes > self.limit and len(self._kept) > 1:
+            self._bytes -= self._size(self._kept.popitem(last=False)[1])
+        return made
 
 
 class ReplicaSource(Protocol):
@@ -32,10 +53,8 @@ class ReplicaSource(Protocol):
     def widths(self) -> frozenset[int]:
         """The widths that every expert has a replica of, 16 for full precision."""
 
-    def expert(
-        self, layer: ExpertLayer, expert: int, key: int
-    ) -> tuple[dict[str, PackedWeight | Tensor], dict[str, Tensor]]:
-        """Matrices {projection: [rows, inputs]} and biases {projection: [rows]} of one replica."""
+    def expert(self, layer: ExpertLayer, expert: int, key: int) -> tuple[dict[str, PackedWeight | Tensor], Matrices]:
+        """Matrices {projection: [rows, inputs]}, as they are stored, and biases {projection: [rows]} of one replica."""
 
 
 @dataclass
@@ -51,44 +70,34 @@ class Rows:
     def of(self, layer: int, expert: int, tokens: Tensor, length: int) -> Tensor:
         """Keys [T] of one expert for tokens [T] of rows of `length` tokens."""
         at = tokens.to(self.keys.device)
-        found = self.keys[at // length, layer, expert]
-        return found if self.start is None else torch.where(at % length == 0, self.start[layer, expert], found)
+        keys = self.keys[at // length, layer, expert]
+        return keys if self.start is None else torch.where(at % length == 0, self.start[layer, expert], keys)
 
 
 class Dequantized:
     """Replicas as they are computed with, the last used ones kept up to a number of bytes."""
 
     def __init__(self, source: ReplicaSource, dtype: torch.dtype, device: torch.device, limit: int = CACHE_BYTES):
-        self.source, self.dtype, self.device, self.limit = source, dtype, device, limit
-        self._kept: OrderedDict[tuple[int, int, int], tuple[Matrices, Matrices]] = OrderedDict()
-        self._bytes = 0
+        self.source, self.dtype, self.device = source, dtype, device
+        self._kept = LastUsed(limit, lambda parts: sum(tensor.nbytes for part in parts for tensor in part.values()))
 
     def __call__(self, layer: ExpertLayer, expert: int, key: int) -> tuple[Matrices, Matrices]:
-        """Matrices and biases of one replica."""
-        place = (layer.index, expert, key)
-        if place in self._kept:
-            self._kept.move_to_end(place)
-            return self._kept[place]
-        stored, biases = self.source.expert(layer, expert, key)
-        found = ({name: self._values(one) for name, one in stored.items()},
-                 {name: self._values(one) for name, one in biases.items()})  # fmt: skip
-        self._keep(place, found)
-        return found
+        """Matrices and biases of one replica, in `dtype`."""
+        place, make = (layer.index, expert, key), partial(self._made, layer, expert, key)
+        replica: tuple[Matrices, Matrices] = self._kept.get(place, make)
+        return replica
+
+    def _made(self, layer: ExpertLayer, expert: int, key: int) -> tuple[Matrices, Matrices]:
+        matrices, biases = self.source.expert(layer, expert, key)
+        return (
+            {name: self._values(matrix) for name, matrix in matrices.items()},
+            {name: self._values(bias) for name, bias in biases.items()},
+        )
 
     def _values(self, stored: PackedWeight | Tensor) -> Tensor:
         if isinstance(stored, Tensor):
             return stored.to(self.device, self.dtype)
         return stored.map(lambda part: part.to(self.device)).dequantize(self.dtype)
-
-    def _keep(self, place: tuple[int, int, int], found: tuple[Matrices, Matrices]) -> None:
-        self._kept[place] = found
-        self._bytes += _size(found)
-        while self._bytes > self.limit and len(self._kept) > 1:
-            self._bytes -= _size(self._kept.popitem(last=False)[1])
-
-
-def _size(found: tuple[Matrices, Matrices]) -> int:
-    return sum(tensor.nbytes for part in found for tensor in part.values())
 
 
 class ExpertsByRow(PackedExperts):
@@ -126,11 +135,11 @@ class ExpertsByRow(PackedExperts):
         present = torch.unique(keys).tolist()
         if len(present) == 1:
             return self._output(number, present[0], rows)
-        result = torch.empty_like(rows)
+        outputs = torch.empty_like(rows)
         for key in present:
-            mine = (keys == key).nonzero().squeeze(1).to(rows.device)
-            result[mine] = self._output(number, key, rows[mine]).to(result.dtype)
-        return result
+            tokens_of_key = (keys == key).nonzero().squeeze(1).to(rows.device)
+            outputs[tokens_of_key] = self._output(number, key, rows[tokens_of_key]).to(outputs.dtype)
+        return outputs
 
     def _output(self, number: int, key: int, rows: Tensor) -> Tensor:
         weights, biases = self.replicas(self.layer, number, key)
@@ -167,13 +176,8 @@ def by_row(
             original = model.get_submodule(layer.name)
             module = BY_ROW[layer.kind.name](layer, original, replicas, rows)
             before[layer.name] = original
-            _put(model, layer.name, module.train(original.training))
+            model.set_submodule(layer.name, module.train(original.training))
         yield
     finally:
         for name, original in before.items():
-            _put(model, name, original)
-
-
-def _put(model: Any, name: str, module: nn.Module) -> None:
-    parent, _dot, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+            model.set_submodule(name, original)

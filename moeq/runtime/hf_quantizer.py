@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moeq.artifacts.assignment import WIDTHS
+from moeq.artifacts.manifest import REMEDY
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, find_expert_layers
@@ -26,7 +27,7 @@ from moeq.numerics.packed import PARTS
 from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, METHOD, NESTED_VERSION
 from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
-from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules
+from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules, wrong_config
 
 DENSE = "dense"  # the weights of a matrix of 16 bits
 FORMAT_VERSION = 1
@@ -95,20 +96,10 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
             {f".{layer.name.rpartition('.')[2]}.{part}" for layer in layers.values() for part in layer.parameters}
         )
         if set(layers) != set(config.experts):
-            wrong = sorted(set(layers) ^ set(config.experts))[0]
-            raise ArtifactError(
-                "quantization_config and the model's MoE layers differ",
-                where=f"config.json, {wrong}",
-                do="export the checkpoint again",
-            )
+            first = min(set(layers) ^ set(config.experts))
+            raise wrong_config("quantization_config and the model's MoE layers differ", first)
         for name, layer in layers.items():
-            if len(config.experts[name]) != layer.num_experts:
-                raise ArtifactError(
-                    f"{len(config.experts[name])} widths for {layer.num_experts} experts",
-                    where=f"config.json, {name}",
-                    do="export the checkpoint again",
-                )
-            _check_projections(layer, config.experts[name])
+            _check_layer(layer, config.experts[name])
             original: Any = model.get_submodule(name)
             with torch.device("meta"):
                 packed = PACKED[layer.kind.name](
@@ -120,10 +111,9 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
                     original=original,
                     dtype=original.get_parameter(layer.parameters[0]).dtype,
                 )
-            parent, _dot, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, packed)
+            model.set_submodule(name, packed)
             if layer.kind.name == "numbered":  # the family's initialization reaches for experts by name
-                setattr(model.get_submodule(parent), "_is_hf_initialized", True)  # noqa: B010
+                setattr(model.get_submodule(name.rpartition(".")[0]), "_is_hf_initialized", True)  # noqa: B010
         if hasattr(config, "others"):
             replace_modules(model, config.widths)
         _check_files(model, checkpoint_files or ())
@@ -173,18 +163,15 @@ def _check_widths(config: MoeqConfig) -> None:
     wrong = None
     if not isinstance(group_size, int) or group_size == 0 or group_size < -1:
         wrong = "group_size is no size of a group"
-    elif not isinstance(config.experts, dict) or not all(isinstance(one, list) for one in config.experts.values()):
+    elif not isinstance(config.experts, dict) or not all(isinstance(each, list) for each in config.experts.values()):
         wrong = "experts is not a list of widths of every layer"
     else:
-        every = (width for one in config.experts.values() for widths in one for width in _each(widths))
+        experts = (widths for layer in config.experts.values() for widths in layer)
+        every = (width for widths in experts for width in (widths.values() if isinstance(widths, dict) else [widths]))
         if any(not isinstance(width, int) or width not in WIDTHS for width in every):
             wrong = f"widths of experts must be of {WIDTHS}"
     if wrong is not None:
-        raise ArtifactError(wrong, where="config.json, quantization_config", do="export the checkpoint again")
-
-
-def _each(widths: Any) -> Collection[Any]:
-    return list(widths.values()) if isinstance(widths, dict) else [widths]
+        raise wrong_config(wrong, "quantization_config")
 
 
 def _check_files(model: nn.Module, files: Sequence[str]) -> None:
@@ -196,6 +183,9 @@ def _check_files(model: nn.Module, files: Sequence[str]) -> None:
     there: dict[str, TensorHeader] = {}
     for file in files:
         there |= read_header(Path(file))
+    if not there:
+        return
+    where = str(Path(files[0]).parent)
     wanted = {
         f"{path}.{part}": tensor
         for path, module in model.named_modules()
@@ -203,27 +193,24 @@ def _check_files(model: nn.Module, files: Sequence[str]) -> None:
         for part, tensor in module.named_buffers(recurse=False)
         if part in (*PARTS, DENSE)
     }
-    wrong = None
-    for name, tensor in wanted.items() if there else ():
+    for name, tensor in wanted.items():
         if name in there and there[name].shape != tuple(tensor.shape):
-            wrong = f"{name} is {list(there[name].shape)}, config.json wants {list(tensor.shape)}"
-            break
+            what = f"{name} is {list(there[name].shape)}, config.json wants {list(tensor.shape)}"
+            raise ArtifactError(what, where=where, do=REMEDY)
     size, on_disk = sum(tensor.nbytes for tensor in wanted.values()), sum(header.bytes for header in there.values())
-    if wrong is None and there and size > 2 * on_disk:  # 16-bit weights may be asked for in 32
-        wrong = f"config.json wants {size} bytes of packed weights, the files hold {on_disk}"
-    if wrong is not None:
-        raise ArtifactError(wrong, where=str(Path(files[0]).parent), do="export the checkpoint again")
+    if size > 2 * on_disk:  # 16-bit weights may be asked for in 32
+        what = f"config.json wants {size} bytes of packed weights, the files hold {on_disk}"
+        raise ArtifactError(what, where=where, do=REMEDY)
 
 
-def _check_projections(layer: ExpertLayer, experts: Sequence[int | dict[str, int]]) -> None:
-    """ArtifactError for an expert whose widths are not those of its matrices."""
+def _check_layer(layer: ExpertLayer, experts: Sequence[int | dict[str, int]]) -> None:
+    """ArtifactError unless there are widths of every expert, and of every matrix of one whose matrices differ."""
+    if len(experts) != layer.num_experts:
+        raise wrong_config(f"{len(experts)} widths for {layer.num_experts} experts", layer.name)
     for expert, widths in enumerate(experts):
         if not isinstance(widths, int) and set(widths) != set(layer.projections):
-            raise ArtifactError(
-                f"expert {expert} has widths of {', '.join(widths)}, not of {', '.join(layer.projections)}",
-                where=f"config.json, {layer.name}",
-                do="export the checkpoint again",
-            )
+            what = f"expert {expert} has widths of {', '.join(widths)}, not of {', '.join(layer.projections)}"
+            raise wrong_config(what, layer.name)
 
 
 def _warn_of_held_experts(model: nn.Module) -> None:
@@ -231,21 +218,17 @@ def _warn_of_held_experts(model: nn.Module) -> None:
     places: dict[str, Any] = getattr(model, "hf_device_map", {})
     for path, module in model.named_modules():
         if isinstance(module, PackedExperts):
-            wanted = next((str(places[name]) for name in _with_parents(path) if name in places), None)
-            found = next(module.get_submodule("0").buffers()).device.type
-            if (wanted == "disk" and found != "meta") or (wanted == "cpu" and found not in ("cpu", "meta")):
+            names = path.split(".")
+            around = (".".join(names[:count]) for count in range(len(names), -1, -1))  # itself first, the model last
+            wanted = next((str(places[name]) for name in around if name in places), None)
+            device = next(module.get_submodule("0").buffers()).device.type
+            if (wanted == "disk" and device != "meta") or (wanted == "cpu" and device not in ("cpu", "meta")):
                 warnings.warn(
-                    f"{path}: the device map says {wanted}, but its experts are kept on {found}; "
+                    f"{path}: the device map says {wanted}, but its experts are kept on {device}; "
                     "pass offload_buffers=True to from_pretrained",
                     stacklevel=2,
                 )
                 return
-
-
-def _with_parents(path: str) -> list[str]:
-    """A module's path and those of what it lies in, the model's own, "", last."""
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _makes(targets: list[str], stacks: tuple[str, ...]) -> bool:

@@ -61,10 +61,10 @@ def unhooked(config: dict[str, Any]) -> dict[str, Any]:
 
 def forget_hook(config: Any) -> None:
     """Take the hook out of a loaded model's configuration: `save_pretrained` would name the file but not write it."""
-    found = getattr(config, "auto_map", None) or {}
-    if found.get(_ENTRY) != _REFERENCE:
+    auto_map = getattr(config, "auto_map", None) or {}
+    if auto_map.get(_ENTRY) != _REFERENCE:
         return
-    left = {name: code for name, code in found.items() if name != _ENTRY}
+    left = {name: code for name, code in auto_map.items() if name != _ENTRY}
     if left:
         config.auto_map = left
     else:

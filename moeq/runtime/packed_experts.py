@@ -28,14 +28,14 @@ GUARD_DTYPE = torch.float16
 def guard_shapes(layer: ExpertLayer) -> dict[str, tuple[int, ...]]:
     """Names below the experts module and shapes of the guard tensors: one for each parameter of a stack, one in all
     where experts are numbered. An even second axis lets transformers halve it when it writes a checkpoint again."""
-    guarded = layer.parameters if layer.kind.name != "numbered" else layer.parameters[:1]
-    return {name: _guard_shape(name, layer) for name in guarded}
-
-
-def _guard_shape(name: str, layer: ExpertLayer) -> tuple[int, ...]:
-    if layer.kind.name in ("numbered", "dbrx"):
-        return 1, 1
-    return (1, 2) if name.endswith("_bias") else (1, 2, 1) if name.startswith("gate_up") else (1, 1, 1)
+    if layer.kind.name == "numbered":
+        return {layer.parameters[0]: (1, 1)}
+    if layer.kind.name == "dbrx":
+        return dict.fromkeys(layer.parameters, (1, 1))
+    return {
+        name: (1, 2) if name.endswith("_bias") else (1, 2, 1) if name.startswith("gate_up") else (1, 1, 1)
+        for name in layer.parameters
+    }
 
 
 class PackedLinear(nn.Module):
@@ -64,10 +64,8 @@ class PackedLinear(nn.Module):
         for part, (shape, dtype) in packed_shapes(rows, inputs, bits, group_size, symmetric, nested).items():
             self.register_buffer(part, torch.empty(shape, dtype=dtype))
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] in `dtype`."""
-        if self.bits == FULL:
-            return self.get_buffer("dense").to(dtype)
+    def stored(self) -> PackedWeight:
+        """The matrix [N, K] of a width below 16 as it is stored."""
         return PackedWeight(
             codes=self.get_buffer("codes"),
             scales=self.get_buffer("scales"),
@@ -77,7 +75,11 @@ class PackedLinear(nn.Module):
             inputs=self.inputs,
             symmetric=self.symmetric,
             nested=self.nested,
-        ).dequantize(dtype)
+        )
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] in `dtype`."""
+        return self.get_buffer("dense").to(dtype) if self.bits == FULL else self.stored().dequantize(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Move, but never convert what is stored: scales in another type would be other scales."""
@@ -93,36 +95,12 @@ class PackedLinear(nn.Module):
         return nn.functional.linear(rows, self.values(rows.dtype), bias)
 
 
-class PackedExpert(nn.Module):
-    """One expert: its matrices, all of the same width, or {projection: bits}."""
-
-    def __init__(
-        self,
-        layer: ExpertLayer,
-        bits: Width,
-        group_size: int,
-        symmetric: bool,
-        dtype: torch.dtype,
-        nested: bool = False,
-    ) -> None:
-        super().__init__()
-        for projection in layer.projections:
-            width = width_of(bits, projection)
-            linear = PackedLinear(*layer.shape(projection), width, group_size, symmetric, dtype, layer.biased, nested)
-            self.add_module(projection, linear)
-
-    def run(self, rows: Tensor, math: ExpertMath) -> Tensor:
-        """rows [T, H] -> [T, H]."""
-        linears: dict[str, Any] = dict(self.named_children())
-        products = {name: linear(rows) for name, linear in linears.items() if name != DOWN}
-        output: Tensor = linears[DOWN](math.gate(products))
-        return output if math.finish is None else math.finish(output)
-
-
 class PackedExperts(nn.Module):
     """All experts of one layer, each in its own width or widths; called with hidden [T, H], indices and weights [T, k].
 
-    What of the original module is not an expert's weight (a norm, a router) is taken over under its name.
+    bits: of every expert one width, or {projection: bits}; group_size and symmetric: of the grids; nested: see
+    `numerics.packed`; dtype: of dense matrices and biases. What of the original module is not an expert's weight (a
+    norm, a router) is taken over under its name.
     """
 
     def __init__(
@@ -138,8 +116,12 @@ class PackedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.take_over(layer, original)
-        for expert, width in enumerate(bits):
-            self.add_module(str(expert), PackedExpert(layer, width, group_size, symmetric, dtype, nested))
+        for expert, widths in enumerate(bits):
+            linears = nn.ModuleDict()
+            for projection in layer.projections:
+                size, width = layer.shape(projection), width_of(widths, projection)
+                linears[projection] = PackedLinear(*size, width, group_size, symmetric, dtype, layer.biased, nested)
+            self.add_module(str(expert), linears)
         for name, shape in guard_shapes(layer).items():
             _register(self, name, torch.zeros(shape, dtype=GUARD_DTYPE))
 
@@ -158,16 +140,19 @@ class PackedExperts(nn.Module):
 
     def expert(self, number: int, rows: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Output [T, H] of one expert for rows [T, H]; tokens: [T] which of the device's tokens they are."""
-        return self.get_submodule(str(number)).run(rows, self.math)  # type: ignore[operator, no-any-return]
+        linears: dict[str, Any] = dict(self.get_submodule(str(number)).named_children())
+        products = {name: linear(rows) for name, linear in linears.items() if name != DOWN}
+        output: Tensor = linears[DOWN](self.math.gate(products))
+        return output if self.math.finish is None else self.math.finish(output)
 
     def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
         """Experts, in order, by the device that holds them; `home` is that of experts without a place of their own."""
-        found: dict[torch.device, list[int]] = {}
+        places: dict[torch.device, list[int]] = {}
         for expert in experts:
             state = None if expert >= self.num_experts else next(self.get_submodule(str(expert)).buffers())
             offloaded = state is None or state.device.type == "meta"  # accelerate brings it in when it is called
-            found.setdefault(home if offloaded or state is None else state.device, []).append(expert)
-        return found
+            places.setdefault(home if offloaded or state is None else state.device, []).append(expert)
+        return places
 
     def weighted_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Sum over each token's experts of routing weight times expert output, [T, H].
@@ -213,14 +198,13 @@ class PackedLlama4(PackedExperts):
         """[E*T, H] -> [E*T, H]."""
         result = torch.zeros_like(hidden_states)
         rows = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
-        chosen = [mine.any(1).nonzero().squeeze(1) for mine in rows]
+        chosen = [tokens.any(1).nonzero().squeeze(1) for tokens in rows]
         used = [expert for expert, tokens in enumerate(chosen) if len(tokens)]
         for device, numbers in self.by_device(used, rows.device).items():
-            sent = torch.cat([rows[expert, chosen[expert]] for expert in numbers]).to(device)
-            parts = sent.split([len(chosen[expert]) for expert in numbers])
-            each = zip(numbers, parts, strict=True)
-            outputs = [self.expert(expert, part, chosen[expert]) for expert, part in each]
-            back = torch.cat(outputs).to(rows.device).split([len(part) for part in parts])
+            counts = [len(chosen[expert]) for expert in numbers]
+            sent = torch.cat([rows[expert, chosen[expert]] for expert in numbers]).to(device).split(counts)
+            outputs = [self.expert(expert, part, chosen[expert]) for expert, part in zip(numbers, sent, strict=True)]
+            back = torch.cat(outputs).to(rows.device).split(counts)
             for expert, output in zip(numbers, back, strict=True):
                 result.view_as(rows)[expert, chosen[expert]] = output
         return result

@@ -13,8 +13,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
+from moeq.artifacts.manifest import REMEDY
 from moeq.errors import ArtifactError
-from moeq.numerics.packed import PackedWeight
 from moeq.runtime.packed_experts import GUARD_DTYPE, PackedLinear
 
 GUARD_SHAPE = (1, 1)
@@ -23,6 +23,11 @@ GUARD_SHAPE = (1, 1)
 def guard_name(module: str) -> str:
     """Name of a module's guard tensor."""
     return f"{module}.weight"
+
+
+def wrong_config(what: str, place: str) -> ArtifactError:
+    """The error for a config.json that does not go with its model."""
+    return ArtifactError(what, where=f"config.json, {place}", do=REMEDY)
 
 
 class OtherWidths(BaseModel):
@@ -44,8 +49,7 @@ class OtherWidths(BaseModel):
             return cls.model_validate(block)
         except ValidationError as error:
             first = error.errors()[0]
-            where = f"config.json, others: {'.'.join(map(str, first['loc']))}"
-            raise ArtifactError(first["msg"], where=where, do="export the checkpoint again") from None
+            raise wrong_config(first["msg"], f"others: {'.'.join(map(str, first['loc']))}") from None
 
 
 class PackedModule(PackedLinear):
@@ -80,16 +84,7 @@ class PackedEmbedding(PackedModule):
         """ids [...] -> [..., K] in the model's dtype; as_head: rows [..., K] -> [..., N], as a linear's."""
         if as_head:
             return nn.functional.linear(ids, self.values(ids.dtype), bias)
-        flat = ids.reshape(-1)
-        rows = PackedWeight(
-            codes=self.get_buffer("codes")[flat],
-            scales=self.get_buffer("scales")[flat],
-            zeros=self.get_buffer("zeros")[flat] if "zeros" in self._buffers else None,
-            bits=self.bits,
-            group_size=self.group_size,
-            inputs=self.inputs,
-            symmetric=self.symmetric,
-        )
+        rows = self.stored().map(lambda part: part[ids.reshape(-1)])
         return rows.dequantize(self.dtype).view(*ids.shape, self.inputs)
 
 
@@ -121,11 +116,11 @@ def replace_modules(model: Any, widths: OtherWidths) -> None:
         kind = PackedEmbedding if isinstance(original, nn.Embedding) else PackedModule
         with torch.device("meta"):
             packed = kind(original, bits, widths.group_size, widths.symmetric)
-        _put(model, name, packed)
+        model.set_submodule(name, packed)
     for embeddings, head in widths.tied.items():
         with torch.device("meta"):
             tied = TiedHead(_original(model, head), model.get_submodule(embeddings))
-        _put(model, head, tied)
+        model.set_submodule(head, tied)
     gone = {guard_name(name) for name in (*widths.bits, *widths.tied.values())}
     model.all_tied_weights_keys = {
         target: source for target, source in model.all_tied_weights_keys.items() if not gone & {target, source}
@@ -134,18 +129,9 @@ def replace_modules(model: Any, widths: OtherWidths) -> None:
 
 def _original(model: nn.Module, name: str) -> nn.Module:
     try:
-        found = model.get_submodule(name)
+        module = model.get_submodule(name)
     except AttributeError:
-        found = nn.Module()
-    if type(found) not in (nn.Linear, nn.Embedding):
-        raise ArtifactError(
-            "quantization_config names a module that is no linear and no embedding of this model",
-            where=f"config.json, {name}",
-            do="export the checkpoint again",
-        )
-    return found
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _dot, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+        module = nn.Module()
+    if type(module) not in (nn.Linear, nn.Embedding):
+        raise wrong_config("quantization_config names a module that is no linear and no embedding of this model", name)
+    return module

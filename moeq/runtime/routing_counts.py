@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moeq.models.experts import ExpertLayer
+from moeq.models.kinds.base import Routing
 from moeq.models.walk import tap
 
 
@@ -24,29 +25,26 @@ class RoutingCounts:
     counts: np.ndarray
     scores: np.ndarray
 
-    @classmethod
-    def none(cls, layers: Sequence[ExpertLayer]) -> RoutingCounts:
-        """Of no token; every layer has as many experts as the first."""
-        shape = (len(layers), layers[0].num_experts)
-        return cls(counts=np.zeros(shape, np.int64), scores=np.zeros(shape))
-
 
 @contextmanager
-def counting(model: nn.Module, layers: Sequence[ExpertLayer], into: RoutingCounts) -> Iterator[None]:
-    """Add what the routers choose for every token of the forward passes within; no token may be a pad.
+def counting(model: nn.Module, layers: Sequence[ExpertLayer]) -> Iterator[RoutingCounts]:
+    """What the routers choose for every token of the forward passes within, none of them a pad.
 
-    Sums are taken on the CPU in float64, in the order of the tokens, so that the same passes give the same bits.
+    Every layer has as many experts as the first. Sums are taken on the CPU in float64, in the order of the tokens, so
+    that the same passes give the same bits.
     """
+    shape = (len(layers), layers[0].num_experts)
+    routing = RoutingCounts(counts=np.zeros(shape, np.int64), scores=np.zeros(shape))
 
-    def see(layer: ExpertLayer, seen: tuple[Tensor, Tensor, Tensor]) -> None:
+    def see(layer: ExpertLayer, seen: Routing) -> None:
         _, experts, weights = seen
         chosen, share = experts.detach().reshape(-1).cpu().long(), weights.detach().reshape(-1).cpu().double()
         real = chosen < layer.num_experts
         chosen, share = chosen[real], share[real]
-        into.counts[layer.index] += torch.bincount(chosen, minlength=layer.num_experts).numpy()
-        into.scores[layer.index] += torch.bincount(chosen, share, minlength=layer.num_experts).numpy()
+        routing.counts[layer.index] += torch.bincount(chosen, minlength=layer.num_experts).numpy()
+        routing.scores[layer.index] += torch.bincount(chosen, share, minlength=layer.num_experts).numpy()
 
     with ExitStack() as stack:
         for layer in layers:
             stack.callback(tap(model, layer, see))
-        yield
+        yield routing

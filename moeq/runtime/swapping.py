@@ -13,7 +13,7 @@ from moeq.models.experts import ExpertLayer, set_expert_weights, stacked_weights
 
 ExpertPlace = tuple[str, int]  # module of experts, expert
 Place = ExpertPlace | str  # the name of another module
-Weights = dict[str, Tensor]
+Weights = dict[str, Tensor]  # [rows, inputs] each, by projection; `weight` of another module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class Swapped:
 
     def set(self, wanted: Mapping[Place, Replacement]) -> None:
         """Exactly these replacements: those that are there stay, others are overwritten or given back."""
-        for place in [one for one in self.present if one not in wanted]:
+        for place in [place for place in self.present if place not in wanted]:
             self._write(place, self.originals[place])
             del self.present[place]
         for place, replacement in wanted.items():
             if self.present.get(place) == replacement.key:
                 continue
             if place not in self.originals:
-                self.originals[place] = {name: one.detach().cpu().clone() for name, one in self._read(place).items()}
+                self.originals[place] = {k: weight.detach().cpu().clone() for k, weight in self._read(place).items()}
             own = self.originals[place]
             self._write(place, own | replacement.make())  # matrices that are not replaced are the model's own
             self.present[place] = replacement.key
@@ -69,5 +69,5 @@ class Swapped:
 
 def overwrite(model: nn.Module, layer: ExpertLayer, replacements: Mapping[ExpertPlace, Replacement]) -> None:
     """Put one layer's replacements into weights that nobody gives back, such as those of a layer that was just read."""
-    for (_, expert), one in replacements.items():
-        set_expert_weights(model, layer, expert, one.make())
+    for (_, expert), replacement in replacements.items():
+        set_expert_weights(model, layer, expert, replacement.make())

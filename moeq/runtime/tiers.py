@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from moeq.artifacts.assignment import Tier
-from moeq.artifacts.manifest import PlacedLayer
+from moeq.artifacts.manifest import REMEDY, PlacedLayer
 from moeq.errors import ArtifactError, ModelError
 from moeq.models.loading import resolve_device
 from moeq.runtime.packed_experts import PackedExperts
@@ -43,11 +43,8 @@ def place(model: Any, layers: Iterable[PlacedLayer], devices: Mapping[str, torch
         if name not in tiers or name not in packed or len(tiers[name]) != packed[name].num_experts
     )  # fmt: skip
     if wrong:
-        raise ArtifactError(
-            "the manifest and the model's MoE layers differ",
-            where=f"placement.json, {wrong[0]}",
-            do="export the checkpoint again",
-        )
+        where = f"placement.json, {wrong[0]}"
+        raise ArtifactError("the manifest and the model's MoE layers differ", where=where, do=REMEDY)
     for name, module in packed.items():
         for number, tier in enumerate(tiers[name]):
             module.get_submodule(str(number)).to(devices[tier])

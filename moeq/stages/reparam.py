@@ -247,7 +247,7 @@ def _fold_and_write(
         fold_block(streamed, folds, block, gained)
         if block not in written:
             written.add(block)
-            writer.add([*streamed.names_of(block), *(name for name in used if streamed.block_of(name) == block)])
+            writer.add([*streamed.names[block], *(name for name in used if streamed.block_of(name) == block)])
 
     fold(None, "")
     streamed.block_overlay = fold

@@ -21,6 +21,7 @@ from moeq.models import loading
 from moeq.models.experts import set_expert_weights
 from moeq.models.source import open_source
 from moeq.runtime.context_aware import ContextAwareModel
+from moeq.runtime.experts_by_row import Dequantized
 from moeq.runtime.prefixes import can_join
 from moeq.runtime.routing_counts import RoutingCounts
 
@@ -63,7 +64,7 @@ def runtime(loaded: tuple[Any, Any, Made], **given: Any) -> ContextAwareModel:
     return ContextAwareModel(
         model,
         made.layers,
-        made,
+        Dequantized(made, model.dtype, CPU),
         chooser(options, losses_of(made.layers)),
         placed=placed,
         exact_start=options.first_token == "prefill",

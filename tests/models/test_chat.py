@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpora import make_sequences, read_documents
 
 from moeq.errors import CorpusError
 from moeq.models import corpus
@@ -40,7 +41,7 @@ def chatty() -> Any:
 def read(path: Path, rows: list[dict[str, Any]], fields: corpus.Fields, tokenizer: Any) -> list[corpus.Document]:
     file = path / "chat.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return corpus.read_documents(corpus.open_sources(str(file), "calibration"), fields, tokenizer)
+    return read_documents(corpus.open_sources(str(file), "calibration"), fields, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_conversations_are_rendered_once(
     (document,) = read(tmp_path, [row], fields, chatty)
     bos, eos = chatty.bos_token, chatty.eos_token
     assert document.text == f"{bos}[user] What is 2 + 2?{eos}[assistant] It is 4.{eos}"
-    found = corpus.make_sequences([document], chatty, length=64, count=None, packed=False)
+    found = make_sequences([document], chatty, length=64, count=None, packed=False)
     wanted = chatty.apply_chat_template(TURNS, tokenize=True)
     assert found.ids[0].tolist() == list(wanted["input_ids"] if not isinstance(wanted, list) else wanted)
 
@@ -68,7 +69,7 @@ def test_text_wins_in_auto_and_conversations_pack_with_text(tmp_path: Path, chat
     rows = [{"messages": TURNS, "text": "this"}, {"messages": TURNS}]
     first, second = read(tmp_path, rows, AUTO, chatty)
     assert (first.text, first.rendered, second.rendered) == ("this", False, True)
-    stream = corpus.make_sequences([first, second], chatty, length=8, count=None)
+    stream = make_sequences([first, second], chatty, length=8, count=None)
     ids = stream.ids.flatten().tolist()
     assert ids[0] == chatty.bos_token_id
     assert ids[ids.index(chatty.eos_token_id) + 1] == chatty.bos_token_id
@@ -76,7 +77,7 @@ def test_text_wins_in_auto_and_conversations_pack_with_text(tmp_path: Path, chat
 
 def test_parquet_holds_conversations(tmp_path: Path, chatty: Any) -> None:
     pq.write_table(pa.table({"messages": [TURNS, TURNS]}), tmp_path / "c.parquet")
-    found = corpus.read_documents(corpus.open_sources(str(tmp_path / "c.parquet"), "calibration"), AUTO, chatty)
+    found = read_documents(corpus.open_sources(str(tmp_path / "c.parquet"), "calibration"), AUTO, chatty)
     assert [document.text.count("[user]") for document in found] == [1, 1]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import make_sequences, read_documents
 
 from moeq.bundled import bundled_path
 from moeq.errors import CorpusError
@@ -23,11 +24,11 @@ def documents(part: str) -> list[corpus.Document]:
 
 
 def read(source: object, fields: corpus.Fields, tokenizer: object, part: str = "calibration") -> list[corpus.Document]:
-    return corpus.read_documents(corpus.open_sources(str(source), part), fields, tokenizer)
+    return read_documents(corpus.open_sources(str(source), part), fields, tokenizer)
 
 
 def test_domains_get_equal_shares_and_tokens_repeat(tokenizer: object) -> None:
-    make = lambda: corpus.make_sequences(documents("calibration"), tokenizer, length=64, count=31)  # noqa: E731
+    make = lambda: make_sequences(documents("calibration"), tokenizer, length=64, count=31)  # noqa: E731
     first, second = make(), make()
     assert first.digest() == second.digest()
     assert sorted(first.domains.count(domain) for domain in set(first.domains)) == [10, 10, 11]
@@ -36,7 +37,7 @@ def test_domains_get_equal_shares_and_tokens_repeat(tokenizer: object) -> None:
 
 def test_calibration_and_evaluation_share_no_sequence(tokenizer: object) -> None:
     rows = [
-        {tuple(row) for row in corpus.make_sequences(documents(part), tokenizer, length=32, count=None).ids.tolist()}
+        {tuple(row) for row in make_sequences(documents(part), tokenizer, length=32, count=None).ids.tolist()}
         for part in ("calibration", "evaluation")
     ]
     assert all(rows)
@@ -54,12 +55,12 @@ def test_calibration_and_evaluation_share_no_sequence(tokenizer: object) -> None
 def test_the_bundled_tokens_stay_what_they_are(
     tokenizer: object, part: str, settings: dict[str, Any], digest: str
 ) -> None:
-    assert corpus.make_sequences(documents(part), tokenizer, **settings).digest().startswith(digest)
+    assert make_sequences(documents(part), tokenizer, **settings).digest().startswith(digest)
 
 
 def test_a_seed_decides_the_order_of_documents_and_nothing_else(tokenizer: object) -> None:
     def shuffled(seed: int | None) -> list[corpus.Document]:
-        return corpus.read_documents(corpus.open_sources("bundled", "calibration"), corpus.Fields(), None, seed=seed)
+        return read_documents(corpus.open_sources("bundled", "calibration"), corpus.Fields(), None, seed=seed)
 
     plain, first, again, other = (shuffled(seed) for seed in (None, 3, 3, 4))
     assert first == again
@@ -73,9 +74,7 @@ def test_growing_text_begins_with_what_is_taken_without_growth(tokenizer: object
     available = len(pool)
     chunks = list(pool.chunks(12, 100))
     assert [len(chunk) for chunk in chunks] == [12, 12, 24, 48, 4]
-    assert (
-        chunks[0].digest() == corpus.make_sequences(documents("calibration"), tokenizer, length=64, count=12).digest()
-    )
+    assert chunks[0].digest() == make_sequences(documents("calibration"), tokenizer, length=64, count=12).digest()
     assert len(pool) == available - 100
     grown = corpus.join(chunks)
     assert grown.ids.shape == (100, 64)
@@ -83,7 +82,7 @@ def test_growing_text_begins_with_what_is_taken_without_growth(tokenizer: object
     everything = list(corpus.Pool(documents("calibration"), tokenizer, length=64).chunks(12, 10**6))
     assert sum(map(len, everything)) == available
     rows = [tuple(row) for chunk in everything for row in chunk.ids.tolist()]
-    whole = corpus.make_sequences(documents("calibration"), tokenizer, length=64, count=None)
+    whole = make_sequences(documents("calibration"), tokenizer, length=64, count=None)
     assert sorted(rows) == sorted(tuple(row) for row in whole.ids.tolist()), "none twice, none left out"
 
 
@@ -99,7 +98,7 @@ def test_chunks_of_unpacked_documents_are_padded_to_one_width(tokenizer: object)
 def test_a_short_domain_leaves_its_share_to_the_others(tokenizer: object) -> None:
     few = [document for document in documents("calibration") if document.domain != "math"]
     few += [document for document in documents("calibration") if document.domain == "math"][:4]
-    found = corpus.make_sequences(few, tokenizer, length=64, count=90)
+    found = make_sequences(few, tokenizer, length=64, count=90)
     shares = {domain: found.domains.count(domain) for domain in set(found.domains)}
     assert sum(shares.values()) == 90
     assert shares["math"] < 20 < shares["python"]
@@ -109,7 +108,7 @@ def test_a_short_domain_leaves_its_share_to_the_others(tokenizer: object) -> Non
 def test_unpacked_documents_are_padded_and_masked(tokenizer: object) -> None:
     texts = ["def f():", "a longer document than the first one, it goes on", "x"]
     rows = [corpus.Document(text=text, domain="d") for text in texts]
-    found = corpus.make_sequences(rows, tokenizer, length=8, count=None, packed=False)
+    found = make_sequences(rows, tokenizer, length=8, count=None, packed=False)
     assert found.ids.shape == (3, 8)
     assert found.mask.sum(1).tolist()[1] == 8
     assert (found.ids[~found.mask] == 2).all()
@@ -140,7 +139,7 @@ def test_local_files_of_every_kind(tmp_path: Path) -> None:
 def test_too_little_text_says_how_much_there_is(tokenizer: object) -> None:
     rows = [corpus.Document(text="word " * 300, domain="d")]
     with pytest.raises(CorpusError, match=r"too short: \d+ sequences of 32 tokens, 1000 are wanted"):
-        corpus.make_sequences(rows, tokenizer, length=32, count=1000)
+        make_sequences(rows, tokenizer, length=32, count=1000)
 
 
 def test_bundled_paths_exist() -> None:

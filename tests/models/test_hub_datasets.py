@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpora import make_sequences, read_documents
 from models.hub_server import COMMIT, TOKEN, Hub, serving
 
 from moeq.errors import CorpusError
@@ -113,7 +114,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def read(tokenizer: Any, need: corpus.Need | None, seed: int | None = None, source: str = "hub:org/words") -> Any:
     opened = corpus.open_sources(source, "calibration")
-    return opened, corpus.read_documents(opened, corpus.Fields(), tokenizer, need=need, seed=seed)
+    return opened, read_documents(opened, corpus.Fields(), tokenizer, need=need, seed=seed)
 
 
 def test_only_what_is_needed_is_read_and_downloaded(hub: Hub, tokenizer: Any) -> None:
@@ -121,10 +122,10 @@ def test_only_what_is_needed_is_read_and_downloaded(hub: Hub, tokenizer: Any) ->
     assert hub.fetched() == {"data/train-00000-of-00003.parquet"}
     assert 5 < len(documents) < 200
     assert {document.domain for document in documents} == {"org/words:default:train"}
-    found = corpus.make_sequences(documents, tokenizer, length=32, count=10)
+    found = make_sequences(documents, tokenizer, length=32, count=10)
     assert len(found) == 10
     with pytest.raises(CorpusError, match="too short"):
-        corpus.make_sequences(documents[:-1], tokenizer, length=32, count=10)
+        make_sequences(documents[:-1], tokenizer, length=32, count=10)
     assert source.name == f"hub:org/words@{COMMIT}:default:train"
 
 
@@ -175,6 +176,6 @@ def test_errors_name_the_dataset_and_the_row(hub: Hub, tokenizer: Any, monkeypat
     opened = corpus.open_sources("hub:org/words", "calibration")
     need = corpus.Need(sequences=1, length=32)
     with pytest.raises(CorpusError, match=r"train-00000-of-00003.parquet, row 1: no text field 'body'"):
-        corpus.read_documents(opened, corpus.Fields(text="body"), tokenizer, need=need)
+        read_documents(opened, corpus.Fields(text="body"), tokenizer, need=need)
     with pytest.raises(CorpusError, match="may have no end; say how many"):
-        corpus.read_documents(opened, corpus.Fields(), tokenizer)
+        read_documents(opened, corpus.Fields(), tokenizer)

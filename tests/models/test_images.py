@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from corpora import read_documents
 from tiny_vision import save_image, vision_model, vision_processor
 
 from moeq.errors import CorpusError
@@ -33,7 +34,7 @@ def model() -> Any:
 
 
 def read(path: Path, processor: Any, fields: corpus.Fields = FIELDS) -> list[corpus.Document]:
-    return corpus.read_documents(corpus.open_sources(str(path), "calibration"), fields, processor.tokenizer)
+    return read_documents(corpus.open_sources(str(path), "calibration"), fields, processor.tokenizer)
 
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -43,8 +44,8 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def sequences(documents: list[corpus.Document], processor: Any, length: int = 64) -> corpus.Sequences:
-    images = corpus.Encoder(processor, length)
-    pool = corpus.Pool(documents, processor.tokenizer, length=length, packed=False, images=images)
+    pool = corpus.Pool(documents, processor.tokenizer, length=length, packed=False)
+    pool.images = corpus.Encoder(processor, length)
     return pool.take(None)
 
 

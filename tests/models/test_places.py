@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import make_sequences, read_documents
 
 from moeq.errors import CorpusError
 from moeq.models import corpus
@@ -137,9 +138,9 @@ def test_small_text_is_tokenized_whole(tmp_path: Path, counting: Counting) -> No
     path = write(tmp_path / "a.jsonl", 200_000)
     pool = opened(path, counting)
     assert type(pool) is corpus.Pool
-    documents = corpus.read_documents(corpus.open_sources(str(path), "calibration"), corpus.Fields(), None)
+    documents = read_documents(corpus.open_sources(str(path), "calibration"), corpus.Fields(), None)
     assert counting.characters == sum(len(one.text) for one in documents)
-    same = corpus.make_sequences(documents, counting.inner, length=LENGTH, count=16)
+    same = make_sequences(documents, counting.inner, length=LENGTH, count=16)
     assert pool.take(16).digest() == same.digest()
 
 

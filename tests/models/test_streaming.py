@@ -110,9 +110,10 @@ def test_what_overlays_write_is_not_read_again(family: str, tmp_path: Path) -> N
 
     def first(doubled: bool) -> list[torch.Tensor]:
         streamed.overlay = double if doubled else None
-        with streamed.having(layer) as model:
-            views = layer.kind.views(model.get_submodule(layer.name), 0)
-            return [view.clone() for view in views.values()]
+        streamed.load(block)
+        matrices = [view.clone() for view in layer.kind.views(streamed.model.get_submodule(layer.name), 0).values()]
+        streamed.drop(block)
+        return matrices
 
     def double(model: torch.nn.Module, of: object) -> None:
         if of == layer:

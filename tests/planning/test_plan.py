@@ -232,7 +232,9 @@ def test_every_format_has_a_rule() -> None:
 
 
 def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> None:
-    from moeq.models.corpus import Fields, make_sequences, read_documents
+    from corpora import make_sequences, read_documents
+
+    from moeq.models.corpus import Fields
 
     context = context_of(tiny_mixtral, tmp_path)
     work = sizes.work_sizes(context)

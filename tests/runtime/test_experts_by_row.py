@@ -60,7 +60,8 @@ def write(model: Any, made: Made, keys: np.ndarray) -> None:
 def test_exact_experts_after_a_prefill_are_the_model(family: tuple[Any, Made]) -> None:
     """Caches of any kind: with windows, states or plain keys; contexts of several lengths at once."""
     model, made = family
-    runtime = ContextAwareModel(model, made.layers, made, lambda seen: np.full(seen.counts.shape, 16))
+    replicas = Dequantized(made, model.dtype, CPU)
+    runtime = ContextAwareModel(model, made.layers, replicas, lambda seen: np.full(seen.counts.shape, 16))
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(8, 60, (length,), generator=generator).tolist() for length in (3, 14, 9)]
     with runtime.installed():

@@ -63,7 +63,7 @@ def test_a_text_is_not_read_for_what_is_refused_anyway(
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("the text was read")
 
-    for name in ("open_text", "sources_digest", "read_documents", "images_digest"):
+    for name in ("open_text", "sources_digest", "documents_of", "images_digest"):
         monkeypatch.setattr(corpus, name, read)
     overrides, message = CHEAP[case]
     run, plan = refusals(tiny_mixtral, tmp_path, *overrides)

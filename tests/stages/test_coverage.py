@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from corpora import read_documents
 from tiny_models import save_tiny
 from tiny_vision import save_image, vision_model, vision_processor
 
@@ -108,7 +109,7 @@ def test_the_maximum_and_the_end_of_the_text_end_it(
     short = context(tiny_mixtral, tmp_path / "short", *overrides[:1], f"corpus.source={tmp_path / 'text.txt'}",
                     "corpus.until_covered={max_sequences: 4096}")  # fmt: skip
     pipeline.run(short, ("profile",))
-    available = len(corpus.Pool(corpus.read_documents(short.text.calibration_sources, corpus.Fields(), None),
+    available = len(corpus.Pool(read_documents(short.text.calibration_sources, corpus.Fields(), None),
                                 short.tokenizer, length=16))  # fmt: skip
     assert table(tmp_path / "short")["sequences"] == available
 

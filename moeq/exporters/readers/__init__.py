@@ -31,7 +31,7 @@ WORKS = "moeq reads its own checkpoints, gptq, auto-round, compressed-tensors (p
 
 def format_of(source: ModelSource) -> str:
     """The format of a checkpoint as its configuration names it: `moeq`, `dequantized`, or that of another tool."""
-    return str((quantization_of(source.config) or {}).get("quant_method", PLAIN))
+    return str(quantization_of(source.config).get("quant_method", PLAIN))
 
 
 def open_packed(path: Path, *, trust_remote_code: bool = False, as_values: bool = False) -> PackedSource:
@@ -61,7 +61,7 @@ def holds_gguf(path: Path) -> bool:
 def open_other(source: ModelSource, *, trust_remote_code: bool = False, as_values: bool = False) -> Foreign:
     """As `open_packed`, for a checkpoint that is not in moeq's own format."""
     declared = quantization_of(source.config)
-    if declared is None:
+    if not declared:
         return open_foreign(source, None, trust_remote_code, as_values)
     method = format_of(source)
     where = str(source.path / "config.json")

@@ -4,22 +4,13 @@ The same files, tokenizer, settings and seed always give the same tokens. Domain
 them: sequences are drawn in equal shares from every domain. Of large text only the places that are drawn are tokenized.
 """
 
-from moeq.models.corpus.documents import (
-    Document,
-    Fields,
-    Need,
-    documents_of,
-    encode,
-    encoded,
-    images_digest,
-    read_documents,
-)
+from moeq.models.corpus.documents import Document, Fields, Need, documents_of, encoded, images_digest
 from moeq.models.corpus.image_files import ImageFiles
 from moeq.models.corpus.image_sequences import ImagePool, ImageSequences
-from moeq.models.corpus.images import Encoder, ImageRow, has_processor, load_processor, opened
+from moeq.models.corpus.images import Encoder, has_processor, load_processor, opened
 from moeq.models.corpus.labelled import ImageSet, ImageTask, open_image_sets
 from moeq.models.corpus.places import RULE, Places, is_small, open_text
-from moeq.models.corpus.sequences import Pool, Sequences, TextRows, join, make_sequences
+from moeq.models.corpus.sequences import Pool, Sequences, TextRows, join
 from moeq.models.corpus.sources import BUNDLED, DIGITS, LocalFile, Source, open_sources, pinned, sources_digest
 
 __all__ = [
@@ -31,7 +22,6 @@ __all__ = [
     "Fields",
     "ImageFiles",
     "ImagePool",
-    "ImageRow",
     "ImageSequences",
     "ImageSet",
     "ImageTask",
@@ -43,19 +33,16 @@ __all__ = [
     "Source",
     "TextRows",
     "documents_of",
-    "encode",
     "encoded",
     "has_processor",
     "images_digest",
     "is_small",
     "join",
     "load_processor",
-    "make_sequences",
     "open_image_sets",
     "open_sources",
     "open_text",
     "opened",
     "pinned",
-    "read_documents",
     "sources_digest",
 ]

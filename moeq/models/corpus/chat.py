@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from moeq.errors import CorpusError
+from moeq.errors import CorpusError, first_line
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 Message = dict[str, Any]
 
 
-def rendered(tokenizer: Any, render: Callable[[], str], where: str) -> str:
-    """A conversation as the chat template writes it; CorpusError when there is none or it refuses the conversation."""
-    if not getattr(tokenizer, "chat_template", None):
+def rendered(speaker: Any, messages: list[Message], where: str) -> str:
+    """A conversation as the chat template of a tokenizer or processor writes it.
+
+    CorpusError when there is none or it refuses the conversation.
+    """
+    if not getattr(speaker, "chat_template", None):
         raise CorpusError(
             "a conversation, but the tokenizer has no chat template",
             where=where,
             do="give rows with text, or put chat_template.jinja into the model's directory",
         )
     try:
-        return render()
+        text: str = speaker.apply_chat_template(messages, tokenize=False)
+        return text
     except Exception as error:  # jinja's own errors, and whatever a template raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CorpusError(
-            f"the chat template does not take this conversation ({reason})", where=where, do="check its roles"
-        ) from error
+        what = f"the chat template does not take this conversation ({first_line(error)})"
+        raise CorpusError(what, where=where, do="check its roles") from error
 
 
 def conversation(row: dict[str, Any], messages: str, pair: tuple[str, str], where: str) -> list[Message] | None:
@@ -49,6 +50,5 @@ def _message(turn: Any, where: str) -> Message:
         if isinstance(kept.get("from"), str) and isinstance(kept.get("value"), str):
             return {"role": ROLES.get(kept["from"], kept["from"]), "content": kept["value"]}
     keys = ", ".join(turn) if isinstance(turn, dict) else type(turn).__name__
-    raise CorpusError(
-        f"a turn without role and content (there are: {keys})", where=where, do="set messages_field, or mend the row"
-    )
+    what = f"a turn without role and content (there are: {keys})"
+    raise CorpusError(what, where=where, do="set messages_field, or mend the row")

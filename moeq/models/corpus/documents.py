@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -45,7 +46,16 @@ class Unread:
     render: Callable[[], str] | None = None
 
     def made(self) -> Document:
+        """The document itself; CorpusError where the template refuses it."""
         return self.document if self.render is None else replace(self.document, text=self.render())
+
+    def cut(self, low: int, high: int) -> Document:
+        """What stands at some of its `size` characters."""
+        whole = self.made()
+        scale = len(whole.text) / self.size  # 1, but where the chat template added to the turns
+        low, high = int(low * scale), int(high * scale)
+        begins, ends = whole.begins and low == 0, whole.ends and high >= len(whole.text)
+        return replace(whole, text=whole.text[low:high], begins=begins, ends=ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +79,6 @@ class Need:
     packed: bool = True
 
 
-def read_documents(
-    sources: Sequence[Source], fields: Fields, tokenizer: Any, *, need: Need | None = None, seed: int | None = None
-) -> list[Document]:
-    """The documents of the sources: of files all, of a hub dataset as many as `need` takes.
-
-    seed: draw documents in an order that it decides, instead of that of the files. Raises CorpusError naming file and
-    row for what cannot be read.
-    """
-    return [document for source in sources for document in documents_of(source, fields, tokenizer, need, seed)]
-
-
 def documents_of(
     source: Source,
     fields: Fields,
@@ -88,25 +87,25 @@ def documents_of(
     seed: int | None = None,
     advance: Advance | None = None,
 ) -> Iterator[Document]:
-    """The documents of one source, one by one where no seed decides their order."""
+    """The documents of a source, one by one where no seed decides their order: of a file all, of a hub dataset enough.
+
+    need: what is enough; seed: draws their order, which is else the file's. Raises CorpusError naming file and row.
+    """
     if not isinstance(source, LocalFile):
         yield from _enough(_of_dataset(source, fields, tokenizer, seed), source, tokenizer, need)
         return
-    mine = _made(of_file(source.path, str(source.path), None, fields, tokenizer, advance))
+    documents = _made(of_file(source.path, str(source.path), None, fields, tokenizer, advance))
     if seed is None or kind_of(source.path.name) == ".txt":  # which is one document, whatever its pieces
-        yield from mine
+        yield from documents
         return
-    shuffled = list(mine)
+    shuffled = list(documents)
     Random(seed).shuffle(shuffled)
     yield from shuffled
 
 
-def _made(found: Iterable[Unread]) -> Iterator[Document]:
+def _made(unread: Iterable[Unread]) -> Iterator[Document]:
     """The documents that are not blank."""
-    for one in found:
-        document = one.made()
-        if document.text.strip() or document.image is not None:
-            yield document
+    return (doc for doc in map(Unread.made, unread) if doc.text.strip() or doc.image is not None)
 
 
 def images_digest(sources: Sequence[Source], fields: Fields, bar: Bar | None = None) -> str | None:
@@ -114,18 +113,18 @@ def images_digest(sources: Sequence[Source], fields: Fields, bar: Bar | None = N
 
     Images inside Parquet belong to the digest of their source. Nothing is tokenized or rendered.
     """
-    found = None
     if fields.image is None:
         return None
     files = [source.path for source in sources if isinstance(source, LocalFile)]
     files = [path for path in files if kind_of(path.name) != ".txt"]
+    rows, digests = 0, []
     with shown(bar, "looking for images", sum(path.stat().st_size for path in files)) as advance:
         for path in files:
-            for one in of_file(path, str(path), None, fields, None, advance, naming=fields.image):
-                if one.document.image is not None:
-                    images = one.document.image.images
-                    found = [*(found or []), *(digest_of_file(image) for image in images if isinstance(image, Path))]
-    return None if found is None else digest_of(found)
+            for unread in of_file(path, str(path), None, fields, None, advance, naming=fields.image):
+                if (row := unread.document.image) is not None:
+                    rows += 1
+                    digests += [digest_of_file(image) for image in row.images if isinstance(image, Path)]
+    return digest_of(digests) if rows else None
 
 
 def _of_dataset(source: HubDataset, fields: Fields, tokenizer: Any, seed: int | None) -> Iterator[Document]:
@@ -152,10 +151,10 @@ def _enough(documents: Iterable[Document], source: HubDataset, tokenizer: Any, n
     """Documents from the front until there are as many sequences in them as are needed."""
     if need is None:
         raise CorpusError("a hub dataset may have no end", where=source.name, do="say how many sequences are wanted")
-    found: list[Document] = []
+    enough: list[Document] = []
     tokens = whole = 0
     for document in documents:
-        found.append(document)
+        enough.append(document)
         if document.image is not None:
             whole += 1
         else:
@@ -164,7 +163,7 @@ def _enough(documents: Iterable[Document], source: HubDataset, tokenizer: Any, n
             whole += not need.packed and len(ids) >= 2 and document.begins
         if whole + (tokens // need.length if need.packed else 0) >= need.sequences:
             break
-    return found
+    return enough
 
 
 def encode(documents: Sequence[Document], tokenizer: Any) -> list[list[int]]:
@@ -172,12 +171,12 @@ def encode(documents: Sequence[Document], tokenizer: Any) -> list[list[int]]:
     if not documents:
         return []
     texts = [document.text for document in documents]
-    found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    rows: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [
-        ids if one.rendered else [*(begin if one.begins else []), *ids, *(end if one.ends else [])]
-        for one, ids in zip(documents, found, strict=True)
+        ids if document.rendered else [*(begin if document.begins else []), *ids, *(end if document.ends else [])]
+        for document, ids in zip(documents, rows, strict=True)
     ]
 
 
@@ -185,17 +184,17 @@ def encoded(documents: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Doc
     """Documents in their order with their token ids, none where there is an image; held are those of one lot."""
 
     def some() -> Iterator[tuple[Document, list[int]]]:
-        ids = iter(encode([one for one in lot if one.image is None], tokenizer))
-        return ((one, next(ids) if one.image is None else []) for one in lot)
+        ids = iter(encode([document for document in lot if document.image is None], tokenizer))
+        return ((document, next(ids) if document.image is None else []) for document in lot)
 
     lot: list[Document] = []
     size = 0
-    for one in documents:
-        if lot and size + len(one.text) > ENCODED_AT_ONCE:
+    for document in documents:
+        if lot and size + len(document.text) > ENCODED_AT_ONCE:
             yield from some()
             lot, size = [], 0
-        lot.append(one)
-        size += len(one.text)
+        lot.append(document)
+        size += len(document.text)
     yield from some()
 
 
@@ -221,10 +220,10 @@ def of_file(
         return
     folder = path.parent if domain is None else None
     for number, row in rows(path, advance, naming=naming):
-        found = _unread(row, f"{name}, row {number}", fields, tokenizer, folder)
-        if found.size or found.document.image is not None:
+        unread = _unread(row, f"{name}, row {number}", fields, tokenizer, folder)
+        if unread.size or unread.document.image is not None:
             named = str(row.get("domain", own)) if domain is None else own
-            yield replace(found, document=replace(found.document, domain=named))
+            yield replace(unread, document=replace(unread.document, domain=named))
 
 
 def _unread(row: Any, where: str, fields: Fields, tokenizer: Any, folder: Path | None) -> Unread:
@@ -232,11 +231,9 @@ def _unread(row: Any, where: str, fields: Fields, tokenizer: Any, folder: Path |
     row = row if isinstance(row, dict) else {}
     text = row.get(fields.text)
     text = text if isinstance(text, str) and fields.chat is not True else None
-    messages = (
-        None
-        if text is not None or fields.chat is False
-        else conversation(row, fields.messages, (fields.prompt, fields.response), where)
-    )
+    messages = None
+    if text is None and fields.chat is not False:
+        messages = conversation(row, fields.messages, (fields.prompt, fields.response), where)
     if text is None and messages is None:
         raise _nothing(row, fields, where)
     pictures = row.get(fields.image) if fields.image is not None else None
@@ -246,11 +243,10 @@ def _unread(row: Any, where: str, fields: Fields, tokenizer: Any, folder: Path |
     if messages is None:
         text = text or ""
         return Unread(document=Document(text=text, domain=""), size=len(text) if text.strip() else 0)
-    render = lambda: tokenizer.apply_chat_template(messages, tokenize=False)  # noqa: E731
     return Unread(
         document=Document(text="", domain="", rendered=True),
         size=max(1, sum(len(str(turn.get("content", ""))) for turn in messages)),
-        render=lambda: rendered(tokenizer, render, where),
+        render=partial(rendered, tokenizer, messages, where),
     )
 
 

@@ -46,22 +46,18 @@ def choose_files(
     if not configs:
         configs, default = _from_names(files)
     if not configs:
-        raise CorpusError(
-            "no Parquet, JSON or text files in it",
-            where=where,
-            do="try @refs/convert/parquet after its name, or give a local file",
-        )
+        what = "no Parquet, JSON or text files in it"
+        raise CorpusError(what, where=where, do="try @refs/convert/parquet after its name, or give a local file")
     name = config or default or (next(iter(configs)) if len(configs) == 1 else None)
     if name is None or name not in configs:
         problem = f"no configuration {config!r}" if config else "which configuration"
         raise CorpusError(f"{problem} (there are: {_listed(configs)})", where=where, do="write hub:ORG/NAME:CONFIG")
     splits = configs[name]
-    chosen = split or next((one for one in PREFERRED[part] if one in splits), None)
+    chosen = split or next((name for name in PREFERRED[part] if name in splits), None)
     if chosen is None or chosen not in splits:
         problem = f"no split {chosen!r}" if chosen else f"no split for {part}"
-        raise CorpusError(
-            f"{problem} (there are: {_listed(splits)})", where=where, do=f"write hub:ORG/NAME:{name}:SPLIT"
-        )
+        what = f"{problem} (there are: {_listed(splits)})"
+        raise CorpusError(what, where=where, do=f"write hub:ORG/NAME:{name}:SPLIT")
     return Chosen(config=name, split=chosen, files=tuple(splits[chosen]))
 
 
@@ -76,9 +72,8 @@ def _from_card(files: Sequence[str], readme: str, where: str) -> tuple[dict[str,
     try:
         front = parse_yaml(match[1], most=CARD_BYTES).value if match else None
     except YamlError as error:
-        raise CorpusError(
-            f"its card cannot be read ({error})", where=error.at(f"{where}, README.md"), do="give files of your own"
-        ) from None
+        what = f"its card cannot be read ({error})"
+        raise CorpusError(what, where=error.at(f"{where}, README.md"), do="give files of your own") from None
     entries = front.get("configs") if isinstance(front, dict) else None
     configs: dict[str, Splits] = {}
     default = None
@@ -98,20 +93,20 @@ def _splits_of_entry(files: Sequence[str], entry: dict[str, Any]) -> Splits:
     wanted = entry.get("data_files")
     if wanted is None:
         return _splits_by_name(_data(inside))
-    if isinstance(wanted, str) or (isinstance(wanted, list) and all(isinstance(one, str) for one in wanted)):
+    if isinstance(wanted, str) or (isinstance(wanted, list) and all(isinstance(path, str) for path in wanted)):
         pairs: list[tuple[str, Any]] = [("train", wanted)]
     elif isinstance(wanted, dict):
         pairs = [(str(split), paths) for split, paths in wanted.items()]
     else:
-        pairs = [(str(one.get("split", "train")), one.get("path")) for one in wanted if isinstance(one, dict)]
-    found: Splits = {}
+        pairs = [(str(part.get("split", "train")), part.get("path")) for part in wanted if isinstance(part, dict)]
+    splits: Splits = {}
     for split, paths in pairs:
         patterns = [paths] if isinstance(paths, str) else list(paths or [])
-        full = [f"{folder}/{one}" if folder and not one.startswith(f"{folder}/") else one for one in patterns]
-        mine = [file for file in inside if any(_matches(file, pattern) for pattern in full)]
-        if mine:
-            found[split] = found.get(split, []) + _one_kind(mine)
-    return {split: mine for split, mine in found.items() if mine}
+        full = [path if not folder or path.startswith(f"{folder}/") else f"{folder}/{path}" for path in patterns]
+        matching = [file for file in inside if any(_matches(file, pattern) for pattern in full)]
+        if matching:
+            splits[split] = splits.get(split, []) + _one_kind(matching)
+    return {split: chosen for split, chosen in splits.items() if chosen}
 
 
 def _matches(file: str, pattern: str) -> bool:
@@ -125,9 +120,10 @@ def _from_names(files: Sequence[str]) -> tuple[dict[str, Splits], str | None]:
     """Configurations as folders name them (beside `data` and splits), else one called default."""
     grouped: dict[str, list[str]] = {}
     for file in _data(files):
-        folders = [one for one in PurePosixPath(file).parts[:-1] if one != "data" and one not in SPLIT_WORDS]
-        grouped.setdefault(folders[0] if folders else DEFAULT, []).append(file)
-    return {name: _splits_by_name(mine) for name, mine in grouped.items()}, DEFAULT if DEFAULT in grouped else None
+        folders = (part for part in PurePosixPath(file).parts[:-1] if part != "data" and part not in SPLIT_WORDS)
+        grouped.setdefault(next(folders, DEFAULT), []).append(file)
+    configs = {name: _splits_by_name(in_folder) for name, in_folder in grouped.items()}
+    return configs, DEFAULT if DEFAULT in grouped else None
 
 
 def _data(files: Sequence[str]) -> list[str]:
@@ -137,28 +133,26 @@ def _data(files: Sequence[str]) -> list[str]:
 
 def _one_kind(files: Sequence[str]) -> list[str]:
     """Files of the first kind that is there: repositories often hold the same rows twice."""
-    for kind in KINDS:
-        mine = sorted(file for file in files if kind_of(file) == kind)
-        if mine:
-            return mine
-    return []
+    by_kind = (sorted(file for file in files if kind_of(file) == kind) for kind in KINDS)
+    return next(filter(None, by_kind), [])
 
 
 def _splits_by_name(files: Sequence[str]) -> Splits:
-    found: Splits = {}
+    splits: Splits = {}
     for file in files:
-        found.setdefault(_split_of(file), []).append(file)
-    return found
+        splits.setdefault(_split_of(file), []).append(file)
+    return splits
 
 
 def _split_of(file: str) -> str:
     """What a file's name, or else a folder, says about its split; train where nothing is said."""
     path = PurePosixPath(file)
     numbered = NUMBERED.match(path.name)
-    if numbered and numbered["split"]:
-        return SPLIT_WORDS.get(numbered["split"], numbered["split"])
-    if path.stem.isdigit() and len(path.parts) > 1:  # 0000.parquet, as the hub converts
-        return SPLIT_WORDS.get(path.parts[-2], path.parts[-2])
+    named = numbered["split"] if numbered else ""
+    if not named and path.stem.isdigit():  # 0000.parquet, as the hub converts
+        named = path.parent.name
+    if named:
+        return SPLIT_WORDS.get(named, named)
     for part in (path.name, *reversed(path.parts[:-1])):
         words = [word for word in re.split(r"[^a-z]+", part.lower()) if word in SPLIT_WORDS]
         if words:

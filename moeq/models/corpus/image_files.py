@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq.errors import CorpusError
-from moeq.models.corpus.images import image_of, load_processor, opened
+from moeq.errors import CorpusError, first_line
+from moeq.models.corpus.images import has_processor, image_of, load_processor, opened
 from moeq.models.corpus.rows import kind_of, rows
-from moeq.models.source import PROCESSOR_FILES
 
 ROW_KINDS = (".jsonl", ".parquet")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
@@ -44,30 +43,27 @@ class ImageFiles:
         Raises CorpusError, naming the file and the row, for what is missing or cannot be read, and where the model has
         no image processor.
         """
-        if not any((self.model / name).is_file() for name in PROCESSOR_FILES):
-            raise CorpusError(
-                "image files need the model's image processor, and it has no preprocessor_config.json",
-                where=str(path),
-                do="give a .safetensors file with images and labels, or digits",
-            )
+        if not has_processor(self.model):
+            what = "image files need the model's image processor, and it has no preprocessor_config.json"
+            raise CorpusError(what, where=str(path), do="give a .safetensors file with images and labels, or digits")
         processor = load_processor(self.model, self.trust_remote_code, images_alone=True)
         images, labels = [], []
-        for where, image, label in self._found(path):
+        for where, image, label in self._labelled(path):
             try:
                 values = processor(images=[opened(image, where, self.channels)], return_tensors="pt")["pixel_values"]
             except (ValueError, TypeError, RuntimeError) as error:
-                line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise CorpusError(f"the processor does not take it ({line})", where=where, do="drop it") from None
+                what = f"the processor does not take it ({first_line(error)})"
+                raise CorpusError(what, where=where, do="drop it") from None
             images.append(values[0].float())
             labels.append(self._label(label, where))
         if not images:
             raise CorpusError("no images in it", where=str(path), do=f"give rows, or LABEL/IMAGE{PICTURES[0]} files")
         return torch.stack(images), torch.tensor(labels)
 
-    def _found(self, path: Path) -> Iterator[tuple[str, Path | bytes, Any]]:
+    def _labelled(self, path: Path) -> Iterator[tuple[str, Path | bytes, Any]]:
         """Where it stands, the image, and its label as written."""
         if path.is_dir():
-            for folder in sorted(one for one in path.iterdir() if one.is_dir()):
+            for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
                 pictures = (file for file in sorted(folder.iterdir()) if file.suffix.lower() in PICTURES)
                 yield from ((str(file), file, folder.name) for file in pictures)
             return
@@ -75,9 +71,8 @@ class ImageFiles:
             where = f"{path}, row {number}"
             for field in (self.image_field, self.label_field):
                 if not isinstance(row, dict) or row.get(field) is None:
-                    raise CorpusError(
-                        f"no field {field!r}", where=where, do="name it in corpus.image_field, label_field"
-                    )
+                    what = f"no field {field!r}"
+                    raise CorpusError(what, where=where, do="name it in corpus.image_field, label_field")
             yield where, image_of(row[self.image_field], where, path.parent), row[self.label_field]
 
     def _label(self, value: Any, where: str) -> int:

@@ -15,6 +15,8 @@ from moeq.models.corpus.sequences import Rows, Sequences, tensor_digest
 from moeq.models.forward import PIXELS
 from moeq.models.walk import Batch
 
+_VERB = {"train": "calibrate on", "test": "be measured on"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSequences(Sequences):
@@ -25,15 +27,10 @@ class ImageSequences(Sequences):
 
     def batches(self, size: int) -> list[Batch]:
         """Batches of at most `size` images, in order."""
-        spans = [slice(start, start + size) for start in range(0, len(self), size)]
+        parts = (part.split(size) for part in (self.ids, self.mask, torch.arange(len(self)), self.pixels))
         return [
-            Batch(
-                input_ids=self.ids[span],
-                mask=self.mask[span],
-                sequences=torch.arange(len(self))[span],
-                extra={PIXELS: self.pixels[span]},
-            )
-            for span in spans
+            Batch(input_ids=ids, mask=mask, sequences=sequences, extra={PIXELS: pixels})
+            for ids, mask, sequences, pixels in zip(*parts, strict=True)
         ]
 
     def digest(self) -> str:
@@ -42,7 +39,7 @@ class ImageSequences(Sequences):
 
     def joined(self, others: Sequence[Sequences]) -> Sequences:
         """These images and others."""
-        parts = [self, *(one for one in others if isinstance(one, ImageSequences))]
+        parts = [self, *(other for other in others if isinstance(other, ImageSequences))]
         return ImageSequences(
             ids=torch.cat([part.ids for part in parts]),
             mask=torch.cat([part.mask for part in parts]),
@@ -58,29 +55,25 @@ class ImagePool(Rows):
     def __init__(self, sets: Sequence[ImageSet], part: Part, task: ImageTask, where: str) -> None:
         """Sets of the same domain are joined."""
         rows: dict[str, list[tuple[ImageSet, int]]] = {}
-        for one in sets:
-            rows.setdefault(one.domain, []).extend((one, number) for number in one.part(part).tolist())
+        for images in sets:
+            rows.setdefault(images.domain, []).extend((images, number) for number in images.part(part).tolist())
         super().__init__(rows, where)
         self.task, self.part = task, part
 
     def _too_few(self, available: int, count: int | None) -> CorpusError:
-        wanted = "at least one is wanted" if count is None else f"{count} are wanted"
-        do = "give more images" if count is None else "give more images, or ask for fewer"
+        wanted, do = "at least one is wanted", "give more images"
+        if count is not None:
+            wanted, do = f"{count} are wanted", "give more images, or ask for fewer"
         return CorpusError(f"too few: {available} images to {_VERB[self.part]}, {wanted}", where=self.where, do=do)
-
-    def _pixels(self, one: ImageSet, number: int) -> Tensor:
-        image = one.images[number][None]
-        return image if one.prepared else self.task.pixels(image)
 
     def _sequences(self, chosen: Sequence[tuple[str, tuple[ImageSet, int]]]) -> ImageSequences:
         shape = (len(chosen), self.task.positions)
+        rows = [row for _, row in chosen]
+        images = [(given.images[number][None], given.prepared) for given, number in rows]
         return ImageSequences(
             ids=torch.zeros(shape, dtype=torch.long),
             mask=torch.ones(shape, dtype=torch.bool),
             domains=tuple(domain for domain, _ in chosen),
-            pixels=torch.cat([self._pixels(one, number) for _, (one, number) in chosen]),
-            labels=torch.stack([one.labels[number] for _, (one, number) in chosen]),
+            pixels=torch.cat([image if prepared else self.task.pixels(image) for image, prepared in images]),
+            labels=torch.stack([given.labels[number] for given, number in rows]),
         )
-
-
-_VERB = {"train": "calibrate on", "test": "be measured on"}

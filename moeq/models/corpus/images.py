@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq.errors import CorpusError
+from moeq.errors import CorpusError, first_line
 from moeq.models.corpus.chat import rendered
-from moeq.models.merge_cache import without_merge_cache
+from moeq.models.merge_cache import drop_merge_cache
 from moeq.models.source import PROCESSOR_FILES
 
 INSTALL = "pip install 'moeq[vision]'"
@@ -41,8 +41,8 @@ class ImageRow:
 
 def image_tokens(config: Any) -> frozenset[int]:
     """Token ids that stand for parts of images or videos; none where the model's configuration names none."""
-    found = (getattr(config, name, None) for name in TOKEN_SETTINGS)
-    return frozenset(token for token in found if isinstance(token, int))
+    settings = (getattr(config, name, None) for name in TOKEN_SETTINGS)
+    return frozenset(token for token in settings if isinstance(token, int))
 
 
 def image_row(
@@ -59,7 +59,7 @@ def image_row(
     value: a path relative to `folder` (None: there is none, as on the hub), {bytes, path}, or a list of them. plain: no
     chat template. Raises CorpusError.
     """
-    images = tuple(image_of(one, where, folder) for one in (value if isinstance(value, list) else [value]))
+    images = tuple(image_of(image, where, folder) for image in (value if isinstance(value, list) else [value]))
     turns: list[dict[str, Any]] = messages or [{"role": "user", "content": text or ""}]
     turns = [turn | {"content": _parts(turn.get("content"))} for turn in turns]
     placed = sum(part.get("type") == "image" for turn in turns for part in turn["content"])
@@ -90,11 +90,8 @@ def image_of(value: Any, where: str, folder: Path | None) -> Path | bytes:
             do="give a path or {bytes, path}, or set corpus.image_field: null to read text only",
         )
     if folder is None:
-        raise CorpusError(
-            f"the image is a path ({name}), not part of the row",
-            where=where,
-            do="use a dataset whose Parquet files hold the images, or local files",
-        )
+        what = f"the image is a path ({name}), not part of the row"
+        raise CorpusError(what, where=where, do="use a dataset whose Parquet files hold the images, or local files")
     path = folder / name
     if not path.is_file():
         raise CorpusError(f"no such image: {path}", where=where, do="give a path relative to the file of the rows")
@@ -127,11 +124,9 @@ def load_processor(model: Path, trust_remote_code: bool = False, *, images_alone
         needs = "torchvision" if "orchvision" in str(error) else "Pillow" if "PIL" in str(error) else str(error)
         raise CorpusError(f"its image processor needs {needs}", where=str(model), do=INSTALL) from error
     except Exception as error:  # OSError, ValueError, and what a processor's own code raises
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        raise CorpusError(
-            f"its processor cannot be loaded ({reason})", where=str(model), do="copy the model's processor files again"
-        ) from error
-    without_merge_cache(getattr(processor, "tokenizer", None))
+        what = f"its processor cannot be loaded ({type(error).__name__}: {first_line(error, '')})"
+        raise CorpusError(what, where=str(model), do="copy the model's processor files again") from error
+    drop_merge_cache(getattr(processor, "tokenizer", None))
     return processor
 
 
@@ -150,13 +145,11 @@ class Encoder:
         text = self._text(row)
         images = [opened(image, row.where) for image in row.images]
         try:
-            found = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+            encoded = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # a processor raises what it likes
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            raise CorpusError(
-                f"the model's processor does not take it ({reason})", where=row.where, do="mend or drop the row"
-            ) from error
-        extra = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+            what = f"the model's processor does not take it ({type(error).__name__}: {first_line(error, '')})"
+            raise CorpusError(what, where=row.where, do="mend or drop the row") from error
+        extra = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
         ids: Tensor = extra.pop("input_ids")
         extra.pop("attention_mask", None)
         if ids.shape[1] > self.length:
@@ -168,26 +161,19 @@ class Encoder:
         tokenizer = self.processor.tokenizer
         speaker = self.processor if getattr(self.processor, "chat_template", None) else tokenizer
         if row.text is None or (not row.plain and getattr(speaker, "chat_template", None)):
-            render = lambda: speaker.apply_chat_template(row.messages, tokenize=False)  # noqa: E731
-            return rendered(speaker, render, row.where)
+            return rendered(speaker, row.messages, row.where)
         token = getattr(self.processor, "image_token", None)
         if not isinstance(token, str):
-            raise CorpusError(
-                "the model's processor has neither a chat template nor an image token",
-                where=row.where,
-                do="put chat_template.jinja into the model's directory",
-            )
+            what = "the model's processor has neither a chat template nor an image token"
+            raise CorpusError(what, where=row.where, do="put chat_template.jinja into the model's directory")
         return f"{tokenizer.bos_token or ''}{token * len(row.images)}{row.text}{tokenizer.eos_token or ''}"
 
     def _check_cut(self, ids: Tensor, where: str) -> None:
         """CorpusError when cutting at the length would cut an image, or when that cannot be told."""
         token = getattr(self.processor, "image_token_id", None)
         if token is None or bool((ids[self.length :] == token).any()):
-            raise CorpusError(
-                f"{len(ids)} tokens with its image, sequences have {self.length}",
-                where=where,
-                do="raise corpus.sequence_length, or use smaller images",
-            )
+            what = f"{len(ids)} tokens with its image, sequences have {self.length}"
+            raise CorpusError(what, where=where, do="raise corpus.sequence_length, or use smaller images")
 
 
 def _cut(value: Tensor, shape: torch.Size, length: int) -> Tensor:

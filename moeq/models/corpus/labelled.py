@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moeq.artifacts.digests import digest_of_file
@@ -58,25 +58,25 @@ class ImageTask:
         Raises CorpusError for a preprocessor file that is damaged.
         """
         shape = image_shape(model.config)
-        found, where = {}, folder / PREPROCESSOR
+        settings, where = {}, folder / PREPROCESSOR
         if where.is_file():
             try:
-                found = read_json_file(where, most=PREPROCESSOR_BYTES)
-                if not isinstance(found, dict):
+                settings = read_json_file(where, most=PREPROCESSOR_BYTES)
+                if not isinstance(settings, dict):
                     raise ValueError("no object")
             except (OSError, ValueError) as error:
                 raise CorpusError(f"not JSON ({error})", where=str(where), do="copy the file again") from None
-        scale = found.get("rescale_factor", 1 / 255) if found.get("do_rescale", bool(found)) else None
+        scale = settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", bool(settings)) else None
         if not isinstance(scale, int | float | None):
             raise CorpusError("rescale_factor is no number", where=str(where), do="copy the file again")
-        normal = found.get("do_normalize", False)
+        given = settings if settings.get("do_normalize", False) else {}
         return cls(
             shape=shape,
             positions=image_positions(model),
             labels=model.config.num_labels,
             scale=getattr(model.config, "pixel_scale", scale),
-            mean=_channels(found, "image_mean", 0.0, shape[0], where) if normal else _of_all(0.0, shape[0]),
-            deviation=_channels(found, "image_std", 1.0, shape[0], where) if normal else _of_all(1.0, shape[0]),
+            mean=_channels(given, "image_mean", 0.0, shape[0], where),
+            deviation=_channels(given, "image_std", 1.0, shape[0], where),
         )
 
     def pixels(self, images: Tensor) -> Tensor:
@@ -85,17 +85,13 @@ class ImageTask:
         return (scaled - self.mean) / self.deviation
 
 
-def _channels(found: dict[str, Any], key: str, default: float, channels: int, where: Path) -> Tensor:
-    """A number for each channel, or one for all, of the preprocessor's file; CorpusError for anything else."""
+def _channels(settings: dict[str, Any], key: str, default: float, channels: int, where: Path) -> Tensor:
+    """A number for each channel, or one for all, of the preprocessor's file, as [C, 1, 1]; CorpusError for others."""
     try:
-        return _of_all(found.get(key, default), channels)
+        return torch.tensor(settings.get(key, default), dtype=torch.float32).reshape(-1, 1, 1).expand(channels, 1, 1)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's, by what the value is
         what = f"{key} is not a number for each of {channels} channels"
         raise CorpusError(what, where=str(where), do="copy the file again") from None
-
-
-def _of_all(value: Any, channels: int) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32).reshape(-1, 1, 1).expand(channels, 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +112,7 @@ class ImageSet:
     prepared: bool = False
 
     def part(self, part: Part) -> Tensor:
-        """Row numbers to calibrate on or to be measured on; all where the file has no parts."""
+        """Row numbers [n] int64 to calibrate on or to be measured on; all where the file has no parts."""
         return self.rows.get(part, torch.arange(len(self.images)) if not self.rows else torch.arange(0))
 
 
@@ -130,56 +126,49 @@ def open_image_sets(source: str | Sequence[str], task: ImageTask, files: ImageFi
     """
     names = [source] if isinstance(source, str) else list(source)
     sets = [_digits(name) if name in (DIGITS, BUNDLED) else _file(name, files) for name in names]
-    return [_checked(one, task) for one in sets]
+    return [_checked(images, task) for images in sets]
 
 
 def _digits(name: str) -> ImageSet:
     """scikit-learn's digits, grey levels 0 to 16, under the bundled split."""
     from sklearn.datasets import load_digits
 
-    found, split = load_digits(), bundled_path(SPLIT)
+    digits, split = load_digits(), bundled_path(SPLIT)
     rows = {part: torch.tensor(numbers) for part, numbers in json.loads(split.read_text("utf-8")).items()}
-    images = torch.tensor(found.images, dtype=torch.uint8)
+    images = torch.tensor(digits.images, dtype=torch.uint8)
     return ImageSet(
         name=name,
         public_name=DIGITS,
         domain=DIGITS,
         digest=digest_of([DIGITS, images.flatten().tolist(), digest_of_file(split)]),
         images=images,
-        labels=torch.tensor(found.target, dtype=torch.long),
+        labels=torch.tensor(digits.target, dtype=torch.long),
         rows=rows,
     )
 
 
-def _pictures(name: str, path: Path, files: ImageFiles) -> ImageSet:
-    images, labels = files.read(path)
-    return ImageSet(
-        name=name,
-        public_name=path.name,
-        domain=stem_of(path.name),
-        digest=digest_of([tensor_digest(images), labels.tolist()]),
-        images=images,
-        labels=labels,
-        rows={},
-        prepared=True,
-    )
-
-
 def _file(name: str, files: ImageFiles | None) -> ImageSet:
+    """A folder, rows or a safetensors file of images."""
     path = Path(name).expanduser()
     if path.exists() and files is not None and files.holds(path):
-        return _pictures(name, path, files)
-    if path.suffix != SUFFIX:
-        raise CorpusError(
-            "the model takes images, this is no set of them",
-            where=name,
-            do=f"write digits, or give a {SUFFIX} file with images and labels",
+        images, labels = files.read(path)
+        return ImageSet(
+            name=name,
+            public_name=path.name,
+            domain=stem_of(path.name),
+            digest=digest_of([tensor_digest(images), labels.tolist()]),
+            images=images,
+            labels=labels,
+            rows={},
+            prepared=True,
         )
+    if path.suffix != SUFFIX:
+        what = "the model takes images, this is no set of them"
+        raise CorpusError(what, where=name, do=f"write digits, or give a {SUFFIX} file with images and labels")
     if not path.is_file():
         raise CorpusError("no such file", where=name, do=f"give the path of a {SUFFIX} file, or write digits")
     try:
-        with safe_open(path, "pt") as handle:
-            tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        tensors = load_file(path)
     except Exception as error:  # safetensors raises its own type for damaged files
         raise CorpusError(f"not a safetensors file ({error})", where=name, do="write it again") from None
     for key in ("images", "labels"):
@@ -198,45 +187,42 @@ def _file(name: str, files: ImageFiles | None) -> ImageSet:
     )
 
 
-def _checked(found: ImageSet, task: ImageTask) -> ImageSet:
+def _checked(given: ImageSet, task: ImageTask) -> ImageSet:
     """The set with images as [N, C, H, W] and labels as int64."""
-    images, labels = found.images, found.labels
+    images, labels = given.images, given.labels
     if images.dim() == 3:
         images = images.unsqueeze(1)
     if images.dim() != 4 or tuple(images.shape[1:]) != task.shape:
-        has, wants = (" x ".join(map(str, shape)) for shape in (found.images.shape[1:], task.shape))
-        raise _error(found, f"images are {has or 'no pictures'}, the model takes {wants}", "resize them")
+        has, wants = (" x ".join(map(str, shape)) for shape in (given.images.shape[1:], task.shape))
+        raise _error(given, f"images are {has or 'no pictures'}, the model takes {wants}", "resize them")
     if labels.shape != (len(images),) or labels.is_floating_point():
-        raise _error(found, f"labels are {list(labels.shape)}, one whole number an image is wanted", "mend labels")
+        raise _error(given, f"labels are {list(labels.shape)}, one whole number an image is wanted", "mend labels")
     if images.is_floating_point() and not bool(torch.isfinite(images).all()):
         first = int((~torch.isfinite(images)).flatten(1).any(1).nonzero()[0])
-        raise _error(found, f"pixels of image {first} are not finite", "mend or drop the image")
+        raise _error(given, f"pixels of image {first} are not finite", "mend or drop the image")
     if task.scale is None and not images.is_floating_point():
-        raise _error(found, f"pixels are whole numbers, and the model has no {PREPROCESSOR} to scale them", "copy it")
+        raise _error(given, f"pixels are whole numbers, and the model has no {PREPROCESSOR} to scale them", "copy it")
     wrong = ((labels < 0) | (labels >= task.labels)).nonzero()
     if len(wrong):
         first = int(wrong[0])
-        raise _error(
-            found,
-            f"image {first} has label {int(labels[first])}, the model's are 0 to {task.labels - 1}",
-            "mend labels",
-        )
-    _check_rows(found)
-    return ImageSet(**vars(found) | {"images": images, "labels": labels.long()})
+        what = f"image {first} has label {int(labels[first])}, the model's are 0 to {task.labels - 1}"
+        raise _error(given, what, "mend labels")
+    _check_rows(given)
+    return ImageSet(**vars(given) | {"images": images, "labels": labels.long()})
 
 
-def _check_rows(found: ImageSet) -> None:
-    count = len(found.images)
-    for part, rows in found.rows.items():
+def _check_rows(given: ImageSet) -> None:
+    count = len(given.images)
+    for part, rows in given.rows.items():
         if rows.dim() != 1 or bool(((rows < 0) | (rows >= count)).any()):
-            raise _error(found, f"{part} has row numbers that are not of its {count} images", f"mend {part}")
+            raise _error(given, f"{part} has row numbers that are not of its {count} images", f"mend {part}")
         if len(rows.unique()) != len(rows):
-            raise _error(found, f"{part} names a row twice", f"mend {part}")
-    if len(found.rows) == 2:
-        both = torch.isin(found.rows["test"], found.rows["train"])
+            raise _error(given, f"{part} names a row twice", f"mend {part}")
+    if len(given.rows) == 2:
+        both = torch.isin(given.rows["test"], given.rows["train"])
         if bool(both.any()):
-            raise _error(found, f"{int(both.sum())} rows are in both train and test", "take them out of one")
+            raise _error(given, f"{int(both.sum())} rows are in both train and test", "take them out of one")
 
 
-def _error(found: ImageSet, what: str, do: str) -> CorpusError:
-    return CorpusError(what, where=found.name, do=do)
+def _error(given: ImageSet, what: str, do: str) -> CorpusError:
+    return CorpusError(what, where=given.name, do=do)

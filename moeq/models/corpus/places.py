@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from moeq.models.corpus.documents import Document, Fields, Need, Unread, documen
 from moeq.models.corpus.rows import held_bytes, kind_of
 from moeq.models.corpus.sequences import Pool, Row, Sequences, TextRows
 from moeq.models.corpus.sources import LocalFile, Source
-from moeq.models.corpus.streams import COMPRESSED, Advance, Bar, shown, size_up_to
+from moeq.models.corpus.streams import Advance, Bar, shown, size_up_to
 
 RULE = 1  # raised when the same large text gives other sequences
 WHOLE_BYTES = 1 << 20  # of all files together, decompressed
@@ -46,6 +47,17 @@ def is_small(sources: Sequence[Source]) -> bool:
     return True
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlainText(Unread):
+    """A text that is read where it lies: its size is its bytes, and so are places in it."""
+
+    path: Path
+
+    def cut(self, low: int, high: int) -> Document:
+        text = _cut(self.path, low, high - low)
+        return replace(self.document, text=text, begins=low == 0, ends=high >= self.size)
+
+
 @dataclass(kw_only=True)
 class _Extent:
     """What there is of one domain: characters and documents of text, rows with images; a sample of its text."""
@@ -57,16 +69,22 @@ class _Extent:
     sampled: float = 0.0  # characters, as `characters` counts them
     per_token: float = CHARACTERS
 
-    def add(self, one: Unread, sampling: bool) -> None:
-        if one.document.image is not None:
+    def add(self, unread: Unread, sampling: bool) -> None:
+        """Count a document (or a piece of one), and take of its text for the sample."""
+        if unread.document.image is not None:
             self.images += 1
             return
-        self.characters += one.size
-        self.texts += one.document.begins
-        if sampling and self.sampled < SAMPLE:
-            text = one.made().text
+        self.characters += unread.size
+        self.texts += unread.document.begins
+        if isinstance(unread, PlainText):
+            starts = [unread.size * part // 8 for part in range(8)]
+            sample = [unread.cut(start, start + SAMPLE // 8).text for start in starts]
+            self.sample += sample
+            self.sampled += sum(len(text.encode()) for text in sample)
+        elif sampling and self.sampled < SAMPLE:
+            text = unread.made().text
             self.sample.append(text[:SAMPLE])
-            self.sampled += one.size * len(self.sample[-1]) / max(1, len(text))
+            self.sampled += unread.size * len(self.sample[-1]) / max(1, len(text))
 
 
 @dataclass(kw_only=True)
@@ -106,12 +124,11 @@ class Places(TextRows):
         self.sources, self.fields, self.tokenizer, self.need = sources, fields, tokenizer, need
         self.seed, self.bar = seed, bar
         self._datasets: dict[Source, list[Document]] = {}
-        self._starts: dict[int, int] = {}  # of a plain text, by its source's number: where it lies in its domain
         self._extents = self._survey()
-        if not any(one.texts or one.images for one in self._extents.values()):
+        if not any(extent.texts or extent.images for extent in self._extents.values()):
             raise CorpusError("no text in it", where=where, do="give files with text")
-        for domain, one in self._extents.items():
-            self.rows[domain] = list(range(sum(self._places(one))))
+        for domain, extent in self._extents.items():
+            self.rows[domain] = list(range(sum(self._places(extent))))
             if seed is not None:
                 Random(seed).shuffle(self.rows[domain])
         if len(self) < (PLENTY if need.packed else 1) * first:
@@ -121,42 +138,46 @@ class Places(TextRows):
     def take(self, count: int | None) -> Sequences:
         """As `Rows.take`; a place without enough tokens is replaced by another, at last by tokenizing everything."""
         if self._numbered and count is not None:
-            found, short = self._taken(count)
-            if not short:
-                return self._sequences(found)
+            taken = self._taken(count)
+            if len(taken) == count:
+                return self._sequences(taken)
             self._become_whole()
         return super().take(count)
 
     def _up_to(self, count: int) -> Sequences | None:
-        found, _ = self._taken(count)
-        return self._sequences(found) if found else None
+        taken = self._taken(count)
+        return self._sequences(taken) if taken else None
 
     @property
     def _numbered(self) -> bool:
         """Whether rows are numbers of places."""
-        return any(isinstance(row, int) for mine in self.rows.values() for row in mine[:1])
+        return any(isinstance(row, int) for rows in self.rows.values() for row in rows[:1])
 
-    def _taken(self, count: int) -> tuple[list[tuple[str, Row]], int]:
-        """Up to `count` rows that were read, and how many are missing."""
-        found: list[tuple[str, Row]] = []
-        while missing := min(count - len(found), len(self)):
-            found += self._read(self._pick(missing))
-        return found, count - len(found)
+    def _taken(self, count: int) -> list[tuple[str, Row]]:
+        """Up to `count` rows, read; fewer where there are no more."""
+        taken: list[tuple[str, Row]] = []
+        while missing := min(count - len(taken), len(self)):
+            taken += self._read(self._pick(missing))
+        return taken
 
     def with_images(self) -> bool:
-        return any(one.images for one in self._extents.values())
+        return any(extent.images for extent in self._extents.values())
 
-    def _places(self, one: _Extent) -> tuple[int, int]:
+    def _places(self, extent: _Extent) -> tuple[int, int]:
         """A domain's places of text, of equal width in characters or one a document, and of images."""
-        most, takes = max(MOST_PLACES, 2 * self.need.sequences), self.length * one.per_token
-        width = max(SPARE * takes, min(ROOMY * takes, one.characters / (4 * self.need.sequences)))
-        there = int(one.characters / width) if self.need.packed else one.texts
-        return min(most, there), min(most, one.images)
+        most, takes = max(MOST_PLACES, 2 * self.need.sequences), self.length * extent.per_token
+        width = max(SPARE * takes, min(ROOMY * takes, extent.characters / (4 * self.need.sequences)))
+        there = int(extent.characters / width) if self.need.packed else extent.texts
+        return min(most, there), min(most, extent.images)
+
+    def _reach(self, domain: str, widths: float) -> int:
+        """Characters of a domain that hold `widths` times the tokens of a sequence."""
+        return int(widths * self.length * self._extents[domain].per_token) + 1
 
     def _check_enough(self, count: int) -> None:
         """CorpusError where no tokenizer could make enough of the text."""
         extents = self._extents.values()
-        tokens = sum(MOST_PER_TOKEN * one.characters + 2 * one.texts for one in extents)
+        tokens = sum(MOST_PER_TOKEN * extent.characters + 2 * extent.texts for extent in extents)
         plain = all(isinstance(source, LocalFile) and kind_of(source.path.name) == ".txt" for source in self.sources)
         known = self.need.packed and (plain or self.fields.chat is False)  # a chat template may add any number
         if known and not self.with_images() and tokens // self.length < count:
@@ -164,165 +185,118 @@ class Places(TextRows):
 
     def _become_whole(self) -> None:
         """Tokenize all of the text: as much is wanted of it."""
-        size = sum(source.path.stat().st_size for source in self.sources if isinstance(source, LocalFile))
-        with shown(self.bar, "tokenizing text", size) as advance:
-            pool = Pool(
-                (
-                    document
-                    for source in self.sources
-                    for document in documents_of(source, self.fields, self.tokenizer, self.need, self.seed, advance)
-                ),
-                self.tokenizer,
-                length=self.length,
-                packed=self.need.packed,
-                where=self.where,
-            )
-        self.rows = pool.rows
+        self.rows = open_text(
+            self.sources,
+            self.fields,
+            self.tokenizer,
+            length=self.length,
+            first=None,
+            most=self.need.sequences,
+            packed=self.need.packed,
+            where=self.where,
+            seed=self.seed,
+            bar=self.bar,
+        ).rows
 
     # --- reading -------------------------------------------------------------------------------------------------
 
     def _documents(self, source: Source, advance: Advance) -> Iterable[Unread]:
+        if _seekable(source):
+            size = source.path.stat().st_size
+            document = Document(text="", domain=source.domain, begins=size > 0)
+            return [PlainText(document=document, size=size, path=source.path)]
         if isinstance(source, LocalFile):
             return of_file(source.path, str(source.path), None, self.fields, self.tokenizer, advance)
         if source not in self._datasets:
             self._datasets[source] = list(documents_of(source, self.fields, self.tokenizer, self.need, self.seed))
-        return (Unread(document=one, size=len(one.text)) for one in self._datasets[source])
+        return (Unread(document=document, size=len(document.text)) for document in self._datasets[source])
 
     def _streamed_bytes(self) -> int:
-        files = (source.path for source in self.sources if isinstance(source, LocalFile) and not _seekable(source))
-        return sum(path.stat().st_size for path in files)
+        files = (source for source in self.sources if isinstance(source, LocalFile) and not _seekable(source))
+        return sum(source.path.stat().st_size for source in files)
 
     def _survey(self) -> dict[str, _Extent]:
         """The extent of every domain, in the order of their first documents."""
-        found: dict[str, _Extent] = {}
+        extents: dict[str, _Extent] = {}
         with shown(self.bar, "counting text", self._streamed_bytes()) as advance:
-            for number, source in enumerate(self.sources):
-                if isinstance(source, LocalFile) and _seekable(source):
-                    size = source.path.stat().st_size
-                    mine = found.setdefault(source.domain, _Extent())
-                    self._starts[number] = mine.characters
-                    mine.characters += size
-                    mine.texts += size > 0
-                    mine.sample += [_cut(source.path, size * part // 8, SAMPLE // 8) for part in range(8)]
-                    mine.sampled += sum(map(len, (text.encode() for text in mine.sample[-8:])))
-                    continue
-                for one in self._documents(source, advance):
-                    mine = found.setdefault(one.document.domain, _Extent())
-                    mine.add(one, len(found) <= SAMPLED_DOMAINS)
-        self._measure([one for one in found.values() if one.sample])
-        return found
-
-    def _measure(self, sampled: list[_Extent]) -> None:
-        """Set how many characters make a token in every domain of which there is a sample."""
-        for one in sampled:
-            ids = self.tokenizer(one.sample, add_special_tokens=False, verbose=False)["input_ids"]
-            tokens = sum(map(len, ids))
-            one.per_token = max(0.25, one.sampled / tokens) if tokens and one.sampled else CHARACTERS
-            one.sample.clear()
+            for source in self.sources:
+                for unread in self._documents(source, advance):
+                    extent = extents.setdefault(unread.document.domain, _Extent())
+                    extent.add(unread, len(extents) <= SAMPLED_DOMAINS)
+        for extent in extents.values():
+            if extent.sample:
+                ids = self.tokenizer(extent.sample, add_special_tokens=False, verbose=False)["input_ids"]
+                tokens = sum(map(len, ids))
+                extent.per_token = max(0.25, extent.sampled / tokens) if tokens and extent.sampled else CHARACTERS
+                extent.sample.clear()
+        return extents
 
     def _read(self, chosen: Sequence[tuple[str, Any]]) -> list[tuple[str, Row]]:
         """The rows of chosen places in their order, without those that hold too little; what is a row already stays."""
-        read: dict[tuple[str, int], Row] = {}
         numbers = [(domain, row) for domain, row in chosen if isinstance(row, int)]
-        if numbers:
-            read = dict(self._passed(self._wanted(numbers)))
+        read = dict(self._passed(self._wanted(numbers)) if numbers else ())
         rows = ((domain, read.get((domain, row)) if isinstance(row, int) else row) for domain, row in chosen)
         return [(domain, row) for domain, row in rows if row is not None]
 
     def _wanted(self, numbers: list[tuple[str, int]]) -> dict[str, _Wanted]:
-        found: dict[str, _Wanted] = {}
+        parts: dict[str, _Wanted] = {}
         for domain, place in numbers:
-            mine, there = found.setdefault(domain, _Wanted()), self._extents[domain]
-            count, images = self._places(there)
+            wanted, extent = parts.setdefault(domain, _Wanted()), self._extents[domain]
+            count, images = self._places(extent)
             if place >= count:
-                mine.images[(place - count) * there.images // images] = place
+                wanted.images[(place - count) * extent.images // images] = place
             elif self.need.packed:
-                start = place * there.characters // count
-                reach = int(ROOMY * self.length * there.per_token) + 1
-                mine.spans.append((start, min((place + 1) * there.characters // count, start + reach), place))
+                start, stop = (number * extent.characters // count for number in (place, place + 1))
+                wanted.spans.append((start, min(stop, start + self._reach(domain, ROOMY)), place))
             else:
-                mine.texts[place * there.texts // count] = place
-        for mine in found.values():
-            mine.spans.sort()
-        return found
+                wanted.texts[place * extent.texts // count] = place
+        for wanted in parts.values():
+            wanted.spans.sort()
+        return parts
 
     def _passed(self, wanted: dict[str, _Wanted]) -> Iterator[tuple[tuple[str, int], Row]]:
         """Pass over the sources, as far as something is wanted of them, and give what the places hold."""
         with shown(self.bar, "reading text", self._streamed_bytes()) as advance:
-            for number, source in enumerate(self.sources):
-                if not any(mine.left() for mine in wanted.values()):
+            for source in self.sources:
+                if not any(part.left() for part in wanted.values()):
                     return
-                if isinstance(source, LocalFile) and _seekable(source):
-                    if source.domain in wanted:
-                        yield from self._of_plain(source, self._starts[number], wanted[source.domain])
-                    continue
-                for one in self._documents(source, advance):
-                    domain = one.document.domain
+                for unread in self._documents(source, advance):
+                    domain = unread.document.domain
                     if domain in wanted:
-                        yield from self._of_document(domain, one, wanted[domain])
-                        if not wanted[domain].left() and not any(mine.left() for mine in wanted.values()):
+                        yield from self._of_document(unread, wanted[domain])
+                        if not wanted[domain].left() and not any(part.left() for part in wanted.values()):
                             return
 
-    def _of_plain(self, source: LocalFile, begin: int, mine: _Wanted) -> Iterator[tuple[tuple[str, int], Row]]:
-        """What of a plain text is wanted, read where it lies."""
-        size = source.path.stat().st_size
-        if mine.at.texts in mine.texts:
-            place = mine.texts.pop(mine.at.texts)
-            reach = int(ROOMY * self.length * self._extents[source.domain].per_token) + 1
-            first = Document(text=_cut(source.path, 0, reach), domain=source.domain, ends=reach >= size)
-            yield from self._row(source.domain, place, [first])
-        mine.at.texts += size > 0
-        while mine.spans and mine.spans[0][0] < begin + size:
-            start, stop, place = mine.spans[0]
-            low, high = max(start - begin, 0), min(stop - begin, size)
-            text = _cut(source.path, low, high - low)
-            mine.pieces.append(Document(text=text, domain=source.domain, begins=low == 0, ends=high == size))
-            if stop > begin + size:
-                break
-            mine.spans.pop(0)
-            yield from self._row(source.domain, place, mine.pieces)
-            mine.pieces = []
-        mine.at.characters = begin + size
-
-    def _of_document(self, domain: str, one: Unread, mine: _Wanted) -> Iterator[tuple[tuple[str, int], Row]]:
+    def _of_document(self, unread: Unread, wanted: _Wanted) -> Iterator[tuple[tuple[str, int], Row]]:
         """What of a document (or a piece of one) is wanted."""
-        at, document = mine.at, one.document
-        if document.image is not None:
-            if at.images in mine.images:
-                yield (domain, mine.images.pop(at.images)), document.image
+        domain, at = unread.document.domain, wanted.at
+        if unread.document.image is not None:
+            if at.images in wanted.images:
+                yield (domain, wanted.images.pop(at.images)), unread.document.image
             at.images += 1
             return
-        begin, end = at.characters, at.characters + one.size
-        if document.begins and at.texts in mine.texts:
-            yield from self._row(domain, mine.texts.pop(at.texts), [one.made()])
-        while mine.spans and mine.spans[0][0] < end:
-            start, stop, place = mine.spans[0]
-            made = one.made()
-            scale = len(made.text) / one.size  # 1, but where the chat template added to the turns
-            low, high = int(max(start - begin, 0) * scale), int(min(stop - begin, one.size) * scale)
-            piece = replace(
-                made,
-                text=made.text[low:high],
-                begins=made.begins and low == 0,
-                ends=made.ends and high >= len(made.text),
-            )
-            mine.pieces.append(piece)
+        begin, end = at.characters, at.characters + unread.size
+        if unread.document.begins and at.texts in wanted.texts:
+            whole = unread.cut(0, self._reach(domain, ROOMY)) if isinstance(unread, PlainText) else unread.made()
+            yield from self._row(domain, wanted.texts.pop(at.texts), [whole])
+        while wanted.spans and wanted.spans[0][0] < end:
+            start, stop, place = wanted.spans[0]
+            wanted.pieces.append(unread.cut(max(start - begin, 0), min(stop - begin, unread.size)))
             if stop > end:
                 break
-            mine.spans.pop(0)
-            yield from self._row(domain, place, mine.pieces)
-            mine.pieces = []
-        at.characters, at.texts = end, at.texts + document.begins
+            wanted.spans.pop(0)
+            yield from self._row(domain, place, wanted.pieces)
+            wanted.pieces = []
+        at.characters, at.texts = end, at.texts + unread.document.begins
 
     def _row(self, domain: str, place: int, pieces: list[Document]) -> Iterator[tuple[tuple[str, int], Row]]:
         """The sequence that a place's text gives; nothing where it is too short."""
         if not pieces[0].begins:
             pieces[0] = replace(pieces[0], text=_from_a_word(pieces[0].text))
-        takes = int(SPARE * self.length * self._extents[domain].per_token) + 1
         least = self.length if self.need.packed else 2
-        for most in (takes, 1 << 62):
+        for most in (self._reach(domain, SPARE), 1 << 62):
             some, whole = _first(pieces, most)
-            ids = [token for mine in encode(some, self.tokenizer) for token in mine]
+            ids = [token for tokens in encode(some, self.tokenizer) for token in tokens]
             if len(ids) >= self.length or whole:
                 break
         if len(ids) >= least:
@@ -331,18 +305,18 @@ class Places(TextRows):
 
 def _first(pieces: list[Document], most: int) -> tuple[list[Document], bool]:
     """Pieces up to a number of characters, and whether that is all of them."""
-    found: list[Document] = []
+    some: list[Document] = []
     left = most
-    for one in pieces:
-        if len(one.text) > left:
-            return [*found, replace(one, text=one.text[:left], ends=False)], False
-        found.append(one)
-        left -= len(one.text)
-    return found, True
+    for piece in pieces:
+        if len(piece.text) > left:
+            return [*some, replace(piece, text=piece.text[:left], ends=False)], False
+        some.append(piece)
+        left -= len(piece.text)
+    return some, True
 
 
-def _seekable(source: LocalFile) -> bool:
-    return kind_of(source.path.name) == ".txt" and source.path.suffix not in COMPRESSED
+def _seekable(source: Source) -> TypeGuard[LocalFile]:
+    return isinstance(source, LocalFile) and source.path.suffix == ".txt"
 
 
 def _cut(path: Path, start: int, size: int) -> str:
@@ -368,7 +342,7 @@ def _from_a_word(text: str) -> str:
     line = text.find("\n", 0, len(text) // 8)
     if line >= 0:
         return text[line + 1 :]
-    word = next((place for place, one in enumerate(text[: len(text) // 4]) if one.isspace()), 0)
+    word = next((place for place, character in enumerate(text[: len(text) // 4]) if character.isspace()), 0)
     return text[word:]
 
 
@@ -389,13 +363,12 @@ def open_text(
 
     Raises CorpusError for files, rows and datasets that cannot be read, and where there is no text.
     """
-    if most is not None and first is not None and not is_small(sources):
-        need = Need(sequences=most, length=length, packed=packed)
+    need = None if most is None else Need(sequences=most, length=length, packed=packed)
+    if need is not None and first is not None and not is_small(sources):
         return Places(sources, fields, tokenizer, need=need, first=first, where=where, seed=seed, bar=bar)
     size = sum(source.path.stat().st_size for source in sources if isinstance(source, LocalFile))
-    needed = None if most is None else Need(sequences=most, length=length, packed=packed)
     with shown(bar, "tokenizing text", size) as advance:
-        documents = (
-            one for source in sources for one in documents_of(source, fields, tokenizer, needed, seed, advance)
+        documents = chain.from_iterable(
+            documents_of(source, fields, tokenizer, need, seed, advance) for source in sources
         )
         return Pool(documents, tokenizer, length=length, packed=packed, where=where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ ROWS_AT_ONCE = 256  # of a Parquet file
 
 def kind_of(name: str) -> str:
     """`.txt`, `.jsonl`, `.json`, `.parquet`, or whatever else a file is after taking off its compression."""
-    for suffix in COMPRESSED:
-        name = name.removesuffix(suffix)
-    return Path(name).suffix
+    return _decompressed(name).suffix
 
 
 def stem_of(name: str) -> str:
     """A file's name without its kind and compression."""
+    return _decompressed(name).stem
+
+
+def _decompressed(name: str) -> Path:
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
-    return Path(name).stem
+    return Path(name)
 
 
 def rows(path: Path, advance: Advance | None = None, *, naming: str | None = None) -> Iterator[tuple[int, Any]]:
@@ -45,33 +48,34 @@ def rows(path: Path, advance: Advance | None = None, *, naming: str | None = Non
 
 
 def _parquet(path: Path, advance: Advance | None, naming: str | None) -> Iterator[tuple[int, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     number = 0
-    try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:
-            if naming is not None and naming not in file.schema_arrow.names:
-                return
-            each = path.stat().st_size / max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-                if advance is not None:
-                    advance(int(each * batch.num_rows))
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except (OSError, pa.ArrowException) as error:
-        raise CorpusError(f"not a Parquet file ({error})", where=str(path), do="check the file") from None
+    with _parquet_file(path) as file:
+        if naming is not None and naming not in file.schema_arrow.names:
+            return
+        each = path.stat().st_size / max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+            if advance is not None:
+                advance(int(each * batch.num_rows))
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
 
 
 def held_bytes(path: Path) -> int:
-    """Bytes of a Parquet file's columns after decompression."""
+    """Bytes of a Parquet file's columns after decompression; CorpusError for a file that is damaged."""
+    with _parquet_file(path) as file:
+        return sum(file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups))
+
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """An open Parquet file; CorpusError for what cannot be read of it while the block runs."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
-            return sum(file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups))
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            yield file
     except (OSError, pa.ArrowException) as error:
         raise CorpusError(f"not a Parquet file ({error})", where=str(path), do="check the file") from None
 

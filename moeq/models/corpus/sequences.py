@@ -42,43 +42,40 @@ class Sequences:
 
     def batches(self, size: int) -> list[Batch]:
         """Batches of at most `size` sequences, in order; a sequence with images is a batch of its own, without pads."""
-        found = []
-        for start, stop in self._spans(size):
-            extra = self.extra[start] if self.extra is not None else {}
-            width = int(self.mask[start].sum()) if extra else self.ids.shape[1]
-            found.append(
-                Batch(
-                    input_ids=self.ids[start:stop, :width],
-                    mask=self.mask[start:stop, :width],
-                    sequences=torch.arange(start, stop),
-                    extra=extra,
-                )
-            )
-        return found
-
-    def _spans(self, size: int) -> Iterator[tuple[int, int]]:
-        start = 0
-        while start < len(self):
-            stop = min(start + size, len(self))
-            if self.extra is not None:
-                with_images = next((index for index in range(start, stop) if self.extra[index]), stop)
-                stop = max(with_images, start + 1)
-            yield start, stop
-            start = stop
+        batches: list[Batch] = []
+        extras, stop = self.extra or ({},) * len(self), 0
+        while stop < len(self):
+            start, stop = stop, min(stop + size, len(self))
+            stop = max(start + 1, next((index for index in range(start, stop) if extras[index]), stop))
+            width = int(self.mask[start].sum()) if extras[start] else self.ids.shape[1]
+            ids, mask = (part[start:stop, :width] for part in (self.ids, self.mask))
+            batches.append(Batch(input_ids=ids, mask=mask, sequences=torch.arange(start, stop), extra=extras[start]))
+        return batches
 
     def digest(self) -> str:
         """Digest of tokens, mask, domains and, where there are, images."""
-        found: list[Any] = [self.ids.tolist(), self.mask.sum(1).tolist(), list(self.domains)]
+        parts: list[Any] = [self.ids.tolist(), self.mask.sum(1).tolist(), list(self.domains)]
         if self.extra is not None:
-            found.append([{name: tensor_digest(value) for name, value in extra.items()} for extra in self.extra])
-        return digest_of(found)
+            parts.append([{name: tensor_digest(value) for name, value in extra.items()} for extra in self.extra])
+        return digest_of(parts)
 
     def joined(self, others: Sequence[Sequences]) -> Sequences:
         """These and others, one after another, padded to the longest."""
-        return _padded([self, *others])
+        parts = [self, *others]
+        width = max(part.ids.shape[1] for part in parts)
+        widen = torch.nn.functional.pad
+        extra = tuple(extra for part in parts for extra in part.extra or ({},) * len(part))
+        return Sequences(
+            ids=torch.cat([widen(part.ids, (0, width - part.ids.shape[1]), value=self.pad) for part in parts]),
+            mask=torch.cat([widen(part.mask, (0, width - part.mask.shape[1]), value=False) for part in parts]),
+            domains=tuple(domain for part in parts for domain in part.domains),
+            extra=extra if any(extra) else None,
+            pad=self.pad,
+        )
 
 
 def tensor_digest(value: Tensor) -> str:
+    """SHA-256 of a tensor's dtype, shape and bytes."""
     data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{value.dtype} {list(value.shape)}".encode() + data.tobytes()).hexdigest()
 
@@ -86,20 +83,6 @@ def tensor_digest(value: Tensor) -> str:
 def join(parts: Sequence[Sequences]) -> Sequences:
     """Sequences one after another, padded to the longest."""
     return parts[0] if len(parts) == 1 else parts[0].joined(parts[1:])
-
-
-def _padded(parts: Sequence[Sequences]) -> Sequences:
-    width = max(part.ids.shape[1] for part in parts)
-    pad = parts[0].pad
-    widen = torch.nn.functional.pad
-    extra = tuple(extra for part in parts for extra in part.extra or ({},) * len(part))
-    return Sequences(
-        ids=torch.cat([widen(part.ids, (0, width - part.ids.shape[1]), value=pad) for part in parts]),
-        mask=torch.cat([widen(part.mask, (0, width - part.mask.shape[1]), value=False) for part in parts]),
-        domains=tuple(domain for part in parts for domain in part.domains),
-        extra=extra if any(extra) else None,
-        pad=pad,
-    )
 
 
 class Rows(ABC):
@@ -123,13 +106,13 @@ class Rows(ABC):
 
     def _pick(self, count: int) -> list[tuple[str, Any]]:
         """(domain, row) of that many rows, which leave the pool."""
-        shares = _shares({domain: len(mine) for domain, mine in self.rows.items()}, count)
+        shares = _shares({domain: len(rows) for domain, rows in self.rows.items()}, count)
         chosen: list[tuple[str, Any]] = []
-        for domain, mine in self.rows.items():
-            picked = [index * len(mine) // shares[domain] for index in range(shares[domain])]
-            chosen += [(domain, mine[index]) for index in picked]
+        for domain, rows in self.rows.items():
+            picked = [index * len(rows) // shares[domain] for index in range(shares[domain])]
+            chosen += [(domain, rows[index]) for index in picked]
             gone = set(picked)
-            self.rows[domain] = [row for index, row in enumerate(mine) if index not in gone]
+            self.rows[domain] = [row for index, row in enumerate(rows) if index not in gone]
         return chosen
 
     def chunks(self, first: int, limit: int) -> Iterator[Sequences]:
@@ -137,11 +120,11 @@ class Rows(ABC):
         yield self.take(first)
         total = first
         while count := min(total, limit - total, len(self)):
-            found = self._up_to(count)
-            if found is None:
+            more = self._up_to(count)
+            if more is None:
                 return
-            yield found
-            total += len(found)
+            yield more
+            total += len(more)
 
     def _up_to(self, count: int) -> Sequences | None:
         """So many sequences, or the last that there are."""
@@ -159,39 +142,34 @@ class Rows(ABC):
 class TextRows(Rows):
     """Rows that are token sequences of `length`, or images, encoded by `images` when they are taken."""
 
-    def __init__(self, tokenizer: Any, *, length: int, where: str, images: EncodeImages | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, length: int, where: str) -> None:
         super().__init__({}, where)
-        self.length, self.images = length, images
+        self.length = length
+        self.images: EncodeImages | None = None
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
 
     def with_images(self) -> bool:
         """Whether there are rows with images, which are a domain's last."""
-        return any(isinstance(row, ImageRow) for mine in self.rows.values() for row in mine[-1:])
+        return any(isinstance(row, ImageRow) for rows in self.rows.values() for row in rows[-1:])
 
     def _too_few(self, available: int, count: int | None) -> CorpusError:
-        if count is None:
-            return CorpusError(
-                f"too short: not one sequence of {self.length} tokens",
-                where=self.where,
-                do="give more text or lower sequence_length",
-            )
-        return CorpusError(
-            f"too short: {available} sequences of {self.length} tokens, {count} are wanted",
-            where=self.where,
-            do="give more text, or lower sequences or sequence_length",
-        )
+        what, do = f"not one sequence of {self.length} tokens", "give more text or lower sequence_length"
+        if count is not None:
+            what = f"{available} sequences of {self.length} tokens, {count} are wanted"
+            do = "give more text, or lower sequences or sequence_length"
+        return CorpusError(f"too short: {what}", where=self.where, do=do)
 
     def _sequences(self, chosen: Sequence[tuple[str, Row]]) -> Sequences:
         encoded = [self._encode(row) for _, row in chosen]
         width = max(len(ids) for ids, _ in encoded)
-        ids_tensor = torch.full((len(chosen), width), self.pad, dtype=torch.long)
+        padded = torch.full((len(chosen), width), self.pad, dtype=torch.long)
         mask = torch.zeros((len(chosen), width), dtype=torch.bool)
         for index, (ids, _) in enumerate(encoded):
-            ids_tensor[index, : len(ids)] = torch.as_tensor(np.array(ids, np.int64))
+            padded[index, : len(ids)] = torch.as_tensor(np.array(ids, np.int64))
             mask[index, : len(ids)] = True
         extra = tuple(extra for _, extra in encoded)
         return Sequences(
-            ids=ids_tensor,
+            ids=padded,
             mask=mask,
             domains=tuple(domain for domain, _ in chosen),
             extra=extra if any(extra) else None,
@@ -217,7 +195,6 @@ class Pool(TextRows):
         length: int,
         packed: bool = True,
         where: str = "corpus",
-        images: EncodeImages | None = None,
     ) -> None:
         """Tokenize and cut into sequences of `length` tokens.
 
@@ -225,40 +202,24 @@ class Pool(TextRows):
         or padded on the right. Rows with images stand alone. Of the documents as many are held as are tokenized
         together. Raises CorpusError when there is no text.
         """
-        super().__init__(tokenizer, length=length, where=where, images=images)
+        super().__init__(tokenizer, length=length, where=where)
         streams: dict[str, array[int]] = {}
         pictures: dict[str, list[ImageRow]] = {}
-        for one, ids in encoded(documents, tokenizer):
-            rows = self.rows.setdefault(one.domain, [])
-            if one.image is not None:
-                pictures.setdefault(one.domain, []).append(one.image)
+        for document, ids in encoded(documents, tokenizer):
+            rows = self.rows.setdefault(document.domain, [])
+            if document.image is not None:
+                pictures.setdefault(document.domain, []).append(document.image)
             elif packed:
-                streams.setdefault(one.domain, array("i")).extend(ids)
-            elif len(ids) >= 2 and one.begins:
+                streams.setdefault(document.domain, array("i")).extend(ids)
+            elif len(ids) >= 2 and document.begins:
                 rows.append(ids[:length])
         if not self.rows:
             raise CorpusError("no text in it", where=where, do="give files with text")
         for domain, stream in streams.items():
             whole = len(stream) // length * length
             self.rows[domain].extend(np.frombuffer(stream, np.int32)[:whole].reshape(-1, length))
-        for domain, mine in pictures.items():
-            self.rows[domain] += mine
-
-
-def make_sequences(
-    documents: Sequence[Document],
-    tokenizer: Any,
-    *,
-    length: int,
-    count: int | None,
-    packed: bool = True,
-    where: str = "corpus",
-) -> Sequences:
-    """Tokenize and cut into `count` sequences of `length` tokens (None: all of the text), as `Pool` does.
-
-    Raises CorpusError when there is no text or too little of it.
-    """
-    return Pool(documents, tokenizer, length=length, packed=packed, where=where).take(count)
+        for domain, images_of_domain in pictures.items():
+            self.rows[domain] += images_of_domain
 
 
 def _shares(available: dict[str, int], count: int) -> dict[str, int]:

@@ -105,8 +105,8 @@ def sources_digest(sources: Sequence[Source], bar: Bar | None = None) -> str:
 def pinned(source: str | Sequence[str], opened: Sequence[Source]) -> str | list[str]:
     """The source as a recipe writes it, hub datasets with the commit, configuration and split that they came to."""
     names = [source] if isinstance(source, str) else list(source)
-    found = [one.name if isinstance(one, HubDataset) else name for name, one in zip(names, opened, strict=True)]
-    return found[0] if isinstance(source, str) else found
+    pins = [part.name if isinstance(part, HubDataset) else name for name, part in zip(names, opened, strict=True)]
+    return pins[0] if isinstance(source, str) else pins
 
 
 def _local_file(name: str, part: str) -> LocalFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -32,34 +33,30 @@ class Bytes(io.RawIOBase):
         """advance: told of the bytes of the file itself."""
         self._path, self._advance = path, advance
         self._file = path.open("rb", buffering=0)
-        self._found, self._told = 0, 0
-        self._codec = COMPRESSED.get(path.suffix)
-        size = path.stat().st_size
-        self._most = max(FREE_BYTES, MOST_RATIO * size)
+        self._given, self._told = 0, 0
+        self._size, self._most = path.stat().st_size, math.inf
         self._source: Any = self._file
-        if self._codec is not None:
+        if path.suffix in COMPRESSED:
             import pyarrow as pa
 
-            self._source = pa.CompressedInputStream(self._file, self._codec)
+            self._most = max(FREE_BYTES, MOST_RATIO * self._size)
+            self._source = pa.CompressedInputStream(self._file, COMPRESSED[path.suffix])
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         """Raises OSError for what cannot be read or decompressed, CorpusError beyond the bound."""
-        found = self._source.readinto(buffer) or 0
-        self._found += found
-        if self._codec is not None and self._found > self._most:
-            raise CorpusError(
-                f"over {human_bytes(self._most)} in a compressed file of {human_bytes(self._path.stat().st_size)}",
-                where=str(self._path),
-                do="check the file, or give it decompressed",
-            )
+        count = self._source.readinto(buffer) or 0
+        self._given += count
+        if self._given > self._most:
+            what = f"over {human_bytes(self._most)} in a compressed file of {human_bytes(self._size)}"
+            raise CorpusError(what, where=str(self._path), do="check the file, or give it decompressed")
         if self._advance is not None:
             place = self._file.tell()
             self._advance(place - self._told)
             self._told = place
-        return found
+        return count
 
     def close(self) -> None:
         if not self.closed:
@@ -77,10 +74,10 @@ def opened(path: Path, advance: Advance | None = None) -> Iterator[io.TextIOWrap
         raise CorpusError(f"cannot be read as UTF-8 ({error})", where=str(path), do="convert it") from None
 
 
-def read_text(path: Path, most: int | None = None) -> str:
-    """A whole text file, or as many characters of its beginning as are wanted."""
+def read_text(path: Path) -> str:
+    """A whole text file."""
     with opened(path) as stream:
-        return stream.read(-1 if most is None else most)
+        return stream.read()
 
 
 def pieces(path: Path, advance: Advance | None = None) -> Iterator[tuple[str, bool, bool]]:
@@ -98,13 +95,10 @@ def pieces(path: Path, advance: Advance | None = None) -> Iterator[tuple[str, bo
 def lines(path: Path, advance: Advance | None = None) -> Iterator[tuple[int, str]]:
     """(number, line) of those that are not blank; CorpusError for one that no memory should be spent on."""
     with opened(path, advance) as stream:
-        number = 0
-        while line := stream.readline(LONGEST_ROW):
-            number += 1
+        for number, line in enumerate(iter(lambda: stream.readline(LONGEST_ROW), ""), 1):
             if len(line) == LONGEST_ROW:
-                raise CorpusError(
-                    f"longer than {LONGEST_ROW >> 20} MiB", where=f"{path}, row {number}", do="check the file"
-                )
+                what, where = f"longer than {LONGEST_ROW >> 20} MiB", f"{path}, row {number}"
+                raise CorpusError(what, where=where, do="check the file")
             if line.strip():
                 yield number, line
 
@@ -113,15 +107,15 @@ def size_up_to(path: Path, most: int) -> int:
     """Bytes of a file after decompression, counted no further than just above `most`."""
     if path.suffix not in COMPRESSED:
         return path.stat().st_size
-    found = 0
+    size = 0
     try:
         with Bytes(path) as stream:
             buffer = bytearray(min(AT_ONCE, most + 1))
-            while found <= most and (got := stream.readinto(buffer)):
-                found += got
+            while size <= most and (count := stream.readinto(buffer)):
+                size += count
     except OSError as error:
         raise CorpusError(f"cannot be decompressed ({error})", where=str(path), do="check the file") from None
-    return found
+    return size
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -19,108 +20,115 @@ from torch import Tensor, nn
 GATED = ("gate_proj", "up_proj", "down_proj")
 NON_GATED = ("up_proj", "down_proj")
 
-Gate = Callable[[dict[str, Tensor]], Tensor]  # {gate_proj, up_proj: [T, I]} -> what goes into down_proj, [T, I]
+Matrices = dict[str, Tensor]  # {projection: [rows, inputs]}; of biases {projection: [rows]}
+Gate = Callable[[Matrices], Tensor]  # {gate_proj, up_proj: [T, I]} -> what goes into down_proj, [T, I]
+Routing = tuple[Tensor, Tensor, Tensor]  # hidden [T, H], experts [T, k] (E and more: none), routing weights [T, k]
+Experts = Any  # an nn.Module, whose attributes would be tensors or modules to a type checker
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tap:
     """Where a layer's routing is seen: a module, before or after it runs, and what its call says.
 
-    read(module, arguments, output) gives hidden [T, H], experts [T, k] (E and more: none) and routing weights [T, k];
-    `output` is None before the module runs.
+    read(module, arguments, output) gives the routing; `output` is None before the module runs.
     """
 
     path: str
     after: bool
-    read: Callable[[nn.Module, tuple[Any, ...], Any], tuple[Tensor, Tensor, Tensor]]
+    read: Callable[[nn.Module, tuple[Any, ...], Any], Routing]
 
 
 class ReadsParts(Protocol):
-    """Reads parts of a module's parameters from disk, by their names below it."""
+    """Reads parts of a model's parameters from disk, by their names."""
 
-    def read_expert(self, name: str, expert: int) -> Tensor: ...
+    def read_expert(self, name: str, expert: int) -> Tensor:
+        """One expert's part of a parameter whose first dimension is E."""
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Some rows of a parameter that is on disk as it is in memory."""
 
 
 class Kind(ABC):
     """How one sort of experts module lies in memory, is called, and computes.
 
-    scales_inputs: the routing weight multiplies an expert's input instead of its output; top_k: experts a token, where
-    the kind alone decides it.
+    activation: dotted name of the activation function below the module; remark: what sets the kind apart from the usual
+    stack, in a word; scales_inputs: the routing weight multiplies an expert's input instead of its output; top_k:
+    experts a token, where the kind alone decides it.
     """
 
     name: ClassVar[str]
+    activation: ClassVar[str]
+    remark: ClassVar[str]
     scales_inputs: ClassVar[bool] = False
     top_k: ClassVar[int | None] = None
 
     @abstractmethod
-    def holds(self, module: nn.Module) -> bool:
+    def holds(self, module: Experts) -> bool:
         """Whether this module's experts are of this kind."""
 
-    def refusal(self, module: nn.Module) -> str | None:
+    def refusal(self, module: Experts) -> str | None:
         """Why a module of this kind cannot be quantized, None when it can."""
         return None
 
     @abstractmethod
-    def sizes(self, module: nn.Module) -> tuple[int, int, int]:
+    def sizes(self, module: Experts) -> tuple[int, int, int]:
         """E, H, I."""
 
-    def projections(self, module: nn.Module) -> tuple[str, ...]:
+    def projections(self, module: Experts) -> tuple[str, ...]:
+        """The matrices of one expert, in the order in which they are used."""
         return GATED
 
     @abstractmethod
-    def parameters(self, module: nn.Module) -> tuple[str, ...]:
+    def parameters(self, module: Experts) -> tuple[str, ...]:
         """Names of the parameters that hold the routed experts, below the module."""
 
     @abstractmethod
-    def weights(self, module: nn.Module, experts: slice) -> dict[str, Tensor]:
+    def weights(self, module: Experts, experts: slice) -> dict[str, Tensor]:
         """The matrices of some experts, {projection: [e, rows, inputs]}."""
 
-    def biases(self, module: nn.Module, experts: slice) -> dict[str, Tensor]:
+    def biases(self, module: Experts, experts: slice) -> dict[str, Tensor]:
         """Their biases, {projection: [e, rows]}; empty without."""
         return {}
 
-    def views(self, module: nn.Module, expert: int) -> dict[str, Tensor]:
-        """One expert's matrices as views of the module's memory, to be overwritten."""
+    def views(self, module: Experts, expert: int) -> dict[str, Tensor]:
+        """One expert's matrices, {projection: [rows, inputs]}, as views of the module's memory, to be overwritten."""
         return {name: stack[0] for name, stack in self.weights(module, slice(expert, expert + 1)).items()}
 
-    def alone(self, module: nn.Module, expert: int, read: ReadsParts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Matrices and biases of one expert without those of the others, {projection: [rows, inputs]}, [rows].
+    def alone(self, module: Experts, path: str, expert: int, reader: ReadsParts) -> tuple[Matrices, Matrices]:
+        """Matrices and biases of one expert, without the others'.
 
-        `module` may lie on the meta device; `read` reads parts of its parameters.
+        `module`, at `path` in its model, may lie on the meta device.
         """
-        parts = {name: read.read_expert(name, expert).unsqueeze(0) for name in self.parameters(module)}
+        parts = {name: reader.read_expert(f"{path}.{name}", expert).unsqueeze(0) for name in self.parameters(module)}
         return self.first(with_parameters(module, parts))
 
-    def first(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def first(self, module: Experts) -> tuple[Matrices, Matrices]:
         """Matrices and biases of the first expert."""
-        weights, biases = (of(module, slice(0, 1)) for of in (self.weights, self.biases))
-        return {name: stack[0] for name, stack in weights.items()}, {name: stack[0] for name, stack in biases.items()}
+        return self.views(module, 0), {name: stack[0] for name, stack in self.biases(module, slice(0, 1)).items()}
 
-    @abstractmethod
-    def gate(self, module: nn.Module) -> Gate:
+    def gate(self, module: Experts) -> Gate:
         """What lies between the first matrices and down_proj; works on a module whose weights are elsewhere."""
+        act_fn = attrgetter(self.activation)(module)
+        return act_then_multiply(act_fn) if self.projections(module) == GATED else act_alone(act_fn)
 
-    def finish(self, module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    def finish(self, module: Experts) -> Callable[[Tensor], Tensor] | None:
         """What is done to an expert's output [T, H] before it is weighted, None for nothing."""
         return None
 
-    def identity_beyond(self, module: nn.Module) -> bool:
+    def identity_beyond(self, module: Experts) -> bool:
         """Whether indices from E on stand for experts that hand their input through, rather than for none."""
         return False
 
-    def remarks(self, module: nn.Module) -> tuple[str, ...]:
+    def remarks(self, module: Experts) -> tuple[str, ...]:
         """What sets the module apart from the usual stack, in a word each."""
-        return ()
+        return (self.remark,)
 
     def tap(self, path: str) -> Tap:
         """By default the experts module is called with hidden, indices and weights, in this order."""
-        return Tap(path=path, after=False, read=lambda _, arguments, __: _three(arguments))
+        return Tap(path=path, after=False, read=lambda _, arguments, __: _three(*arguments[:3]))
 
 
-def _three(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, experts, weights = arguments[:3]
+def _three(hidden: Tensor, experts: Tensor, weights: Tensor) -> Routing:
     return hidden.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)
 
 
@@ -141,10 +149,10 @@ def with_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
 
 
 def act_then_multiply(act_fn: Callable[[Tensor], Tensor]) -> Gate:
-    """act(gate) * up."""
+    """act(gate) * up, [T, I]."""
     return lambda parts: act_fn(parts["gate_proj"]) * parts["up_proj"]
 
 
 def act_alone(act_fn: Callable[[Tensor], Tensor]) -> Gate:
-    """act(up), for experts without a gate."""
+    """act(up), [T, I], for experts without a gate."""
     return lambda parts: act_fn(parts["up_proj"])

@@ -4,45 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from moeq.models.kinds.base import Gate, Kind, Tap, act_then_multiply
+from moeq.models.kinds.base import Experts, Kind, Routing, Tap
 
 
 class Llama4(Kind):
     """gate_up_proj [E, H, 2I], down_proj [E, I, H], called with [E*T, H]; the router beside it says who was chosen."""
 
     name = "llama4"
+    activation = "act_fn"
+    remark = "scaled inputs"
     scales_inputs = True
 
-    def holds(self, module: nn.Module) -> bool:
+    def holds(self, module: Experts) -> bool:
         return type(module).__name__ == "Llama4TextExperts"
 
-    def sizes(self, module: nn.Module) -> tuple[int, int, int]:
-        of: Any = module
-        experts, inter, hidden = of.down_proj.shape
+    def sizes(self, module: Experts) -> tuple[int, int, int]:
+        experts, inter, hidden = module.down_proj.shape
         return experts, hidden, inter
 
-    def parameters(self, module: nn.Module) -> tuple[str, ...]:
+    def parameters(self, module: Experts) -> tuple[str, ...]:
         return "gate_up_proj", "down_proj"
 
-    def weights(self, module: nn.Module, experts: slice) -> dict[str, Tensor]:
-        of: Any = module
-        gate, up = of.gate_up_proj.data[experts].mT.chunk(2, 1)
-        return {"gate_proj": gate, "up_proj": up, "down_proj": of.down_proj.data[experts].mT}
-
-    def remarks(self, module: nn.Module) -> tuple[str, ...]:
-        return ("scaled inputs",)
-
-    def gate(self, module: nn.Module) -> Gate:
-        of: Any = module
-        return act_then_multiply(of.act_fn)
+    def weights(self, module: Experts, experts: slice) -> dict[str, Tensor]:
+        gate, up = module.gate_up_proj.data[experts].mT.chunk(2, 1)
+        return {"gate_proj": gate, "up_proj": up, "down_proj": module.down_proj.data[experts].mT}
 
     def tap(self, path: str) -> Tap:
         return Tap(path=f"{path.rpartition('.')[0]}.router", after=True, read=_chosen)
 
 
-def _chosen(router: Any, arguments: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _chosen(router: Any, arguments: tuple[Any, ...], output: Any) -> Routing:
     """The router returns scores [T, E], zero where not chosen, and logits [T, E]."""
     scores = output[0]
     weights, experts = scores.topk(router.top_k, -1)

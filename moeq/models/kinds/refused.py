@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from moeq.models.kinds.base import GATED
+
 
 def reason_to_refuse(module: nn.Module) -> str | None:
     """Why the experts of a module cannot be quantized; None for every module that is not recognized as such."""
@@ -18,10 +20,10 @@ def reason_to_refuse(module: nn.Module) -> str | None:
     if hasattr(module, "text_moe") and hasattr(module, "vision_moe"):
         return "its text and vision experts share tensors on disk, and no text reaches the vision experts"
     experts = getattr(module, "experts", None)
-    if isinstance(experts, nn.ModuleList) and len(experts) > 1 and any(_is_mlp(child) for child in experts):
+    if isinstance(experts, nn.ModuleList) and len(experts) > 1 and any(map(_is_mlp, experts)):
         return "its experts are a list of modules (code of the checkpoint, not of transformers)"
     return None
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
+    return all(isinstance(getattr(module, name, None), nn.Linear) for name in GATED)
