@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.integers.arithmetic.reparam import symmetric_codes
-from moeq.integers.edges.memory import PRODUCTS, Watching
+from moeq.integers.edges.watching import PRODUCTS, Watching
 from moeq.models.experts import ExpertLayer
 from moeq.models.non_experts import ATTENTION, DENSE, SHARED, OtherModules
 

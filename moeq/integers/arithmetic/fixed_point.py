@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
-from moeq.numerics.widths import EXACT_BITS as EXACT_BITS
-from moeq.numerics.widths import MAX_SHIFT as MAX_SHIFT
-from moeq.numerics.widths import MULTIPLIER_BITS as MULTIPLIER_BITS
-from moeq.numerics.widths import ROUNDING as ROUNDING
+from moeq.numerics.widths import MAX_SHIFT, MULTIPLIER_BITS
 
 ACCUMULATOR_BITS = 32
 OCTAVE_STEPS = 256  # entries of the table of 2**-x

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
-from moeq.integers.arithmetic.fixed_point import EXACT_BITS, isqrt, saturated, shift_half_up
+from moeq.integers.arithmetic.fixed_point import isqrt, saturated, shift_half_up
+from moeq.numerics.widths import EXACT_BITS
 
 RECIPROCAL_BITS = 50
 UNIT_BITS = 18  # fractional bits of the normalized row

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
-from moeq.integers.arithmetic.fixed_point import ACCUMULATOR_BITS, EXACT_BITS, Dyadic, bits_of, scaled, shift_half_up
+from moeq.integers.arithmetic.fixed_point import ACCUMULATOR_BITS, Dyadic, bits_of, scaled, shift_half_up
+from moeq.numerics.widths import EXACT_BITS
 
 Logarithm = Literal["log-sqrt2", "log2"]
 STEPS: dict[str, int] = {"log-sqrt2": 2, "log2": 1}  # codes an octave

@@ -215,6 +215,17 @@ class Value(BaseModel):
     scale: float | None = None
 
     @property
+    def known_scale(self) -> float:
+        """The scale of a value that has one."""
+        assert self.scale is not None
+        return self.scale
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The least and the largest whole number that the register holds."""
+        return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.signed else (0, 2**self.bits - 1)
+
+    @property
     def dtype(self) -> str:
         """The narrowest type of safetensors that holds it, as this format writes it."""
         if not self.signed and self.bits == 8:

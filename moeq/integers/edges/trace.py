@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moeq.integers.edges.marks import FOLLOWED, RESHAPES, UNREAD, Mark, follow
-from moeq.integers.edges.memory import PRODUCTS, Watching
 from moeq.integers.edges.norms import Norm
+from moeq.integers.edges.watching import PRODUCTS, Watching
 
 
 @dataclass(frozen=True, kw_only=True)

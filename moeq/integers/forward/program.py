@@ -49,16 +49,14 @@ def pixel_codes(program: Program, pixels: Tensor) -> Tensor:
     Unsigned codes are the image's own: QuantizationError where a pixel is no whole multiple of their scale.
     """
     held = program.values["pixels"]
-    assert held.scale is not None
     if tuple(pixels.shape[1:]) != program.image_shape:
         wanted = ", ".join(map(str, program.image_shape))
         raise QuantizationError(f"images are {list(pixels.shape)}, [images, {wanted}] are wanted", where="integer")
     if not bool(torch.isfinite(pixels).all()):
         raise QuantizationError("a pixel is not finite", where="integer", do="check the images")
-    exact = pixels.double() / held.scale
+    exact = pixels.double() / held.known_scale
     if held.signed:
-        top = 2 ** (held.bits - 1)
-        return torch.floor(exact + 0.5).clamp(-top, top - 1).to(torch.int64)
+        return torch.floor(exact + 0.5).clamp(*held.ends).to(torch.int64)
     codes = exact.round()
     if float((codes - exact).abs().max()) > 1e-3 or bool(((codes < 0) | (codes >= 2**held.bits)).any()):
         raise QuantizationError(

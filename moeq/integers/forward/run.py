@@ -6,6 +6,10 @@ I intermediate size, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +25,7 @@ from moeq.integers.arithmetic.log_sqrt2 import (
     shifted_sums,
 )
 from moeq.integers.artifacts.integer import Operation
-from moeq.integers.forward.program import Program, Roles, execute
+from moeq.integers.forward.program import Program, Roles, Step, execute
 from moeq.integers.forward.reference import patches_of
 
 Made = dict[str, Tensor]
@@ -42,9 +46,17 @@ def _patches(operation: Operation, given: Roles, held: Roles) -> Made:
     return {"out": patches_of(given["x"], operation.number("patch_size"))}
 
 
+def _sums(held: Roles, values: Tensor, prefix: str = "", expert: Any = ...) -> tuple[Tensor, Tensor]:
+    """The sums of products of a linear, or of one expert's, and those times its factor, rounded."""
+    weight, bias, multiplier, shift = (
+        held[f"{prefix}{role}"][expert] for role in ("weight", "bias", "multiplier", "shift")
+    )
+    sums = values @ weight.T + bias
+    return sums, scaled(sums, Dyadic(multiplier=multiplier, shift=shift))
+
+
 def _linear(operation: Operation, given: Roles, held: Roles) -> Made:
-    sums = given["x"] @ held["weight"].T + held["bias"]
-    out = scaled(sums, Dyadic(multiplier=held["multiplier"], shift=held["shift"]))
+    sums, out = _sums(held, given["x"])
     return {"accumulators": sums, "out": saturated(out, operation.number("bits"))}
 
 
@@ -59,21 +71,22 @@ def _layer_norm(operation: Operation, given: Roles, held: Roles) -> Made:
     return {"rows": normalized_rows(given["x"], epsilon), "out": out}
 
 
-def _heads(operation: Operation, given: Roles) -> tuple[Tensor, Tensor, Tensor]:
+def heads(operation: Operation, given: Roles) -> tuple[Tensor, Tensor, Tensor]:
     """Scores [B, h, Q, K], their differences from the largest of each query, and values [B, h, K, d]."""
-    parts = [given[part].unflatten(-1, (operation.number("heads"), -1)).transpose(1, 2) for part in
-             ("query", "key", "value")]  # fmt: skip
-    scores = parts[0] @ parts[1].mT
-    return scores, scores.amax(-1, keepdim=True) - scores, parts[2]
+    parts = (given[part].unflatten(-1, (operation.number("heads"), -1)) for part in ("query", "key", "value"))
+    query, key, value = (part.transpose(1, 2) for part in parts)
+    scores = query @ key.mT
+    return scores, scores.amax(-1, keepdim=True) - scores, value
 
 
-def _whole(mixed: Tensor, operation: Operation) -> Tensor:
+def whole(mixed: Tensor, operation: Operation) -> Tensor:
+    """Heads [B, h, Q, d] side by side again, [B, Q, D], saturated."""
     return saturated(mixed.transpose(1, 2).flatten(2), operation.number("bits"))
 
 
 def _log_attention(operation: Operation, given: Roles, held: Roles) -> Made:
     kind: Logarithm = "log2" if operation.attributes["softmax"] == "log2" else "log-sqrt2"
-    scores, differences, values = _heads(operation, given)
+    scores, differences, values = heads(operation, given)
     codes = numerator_codes(differences, factor_of(operation, "code_"), operation.number("attention_bits"))
     widths = Widths(
         left=operation.number("left"), dropped_from=None, reciprocal_bits=operation.number("reciprocal_bits")
@@ -94,12 +107,12 @@ def _log_attention(operation: Operation, given: Roles, held: Roles) -> Made:
         "odd": odd,
         "denominator": denominator.squeeze(-1),
         "row": row.squeeze(-1),
-        "out": _whole(out, operation),
+        "out": whole(out, operation),
     }
 
 
 def _uniform_attention(operation: Operation, given: Roles, held: Roles) -> Made:
-    scores, differences, values = _heads(operation, given)
+    scores, differences, values = heads(operation, given)
     numerators = power(scaled(differences, factor_of(operation, "power_")), held["power_table"])
     denominator = numerators.sum(-1, keepdim=True)
     bits, code_factor = operation.number("reciprocal_bits"), factor_of(operation, "code_")
@@ -115,12 +128,16 @@ def _uniform_attention(operation: Operation, given: Roles, held: Roles) -> Made:
         "row": row.squeeze(-1),
         "codes": codes,
         "accumulators": sums,
-        "out": _whole(scaled(sums, factor_of(operation, "out_")), operation),
+        "out": whole(scaled(sums, factor_of(operation, "out_")), operation),
     }
 
 
+def _looked_up(codes: Tensor, table: Tensor) -> Tensor:
+    return table[codes.long() + len(table) // 2].to(codes.dtype)
+
+
 def _table(operation: Operation, given: Roles, held: Roles) -> Made:
-    return {"out": held["table"][given["x"] + len(held["table"]) // 2]}
+    return {"out": _looked_up(given["x"], held["table"])}
 
 
 def _add(operation: Operation, given: Roles, held: Roles) -> Made:
@@ -134,8 +151,7 @@ def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _router(operation: Operation, given: Roles, held: Roles) -> Made:
-    sums = given["x"] @ held["weight"].T + held["bias"]
-    logits = scaled(sums, Dyadic(multiplier=held["multiplier"], shift=held["shift"]))
+    sums, logits = _sums(held, given["x"])
     logits = saturated(logits, operation.number("bits"))
     top, index = largest(logits, operation.number("top_k"))
     over = top if operation.attributes["over"] == "chosen" else logits
@@ -147,26 +163,37 @@ def _router(operation: Operation, given: Roles, held: Roles) -> Made:
     return {"accumulators": sums, "logits": logits, "index": index, "weights": weights}
 
 
-def _experts(operation: Operation, given: Roles, held: Roles) -> Made:
+def experts(
+    operation: Operation,
+    given: Roles,
+    held: Roles,
+    sums: Callable[[Tensor, str, int], tuple[Tensor, Tensor]],
+    shift: Callable[[Tensor, int], Tensor],
+) -> Made:
+    """The chosen experts' values [B, S, k, ...] and the sum of their outputs by weight; of int64, or of float64.
+
+    sums: of values, the prefix of a linear's constants and an expert, as `_sums`; shift: as `shift_half_up`.
+    """
     tokens, index = given["x"].flatten(0, -2), given["index"].flatten(0, -2)
-    slots, inner, size = index.shape, held["up_bias"].shape[-1], held["down_bias"].shape[-1]
-    up, hidden, active = (tokens.new_empty(*slots, inner) for _ in range(3))
-    down, outputs = (tokens.new_empty(*slots, size) for _ in range(2))
-    table = held["table"]
-    for e in index.unique().tolist():
-        at = torch.where(index == e)
-        up[at] = tokens[at[0]] @ held["up_weight"][e].T + held["up_bias"][e]
-        made = scaled(up[at], Dyadic(multiplier=held["up_multiplier"][e], shift=held["up_shift"][e]))
+    inner, size = held["up_bias"].shape[-1], held["down_bias"].shape[-1]
+    up, hidden, active = (tokens.new_empty(*index.shape, inner) for _ in range(3))
+    down, outputs = (tokens.new_empty(*index.shape, size) for _ in range(2))
+    for expert in index.unique().tolist():
+        at = torch.where(index == expert)
+        up[at], made = sums(tokens[at[0]], "up_", expert)
         hidden[at] = saturated(made, operation.number("hidden_bits"))
-        active[at] = table[hidden[at] + len(table) // 2]
-        down[at] = active[at] @ held["down_weight"][e].T + held["down_bias"][e]
-        made = scaled(down[at], Dyadic(multiplier=held["down_multiplier"][e], shift=held["down_shift"][e]))
+        active[at] = _looked_up(hidden[at], held["table"])
+        down[at], made = sums(active[at], "down_", expert)
         outputs[at] = saturated(made, operation.number("bits"))
     total = (outputs * given["weights"].flatten(0, -2).unsqueeze(-1)).sum(1)
-    out = saturated(shift_half_up(total, operation.number("unit_bits")), operation.number("bits"))
-    made_all = {"up_accumulators": up, "hidden": hidden, "active": active, "down_accumulators": down}
-    shape = given["x"].shape[:-1]
-    return {role: values.unflatten(0, shape) for role, values in (made_all | {"outputs": outputs, "out": out}).items()}
+    out = saturated(shift(total, operation.number("unit_bits")), operation.number("bits"))
+    values = {"up_accumulators": up, "hidden": hidden, "active": active, "down_accumulators": down,
+              "outputs": outputs, "out": out}  # fmt: skip
+    return {role: value.unflatten(0, given["x"].shape[:-1]) for role, value in values.items()}
+
+
+def _experts(operation: Operation, given: Roles, held: Roles) -> Made:
+    return experts(operation, given, held, partial(_sums, held), shift_half_up)
 
 
 def _first_token(operation: Operation, given: Roles, held: Roles) -> Made:
@@ -178,7 +205,7 @@ def _mean_tokens(operation: Operation, given: Roles, held: Roles) -> Made:
     return {"out": saturated(scaled(total, factor_of(operation, "")), operation.number("bits"))}
 
 
-STEPS_OF = {
+STEPS_OF: dict[str, Step] = {
     "patches": _patches,
     "linear": _linear,
     "tokens": _tokens,

@@ -15,7 +15,6 @@ from moeq.artifacts.reading import TensorHeader, inside, safetensors_header
 from moeq.artifacts.stage import FileStamp, ModelStamp
 from moeq.artifacts.tensor_files import tensor_bytes, torch_dtype, write_tensors
 from moeq.errors import ArtifactError, InternalError
-from moeq.integers.arithmetic.fixed_point import MAX_SHIFT
 from moeq.integers.artifacts.integer import (
     KINDS,
     REMEDY,
@@ -29,6 +28,7 @@ from moeq.integers.artifacts.integer import (
     write_manifest,
 )
 from moeq.integers.forward.program import Program
+from moeq.numerics.widths import MAX_SHIFT
 
 ROLE_TYPES = {"weight": "I8", "table": "I8", "shift": "U8"}  # of constants; others are I32, wider ones I64
 
@@ -78,7 +78,7 @@ def _narrow(tensor: Tensor, name: str, dtype: str) -> Tensor:
 
 
 def _check_width(name: str, tensor: Tensor, held: Value) -> None:
-    low, high = (-(2 ** (held.bits - 1)), 2 ** (held.bits - 1) - 1) if held.signed else (0, 2**held.bits - 1)
+    low, high = held.ends
     if int(tensor.min()) < low or int(tensor.max()) > high:
         raise InternalError(f"{name} leaves its {held.bits} bits: {int(tensor.min())} to {int(tensor.max())}")
 
