@@ -53,15 +53,14 @@ def run(name: str, folder: Path, full: bool) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         code = -1
         print(f"{name}: stopped after {LIMIT_SECONDS} s", flush=True)
-    found = (
-        json.loads(path.read_text("utf-8")) if path.is_file() else {"benchmark": name, "figures": [], "left_out": []}
-    )
-    return found | {"code": code, "took": time.monotonic() - started}
+    nothing = {"benchmark": name, "figures": [], "left_out": []}
+    written = json.loads(path.read_text("utf-8")) if path.is_file() else nothing
+    return written | {"code": code, "took": time.monotonic() - started}
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Name, value, goal and verdict of each figure."""
-    return [(one.name, *one.cells()) for one in map(read_figure, found["figures"])]
+    return [(figure.name, *figure.cells()) for figure in map(read_figure, found["figures"])]
 
 
 def read_figure(entry: dict[str, Any]) -> Figure:
@@ -96,12 +95,10 @@ def markdown(found: dict[str, Any]) -> str:
     """A file as RESULTS.md shows it: where it is from, its figures, and the tables that the benchmark gave."""
     where = f"{found['date']}, commit {found['commit']}; {found['machine']}; {found['seconds']:.0f} s"
     lines = [f"`{found['command']}` ({where})", ""]
-    lines += table(
-        ["figure", "value", "goal", ""],
-        [(name, value, goal, met if goal else "") for name, value, goal, met in rows(found)],
-    )
-    for one in found["tables"]:
-        lines += ["", *table(one["columns"], one["rows"])]
+    shown = [(name, value, goal, met if goal else "") for name, value, goal, met in rows(found)]
+    lines += table(["figure", "value", "goal", ""], shown)
+    for further in found["tables"]:
+        lines += ["", *table(further["columns"], further["rows"])]
     return "\n".join([*lines, *(f"\n{line[0].upper()}{line[1:]}." for line in found["left_out"])]) + "\n"
 
 

@@ -84,11 +84,8 @@ def caching(hardware: Hardware) -> Hardware:
 
 def replay(trace: RoutingTrace) -> Estimate:
     placement = uniform_placement(LARGE, bits=3, hot_experts=64)
-    every = type(placement)(
-        name=placement.name,
-        bits=np.repeat(placement.bits, LAYERS, axis=0),
-        hot=np.repeat(placement.hot, LAYERS, axis=0),
-    )
+    bits, hot = (np.repeat(part, LAYERS, axis=0) for part in (placement.bits, placement.hot))
+    every = type(placement)(name=placement.name, bits=bits, hot=hot)
     return estimate(LARGE, caching(load_hardware("paper-ctxmoe")), every, trace=trace, grid=Grid(outputs=(DECODED,)))
 
 

@@ -22,9 +22,6 @@ from moeq import pipeline
 from moeq.artifacts.trace import NAME, RoutingTrace, read_trace
 from moeq.bundled import bundled_path
 from moeq.estimator.hit_rates import PLACEMENTS, HitRates, hit_rates
-from moeq.progress import Reporter
-from moeq.recipe import load_recipe
-from moeq.stages.context import Context
 
 MODELS = ("tiny-mixtral", "tiny-qwen3-moe")
 TEXTS = ("wikitext2/valid.txt", "shakespeare.txt", "gsm8k_test.jsonl", "python.txt", "c4_sample.txt")
@@ -40,12 +37,7 @@ def record(model: Path, sources: list[str], sequences: int, length: int, prefill
     if any(source.endswith("gsm8k_test.jsonl") for source in sources):
         overrides.append("corpus.text_field=question")
     with tempfile.TemporaryDirectory(prefix="moeq-hit-rate-") as folder:
-        context = Context(
-            recipe=load_recipe(None, overrides),
-            model_name=str(model),
-            out=Path(folder),
-            reporter=Reporter(quiet=True),
-        )
+        context = figures.context(model, Path(folder), overrides)
         pipeline.run(context, ("profile",))
         return read_trace(context.directory("profile") / NAME)
 
@@ -66,13 +58,12 @@ def main() -> int:
     parser.add_argument("--model", nargs="*", type=Path)
     parser.add_argument("--source", nargs="*")
     asked = figures.parsed(parser)
-    there = (figures.SHARED / "models").is_dir()
-    if not there and asked.quick and not asked.model:
-        return figures.skipped(asked, f"no trained models in {figures.SHARED}")
     models, sources = [bundled_path("tiny-mixtral")], ["bundled"]
-    if there:
+    if (figures.SHARED / "models").is_dir():
         models = [figures.SHARED / "models" / name for name in MODELS]
         sources = [str(figures.SHARED / "data" / name) for name in TEXTS]
+    elif asked.quick and not asked.model:
+        return figures.skipped(asked, f"no trained models in {figures.SHARED}")
     models, sources = asked.model or models, asked.source or sources
     better, gains = [], []
     for model in models:

@@ -24,9 +24,6 @@ from moeq.models.walk import LayerInputs, walk
 from moeq.numerics import gptq, nested
 from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.grids import decode, group_count
-from moeq.progress import Reporter
-from moeq.recipe import load_recipe
-from moeq.stages.context import Context
 
 MIN_TOKENS = 64
 PLANES, AFFINE = "two planes", "affine, clipped, finer"
@@ -95,8 +92,8 @@ def losses(inputs: LayerInputs, weights: dict[str, Tensor], math: ExpertMath) ->
     heldout = inputs.sequence % 4 == 3
     found: dict[str, list[float]] = {name: [] for name in METHODS}
     for expert in range(inputs.layer.num_experts):
-        mine = (inputs.experts == expert).any(1)
-        rows, others = inputs.hidden[mine & ~heldout].float(), inputs.hidden[mine & heldout].float()
+        routed = (inputs.experts == expert).any(1)
+        rows, others = inputs.hidden[routed & ~heldout].float(), inputs.hidden[routed & heldout].float()
         if min(len(rows), len(others)) < MIN_TOKENS:
             continue
         exact = {name: stack[expert].float() for name, stack in weights.items()}
@@ -117,10 +114,10 @@ def output(math: ExpertMath, rows: Tensor, weights: dict[str, Tensor]) -> Tensor
 @torch.no_grad()
 def main() -> int:
     options = figures.arguments(__doc__, model="bundled:tiny-mixtral", sequences=(128, 64))
-    recipe = load_recipe(None, [f"corpus.sequences={options.sequences}", "corpus.sequence_length=256"])
+    overrides = [f"corpus.sequences={options.sequences}", "corpus.sequence_length=256"]
     with tempfile.TemporaryDirectory() as out:
-        context = Context(recipe=recipe, model_name=options.model, out=Path(out), reporter=Reporter(quiet=True))
-        batches = context.text.grown_calibration.batches(recipe.corpus.batch_size)
+        context = figures.context(options.model, Path(out), overrides)
+        batches = context.text.grown_calibration.batches(context.recipe.corpus.batch_size)
         found: dict[str, list[float]] = {name: [] for name in METHODS}
         for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
             weights = stacked_weights(context.model, inputs.layer, slice(None))
@@ -129,13 +126,13 @@ def main() -> int:
         layer = context.layers[0]
     means = {name: sum(values) / len(values) for name, values in found.items()}
     sizes = {name: bits_a_weight(layer, group, extra) for name, (group, extra, _) in METHODS.items()}
-    for name, (group, _, _) in METHODS.items():
-        print(f"{name:26} groups of {group}  {sizes[name]:.2f} bits a weight   relative error {means[name]:.4f}")
     figure = figures.Figures(options)
+    figure.table(["", "bits a weight", "relative error"])
+    for name in METHODS:
+        figure.row(name, f"{sizes[name]:.2f}", f"{means[name]:.4f}")
     error, size = means[AFFINE] / means[PLANES], sizes[AFFINE] / sizes[PLANES]
     figure.add("finer affine grid's error, of the planes'", error, at_most=1, digits=3)
     figure.add("its bits a weight, of theirs", size, at_most=1, digits=3)
-    figure.table(["", "bits a weight", "relative error"], [[n, f"{sizes[n]:.2f}", f"{means[n]:.4f}"] for n in METHODS])
     return figure.report()
 
 

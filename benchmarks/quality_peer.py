@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 def perplexity(model: Any, windows: dict[str, Tensor]) -> float:
     losses = []
-    for name, one in windows.items():
+    for name, rows in windows.items():
         if name.startswith("heldout."):
             with torch.no_grad():
-                found = [float(model(input_ids=b, labels=b).loss) * len(b) for b in one.long().split(16)]
-            losses.append(sum(found) / len(one))
+                sums = [
+                    float(model(input_ids=batch, labels=batch).loss) * len(batch) for batch in rows.long().split(16)
+                ]
+            losses.append(sum(sums) / len(rows))
     return math.exp(sum(losses) / len(losses))
 
 

@@ -45,10 +45,8 @@ from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.side_by_side import compare
 from moeq.evaluation import comparison
 from moeq.evaluation import result_file as document
-from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import evaluate
-from moeq.stages.context import Context
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 TABLES = {"000": "paper-000-table3-tiny.yaml", "001": "paper-001-table1-tiny.yaml", "003": "paper-003-table2-tiny.yaml"}
@@ -61,12 +59,17 @@ NO_SELECTOR = "-no-selector"
 
 def texts(script: ModuleType, folder: Path) -> dict[str, Path]:
     """Training and held-out text as rows of text and domain, {split: file}."""
-    found = {}
+    files = {}
     for split in ("train", "heldout"):
         rows = [{"text": text, "domain": name} for name in script.DOMAINS for text in script.documents(name, split)]
-        found[split] = folder / f"{split}.jsonl"
-        found[split].write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return found
+        files[split] = written(folder / f"{split}.jsonl", rows)
+    return files
+
+
+def written(path: Path, rows: list[dict[str, str]]) -> Path:
+    """A file of rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
 
 
 def rows_of(recipe: dict[str, Any], experts: int, shares: list[Fraction]) -> dict[str, Any]:
@@ -96,8 +99,7 @@ def measure(table: str, model: Path, text: dict[str, Path], out: Path, options: 
     out.mkdir(parents=True, exist_ok=True)
     path = out / "asked.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
-    loaded = load_recipe(path, ["export.verify=false"])
-    context = Context(recipe=loaded, model_name=str(model), out=out / "run", reporter=Reporter(quiet=True))
+    context = figures.context(model, out / "run", ["export.verify=false"], path)
     pipeline.run(context, STAGES)
     return evaluate.load(context)
 
@@ -126,9 +128,7 @@ def windows(script: ModuleType, folder: Path, count: int) -> Path:
         share = max(1, count // len(script.DOMAINS))
         step = len(text) / share
         rows += [{"text": text[int(n * step) :][:PIECE], "domain": name} for n in range(share)]
-    path = folder / "pieces.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
+    return written(folder / "pieces.jsonl", rows)
 
 
 def by_context(run: Path, text: Path, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -25,10 +25,7 @@ import figures  # isort: skip
 
 from moeq import pipeline
 from moeq.artifacts.evaluation import Score, Translation
-from moeq.progress import Reporter
-from moeq.recipe import load_recipe
 from moeq.stages import evaluate
-from moeq.stages.context import Context
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "paper-002-table2.yaml"
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval")
@@ -46,8 +43,7 @@ def measure(model: Path, source: Path, target: Path, out: Path, toy: bool) -> Tr
         overrides += [f"corpus.source={source}"]
         overrides += ["corpus.sequences=16", "corpus.sequence_length=16", "eval.translation.max_new_tokens=12"]
         overrides += ["eval.translation.batch_size=64"]
-    recipe = load_recipe(RECIPE, overrides)
-    context = Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
+    context = figures.context(model, out, overrides, RECIPE)
     pipeline.run(context, STAGES)
     found = evaluate.load(context).translation
     assert found is not None, "the recipe asks for it"
