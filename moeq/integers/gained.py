@@ -14,10 +14,10 @@ def gain_router_biases(model: Any) -> list[str]:
     """Give every router a bias of zeros, where the configuration has a key for it that is off; returns their names."""
     if getattr(model.config, ROUTER_BIAS, True):
         return []
-    found: list[str] = []
+    biases: list[str] = []
     for name, module in model.named_modules():
         parts = name.split(".")
         if isinstance(module, nn.Linear) and module.bias is None and {"router", "routers"} & set(parts[-2:]):
             module.bias = nn.Parameter(torch.zeros(module.out_features), requires_grad=False)
-            found.append(f"{name}.bias")
-    return found
+            biases.append(f"{name}.bias")
+    return biases

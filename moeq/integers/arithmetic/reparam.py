@@ -76,8 +76,8 @@ def channel_range(samples: Tensor, percentile: float | None = None) -> tuple[Ten
         return samples.amin(0).double(), samples.amax(0).double()
     ends = torch.tensor([1 - percentile / 100, percentile / 100], dtype=torch.float64, device=samples.device)
     width = max(1, _QUANTILE_ELEMENTS // len(samples))
-    found = torch.cat([torch.quantile(part.double(), ends, 0) for part in samples.split(width, 1)], 1)
-    return found[0], found[1]
+    low, high = torch.cat([torch.quantile(part.double(), ends, 0) for part in samples.split(width, 1)], 1)
+    return low, high
 
 
 def asymmetric_quantizer(low: Tensor, high: Tensor, bits: int, *, where: str | None = None) -> ChannelQuantizer:

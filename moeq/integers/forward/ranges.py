@@ -19,7 +19,7 @@ def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, fl
     Residual stream, logits and softmax keep the largest. Raises QuantizationError naming a tensor that is always zero
     or not finite.
     """
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
 
     def observe(name: str, values: Tensor) -> None:
         magnitudes = values.abs().flatten()
@@ -27,12 +27,12 @@ def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, fl
             size = float(magnitudes.max())
         else:
             size = float(magnitudes.kthvalue(max(1, round(percentile / 100 * len(magnitudes)))).values)
-        found[name] = max(size, found.get(name, 0.0))
+        sizes[name] = max(size, sizes.get(name, 0.0))
 
     with torch.no_grad():
         for part in [pixels] if percentile is not None else pixels.split(BATCH):
             forward(vit, part, observe)
-    for name, size in found.items():
+    for name, size in sizes.items():
         if not 0 < size < float("inf"):
             problem = "always zero" if size == 0 else "not finite"
             raise QuantizationError(
@@ -40,4 +40,4 @@ def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, fl
                 where="integer",
                 do="check images and weights, or set integer: null",
             )
-    return found
+    return sizes

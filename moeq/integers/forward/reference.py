@@ -70,8 +70,8 @@ def _block(block: Block, hidden: Tensor, num_heads: int, name: str, observe: Obs
     normed = _norm(block.norm2, hidden)
     observe(f"{name}.norm2", normed)
     update = block.update
-    made_of = _mlp(update, normed, name, observe) if isinstance(update, Mlp) else _mix(update, normed, name, observe)
-    hidden = hidden + made_of
+    made = _mlp(update, normed, name, observe) if isinstance(update, Mlp) else _mix(update, normed, name, observe)
+    hidden = hidden + made
     observe("residual", hidden)
     return hidden
 
@@ -109,10 +109,10 @@ def check_description(vit: ViT, pixels: Tensor, logits: Tensor) -> float:
 
     Images whose routing hangs on a tie may differ, so the median image counts.
     """
-    found = forward(vit, pixels, lambda _name, _values: None)
-    if not bool(torch.isfinite(found).all()):
+    described = forward(vit, pixels, lambda _name, _values: None)
+    if not bool(torch.isfinite(described).all()):
         raise NotFiniteError("the model's logits are not finite", do="check the checkpoint's weights and the images")
-    apart = (found - logits.double()).norm(dim=-1) / logits.double().norm(dim=-1).clamp(min=1e-12)
+    apart = (described - logits.double()).norm(dim=-1) / logits.double().norm(dim=-1).clamp(min=1e-12)
     error = float(apart.median())
     if error > AGREEMENT:
         raise ModelError(

@@ -78,17 +78,13 @@ def schemes(vit: ViT, calibration: Tensor, images: Tensor, labels: Tensor, secti
     vit: not folded yet, so that the scheme without the fold is what it says.
     """
     reference = float_logits(vit, images)
-    rows = [_row("float", "64/64/64", quality(reference, reference, labels))]
+    rows = [SchemeRow(name="float", widths="64/64/64", **quality(reference, reference, labels).model_dump())]
     for name, (weights, activations, attention), softmax, fold in SCHEMES:
         widths = {"weights": weights, "activations": activations, "attention": attention}
         scheme = section.model_copy(update={**widths, "softmax": softmax})
         logits = simulated_logits(program_of(vit, calibration, scheme, None if fold else {}), images)
-        rows.append(_row(name, widths_of(scheme), quality(logits, reference, labels)))
+        rows.append(SchemeRow(name=name, widths=widths_of(scheme), **quality(logits, reference, labels).model_dump()))
     return rows
-
-
-def _row(name: str, widths: str, found: QualityRow) -> SchemeRow:
-    return SchemeRow(name=name, widths=widths, **found.model_dump())
 
 
 def table(rows: Sequence[SchemeRow]) -> str:
