@@ -83,8 +83,8 @@ def _text(path: Path) -> str:
 
 def _lines(path: Path) -> list[str]:
     """Lines as every tool for parallel text counts them: only line feeds end one."""
-    found = _text(path).split("\n")
-    return [line.rstrip("\r") for line in (found[:-1] if found[-1] == "" else found)]
+    lines = _text(path).split("\n")
+    return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
 
 
 def _rows(path: Path, section: TranslationSection) -> tuple[list[str], list[str], list[str]]:
@@ -116,14 +116,14 @@ def _rows(path: Path, section: TranslationSection) -> tuple[list[str], list[str]
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    where, do = f"{path}, line {number}", "mend or drop the line"
     try:
-        found = parse_record(line)
+        record = parse_record(line)
     except ValueError as error:
-        what = f"not a JSON object ({error})"
-        raise CorpusError(what, where=f"{path}, line {number}", do="mend or drop the line") from None
-    if not isinstance(found, dict):
-        raise CorpusError("not a JSON object", where=f"{path}, line {number}", do="mend or drop the line")
-    return found
+        raise CorpusError(f"not a JSON object ({error})", where=where, do=do) from None
+    if not isinstance(record, dict):
+        raise CorpusError("not a JSON object", where=where, do=do)
+    return record
 
 
 def check_model(config: Any, tokenizer: Any, name: str) -> None:
@@ -150,10 +150,10 @@ def translate(
 
     Raises EvaluationError when a source has no tokens.
     """
-    found: dict[int, list[str]] = {}
+    by_beams: dict[int, list[str]] = {}
     texts = [f"{section.prefix}{source}" for source in sources]
     for beams in section.beams:
-        mine: list[str] = []
+        translations = by_beams[beams] = []
         for start in range(0, len(texts), section.batch_size):
             batch = tokenizer(texts[start : start + section.batch_size], return_tensors="pt", padding=True)
             _check_tokens(batch["attention_mask"], start)
@@ -165,10 +165,9 @@ def translate(
                     do_sample=False,
                     max_new_tokens=section.max_new_tokens,
                 )
-            mine += [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+            translations += [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
             advance()
-        found[beams] = mine
-    return found
+    return by_beams
 
 
 def _check_tokens(mask: Tensor, start: int) -> None:
@@ -183,7 +182,9 @@ def score(systems: Mapping[str, Hypotheses], baseline: str, pairs: Pairs, sectio
 
     The same sentences are resampled for all systems; the seed is fixed, so that equal translations give equal figures.
     """
-    metrics = _metrics(section.tokenize)
+    from sacrebleu.metrics import BLEU, CHRF
+
+    metrics: dict[str, Any] = {"bleu": BLEU(tokenize=section.tokenize), "chrf": CHRF()}
     generator = np.random.default_rng(0)
     drawn = generator.multinomial(len(pairs), np.full(len(pairs), 1 / len(pairs)), size=section.resamples)
     scores: dict[str, dict[int, dict[str, _Scores]]] = {
@@ -202,20 +203,14 @@ def score(systems: Mapping[str, Hypotheses], baseline: str, pairs: Pairs, sectio
                 name=system,
                 beams=beams,
                 **{
-                    name: one.against(scores[baseline][beams][name] if system != baseline else None)
-                    for name, one in found.items()
+                    name: own.against(scores[baseline][beams][name] if system != baseline else None)
+                    for name, own in by_metric.items()
                 },
             )
             for system, by_beams in scores.items()
-            for beams, found in by_beams.items()
+            for beams, by_metric in by_beams.items()
         ),
     )
-
-
-def _metrics(tokenize: str) -> dict[str, Any]:
-    from sacrebleu.metrics import BLEU, CHRF
-
-    return {"bleu": BLEU(tokenize=tokenize), "chrf": CHRF()}
 
 
 @dataclass(frozen=True, kw_only=True)
