@@ -26,6 +26,8 @@ from moeq.integers.arithmetic.reparam import (
 from moeq.integers.edges import Consumer, Edge
 from moeq.models.weights import owner
 
+ROUTER_BIAS = "router_bias"  # a key of the configuration; modules called router or routers gain biases
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedNorm:
@@ -121,6 +123,23 @@ def apply_folds(model: nn.Module, folds: Iterable[FoldedNorm], wanted: Callable[
                 matrix, shifted = _folded(model, consumer, _on(fold, _data(model, consumer.weight).device))
                 _set(model, consumer.weight, matrix)
                 _set(model, consumer.bias, shifted)
+
+
+def gain_router_biases(model: Any) -> list[str]:
+    """Give every router a bias of zeros, where the configuration has a key for it that is off; returns their names.
+
+    So that a shift of what a norm gives can be taken back in routers, too: the family has biases there, the checkpoint
+    does without.
+    """
+    if getattr(model.config, ROUTER_BIAS, True):
+        return []
+    biases: list[str] = []
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if isinstance(module, nn.Linear) and module.bias is None and {"router", "routers"} & set(parts[-2:]):
+            module.bias = nn.Parameter(torch.zeros(module.out_features), requires_grad=False)
+            biases.append(f"{name}.bias")
+    return biases
 
 
 def _folded(model: nn.Module, consumer: Consumer, fold: Fold) -> tuple[Tensor, Tensor | None]:

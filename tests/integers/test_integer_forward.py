@@ -13,8 +13,7 @@ from torch.nn import functional
 from moeq.errors import ModelError, NotFiniteError, QuantizationError, RecipeError
 from moeq.integers.forward.description import Linear, Mlp, ViT, describe
 from moeq.integers.forward.program import Program, pixel_codes
-from moeq.integers.forward.ranges import measured
-from moeq.integers.forward.reference import check_description, folded, forward
+from moeq.integers.forward.reference import check_description, folded, forward, measured
 from moeq.integers.forward.run import run
 from moeq.integers.forward.schemes import float_logits, program_of, quality, simulated_logits
 from moeq.integers.forward.simulate import simulate

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeq.errors import ModelError, NotFiniteError
+from moeq.errors import ModelError, NotFiniteError, QuantizationError
 from moeq.integers.arithmetic.reparam import asymmetric_quantizer, channel_range, fold_of, folded_linear, folded_norm
 from moeq.integers.forward.description import Block, Linear, Mixture, Mlp, Norm, ViT
 
 Observe = Callable[[str, Tensor], None]
+BATCH = 64  # images at once where only the largest magnitude counts
+WHOLE = ("pixels", "residual", "logits", ".router", ".attention_weights")  # never clipped by a percentile
 AGREEMENT = 1e-4  # relative, of the description's logits with the model's, which are float32
 
 
@@ -70,8 +72,8 @@ def _block(block: Block, hidden: Tensor, num_heads: int, name: str, observe: Obs
     normed = _norm(block.norm2, hidden)
     observe(f"{name}.norm2", normed)
     update = block.update
-    made = _mlp(update, normed, name, observe) if isinstance(update, Mlp) else _mix(update, normed, name, observe)
-    hidden = hidden + made
+    changed = _mlp(update, normed, name, observe) if isinstance(update, Mlp) else _mix(update, normed, name, observe)
+    hidden = hidden + changed
     observe("residual", hidden)
     return hidden
 
@@ -102,6 +104,36 @@ def _mix(mixture: Mixture, normed: Tensor, name: str, observe: Observe) -> Tenso
     observe(f"{name}.active", mixture.activation(torch.cat(inner)))
     observe("residual", torch.cat(outputs))
     return result.view_as(normed)
+
+
+def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, float]:
+    """The magnitude of every observed tensor: the largest, or the percentile of magnitudes over all of its numbers.
+
+    Residual stream, logits and softmax keep the largest. Raises QuantizationError naming a tensor that is always zero
+    or not finite.
+    """
+    sizes: dict[str, float] = {}
+
+    def observe(name: str, values: Tensor) -> None:
+        magnitudes = values.abs().flatten()
+        if percentile is None or name.endswith(WHOLE):
+            size = float(magnitudes.max())
+        else:
+            size = float(magnitudes.kthvalue(max(1, round(percentile / 100 * len(magnitudes)))).values)
+        sizes[name] = max(size, sizes.get(name, 0.0))
+
+    with torch.no_grad():
+        for part in [pixels] if percentile is not None else pixels.split(BATCH):
+            forward(vit, part, observe)
+    for name, size in sizes.items():
+        if not 0 < size < float("inf"):
+            problem = "always zero" if size == 0 else "not finite"
+            raise QuantizationError(
+                f"{name} is {problem} in calibration",
+                where="integer",
+                do="check images and weights, or set integer: null",
+            )
+    return sizes
 
 
 def check_description(vit: ViT, pixels: Tensor, logits: Tensor) -> float:

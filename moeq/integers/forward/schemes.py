@@ -12,8 +12,7 @@ from moeq.integers.artifacts.integer_report import QualityRow, SchemeRow
 from moeq.integers.forward.description import ViT
 from moeq.integers.forward.lower import lower
 from moeq.integers.forward.program import Program, pixel_codes
-from moeq.integers.forward.ranges import measured
-from moeq.integers.forward.reference import folded, forward
+from moeq.integers.forward.reference import folded, forward, measured
 from moeq.integers.forward.simulate import simulate
 from moeq.recipe import IntegerSection, Softmax
 
