@@ -31,15 +31,15 @@ GROWTH = {f"48 x {experts}": (48, experts, 2048, 512) for experts in (128, 256, 
 
 def main() -> int:
     options = figures.arguments(__doc__, rounds=(21, 10), growth=False)
-    found = figures.Figures(options)
-    found.table(["layers x experts", "prefix-split", "optimal, proven"])
+    results = figures.Figures(options)
+    results.table(["layers x experts", "prefix-split", "optimal, proven"])
     taken = {}
     for name, size in (SIZES | (GROWTH if options.growth else {})).items():
         taken[name] = split, optimal = measure(*size, options.rounds)
-        found.row(name, f"{1000 * split:.1f} ms", f"{optimal:.1f} s")
-    found.add("prefix-split, 94 x 128", 1000 * taken["94 x 128"][0], "ms", at_most=1000 * SPLIT_GOAL, digits=1)
-    found.add("optimal, proven", max(taken[name][1] for name in SIZES), "s", at_most=OPTIMAL_GOAL, digits=1)
-    return found.report()
+        results.row(name, f"{1000 * split:.1f} ms", f"{optimal:.1f} s")
+    results.add("prefix-split, 94 x 128", 1000 * taken["94 x 128"][0], "ms", at_most=1000 * SPLIT_GOAL, digits=1)
+    results.add("optimal, proven", max(taken[name][1] for name in SIZES), "s", at_most=OPTIMAL_GOAL, digits=1)
+    return results.report()
 
 
 def measure(layers: int, experts: int, hidden: int, intermediate: int, rounds: int) -> tuple[float, float]:

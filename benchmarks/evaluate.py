@@ -62,7 +62,7 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--include-path", type=Path)
     asked = figures.parsed(parser)
-    found = figures.Figures(asked)
+    results = figures.Figures(asked)
     options = ["--tasks", asked.tasks, "--limit", str(asked.limit)]
     options += ["--include-path", str(asked.include_path)] if asked.include_path is not None else []
     with tempfile.TemporaryDirectory(prefix="moeq-evaluate-") as folder:
@@ -83,10 +83,10 @@ def main() -> int:
         together, seconds = evaluate(whole, options)
     different = {name: (row, apart.get(name)) for name, row in together.items() if row != apart.get(name)}
     print(f"{len(several)} at once {seconds:.1f} s, one by one {total:.1f} s", *different.items(), sep="\n")
-    found.add("rows with other values", len(different) + abs(len(apart) - len(together)), at_most=0, digits=0)
+    results.add("rows with other values", len(different) + abs(len(apart) - len(together)), at_most=0, digits=0)
     how = "ways of placing by context" if asked.by_context else "assignments"
-    found.add(f"{len(several)} {how} at once, of the time one by one", seconds / total, at_most=GOAL)
-    return found.report()
+    results.add(f"{len(several)} {how} at once, of the time one by one", seconds / total, at_most=GOAL)
+    return results.report()
 
 
 if __name__ == "__main__":

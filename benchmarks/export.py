@@ -183,8 +183,8 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         export(export_inputs(folder / f"{kind}-experts", folder / "model", widths), folder / kind)
     size = sum(path.stat().st_size for path in (folder / "mixed").iterdir())
     print(f"{size / 1e6:.0f} MB packed, {options.layers} layers of {options.experts} experts")
-    found = figures.Figures(options)
-    found.table(["format", "MB", "s", "CPU s", "MB/s", "copy MB/s", "ratio", "MB held", "two layers"])
+    results = figures.Figures(options)
+    results.table(["format", "MB", "s", "CPU s", "MB/s", "copy MB/s", "ratio", "MB held", "two layers"])
     for name in (*FORMATS, *(["dequantized"] if options.all else [])):
         rows = [measure(name, folder) for _ in range(options.runs)]
         row = sorted(rows, key=lambda row: row["ratio"])[len(rows) // 2]
@@ -193,10 +193,10 @@ def run(options: argparse.Namespace, folder: Path) -> int:
             f"{number / 1e6:.0f}" for number in (row["bytes"], row["rate"], row["copying"], row["memory"], allowed)
         )
         seconds = [f"{row[key]:.2f}" for key in ("seconds", "processor")]
-        found.row(name, size, *seconds, rate, copied, f"{row['ratio']:.2f}", held, most)
-        found.add(f"{name}: of a copy's rate", row["ratio"], at_least=GOAL)
-        found.add(f"{name}: held, of two layers", row["memory"] / allowed, at_most=1)
-    return found.report()
+        results.row(name, size, *seconds, rate, copied, f"{row['ratio']:.2f}", held, most)
+        results.add(f"{name}: of a copy's rate", row["ratio"], at_least=GOAL)
+        results.add(f"{name}: held, of two layers", row["memory"] / allowed, at_most=1)
+    return results.report()
 
 
 def main() -> None:

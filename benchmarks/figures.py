@@ -2,14 +2,14 @@
 
     def main() -> int:
         options = figures.arguments(__doc__, rounds=(21, 3), device="cpu")  # --rounds, 3 where --quick is given
-        found = figures.Figures(options)
-        found.add("growth from 4 to 32 layers", grown, "of a layer", at_most=0.25)
-        found.add("share of the disk's rate", ratio, at_least=0.6, digits=2)
-        found.add("level", level / 1e6, "MB")  # no goal: shown, and never missed
-        found.table(["layers", "export"])  # what RESULTS.md shows beside the figures
-        found.row("4", "258")  # shown at once, too
-        found.left_out("gptqmodel", "it is not installed")
-        return found.report()
+        results = figures.Figures(options)
+        results.add("growth from 4 to 32 layers", grown, "of a layer", at_most=0.25)
+        results.add("share of the disk's rate", ratio, at_least=0.6, digits=2)
+        results.add("level", level / 1e6, "MB")  # no goal: shown, and never missed
+        results.table(["layers", "export"])  # what RESULTS.md shows beside the figures
+        results.row("4", "258")  # shown at once, too
+        results.left_out("gptqmodel", "it is not installed")
+        return results.report()
 
 `report` prints every figure with its goal, then one last line, and returns the exit code: 1 when a goal is missed (or a
 value is not finite), 0 when all are met. Every benchmark takes --quick, the form that `make bench` runs, and --json
@@ -207,9 +207,9 @@ def processor_seconds(work: Callable[[], object], rounds: int = 1) -> float:
     return statistics.median(taken)
 
 
-def resident() -> dict[str, int]:
-    """RssAnon and RssFile of this process, bytes."""
-    rows = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+def resident(process: str = "self") -> dict[str, int]:
+    """RssAnon and RssFile of a process, bytes."""
+    rows = (line.partition(":") for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return {name: int(value.split()[0]) * 1024 for name, _, value in rows if name in ("RssAnon", "RssFile")}
 
 

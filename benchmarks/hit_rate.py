@@ -42,15 +42,15 @@ def record(model: Path, sources: list[str], sequences: int, length: int, prefill
         return read_trace(context.directory("profile") / NAME)
 
 
-def show(found: HitRates, trace: RoutingTrace) -> bool:
+def show(rates: HitRates, trace: RoutingTrace) -> bool:
     """Print a table; whether the context-aware placement serves more than the static one in every domain."""
     experts = trace.num_experts[0]
-    print(f"  {found.gpu_experts[0]} of {experts} experts of a layer on the GPU, alpha {found.alpha:g}")
+    print(f"  {rates.gpu_experts[0]} of {experts} experts of a layer on the GPU, alpha {rates.alpha:g}")
     print(f"    {'domain':14}{'sequences':>10}{'tokens':>10}", *(f"{name:>{len(name) + 1}}" for name in PLACEMENTS))
-    for row in found.rows:
-        rates = (f"{row.rates[name]:>{len(name) + 1}.1%}" for name in PLACEMENTS)
-        print(f"    {row.domain:14}{row.sequences:>10}{row.expert_tokens:>10}", *rates)
-    return all(row.gain > 0 for row in found.rows)
+    for row in rates.rows:
+        shares = (f"{row.rates[name]:>{len(name) + 1}.1%}" for name in PLACEMENTS)
+        print(f"    {row.domain:14}{row.sequences:>10}{row.expert_tokens:>10}", *shares)
+    return all(row.gain > 0 for row in rates.rows)
 
 
 def main() -> int:
@@ -71,9 +71,9 @@ def main() -> int:
         print(f"{model.name}: {trace.num_sequences} sequences of {asked.length} tokens, {trace.num_layers} layers, "
               f"top-{trace.top_k}, the first {asked.prefill:.0%} of each is the prompt")  # fmt: skip
         for share in asked.share:
-            found = hit_rates(trace, max(1, round(share * trace.num_experts[0])))
-            better.append(show(found, trace))
-            gains.append(found.overall.gain)
+            rates = hit_rates(trace, max(1, round(share * trace.num_experts[0])))
+            better.append(show(rates, trace))
+            gains.append(rates.overall.gain)
     report = figures.Figures(asked)
     report.add("context-aware over static, least gain of expert tokens", 100 * min(gains), "points", at_least=0)
     report.add("cases where it is better in every domain, of all", sum(better) / len(better), at_least=1)

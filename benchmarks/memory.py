@@ -161,19 +161,19 @@ def bytes_read(context: Context) -> int:
     return context.streamed.bytes_read + context.expert_reader.bytes_read
 
 
-def verdict(found: figures.Figures, rows: dict[int, dict[str, Any]], layer_bytes: int, resident_bytes: int) -> None:
+def verdict(results: figures.Figures, rows: dict[int, dict[str, Any]], layer_bytes: int, resident_bytes: int) -> None:
     """The figures: growth of every stage, their level, what export and reading take."""
     few, many = min(rows), max(rows)
     taken = {layers: {stage: row[stage]["RssAnon"] for stage in STAGES} for layers, row in rows.items()}
     for stage in SHOWN:
         grown = (taken[many][stage] - taken[few][stage]) / layer_bytes
-        found.add(f"{stage}: growth from {few} to {many} layers", grown, "of a layer", at_most=0.25)
+        results.add(f"{stage}: growth from {few} to {many} layers", grown, "of a layer", at_most=0.25)
     level, limit = max(max(row.values()) for row in taken.values()), resident_bytes + 2 * layer_bytes + GIGABYTE
-    found.add("level: resident parts + 2 layers + 1 GB", level / 1e6, "MB", at_most=limit / 1e6, digits=0)
+    results.add("level: resident parts + 2 layers + 1 GB", level / 1e6, "MB", at_most=limit / 1e6, digits=0)
     exported = max(row["export"] for row in taken.values())
-    found.add("export: two layers", exported / 1e6, "MB", at_most=2 * layer_bytes / 1e6, digits=0)
+    results.add("export: two layers", exported / 1e6, "MB", at_most=2 * layer_bytes / 1e6, digits=0)
     passes = max(row[stage]["passes"] for row in rows.values() for stage in READING)
-    found.add("asked of the disk by a stage, of the checkpoint", passes, at_most=1.2)
+    results.add("asked of the disk by a stage, of the checkpoint", passes, at_most=1.2)
 
 
 def shown(layers: int, layer_bytes: int, row: dict[str, Any], plain: float | None) -> list[str]:
@@ -199,8 +199,8 @@ def main() -> int:
         return 0
     layer_bytes = bytes_of_layer(options)
     print(f"one layer {layer_bytes / 1e6:.0f} MB, bfloat16; peaks of RssAnon in MB above the level after imports")
-    found = figures.Figures(options)
-    found.table(["layers", "checkpoint", *SHOWN, "mapped", "from_pretrained alone", "s"])
+    results = figures.Figures(options)
+    results.table(["layers", "checkpoint", *SHOWN, "mapped", "from_pretrained alone", "s"])
     rows: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         whole = Path(scratch) / "whole"
@@ -213,9 +213,9 @@ def main() -> int:
             if layers * layer_bytes <= options.plain_limit * GIGABYTE:
                 plain = figures.in_fresh_process(__file__, "--one", str(folder), "plain")["plain"]["RssAnon"]
             shutil.rmtree(folder)
-            found.row(*shown(layers, layer_bytes, rows[layers], plain))
-    verdict(found, rows, layer_bytes, 2 * 2049 * options.hidden)
-    return found.report()
+            results.row(*shown(layers, layer_bytes, rows[layers], plain))
+    verdict(results, rows, layer_bytes, 2 * 2049 * options.hidden)
+    return results.report()
 
 
 if __name__ == "__main__":

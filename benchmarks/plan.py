@@ -43,14 +43,14 @@ def measure(model: str, recipe: str | None, overrides: list[str], out: str) -> d
     from moeq import pipeline
 
     context = figures.context(model, Path(out), overrides, Path(recipe) if recipe else None)
-    found = {}
+    stages = {}
     for stage in pipeline.BY_NAME:
         with figures.Peaks(with_children) as peaks:
             started = processor_seconds()
             pipeline.run(context, (stage,))
             seconds = processor_seconds() - started
-        found[stage] = {"seconds": seconds, "ram_bytes": peaks.highest["RssAnon"]}
-    return found
+        stages[stage] = {"seconds": seconds, "ram_bytes": peaks.highest["RssAnon"]}
+    return stages
 
 
 def with_children() -> dict[str, int]:
@@ -60,20 +60,18 @@ def with_children() -> dict[str, int]:
 
 def children() -> list[str]:
     """Ids of the processes that this one started."""
-    found = []
+    ids: list[str] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
-            found += (task / "children").read_text().split()
-    return found
+            ids += (task / "children").read_text().split()
+    return ids
 
 
 def anonymous(process: str) -> int:
     """Anonymous memory of a process, 0 when it has ended, or has only just been forked and shares all of ours."""
-    with contextlib.suppress(OSError, StopIteration):
-        if Path(f"/proc/{process}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes():
-            return 0
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    with contextlib.suppress(OSError, KeyError):
+        if Path(f"/proc/{process}/cmdline").read_bytes() != Path("/proc/self/cmdline").read_bytes():
+            return figures.resident(process)["RssAnon"]
     return 0
 
 
@@ -113,21 +111,21 @@ def compare(title: str, model: str, recipe: list[str], overrides: list[str]) -> 
         )
 
     for stage in planned["stages"]:
-        found = measured[stage["stage"]]
-        line(stage["stage"], stage["processor_seconds"], found["seconds"], stage["ram_bytes"], found["ram_bytes"])
+        own = measured[stage["stage"]]
+        line(stage["stage"], stage["processor_seconds"], own["seconds"], stage["ram_bytes"], own["ram_bytes"])
     seconds = sum(stage["processor_seconds"] for stage in planned["stages"])
-    taken = sum(found["seconds"] for found in measured.values())
+    taken = sum(stage["seconds"] for stage in measured.values())
     ram = max(stage["ram_bytes"] for stage in planned["stages"])
-    held = max(found["ram_bytes"] for found in measured.values())
+    held = max(stage["ram_bytes"] for stage in measured.values())
     line("run", seconds, taken, ram, held)
     return {"seconds": seconds / taken, "ram": ram / held}
 
 
-def add_ratios(report: figures.Figures, name: str, found: dict[str, float]) -> None:
+def add_ratios(report: figures.Figures, name: str, ratios: dict[str, float]) -> None:
     """What `compare` returned, as factors by which the plan is off."""
     for what, most in (("ram", MOST_MEMORY), ("seconds", MOST_SECONDS)):
         title = "memory" if what == "ram" else "processor seconds"
-        report.add(f"{title} of {name}, off by a factor of", max(found[what], 1 / found[what]), at_most=most)
+        report.add(f"{title} of {name}, off by a factor of", max(ratios[what], 1 / ratios[what]), at_most=most)
 
 
 def main() -> int:
@@ -148,8 +146,8 @@ def main() -> int:
             sizes = f"{options.experts} experts {options.hidden} x {options.intermediate}"
             for how in ("never", "always"):
                 title = f"DeepSeek-V3, {options.layers} layers of {sizes}, stream: {how}"
-                found = compare(title, str(folder), [], [*SMALL, f"stream={how}"])
-                add_ratios(report, f"a DeepSeek-V3, stream: {how}", found)
+                ratios = compare(title, str(folder), [], [*SMALL, f"stream={how}"])
+                add_ratios(report, f"a DeepSeek-V3, stream: {how}", ratios)
     return report.report()
 
 

@@ -90,7 +90,7 @@ METHODS: dict[str, tuple[int, float, Callable[[Tensor, Factor], Tensor]]] = {  #
 def losses(inputs: LayerInputs, weights: dict[str, Tensor], math: ExpertMath) -> dict[str, list[float]]:
     """Relative errors of the outputs of every expert of a layer that sees enough tokens, by method."""
     heldout = inputs.sequence % 4 == 3
-    found: dict[str, list[float]] = {name: [] for name in METHODS}
+    errors: dict[str, list[float]] = {name: [] for name in METHODS}
     for expert in range(inputs.layer.num_experts):
         routed = (inputs.experts == expert).any(1)
         rows, others = inputs.hidden[routed & ~heldout].float(), inputs.hidden[routed & heldout].float()
@@ -103,8 +103,8 @@ def losses(inputs: LayerInputs, weights: dict[str, Tensor], math: ExpertMath) ->
         for name, (_, _, quantize) in METHODS.items():
             values = {p: quantize(matrix[None], second if p == DOWN else first)[0] for p, matrix in exact.items()}
             error = output(math, others, values) - target
-            found[name].append(float(error.square().mean() / target.square().mean()))
-    return found
+            errors[name].append(float(error.square().mean() / target.square().mean()))
+    return errors
 
 
 def output(math: ExpertMath, rows: Tensor, weights: dict[str, Tensor]) -> Tensor:
@@ -118,13 +118,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as out:
         context = figures.context(options.model, Path(out), overrides)
         batches = context.text.grown_calibration.batches(context.recipe.corpus.batch_size)
-        found: dict[str, list[float]] = {name: [] for name in METHODS}
+        errors: dict[str, list[float]] = {name: [] for name in METHODS}
         for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
             weights = stacked_weights(context.model, inputs.layer, slice(None))
             for name, values in losses(inputs, weights, expert_math(context.model, inputs.layer)).items():
-                found[name] += values
+                errors[name] += values
         layer = context.layers[0]
-    means = {name: sum(values) / len(values) for name, values in found.items()}
+    means = {name: sum(values) / len(values) for name, values in errors.items()}
     sizes = {name: bits_a_weight(layer, group, extra) for name, (group, extra, _) in METHODS.items()}
     figure = figures.Figures(options)
     figure.table(["", "bits a weight", "relative error"])

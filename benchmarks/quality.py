@@ -184,7 +184,7 @@ def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, f
 def peer_rows(bench: Bench, peers: list[str], environments: Path, bits: list[int]) -> Rows:
     """The peers' own figures; a line for what could not be had."""
     windows = bench.out / "windows.safetensors"
-    held = {f"heldout.{domain}": one.int() for domain, one in bench.windows.heldout.items()}
+    held = {f"heldout.{domain}": rows.int() for domain, rows in bench.windows.heldout.items()}
     save_file({"calibration": bench.windows.calibration.int()} | held, windows)
     rows: Rows = {}
     for peer in peers:
@@ -243,13 +243,13 @@ def main() -> int:
             goals = RECORDED[peer].get(name, {})
             ratios = [rows[ours][bits] / goals[bits] for bits in options.bits if bits in goals]
             worst[ours] = max([worst[ours], *ratios])
-    found = figures.Figures(options)
+    results = figures.Figures(options)
     for ours, peer in AGAINST.items():
-        found.add(f"{ours}: perplexity, of {peer}'s at most", worst[ours], at_most=TOLERANCE[peer], digits=4)
-    found.add("refining a width", slowest, "s", at_most=AUTO_ROUND_SECONDS, digits=0)
+        results.add(f"{ours}: perplexity, of {peer}'s at most", worst[ours], at_most=TOLERANCE[peer], digits=4)
+    results.add("refining a width", slowest, "s", at_most=AUTO_ROUND_SECONDS, digits=0)
     columns = ["", *(f"{name}, {bits} bits" for name in options.names for bits in options.bits)]
-    found.table(columns, list(lines.values()))
-    return found.report()
+    results.table(columns, list(lines.values()))
+    return results.report()
 
 
 if __name__ == "__main__":

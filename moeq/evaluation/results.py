@@ -16,12 +16,7 @@ VOLATILE = (
     "total_evaluation_time_seconds", "start_time", "end_time", "system_info",
 )  # fmt: skip
 MAIN = ("acc", "acc_norm", "exact_match", "word_perplexity", "perplexity", "byte_perplexity", "bits_per_byte")
-_KINDS = {
-    "word_perplexity": "perplexity",
-    "perplexity": "perplexity",
-    "byte_perplexity": "perplexity",
-    "bits_per_byte": "bits",
-}
+_KINDS = dict.fromkeys(("word_perplexity", "perplexity", "byte_perplexity"), "perplexity") | {"bits_per_byte": "bits"}
 
 
 def kept(results: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:

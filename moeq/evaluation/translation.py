@@ -44,32 +44,30 @@ class Pairs:
 def read_pairs(section: TranslationSection) -> Pairs:
     """The section's parallel text; CorpusError naming file and line for what is missing, empty or not parallel."""
     path = Path(section.source).expanduser()
-    if section.target is not None:
-        other = Path(section.target).expanduser()
-        sources, references = _lines(path), _lines(other)
+    target = path if section.target is None else Path(section.target).expanduser()
+    if section.target is None:
+        rows = _rows(path, section)
+    else:
+        sources, references = _lines(path), _lines(target)
         if len(sources) != len(references):
             raise CorpusError(
                 f"{len(references)} lines for the {len(sources)} of {path}",
-                where=str(other),
+                where=str(target),
                 do="give one reference line for every source line",
             )
-        places = [f"line {number}" for number in range(1, len(sources) + 1)]
-        files = (path, other)
-    else:
-        sources, references, places = _rows(path, section)
-        files = (path, path)
-    for texts, file in zip((sources, references), files, strict=True):
-        empty = next((place for text, place in zip(texts, places, strict=True) if not text.strip()), None)
+        rows = [(number, *pair) for number, pair in enumerate(zip(sources, references, strict=True), 1)]
+    for file, side in ((path, 1), (target, 2)):
+        empty = next((row[0] for row in rows if not str(row[side]).strip()), None)
         if empty is not None:
-            raise CorpusError("an empty sentence", where=f"{file}, {empty}", do="drop the pair from both sides")
-    if not sources:
+            raise CorpusError("an empty sentence", where=f"{file}, line {empty}", do="drop the pair from both sides")
+    if not rows:
         raise CorpusError("no sentences in it", where=str(path), do="give parallel text")
     count = section.sentences
-    if count is not None and count > len(sources):
+    if count is not None and count > len(rows):
         raise CorpusError(
-            f"{len(sources)} pairs, {count} are wanted", where=str(path), do=f"lower {KEY}.sentences or give more text"
+            f"{len(rows)} pairs, {count} are wanted", where=str(path), do=f"lower {KEY}.sentences or give more text"
         )
-    return Pairs(sources=tuple(sources[:count]), references=tuple(references[:count]))
+    return Pairs(sources=tuple(row[1] for row in rows[:count]), references=tuple(row[2] for row in rows[:count]))
 
 
 def _text(path: Path) -> str:
@@ -87,8 +85,8 @@ def _lines(path: Path) -> list[str]:
     return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
 
 
-def _rows(path: Path, section: TranslationSection) -> tuple[list[str], list[str], list[str]]:
-    """Sources, references and places of the rows of a .tsv or .jsonl file."""
+def _rows(path: Path, section: TranslationSection) -> list[tuple[int, str, str]]:
+    """Line, source and reference of the rows of a .tsv or .jsonl file."""
     names = (section.source_field, section.target_field)
     if path.suffix == ".jsonl":
         rows = [(number, _record(path, number, line)) for number, line in enumerate(_lines(path), 1)]
@@ -111,8 +109,7 @@ def _rows(path: Path, section: TranslationSection) -> tuple[list[str], list[str]
                 where=f"{path}, line {number}",
                 do=f"set {KEY}.source_field and target_field, or mend the line",
             )
-    places = [f"line {number}" for number, _ in rows]
-    return [row[names[0]] for _, row in rows], [row[names[1]] for _, row in rows], places
+    return [(number, row[names[0]], row[names[1]]) for number, row in rows]
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def _mix(mixture: Mixture, normed: Tensor, name: str, observe: Observe) -> Tenso
 def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, float]:
     """The magnitude of every observed tensor: the largest, or the percentile of magnitudes over all of its numbers.
 
+    pixels: calibration images [B, C, H, W]; names: as `forward` tells them.
     Residual stream, logits and softmax keep the largest. Raises QuantizationError naming a tensor that is always zero
     or not finite.
     """
@@ -139,6 +140,7 @@ def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, fl
 def check_description(vit: ViT, pixels: Tensor, logits: Tensor) -> float:
     """The relative difference of the description's logits from the model's; ModelError where they are not the same.
 
+    pixels: [B, C, H, W]; logits: the model's of them, [B, L]. Raises NotFiniteError where the description's are not.
     Images whose routing hangs on a tie may differ, so the median image counts.
     """
     described = forward(vit, pixels, lambda _name, _values: None)
@@ -155,9 +157,10 @@ def check_description(vit: ViT, pixels: Tensor, logits: Tensor) -> float:
 
 
 def folded(vit: ViT, pixels: Tensor, bits: int, percentile: float | None) -> tuple[ViT, dict[str, float]]:
-    """The same function with the norms of the blocks reparameterized, and s~ of each by name ("blocks.0.norm1").
+    """The same function with the norms of the blocks reparameterized (paper 004, 3.1), and s~ of each by name.
 
-    pixels: calibration images; percentile: of the channels' ranges, None for min-max.
+    Names are as "blocks.0.norm1". pixels: calibration images [B, C, H, W]; percentile: of the channels' ranges, None
+    for min-max.
     """
     ranges: dict[str, tuple[Tensor, Tensor]] = {}
 
