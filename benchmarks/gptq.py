@@ -102,16 +102,8 @@ def start(options: argparse.Namespace, figure: figures.Figures) -> dict[str, Wor
     return {name: Worker(name, python, options) for name, python in pythons.items()}
 
 
-def drop(workers: dict[str, Worker], name: str, error: RuntimeError) -> None:
-    """Go on without a peer that fails; moeq and the products may not."""
-    if name in ("moeq", "products"):
-        raise error
-    print(f"{name} is left out: {error}")
-    workers.pop(name).close()
-
-
 def rounds(workers: dict[str, Worker], jobs: dict[str, list[dict[str, Any]]], count: int) -> dict[str, list[Any]]:
-    """Answers of all jobs, the workers taking turns; {worker or worker+tag: answers}."""
+    """Answers of all jobs, the workers taking turns; {worker or worker+tag: answers}. A peer that fails is left out."""
     answers: dict[str, list[Any]] = {}
     for _ in range(count):
         for name in list(workers):
@@ -119,7 +111,10 @@ def rounds(workers: dict[str, Worker], jobs: dict[str, list[dict[str, Any]]], co
                 try:
                     answer = workers[name].ask(**job)
                 except RuntimeError as error:
-                    drop(workers, name, error)
+                    if name not in PEERS:
+                        raise
+                    print(f"{name} is left out: {error}")
+                    workers.pop(name).close()
                     break
                 answers.setdefault(name + job.get("tag", ""), []).append(answer)
     return answers
