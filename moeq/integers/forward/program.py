@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,20 +27,6 @@ class Program:
     reals: dict[str, Tensor]
     image_shape: tuple[int, int, int]
     logits: str = "logits"
-
-
-Step = Callable[[Operation, Roles, Roles], dict[str, Tensor]]
-
-
-def execute(program: Program, codes: Tensor, steps: Mapping[str, Step]) -> dict[str, Tensor]:
-    """Every value of a run by name, "pixels" (the codes given, [B, C, H, W]) first."""
-    values = {"pixels": codes}
-    for operation in program.operations:
-        given = {role: values[name] for role, name in operation.inputs.items()}
-        held = {role: program.constants[name] for role, name in operation.tensors.items()}
-        made = steps[operation.kind](operation, given, held)
-        values.update({operation.outputs[role]: tensor for role, tensor in made.items()})
-    return values
 
 
 def pixel_codes(program: Program, pixels: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 
 from moeq.errors import ArtifactError
 from moeq.integers.artifacts.integer import REMEDY
-from moeq.integers.forward.program import execute
-from moeq.integers.forward.run import STEPS_OF
+from moeq.integers.forward.run import run
 from moeq.integers.forward.saved import read
 
 
@@ -22,7 +21,7 @@ def replay(folder: Path) -> dict[str, Any]:
     """
     manifest, program, vectors = read(folder)
     try:
-        made = execute(program, vectors["pixels"], STEPS_OF)
+        made = run(program, vectors["pixels"])
     except (RuntimeError, IndexError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ArtifactError(f"its operations do not go together ({reason})", where=str(folder), do=REMEDY) from None

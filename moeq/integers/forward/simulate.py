@@ -7,7 +7,6 @@ each value's scale; every rounding is floor(v + 1/2).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from moeq.integers.arithmetic.integer_norm import RECIPROCAL_BITS
 from moeq.integers.arithmetic.integer_norm import UNIT_BITS as ROW_BITS
 from moeq.integers.arithmetic.log_sqrt2 import ROOT, ROOT_BITS, STEPS
 from moeq.integers.artifacts.integer import Operation
-from moeq.integers.forward.program import Program, Roles, Step, execute
-from moeq.integers.forward.run import STEPS_OF, Made, experts, heads, largest, whole
+from moeq.integers.forward.program import Program, Roles
+from moeq.integers.forward.run import Made, Steps
 
 
 def simulate(program: Program, codes: Tensor, exact: bool = True) -> dict[str, Tensor]:
@@ -28,7 +27,7 @@ def simulate(program: Program, codes: Tensor, exact: bool = True) -> dict[str, T
     exact: with the program's dyadic factors; else with real ones, where values that are no codes (sums, rows,
     denominators) are real numbers in units of their own.
     """
-    return execute(program, codes.double(), _Simulation(program, exact).steps())
+    return _Simulation(program, exact).execute(program, codes.double())
 
 
 def rounded(values: Tensor) -> Tensor:
@@ -36,23 +35,11 @@ def rounded(values: Tensor) -> Tensor:
     return torch.floor(values + 0.5)
 
 
-class _Simulation:
-    """The steps of a program in float64."""
+class _Simulation(Steps):
+    """The steps of a program in float64: whatever is arithmetic of whole numbers has a formula of its own here."""
 
     def __init__(self, program: Program, exact: bool) -> None:
         self.reals, self.exact = program.reals, exact
-
-    def steps(self) -> dict[str, Step]:
-        same = {kind: STEPS_OF[kind] for kind in ("patches", "tokens", "table", "add", "first_token")}
-        return same | {
-            "linear": self.linear,
-            "layer_norm": self.layer_norm if self.exact else self.real_layer_norm,
-            "log_attention": self.log_attention,
-            "uniform_attention": self.uniform_attention,
-            "router": self.router,
-            "experts": self.experts,
-            "mean_tokens": self.mean_tokens,
-        }
 
     def factor(self, operation: Operation, prefix: str, held: Roles | None = None) -> Tensor:
         """A factor by name: multiplier * 2**-shift, of tensors where `held` is given, or the real one."""
@@ -66,33 +53,31 @@ class _Simulation:
     def sums(
         self, operation: Operation, held: Roles, values: Tensor, prefix: str = "", expert: Any = ...
     ) -> tuple[Tensor, Tensor]:
-        """The sums of products of a linear, or of one expert's, and those times its factor, rounded."""
         bias = held[f"{prefix}bias"].double() if self.exact else self.reals[f"{operation.name}.{prefix}bias"]
         sums = values @ held[f"{prefix}weight"][expert].double().T + bias[expert]
         return sums, rounded(sums * self.factor(operation, prefix, held)[expert])
 
-    def linear(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        sums, out = self.sums(operation, held, given["x"])
-        return {"accumulators": sums, "out": saturated(out, operation.number("bits"))}
+    def times(self, values: Tensor, operation: Operation, prefix: str) -> Tensor:
+        return rounded(values * self.factor(operation, prefix))
+
+    def shifted(self, values: Tensor, bits: int) -> Tensor:
+        return rounded(values * 2.0**-bits)
 
     def layer_norm(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        """Mean and variance of the row, times D and D**2 so that they are whole."""
-        rows, size = given["x"], given["x"].shape[-1]
+        """Mean and variance of the row, times D and D**2 so that they are whole; or as they are."""
+        rows, size, bits = given["x"], given["x"].shape[-1], operation.number("bits")
+        if not self.exact:
+            gain, bias, epsilon = (self.reals[f"{operation.name}.{part}"] for part in ("gain", "bias", "epsilon"))
+            spread = rows.var(-1, unbiased=False, keepdim=True) + epsilon / size**2
+            unit = (rows - rows.mean(-1, keepdim=True)) / spread.sqrt()
+            return {"rows": unit * 2.0**ROW_BITS, "out": saturated(rounded(unit * gain + bias), bits)}
         total = rows.sum(-1, keepdim=True)
         spread = size * rows.square().sum(-1, keepdim=True) - total.square() + operation.number("epsilon")
         up = torch.floor((52 - torch.frexp(spread).exponent) / 2.0)  # the root grows by 2**up
         reciprocal = torch.floor(2.0**RECIPROCAL_BITS / torch.floor(torch.sqrt(spread * torch.exp2(2 * up))))
         unit = rounded((size * rows - total) * reciprocal * torch.exp2(up - (RECIPROCAL_BITS - ROW_BITS)))
         scale = 2.0 ** -(operation.number("gain_bits") + ROW_BITS)
-        out = rounded((unit * held["gain"] + held["bias"]) * scale)
-        return {"rows": unit, "out": saturated(out, operation.number("bits"))}
-
-    def real_layer_norm(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        rows, size = given["x"], given["x"].shape[-1]
-        gain, bias, epsilon = (self.reals[f"{operation.name}.{part}"] for part in ("gain", "bias", "epsilon"))
-        spread = rows.var(-1, unbiased=False, keepdim=True) + epsilon / size**2
-        unit = (rows - rows.mean(-1, keepdim=True)) / spread.sqrt()
-        return {"rows": unit * 2.0**ROW_BITS, "out": saturated(rounded(unit * gain + bias), operation.number("bits"))}
+        return {"rows": unit, "out": saturated(rounded((unit * held["gain"] + held["bias"]) * scale), bits)}
 
     def powers(self, differences: Tensor, operation: Operation, held: Roles) -> Tensor:
         """exp(-difference) in units of 2**-15, by the table or as it is."""
@@ -106,9 +91,9 @@ class _Simulation:
 
     def log_attention(self, operation: Operation, given: Roles, held: Roles) -> Made:
         steps = STEPS[str(operation.attributes["softmax"])]
-        scores, differences, values = heads(operation, given)
+        scores, differences, values = self.heads(operation, given)
         top = 2 ** operation.number("attention_bits") - 1
-        codes = rounded(differences * self.factor(operation, "code_")).clamp(max=top)
+        codes = self.times(differences, operation, "code_").clamp(max=top)
         dropped = operation.attributes["dropped_from"]
         odd = torch.remainder(codes, 2) == 1 if steps == 2 else torch.zeros_like(codes, dtype=torch.bool)
         weight = torch.exp2(-torch.ceil(codes / steps))
@@ -132,7 +117,7 @@ class _Simulation:
             "odd": odd_sum,
             "denominator": total.squeeze(-1),
             "row": row.squeeze(-1),
-            "out": whole(rounded(numerator * row / (unit * 2.0 ** (bits + shift))), operation),
+            "out": self.whole(rounded(numerator * row / (unit * 2.0 ** (bits + shift))), operation),
         }
 
     def with_root(self, even: Tensor, odd: Tensor) -> Tensor:
@@ -147,7 +132,7 @@ class _Simulation:
         return rounded(reciprocal * (operation.number(f"{prefix}multiplier") * 2.0**-16))
 
     def uniform_attention(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        scores, differences, values = heads(operation, given)
+        scores, differences, values = self.heads(operation, given)
         numerators = self.powers(differences, operation, held)
         total = numerators.sum(-1, keepdim=True)
         bits = operation.number("reciprocal_bits")
@@ -162,27 +147,13 @@ class _Simulation:
             "row": row.squeeze(-1),
             "codes": codes,
             "accumulators": sums,
-            "out": whole(rounded(sums * self.factor(operation, "out_")), operation),
+            "out": self.whole(self.times(sums, operation, "out_"), operation),
         }
 
-    def router(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        sums, logits = self.sums(operation, held, given["x"])
-        logits = saturated(logits, operation.number("bits"))
-        top, index = largest(logits, operation.number("top_k"))
-        over = top if operation.attributes["over"] == "chosen" else logits
-        total = self.powers(top[..., :1] - over, operation, held).sum(-1, keepdim=True)
-        weights = self.powers(top[..., :1] - top, operation, held)
-        if self.exact:
-            bits = operation.number("reciprocal_bits")
-            weights = weights * torch.floor(2.0 ** (UNIT_BITS + bits) / total) * 2.0**-bits
-        else:
-            weights = weights / total * 2.0**UNIT_BITS
-        return {"accumulators": sums, "logits": logits, "index": index, "weights": rounded(weights)}
-
-    def experts(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        sums = partial(self.sums, operation, held)
-        return experts(operation, given, held, sums, lambda total, by: rounded(total * 2.0**-by))
-
-    def mean_tokens(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        total = given["x"][:, operation.number("prefix") :].sum(1)
-        return {"out": saturated(rounded(total * self.factor(operation, "")), operation.number("bits"))}
+    def shares(self, chosen: Tensor, every: Tensor, operation: Operation, held: Roles) -> Tensor:
+        total = self.powers(every, operation, held).sum(-1, keepdim=True)
+        weights = self.powers(chosen, operation, held)
+        if not self.exact:
+            return rounded(weights / total * 2.0**UNIT_BITS)
+        bits = operation.number("reciprocal_bits")
+        return rounded(weights * torch.floor(2.0 ** (UNIT_BITS + bits) / total) * 2.0**-bits)
