@@ -235,17 +235,20 @@ class Peaks:
         self._thread.join()
 
 
-def in_fresh_process(script: str, *words: str) -> Any:
-    """What a Python program prints as JSON on its last line; its own messages go to standard error."""
+def printed(*words: str) -> str:
+    """What Python prints for these words of a command line, in a fresh process; messages go to standard error."""
     given = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script, *words], stdout=subprocess.PIPE, text=True, check=True, env=given)
-    return json.loads(done.stdout.splitlines()[-1])
+    return subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True, env=given).stdout
+
+
+def in_fresh_process(script: str, *words: str) -> Any:
+    """What a Python program prints as JSON on its last line."""
+    return json.loads(printed(script, *words).splitlines()[-1])
 
 
 def moeq_json(*words: str) -> Any:
-    """What `moeq WORDS --json` prints, in a fresh process."""
-    command = [sys.executable, "-m", "moeq", *words, "--json"]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    """What `moeq WORDS --json` prints."""
+    return json.loads(printed("-m", "moeq", *words, "--json"))
 
 
 def last_line(said: str) -> str:
