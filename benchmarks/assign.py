@@ -11,6 +11,8 @@ optimal under 5 s (of 94 x 128 and 61 x 256).
 from __future__ import annotations
 
 import sys
+from fractions import Fraction
+from functools import partial
 
 import figures
 import numpy as np
@@ -29,21 +31,19 @@ GROWTH = {f"48 x {experts}": (48, experts, 2048, 512) for experts in (128, 256, 
 
 def main() -> int:
     options = figures.arguments(__doc__, rounds=(21, 10), growth=False)
-    found = figures.Figures(options)
-    print(f"{'layers x experts':17} {'prefix-split':>13} {'optimal':>9}  averages of {', '.join(AVERAGES)} bits")
-    taken = {
-        name: measure(name, *size, options.rounds)
-        for name, size in (SIZES | (GROWTH if options.growth else {})).items()
-    }
-    found.add("prefix-split, 94 x 128", 1000 * taken["94 x 128"][0], "ms", at_most=1000 * SPLIT_GOAL, digits=1)
-    found.add("optimal, proven", max(taken[name][1] for name in SIZES), "s", at_most=OPTIMAL_GOAL, digits=1)
-    rows = [[name, f"{1000 * split:.1f} ms", f"{optimal:.1f} s"] for name, (split, optimal) in taken.items()]
-    found.table(["layers x experts", "prefix-split", "optimal, proven"], rows)
-    return found.report()
+    results = figures.Figures(options)
+    results.table(["layers x experts", "prefix-split", "optimal, proven"])
+    taken = {}
+    for name, size in (SIZES | (GROWTH if options.growth else {})).items():
+        taken[name] = split, optimal = measure(*size, options.rounds)
+        results.row(name, f"{1000 * split:.1f} ms", f"{optimal:.1f} s")
+    results.add("prefix-split, 94 x 128", 1000 * taken["94 x 128"][0], "ms", at_most=1000 * SPLIT_GOAL, digits=1)
+    results.add("optimal, proven", max(taken[name][1] for name in SIZES), "s", at_most=OPTIMAL_GOAL, digits=1)
+    return results.report()
 
 
-def measure(name: str, layers: int, experts: int, hidden: int, intermediate: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of the slowest average, of prefix-split and of optimal; prints them."""
+def measure(layers: int, experts: int, hidden: int, intermediate: int, rounds: int) -> tuple[float, float]:
+    """Median seconds of the slowest average, of prefix-split and of optimal."""
     rng = np.random.default_rng(0)
     scale = rng.lognormal(0, 1.5, (layers, 1)) * rng.lognormal(0, 2, (layers, experts))
     losses = scale[..., None] * FALL * np.exp(rng.normal(0, 0.2, (layers, experts, len(BITS))))
@@ -53,15 +53,10 @@ def measure(name: str, layers: int, experts: int, hidden: int, intermediate: int
     values, costs = losses.reshape(-1, len(BITS)), np.tile(cost, (layers * experts, 1))
     split, optimal = [], []
     for average in AVERAGES:
-        whole, _, part = average.partition("/")
-        limit = int(layers * experts * cost[3] * int(whole) / int(part or 1) / 4)
-        split.append(
-            figures.processor_seconds(lambda average=average: decide(counts, counts, losses[..., :4], average), rounds)
-        )
-        optimal.append(
-            figures.processor_seconds(lambda limit=limit: proven(values, costs, limit), max(1, rounds // 10))
-        )
-    print(f"{name:17} {1000 * max(split):10.2f} ms {max(optimal):7.2f} s", flush=True)
+        limit = int(layers * experts * cost[3] * float(Fraction(average)) / 4)
+        deciding = partial(decide, counts, counts, losses[..., :4], average)
+        split.append(figures.processor_seconds(deciding, rounds))
+        optimal.append(figures.processor_seconds(partial(proven, values, costs, limit), max(1, rounds // 10)))
     return max(split), max(optimal)
 
 

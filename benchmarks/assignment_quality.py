@@ -56,12 +56,11 @@ def main() -> int:
         out = options.out or Path(folder) / "run"
         first = context_of(options, out, [])
         pipeline.run(first, ("profile", "losses", "assign"))
-        context = context_of(
-            options, out, [one for one in entries(first, options) if not options.quick or one["name"] in NEEDED]
-        )
+        compare = [entry for entry in entries(first, options) if not options.quick or entry["name"] in NEEDED]
+        context = context_of(options, out, compare)
         pipeline.run(context, ("profile", "losses", "assign", "quantize", "export", "eval"))
         rows = {row.name: row for row in evaluate.load(context).rows}
-        gaps = {one.name: gap(context, one) for one in context.recipe.eval.compare}
+        gaps = {section.name: gap(context, section) for section in context.recipe.eval.compare}
     return show(rows, gaps, options)
 
 
@@ -106,7 +105,7 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
                 "group_size": options.group_size,
                 "layer_effects": {"bits": 2, "sequences": 32},
             }
-            | {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.set)},
+            | {key: yaml.safe_load(value) for key, _, value in (key.partition("=") for key in options.set)},
             "assign": {"method": "optimal", "average_bits": 2, **shared},
             "eval": {
                 "perplexity": {"source": options.evaluation, "sequence_length": 256},
@@ -206,10 +205,10 @@ def show(rows: dict[str, EvalRow], gaps: dict[str, float | None], options: argpa
         print(f"standard error of an accuracy: {100 * stderr:.1f} points")
     won = (two - mean(rows[f"{MATRICES}-2"])) / (two - exact)
     three = mean(rows[f"{MATRICES}-3"]) / four - 1
-    found = figures.Figures(options)
-    found.add("optimal over matrices at 2 bits wins back", 100 * won, "%", at_least=100 * options.goal, digits=1)
-    found.add("at 3 bits, beyond uniform 4-bit's perplexity", 100 * three, "%", at_most=100 * CLOSE)
-    return found.report()
+    results = figures.Figures(options)
+    results.add("optimal over matrices at 2 bits wins back", 100 * won, "%", at_least=100 * options.goal, digits=1)
+    results.add("at 3 bits, beyond uniform 4-bit's perplexity", 100 * three, "%", at_most=100 * CLOSE)
+    return results.report()
 
 
 if __name__ == "__main__":

@@ -34,12 +34,8 @@ NOTHING = "nothing was measured"
 
 def names() -> list[str]:
     """The benchmarks: programs that report figures."""
-    programs = (path for path in sorted(HERE.glob("*.py")) if path != Path(__file__).resolve())
-    return [
-        path.stem
-        for path in programs
-        if re.search(r"\.report\(\)", path.read_text("utf-8")) and "__main__" in path.read_text("utf-8")
-    ]
+    texts = {path.stem: path.read_text("utf-8") for path in sorted(HERE.glob("*.py")) if path.stem != "bench"}
+    return [name for name, text in texts.items() if ".report()" in text and "__main__" in text]
 
 
 def run(name: str, folder: Path, full: bool) -> dict[str, Any]:
@@ -53,15 +49,14 @@ def run(name: str, folder: Path, full: bool) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         code = -1
         print(f"{name}: stopped after {LIMIT_SECONDS} s", flush=True)
-    found = (
-        json.loads(path.read_text("utf-8")) if path.is_file() else {"benchmark": name, "figures": [], "left_out": []}
-    )
-    return found | {"code": code, "took": time.monotonic() - started}
+    nothing = {"benchmark": name, "figures": [], "left_out": []}
+    written = json.loads(path.read_text("utf-8")) if path.is_file() else nothing
+    return written | {"code": code, "took": time.monotonic() - started}
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+def rows(written: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Name, value, goal and verdict of each figure."""
-    return [(one.name, *one.cells()) for one in map(read_figure, found["figures"])]
+    return [(figure.name, *figure.cells()) for figure in map(read_figure, written["figures"])]
 
 
 def read_figure(entry: dict[str, Any]) -> Figure:
@@ -70,39 +65,37 @@ def read_figure(entry: dict[str, Any]) -> Figure:
     return Figure(**{name: entry[name] for name in entry if name not in ("met", "value")}, value=value)
 
 
-def summary(all_found: list[dict[str, Any]]) -> int:
+def summary(runs: list[dict[str, Any]]) -> int:
     """Print all figures as one table, what was left out, and what was missed; the exit code."""
-    listed = [(found["benchmark"], *row) for found in all_found for row in rows(found)]
+    listed = [(written["benchmark"], *row) for written in runs for row in rows(written)]
     widths = [max((len(row[column]) for row in listed), default=0) for column in range(4)]
     print()
     for row in listed:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
-    for found in all_found:
-        for line in found["left_out"]:
-            print(f"{found['benchmark']}: {line}")
+    for written in runs:
+        for line in written["left_out"]:
+            print(f"{written['benchmark']}: {line}")
     missed = [f"{row[0]}: {row[1]} {row[2]} (goal {row[3]})" for row in listed if row[4] == "MISSED"]
     missed += [
-        f"{found['benchmark']}: failed, exit code {found['code']}"
-        for found in all_found
-        if found["code"] != 0 and (found["code"] != 1 or all(row[3] != "MISSED" for row in rows(found)))
+        f"{written['benchmark']}: failed, exit code {written['code']}"
+        for written in runs
+        if written["code"] != 0 and (written["code"] != 1 or all(row[3] != "MISSED" for row in rows(written)))
     ]
-    took = sum(found["took"] for found in all_found)
-    print(f"\n{len(all_found)} benchmarks, {len(listed)} figures, {took / 60:.1f} minutes: {len(missed)} missed")
+    took = sum(written["took"] for written in runs)
+    print(f"\n{len(runs)} benchmarks, {len(listed)} figures, {took / 60:.1f} minutes: {len(missed)} missed")
     print("\n".join(missed), end="\n" if missed else "")
     return 1 if missed else 0
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(written: dict[str, Any]) -> str:
     """A file as RESULTS.md shows it: where it is from, its figures, and the tables that the benchmark gave."""
-    where = f"{found['date']}, commit {found['commit']}; {found['machine']}; {found['seconds']:.0f} s"
-    lines = [f"`{found['command']}` ({where})", ""]
-    lines += table(
-        ["figure", "value", "goal", ""],
-        [(name, value, goal, met if goal else "") for name, value, goal, met in rows(found)],
-    )
-    for one in found["tables"]:
-        lines += ["", *table(one["columns"], one["rows"])]
-    return "\n".join([*lines, *(f"\n{line[0].upper()}{line[1:]}." for line in found["left_out"])]) + "\n"
+    where = f"{written['date']}, commit {written['commit']}; {written['machine']}; {written['seconds']:.0f} s"
+    lines = [f"`{written['command']}` ({where})", ""]
+    shown = [(name, value, goal, met if goal else "") for name, value, goal, met in rows(written)]
+    lines += table(["figure", "value", "goal", ""], shown)
+    for further in written["tables"]:
+        lines += ["", *table(further["columns"], further["rows"])]
+    return "\n".join([*lines, *(f"\n{line[0].upper()}{line[1:]}." for line in written["left_out"])]) + "\n"
 
 
 def table(columns: list[str], cells: list[Any]) -> list[str]:

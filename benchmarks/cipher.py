@@ -42,14 +42,14 @@ def pairs(count: int, seed: int) -> list[Pair]:
     """Sentences and their translations."""
     chance = random.Random(seed)
     plain, cipher = words()
-    found = []
+    sentences = []
     for _ in range(count):
         classes = sorted(chance.sample(range(CLASSES), chance.randint(SHORTEST, CLASSES)))
-        chosen = {one: CLASS_WORDS * one + chance.randrange(CLASS_WORDS) for one in classes}
-        target = [cipher[chosen[one]] for one in ORDER if one in chosen]
-        said = [one[-1] if chance.random() < SECOND else one[0] for one in target]
-        found.append((" ".join(plain[one] for one in chosen.values()), " ".join(said)))
-    return found
+        chosen = {kind: CLASS_WORDS * kind + chance.randrange(CLASS_WORDS) for kind in classes}
+        target = [cipher[chosen[kind]] for kind in ORDER if kind in chosen]
+        said = [words[-1] if chance.random() < SECOND else words[0] for words in target]
+        sentences.append((" ".join(plain[word] for word in chosen.values()), " ".join(said)))
+    return sentences
 
 
 def tokenizer() -> Any:
@@ -107,8 +107,7 @@ def save(folder: Path, steps: int, sentences: int, seed: int = 0) -> tuple[Path,
     model.save_pretrained(path)
     speaker.save_pretrained(path)
     held_out = pairs(sentences, seed + 1_000_003)
-    files = []
-    for index, name in enumerate(("source.txt", "target.txt")):
-        files.append(folder / name)
-        files[-1].write_text("".join(f"{pair[index]}\n" for pair in held_out), "utf-8")
-    return path, files[0], files[1]
+    source, target = folder / "source.txt", folder / "target.txt"
+    for index, file in enumerate((source, target)):
+        file.write_text("".join(f"{pair[index]}\n" for pair in held_out), "utf-8")
+    return path, source, target

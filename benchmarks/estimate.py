@@ -84,28 +84,25 @@ def caching(hardware: Hardware) -> Hardware:
 
 def replay(trace: RoutingTrace) -> Estimate:
     placement = uniform_placement(LARGE, bits=3, hot_experts=64)
-    every = type(placement)(
-        name=placement.name,
-        bits=np.repeat(placement.bits, LAYERS, axis=0),
-        hot=np.repeat(placement.hot, LAYERS, axis=0),
-    )
+    bits, hot = (np.repeat(part, LAYERS, axis=0) for part in (placement.bits, placement.hot))
+    every = type(placement)(name=placement.name, bits=bits, hot=hot)
     return estimate(LARGE, caching(load_hardware("paper-ctxmoe")), every, trace=trace, grid=Grid(outputs=(DECODED,)))
 
 
 def main() -> int:
     options = figures.arguments(__doc__, rounds=(5, 3), steps=(10_000, 4_000))
-    found = figures.Figures(options)
+    results = figures.Figures(options)
     what = "sweep of 2 models, 2 widths, 6 grid points, 3 batches, all policies"
-    found.add(what, figures.processor_seconds(sweep, options.rounds), "s", at_most=SWEEP_GOAL_SECONDS)
+    results.add(what, figures.processor_seconds(sweep, options.rounds), "s", at_most=SWEEP_GOAL_SECONDS)
     trace = made_trace(options.steps)
     result = replay(trace)
     print(f"{options.steps} steps x {LAYERS} layers x {EXPERTS} experts, {len(result.policies)} policies")
-    for one in result.points[: len(result.policies)]:
-        milliseconds, share = 1e3 * one.decode_seconds_per_token, one.gpu_expert_share
-        print(f"  {one.policy:14} {milliseconds:8.3f} ms a token, {share:.3f} of the expert tokens on the GPU")
+    for point in result.points[: len(result.policies)]:
+        milliseconds, share = 1e3 * point.decode_seconds_per_token, point.gpu_expert_share
+        print(f"  {point.policy:14} {milliseconds:8.3f} ms a token, {share:.3f} of the expert tokens on the GPU")
     seconds = figures.processor_seconds(lambda: replay(trace), max(1, options.rounds // 2))
-    found.add("trace, 10,000 steps", seconds * 10_000 / options.steps, "s", at_most=TRACE_GOAL_SECONDS, digits=1)
-    return found.report()
+    results.add("trace, 10,000 steps", seconds * 10_000 / options.steps, "s", at_most=TRACE_GOAL_SECONDS, digits=1)
+    return results.report()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ by context, whose prefills are shared. The rows must have the same values. Goal:
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,9 +21,6 @@ import figures
 
 from moeq import pipeline
 from moeq.bundled import bundled_path
-from moeq.progress import Reporter
-from moeq.recipe import load_recipe
-from moeq.stages.context import Context
 
 GOAL = 1 / 3
 ASSIGNMENTS = [
@@ -42,25 +38,20 @@ BY_CONTEXT = [
 
 def make_run(model: Path, out: Path, sequences: int) -> list[str]:
     """A run with its replicas; returns the names of its assignments."""
-    compare = [{"name": f"a{number}", **one} for number, one in enumerate(ASSIGNMENTS)]
+    compare = [{"name": f"a{number}", **section} for number, section in enumerate(ASSIGNMENTS)]
     overrides = [
         f"corpus.sequences={sequences}", "corpus.sequence_length=256", "losses.bits=[1,2,3,4]", "losses.methods=[gptq]",
         "losses.group_size=64", "losses.per_projection=false", f"eval.compare={json.dumps(compare)}", "dtype=float32",
     ]  # fmt: skip
-    context = Context(
-        recipe=load_recipe(None, overrides), model_name=str(model), out=out, reporter=Reporter(quiet=True)
-    )
-    pipeline.run(context, ("profile", "losses", "assign"))
-    return [f"{out}:{one['name']}" for one in compare]
+    pipeline.run(figures.context(model, out, overrides), ("profile", "losses", "assign"))
+    return [f"{out}:{section['name']}" for section in compare]
 
 
 def evaluate(words: list[str], options: list[str]) -> tuple[dict[str, dict[str, Any]], float]:
     """{row: {measure: value}} of one `moeq eval`, and the seconds that it took."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "moeq", "eval", *words, *options, "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    table = figures.moeq_json("eval", *words, *options)["table"]
     seconds = time.perf_counter() - started
-    table = json.loads(done.stdout)["table"]
     return {row["name"]: {name: cell["value"] for name, cell in row["cells"].items()} for row in table}, seconds
 
 
@@ -71,7 +62,7 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--include-path", type=Path)
     asked = figures.parsed(parser)
-    found = figures.Figures(asked)
+    results = figures.Figures(asked)
     options = ["--tasks", asked.tasks, "--limit", str(asked.limit)]
     options += ["--include-path", str(asked.include_path)] if asked.include_path is not None else []
     with tempfile.TemporaryDirectory(prefix="moeq-evaluate-") as folder:
@@ -80,8 +71,8 @@ def main() -> int:
         several = [[name] for name in names]
         whole = names
         if asked.by_context:
-            several = [[str(out), "--context-aware", one] for one in BY_CONTEXT]
-            whole = [str(out), *(part for one in BY_CONTEXT for part in ("--context-aware", one))]
+            several = [[str(out), "--context-aware", way] for way in BY_CONTEXT]
+            whole = [str(out), *(part for way in BY_CONTEXT for part in ("--context-aware", way))]
         apart: dict[str, dict[str, Any]] = {}
         total = 0.0
         for words in several:
@@ -90,12 +81,12 @@ def main() -> int:
             total += seconds
             print(f"  {list(row)[-1]:40} {seconds:6.1f} s  {list(row.values())[-1]}", flush=True)
         together, seconds = evaluate(whole, options)
-    different = {name: (one, apart.get(name)) for name, one in together.items() if one != apart.get(name)}
+    different = {name: (row, apart.get(name)) for name, row in together.items() if row != apart.get(name)}
     print(f"{len(several)} at once {seconds:.1f} s, one by one {total:.1f} s", *different.items(), sep="\n")
-    found.add("rows with other values", len(different) + abs(len(apart) - len(together)), at_most=0, digits=0)
+    results.add("rows with other values", len(different) + abs(len(apart) - len(together)), at_most=0, digits=0)
     how = "ways of placing by context" if asked.by_context else "assignments"
-    found.add(f"{len(several)} {how} at once, of the time one by one", seconds / total, at_most=GOAL)
-    return found.report()
+    results.add(f"{len(several)} {how} at once, of the time one by one", seconds / total, at_most=GOAL)
+    return results.report()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+from memory import mixtral
 
 GOAL, LAYERS = 0.5, 2
 WIDTHS = {"mixed": (2, 3, 4, 8), "uniform": (4,)}
@@ -40,16 +40,11 @@ SLACK = 48 * 2**20  # one expert's tensors, the allocator's arenas
 def make_model(folder: Path, options: argparse.Namespace) -> None:
     """Everything of a Mixtral but its experts, in bfloat16."""
     import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import MixtralForCausalLM
 
     from moeq.artifacts.tensor_files import write_tensors
 
-    config = MixtralConfig(
-        vocab_size=2048, hidden_size=options.hidden, intermediate_size=options.intermediate,
-        num_hidden_layers=options.layers, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-        num_local_experts=options.experts, num_experts_per_tok=2, max_position_embeddings=512, bos_token_id=0,
-        eos_token_id=1, pad_token_id=2, dtype="bfloat16", architectures=["MixtralForCausalLM"],
-    )  # fmt: skip
+    config = mixtral(options, options.layers)
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = MixtralForCausalLM(config)
@@ -115,12 +110,6 @@ def export_inputs(files: Path, model: Path, widths: tuple[int, ...]) -> Any:
     )
 
 
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process."""
-    with open("/proc/self/status", encoding="utf-8") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-
 def kind_of(name: str) -> str:
     """Which checkpoint a format is written of."""
     return "uniform" if name == "compressed-tensors" else "mixed"
@@ -149,27 +138,16 @@ def write_format(name: str, folder: Path, out: Path) -> None:
     source = folder / kind_of(name)
     copy_rate(source)
     copying = copy_rate(source)
-    before = peak = anonymous_bytes()
-    done = threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not done.wait(0.02):
-            peak = max(peak, anonymous_bytes())
-
-    watch = threading.Thread(target=sample, daemon=True)
-    watch.start()
-    started, worked = time.perf_counter(), time.process_time()
-    write()
-    seconds, worked = time.perf_counter() - started, time.process_time() - worked
-    done.set()
-    watch.join()
+    before = figures.resident()["RssAnon"]
+    with figures.Peaks() as peaks:
+        started, worked = time.perf_counter(), time.process_time()
+        write()
+        seconds, worked = time.perf_counter() - started, time.process_time() - worked
     files = {path.name: path.stat().st_size for path in out.iterdir()}
     layer = max(size for file, size in files.items() if file.startswith(("model-experts", "experts")))
-    figures = {"seconds": seconds, "processor": worked, "layer": layer, "memory": peak - before}
+    row = {"seconds": seconds, "processor": worked, "layer": layer, "memory": peaks.highest["RssAnon"] - before}
     shutil.rmtree(out)
-    figures |= {"bytes": sum(files.values()), "copying": max(copying, copy_rate(source))}
-    print(json.dumps(figures))
+    print(json.dumps(row | {"bytes": sum(files.values()), "copying": max(copying, copy_rate(source))}))
 
 
 def copy_rate(source: Path) -> float:
@@ -190,10 +168,9 @@ def copy_rate(source: Path) -> float:
 
 def measure(name: str, folder: Path) -> dict[str, float]:
     """One format: its figures, and the rate of copies around it."""
-    found: dict[str, float] = figures.in_fresh_process(__file__, "--format", name, "--folder", str(folder))
-    found["rate"] = found["bytes"] / found["seconds"]
-    found["ratio"] = found["rate"] / found["copying"]
-    return found
+    row: dict[str, float] = figures.in_fresh_process(__file__, "--format", name, "--folder", str(folder))
+    rate = row["bytes"] / row["seconds"]
+    return row | {"rate": rate, "ratio": rate / row["copying"]}
 
 
 def run(options: argparse.Namespace, folder: Path) -> int:
@@ -206,27 +183,24 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         export(export_inputs(folder / f"{kind}-experts", folder / "model", widths), folder / kind)
     size = sum(path.stat().st_size for path in (folder / "mixed").iterdir())
     print(f"{size / 1e6:.0f} MB packed, {options.layers} layers of {options.experts} experts")
-    columns = ["format", "MB", "s", "CPU s", "MB/s", "copy MB/s", "ratio", "MB held", "two layers"]
-    print("  ".join(columns))
-    found, lines = figures.Figures(options), []
+    results = figures.Figures(options)
+    results.table(["format", "MB", "s", "CPU s", "MB/s", "copy MB/s", "ratio", "MB held", "two layers"])
     for name in (*FORMATS, *(["dequantized"] if options.all else [])):
         rows = [measure(name, folder) for _ in range(options.runs)]
-        row = sorted(rows, key=lambda one: one["ratio"])[len(rows) // 2]
+        row = sorted(rows, key=lambda row: row["ratio"])[len(rows) // 2]
         allowed = LAYERS * row["layer"] + SLACK
-        megabytes = [f"{one / 1e6:.0f}" for one in (row["bytes"], row["rate"], row["copying"], row["memory"], allowed)]
+        size, rate, copied, held, most = (
+            f"{number / 1e6:.0f}" for number in (row["bytes"], row["rate"], row["copying"], row["memory"], allowed)
+        )
         seconds = [f"{row[key]:.2f}" for key in ("seconds", "processor")]
-        lines.append([name, megabytes[0], *seconds, *megabytes[1:3], f"{row['ratio']:.2f}", *megabytes[3:]])
-        print("  ".join(f"{cell:>{len(title)}}" for cell, title in zip(lines[-1], columns, strict=True)), flush=True)
-        found.add(f"{name}: of a copy's rate", row["ratio"], at_least=GOAL)
-        found.add(f"{name}: held, of two layers", row["memory"] / allowed, at_most=1)
-    found.table(columns, lines)
-    return found.report()
+        results.row(name, size, *seconds, rate, copied, f"{row['ratio']:.2f}", held, most)
+        results.add(f"{name}: of a copy's rate", row["ratio"], at_least=GOAL)
+        results.add(f"{name}: held, of two layers", row["memory"] / allowed, at_most=1)
+    return results.report()
 
 
 def main() -> None:
-    parser = figures.parser(
-        __doc__, hidden=2048, intermediate=1024, experts=32, layers=(24, 8), runs=3, all=False
-    )  # fmt: skip
+    parser = figures.parser(__doc__, hidden=2048, intermediate=1024, experts=32, layers=(24, 8), runs=3, all=False)
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure [default: a temporary one]")
     parser.add_argument("--format", help=argparse.SUPPRESS)
     options = figures.parsed(parser)

@@ -1,14 +1,15 @@
-"""What the benchmarks share: the figures that a run found, their goals, the table at the end, and the file of it.
+"""What the benchmarks share: figures with their goals, the table at the end and the file of it; how work is measured.
 
     def main() -> int:
         options = figures.arguments(__doc__, rounds=(21, 3), device="cpu")  # --rounds, 3 where --quick is given
-        found = figures.Figures(options)
-        found.add("growth from 4 to 32 layers", grown, "of a layer", at_most=0.25)
-        found.add("share of the disk's rate", ratio, at_least=0.6, digits=2)
-        found.add("level", level / 1e6, "MB")  # no goal: shown, and never missed
-        found.table(["layers", "export"], [["4", "258"], ["8", "241"]])  # what RESULTS.md shows beside the figures
-        found.left_out("gptqmodel", "it is not installed")
-        return found.report()
+        results = figures.Figures(options)
+        results.add("growth from 4 to 32 layers", grown, "of a layer", at_most=0.25)
+        results.add("share of the disk's rate", ratio, at_least=0.6, digits=2)
+        results.add("level", level / 1e6, "MB")  # no goal: shown, and never missed
+        results.table(["layers", "export"])  # what RESULTS.md shows beside the figures
+        results.row("4", "258")  # shown at once, too
+        results.left_out("gptqmodel", "it is not installed")
+        return results.report()
 
 `report` prints every figure with its goal, then one last line, and returns the exit code: 1 when a goal is missed (or a
 value is not finite), 0 when all are met. Every benchmark takes --quick, the form that `make bench` runs, and --json
@@ -26,12 +27,16 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moeq.stages.context import Context
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # trained checkpoints and texts that are not moeq's, where there are some
@@ -60,14 +65,9 @@ class Figure:
 
     def cells(self) -> tuple[str, str, str]:
         """Value with unit, goal, and whether it is met."""
-        goal = "at least" if self.at_least is not None else "at most"
-        limit = self.at_least if self.at_least is not None else self.at_most
-        shown = f"{self.value:.{self.digits}f} {self.unit}".strip()
-        return (
-            shown,
-            "" if limit is None else f"{goal} {limit:.{max(self.digits, 0)}f}",
-            "met" if self.met else "MISSED",
-        )
+        word, limit = ("at most", self.at_most) if self.at_least is None else ("at least", self.at_least)
+        goal = "" if limit is None else f"{word} {limit:.{self.digits}f}"
+        return f"{self.value:.{self.digits}f} {self.unit}".strip(), goal, "met" if self.met else "MISSED"
 
 
 @dataclass
@@ -84,9 +84,17 @@ class Figures:
         self.figures.append(Figure(name=name, value=float(value), unit=unit, **goal))
         return self.figures[-1]
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> None:
         """A table of texts that RESULTS.md shows below the figures; the first column names the row."""
         self.tables.append({"columns": list(columns), "rows": [list(row) for row in rows]})
+
+    def row(self, *cells: str) -> None:
+        """One more row of the last table, printed at once below its columns."""
+        columns, rows = (self.tables[-1][part] for part in ("columns", "rows"))
+        rows.append(list(cells))
+        for first, *others in (columns, cells) if len(rows) == 1 else (cells,):
+            aligned = (f"{cell:>{len(title)}}" for cell, title in zip(others, columns[1:], strict=True))
+            print(f"{first:26}", *aligned, sep="  ", flush=True)
 
     def left_out(self, what: str, why: str) -> None:
         """Say, here and in the file, what was not measured."""
@@ -95,38 +103,36 @@ class Figures:
 
     def report(self) -> int:
         """Print the figures and the last line, write the file that --json names; the exit code."""
-        widest = max((len(one.name) for one in self.figures), default=0)
+        widest = max((len(figure.name) for figure in self.figures), default=0)
+        missed, goals = [], 0
         print()
-        for one in self.figures:
-            shown, goal, met = one.cells()
-            print(f"{one.name:{widest}}  {shown:>24}  {goal:22} {met if goal else ''}".rstrip())
-        missed = [one for one in self.figures if not one.met]
-        goals = sum(one.at_most is not None or one.at_least is not None for one in self.figures)
+        for figure in self.figures:
+            shown, goal, met = figure.cells()
+            print(f"{figure.name:{widest}}  {shown:>24}  {goal:22} {met if goal else ''}".rstrip())
+            goals += bool(goal)
+            missed += [] if figure.met else [f"{figure.name} {shown} (goal {goal})"]
         self._write()
-        name, lost = (
-            Path(sys.argv[0]).stem,
-            ", ".join(f"{one.name} {one.cells()[0]} (goal {one.cells()[1]})" for one in missed),
-        )
-        print(f"{name}: {goals - len(missed)} of {goals} goals met" + (f"; MISSED: {lost}" if missed else ""))
+        lost = f"; MISSED: {', '.join(missed)}" if missed else ""
+        print(f"{Path(sys.argv[0]).stem}: {goals - len(missed)} of {goals} goals met{lost}")
         return 1 if missed else 0
 
     def _write(self) -> None:
         path = self.options.json
         if path is not None:
-            found = {"benchmark": Path(sys.argv[0]).stem, "quick": self.options.quick} | machine() | {
+            run = {"benchmark": Path(sys.argv[0]).stem, "quick": self.options.quick} | machine() | {
                 "command": command(), "seconds": round(time.monotonic() - self.options.started, 1),
-                "figures": [one.as_json() for one in self.figures],
+                "figures": [figure.as_json() for figure in self.figures],
                 "tables": self.tables, "left_out": self.lacking,
             }  # fmt: skip
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", "utf-8")
+            path.write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", "utf-8")
 
 
 def skipped(options: argparse.Namespace, why: str) -> int:
     """Nothing can be measured here: say so, and write it; the exit code, 0."""
-    found = Figures(options)
-    found.left_out(Path(sys.argv[0]).stem, why)
-    return found.report()
+    nothing = Figures(options)
+    nothing.left_out(Path(sys.argv[0]).stem, why)
+    return nothing.report()
 
 
 def parser(documentation: str | None, **settings: Any) -> argparse.ArgumentParser:
@@ -140,10 +146,8 @@ def parser(documentation: str | None, **settings: Any) -> argparse.ArgumentParse
     made.set_defaults(started=time.monotonic())
     for name, value in settings.items():
         usual, quick = value if isinstance(value, tuple) else (value, value)
-        flag, shown = (
-            f"--{name.replace('_', '-')}",
-            f"[default: {usual}" + (f"; --quick: {quick}]" if quick != usual else "]"),
-        )
+        flag = f"--{name.replace('_', '-')}"
+        shown = f"[default: {usual}" + (f"; --quick: {quick}]" if quick != usual else "]")
         if usual is False:
             made.add_argument(flag, action="store_true")
         else:
@@ -203,11 +207,85 @@ def processor_seconds(work: Callable[[], object], rounds: int = 1) -> float:
     return statistics.median(taken)
 
 
-def in_fresh_process(script: str, *words: str, environment: dict[str, str] | None = None) -> Any:
-    """What a Python program prints as JSON on its last line; its own messages go to standard error."""
-    given = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
-    done = subprocess.run([sys.executable, script, *words], stdout=subprocess.PIPE, text=True, check=True, env=given)
-    return json.loads(done.stdout.splitlines()[-1])
+def resident(process: str = "self") -> dict[str, int]:
+    """RssAnon and RssFile of a process, bytes."""
+    rows = (line.partition(":") for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return {name: int(value.split()[0]) * 1024 for name, _, value in rows if name in ("RssAnon", "RssFile")}
+
+
+class Peaks:
+    """The highest of the numbers that `level` gives, looked at 50 times a second while a `with` block runs."""
+
+    def __init__(self, level: Callable[[], dict[str, int]] = resident) -> None:
+        self.level, self.highest = level, level()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.02):
+            for name, value in self.level().items():
+                self.highest[name] = max(self.highest.get(name, 0), value)
+
+    def __enter__(self) -> Peaks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def printed(*words: str) -> str:
+    """What Python prints for these words of a command line, in a fresh process; messages go to standard error."""
+    given = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True, env=given).stdout
+
+
+def in_fresh_process(script: str, *words: str) -> Any:
+    """What a Python program prints as JSON on its last line."""
+    return json.loads(printed(script, *words).splitlines()[-1])
+
+
+def moeq_json(*words: str) -> Any:
+    """What `moeq WORDS --json` prints."""
+    return json.loads(printed("-m", "moeq", *words, "--json"))
+
+
+def last_line(said: str) -> str:
+    """What a program that failed said last."""
+    return (said.strip().splitlines() or ["no message"])[-1]
+
+
+def environment(home: Path, pins: Path, *installs: Sequence[str]) -> str | None:
+    """Make a peer's virtual environment where it is not there yet; why it cannot be, None when it can.
+
+    pins: constraints of pip's; installs: requirements, one `pip install` after another, but for the first without
+    isolation of builds.
+    """
+    done, python = home / ".installed", home / "bin" / "python"
+    if done.exists():
+        return None
+    print(f"installing into {home}", flush=True)
+    steps = [[sys.executable, "-m", "venv", "--clear", str(home)]]
+    for number, requirements in enumerate(installs):
+        isolation = ["--no-build-isolation"] if number else []
+        steps.append([str(python), "-m", "pip", "install", "-q", "-c", str(pins), *isolation, *requirements])
+    for step in steps:
+        result = subprocess.run(step, capture_output=True, text=True)
+        if result.returncode:
+            return f"it cannot be installed ({last_line(result.stderr)})"
+    done.touch()
+    return None
+
+
+def context(model: str | Path, out: Path, overrides: Sequence[str] = (), recipe: Path | None = None) -> Context:
+    """A run of a model that reports nothing; recipe: a file, None for the defaults."""
+    from moeq.progress import Reporter
+    from moeq.recipe import load_recipe
+    from moeq.stages.context import Context
+
+    loaded = load_recipe(recipe, list(overrides))
+    return Context(recipe=loaded, model_name=str(model), out=out, reporter=Reporter(quiet=True))
 
 
 def script(path: Path) -> Any:

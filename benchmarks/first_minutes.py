@@ -83,10 +83,10 @@ def taken(*words: str) -> Taken:
 
 def done(*words: str) -> Taken:
     """Run a command that has to succeed."""
-    found = taken(*words)
-    if found.code != 0:
-        raise RuntimeError(f"moeq {' '.join(words)} ended with {found.code}: {found.said[-500:]}")
-    return found
+    ended = taken(*words)
+    if ended.code != 0:
+        raise RuntimeError(f"moeq {' '.join(words)} ended with {ended.code}: {ended.said[-500:]}")
+    return ended
 
 
 def write_text(path: Path, size: int) -> Path:
@@ -103,66 +103,64 @@ def write_text(path: Path, size: int) -> Path:
                 return path
 
 
-def calibration(found: figures.Figures, scratch: Path) -> None:
-    sizes = {"1 MB": MEGABYTE, f"{found.options.text_megabytes} MB": found.options.text_megabytes * MEGABYTE}
+def calibration(results: figures.Figures, scratch: Path) -> None:
+    sizes = {"1 MB": MEGABYTE, f"{results.options.text_megabytes} MB": results.options.text_megabytes * MEGABYTE}
     small = None
-    rows = []
+    results.table(["text", "memory, MB", "processor, s"])
     for suffix in (".txt", ".txt.gz"):
         for name, size in sizes.items():
             text = write_text(scratch / f"text{suffix}", size)
-            one = done(
+            profile = done(
                 "profile", "--model", "bundled:tiny-mixtral", "--out", str(scratch / "run"), "--quiet",
                 "--set", f"corpus.source={text}", "--set", "corpus.sequences=16",
             )  # fmt: skip
             shutil.rmtree(scratch / "run")
             text.unlink()
-            rows.append([f"{name} {suffix}", f"{one.resident_bytes / 1e6:.0f}", f"{one.seconds:.1f}"])
-            print(f"profile on {name} of {suffix}: {one.resident_bytes / 1e6:.0f} MB, {one.seconds:.1f} s", flush=True)
-            small = small or one
+            results.row(f"{name} {suffix}", f"{profile.resident_bytes / 1e6:.0f}", f"{profile.seconds:.1f}")
+            small = small or profile
             if size > MEGABYTE:
-                more = (one.resident_bytes - small.resident_bytes) / 1e6
-                found.add(f"calibration on {name} of {suffix}, above 1 MB", more, "MB", at_most=100, digits=0)
-                found.add(f"calibration on {name} of {suffix}", one.seconds, "s of processor", digits=1)
-    found.table(["text", "memory, MB", "processor, s"], rows)
+                more = (profile.resident_bytes - small.resident_bytes) / 1e6
+                results.add(f"calibration on {name} of {suffix}, above 1 MB", more, "MB", at_most=100, digits=0)
+                results.add(f"calibration on {name} of {suffix}", profile.seconds, "s of processor", digits=1)
 
 
-def refusals(found: figures.Figures, scratch: Path) -> None:
+def refusals(results: figures.Figures, scratch: Path) -> None:
     rows = []
     for words in REFUSED:
         given = [str(scratch / "none") if word == "OUT" else word for word in words]
-        one = taken(*given)
-        if one.code in (0, 1) or len(one.said.strip().splitlines()) != 1:
-            raise RuntimeError(f"moeq {' '.join(given)} ended with {one.code}: {one.said[-500:]}")
-        rows.append((one.seconds, " ".join(words), one.code))
-        print(f"{one.seconds:5.2f} s  exit {one.code:3}  moeq {' '.join(words)}", flush=True)
-    found.add("the slowest refusal", max(rows)[0], "s of processor", at_most=0.7)
-    found.table(
+        refusal = taken(*given)
+        if refusal.code in (0, 1) or len(refusal.said.strip().splitlines()) != 1:
+            raise RuntimeError(f"moeq {' '.join(given)} ended with {refusal.code}: {refusal.said[-500:]}")
+        rows.append((refusal.seconds, " ".join(words), refusal.code))
+        print(f"{refusal.seconds:5.2f} s  exit {refusal.code:3}  moeq {' '.join(words)}", flush=True)
+    results.add("the slowest refusal", max(rows)[0], "s of processor", at_most=0.7)
+    results.table(
         ["moeq", "processor, s", "exit"], [[words, f"{seconds:.2f}", str(code)] for seconds, words, code in rows]
     )
 
 
-def hashing(found: figures.Figures, scratch: Path) -> None:
-    layer_bytes = 2 * (3 * EXPERTS * 1024 * 1024 + 1280 * 1024)
-    layers = max(1, round(found.options.model_gigabytes * 1e9 / layer_bytes))
+def hashing(results: figures.Figures, scratch: Path) -> None:
     shape = argparse.Namespace(hidden=1024, intermediate=1024, experts=EXPERTS)
+    layer_bytes = memory.bytes_of_layer(shape)
+    layers = max(1, round(results.options.model_gigabytes * 1e9 / layer_bytes))
     folder = scratch / "model"
     folder.mkdir()
     memory.make(folder, layers, shape)
     out = scratch / "run"
-    sets = [part for override in [*memory.OVERRIDES, *found.options.set] for part in ("--set", override)]
+    sets = [part for override in [*memory.OVERRIDES, *results.options.set] for part in ("--set", override)]
     spent, every = 0.0, 0.0
     for name in ("profile", "losses", "assign", "quantize", "export"):
-        one = done(name, "--model", str(folder), "--out", str(out), "--quiet", *sets)
+        stage = done(name, "--model", str(folder), "--out", str(out), "--quiet", *sets)
         record = json.loads((out / {"export": "checkpoint"}.get(name, name) / "stage.json").read_text("utf-8"))
-        spent += record["volatile"]["hashing_seconds"]
-        every += one.seconds
-        print(f"{name:9} {one.seconds:7.1f} s, hashing {record['volatile']['hashing_seconds']:.1f} s", flush=True)
+        hashed = record["volatile"]["hashing_seconds"]
+        spent, every = spent + hashed, every + stage.seconds
+        print(f"{name:9} {stage.seconds:7.1f} s, hashing {hashed:.1f} s", flush=True)
     size = f"{layers * layer_bytes / 1e9:.1f} GB"
-    found.add(f"hashing, of a run on {size}", 100 * spent / every, "%", at_most=5, digits=1)
+    results.add(f"hashing, of a run on {size}", 100 * spent / every, "%", at_most=5, digits=1)
 
 
-def planned(found: figures.Figures, scratch: Path) -> None:
-    plan.add_ratios(found, "the demo", plan.compare("the demo", "bundled:tiny-mixtral", plan.DEMO, []))
+def planned(results: figures.Figures, scratch: Path) -> None:
+    plan.add_ratios(results, "the demo", plan.compare("the demo", "bundled:tiny-mixtral", plan.DEMO, []))
 
 
 PARTS = {"calibration": calibration, "plan": planned, "refusals": refusals, "hashing": hashing}
@@ -173,11 +171,11 @@ def main() -> int:
     made.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     made.add_argument("--set", nargs="*", default=[], help="keys of the recipe of the part hashing")
     options = figures.parsed(made)
-    found = figures.Figures(options)
+    results = figures.Figures(options)
     for name in options.only:
         with tempfile.TemporaryDirectory() as scratch:
-            PARTS[name](found, Path(scratch))
-    return found.report()
+            PARTS[name](results, Path(scratch))
+    return results.report()
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ class Worker:
         print(json.dumps(job), file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             if line.startswith("{"):
-                found: dict[str, Any] = json.loads(line)
-                return found
+                answer: dict[str, Any] = json.loads(line)
+                return answer
         raise RuntimeError(f"{self.name} ended, see {self.log}")
 
     def close(self) -> None:
@@ -84,60 +84,40 @@ def large_operations() -> float:
     return LARGE["inputs"] ** 3 / 3 + len(LARGE_BITS) * LARGE["rows"] * LARGE["inputs"] ** 2
 
 
-def install(name: str, directory: Path, quick: bool) -> Path | None:
-    """The Python of a peer's environment, made when it is not there; None with a message when it can't be, or when the
-    run is a quick one."""
-    home = directory / name
-    python, done = home / "bin" / "python", home / ".installed"
-    if done.exists():
-        return python
-    if quick:
-        return None
-    print(f"installing {name} into {home}", flush=True)
-    steps = [[sys.executable, "-m", "venv", "--clear", str(home)]]
-    pins = directory / "torch.txt"
+def start(options: argparse.Namespace, figure: figures.Figures) -> dict[str, Worker]:
+    """A worker for moeq, one for matrix products, and one for every peer that can be had."""
+    pythons = {"products": Path(sys.executable), "moeq": Path(sys.executable)}
+    folder = Path(options.environments)
+    folder.mkdir(parents=True, exist_ok=True)
+    pins = folder / "torch.txt"
     pins.write_text(TORCH + "\n")
-    for index, requirements in enumerate(PEERS[name]):
-        flags = ["--no-build-isolation"] if index else []
-        steps.append([str(python), "-m", "pip", "install", "-q", "-c", str(pins), *flags, *requirements])
-    for step in steps:
-        result = subprocess.run(step, capture_output=True, text=True)
-        if result.returncode:
-            reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            print(f"{name} is left out, it cannot be installed: {reason}")
-            return None
-    done.touch()
-    return python
-
-
-def start(options: argparse.Namespace) -> dict[str, Worker]:
-    pythons: dict[str, Path | None] = {"products": Path(sys.executable), "moeq": Path(sys.executable)}
-    if not options.no_peers:
-        pythons |= {name: install(name, Path(options.environments), options.quick) for name in PEERS}
-    return {name: Worker(name, python, options) for name, python in pythons.items() if python is not None}
-
-
-def drop(workers: dict[str, Worker], name: str, error: RuntimeError) -> None:
-    """Go on without a peer that fails; moeq and the products may not."""
-    if name in ("moeq", "products"):
-        raise error
-    print(f"{name} is left out: {error}")
-    workers.pop(name).close()
+    for name in () if options.no_peers else sorted(PEERS):
+        home, problem = folder / name, "it is not installed"
+        if not options.quick or (home / ".installed").exists():
+            problem = figures.environment(home, pins, *PEERS[name])
+        if problem is None:
+            pythons[name] = home / "bin" / "python"
+        else:
+            figure.left_out(name, problem)
+    return {name: Worker(name, python, options) for name, python in pythons.items()}
 
 
 def rounds(workers: dict[str, Worker], jobs: dict[str, list[dict[str, Any]]], count: int) -> dict[str, list[Any]]:
-    """Answers of all jobs, the workers taking turns; {worker or worker+tag: answers}."""
-    found: dict[str, list[Any]] = {}
+    """Answers of all jobs, the workers taking turns; {worker or worker+tag: answers}. A peer that fails is left out."""
+    answers: dict[str, list[Any]] = {}
     for _ in range(count):
         for name in list(workers):
             for job in jobs.get(name, []):
                 try:
                     answer = workers[name].ask(**job)
                 except RuntimeError as error:
-                    drop(workers, name, error)
+                    if name not in PEERS:
+                        raise
+                    print(f"{name} is left out: {error}")
+                    workers.pop(name).close()
                     break
-                found.setdefault(name + job.get("tag", ""), []).append(answer)
-    return found
+                answers.setdefault(name + job.get("tag", ""), []).append(answer)
+    return answers
 
 
 def median(answers: list[Any]) -> float:
@@ -150,10 +130,10 @@ def ratio(ones: list[Any], others: list[Any], scale: float = 1.0, clock: str = "
 
 
 def show(
-    figure: figures.Figures, found: dict[str, list[Any]], operations: float, label: str, scales: dict[str, float]
+    figure: figures.Figures, answers: dict[str, list[Any]], operations: float, label: str, scale: float = 1.0
 ) -> None:
-    """Print one table and add its figures."""
-    ours, limit = found["moeq"], found["products"]
+    """Print one table and add its figures; scale: of the peers' times."""
+    ours, limit = answers["moeq"], answers["products"]
     efficiency = ratio(limit, ours)
     peak = operations / median(limit) / 1e9
     print(f"\n{label}")
@@ -165,15 +145,14 @@ def show(
     )
     figure.add(f"{label}: of the limit of matrix products", efficiency, at_least=EFFICIENCY_GOAL)
     for name, goal in GOALS.items():
-        if name in found:
-            scale = scales[name]
-            times = ratio(found[name], ours, scale)
+        if name in answers:
+            times = ratio(answers[name], ours, scale)
             wanted = {"at_least": goal} if scale != 1 else {}  # of one width, the limit itself is not as far
             figure.add(f"{label}: {name}'s time, of moeq's", times, digits=1, **wanted)
             print(
-                f"  {name:16} {median(found[name]) * scale:9.2f} s  {times:7.1f} times moeq's"
-                f" ({ratio(found[name], ours, scale, 'cpu'):.1f} by CPU time),"
-                f" {found[name][0]['peak_bytes'] / 1e9:.2f} GB above its inputs"
+                f"  {name:16} {median(answers[name]) * scale:9.2f} s  {times:7.1f} times moeq's"
+                f" ({ratio(answers[name], ours, scale, 'cpu'):.1f} by CPU time),"
+                f" {answers[name][0]['peak_bytes'] / 1e9:.2f} GB above its inputs"
             )
 
 
@@ -184,44 +163,37 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = figures.parsed(parser)
-    Path(options.environments).mkdir(parents=True, exist_ok=True)
-    workers = start(options)
+    figure = figures.Figures(options)
+    workers = start(options, figure)
     try:
-        return compare(workers, options)
+        return compare(workers, options, figure)
     finally:
         for worker in workers.values():
             worker.close()
 
 
-def compare(workers: dict[str, Worker], options: argparse.Namespace) -> int:
-    figure = figures.Figures(options)
-    for name in [] if options.no_peers else sorted(set(PEERS) - set(workers)):
-        figure.left_out(name, "it is not installed")
+def compare(workers: dict[str, Worker], options: argparse.Namespace, figure: figures.Figures) -> int:
     operations = expert_operations(BITS, options.experts)
-    mine = {"problem": "experts", "experts": options.experts, **EXPERT}
+    experts = {"problem": "experts", "experts": options.experts, **EXPERT}
     jobs: dict[str, list[dict[str, Any]]] = {
         "products": [{"problem": "products", "operations": operations}],
-        "moeq": [mine | {"bits": BITS}, mine | {"bits": MORE_BITS, "tag": " more"}],
+        "moeq": [experts | {"bits": BITS}, experts | {"bits": MORE_BITS, "tag": " more"}],
     }
-    jobs |= {name: [mine | {"experts": options.peer_experts, "bits": BITS}] for name in PEERS}
-    rounds(
-        workers, {name: [job | {"experts": 1, "operations": 1e9} for job in own] for name, own in jobs.items()}, 1
-    )  # warm
-    found = rounds(workers, jobs, options.rounds)
-    scales = dict.fromkeys(PEERS, options.experts / options.peer_experts)
+    jobs |= {name: [experts | {"experts": options.peer_experts, "bits": BITS}] for name in PEERS}
+    short = {name: [job | {"experts": 1, "operations": 1e9} for job in own] for name, own in jobs.items()}
+    rounds(workers, short, 1)  # warm
+    answers = rounds(workers, jobs, options.rounds)
     label = f"{options.experts} experts {EXPERT['hidden']} x {EXPERT['intermediate']}, bits {BITS}, group 128,"
     print(f"{label} {options.device}, {options.threads} threads")
-    show(figure, found, operations, f"{options.experts} experts", scales)
-    more = ratio(found["moeq more"], found["moeq"])
-    figure.add(
-        f"bits {MORE_BITS[0]} to {MORE_BITS[-1]}, of the time of {BITS[0]} to {BITS[-1]}", more, at_most=MORE_BITS_GOAL
-    )
+    show(figure, answers, operations, f"{options.experts} experts", options.experts / options.peer_experts)
+    title = f"bits {MORE_BITS[0]} to {MORE_BITS[-1]}, of the time of {BITS[0]} to {BITS[-1]}"
+    figure.add(title, ratio(answers["moeq more"], answers["moeq"]), at_most=MORE_BITS_GOAL)
     if not (options.no_large or options.quick):
         job = {"problem": "matrix", "bits": LARGE_BITS, **LARGE}
         jobs = {name: [job] for name in workers if name != "products"}
         jobs["products"] = [{"problem": "products", "operations": large_operations()}]
         label = f"one matrix {LARGE['rows']} x {LARGE['inputs']} at {LARGE_BITS[0]} bits"
-        show(figure, rounds(workers, jobs, 1), large_operations(), label, dict.fromkeys(PEERS, 1.0))
+        show(figure, rounds(workers, jobs, 1), large_operations(), label)
     return figure.report()
 
 

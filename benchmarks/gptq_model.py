@@ -73,13 +73,13 @@ def main() -> int:
     whole = statistics.median(taken) * options.of_layers
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"{name}: {options.experts} experts a layer, {batch} at once, bits {BITS}")
-    found = figures.Figures(options)
-    found.add("a layer", statistics.median(taken), "s")
+    results = figures.Figures(options)
+    results.add("a layer", statistics.median(taken), "s")
     goal = {"at_most": GOAL} if device.type == "cuda" else {}
-    found.add(f"{options.of_layers} layers", whole, "s", digits=0, **goal)
+    results.add(f"{options.of_layers} layers", whole, "s", digits=0, **goal)
     if device.type == "cuda":
-        found.add("peak of the GPU's memory", torch.cuda.max_memory_allocated(device) / 1e9, "GB", digits=1)
-    return found.report()
+        results.add("peak of the GPU's memory", torch.cuda.max_memory_allocated(device) / 1e9, "GB", digits=1)
+    return results.report()
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
     python gptq_worker.py moeq|products|gptqmodel|llmcompressor cpu|cuda THREADS
 
-Runs in the contender's own environment, so it imports nothing but torch and the contender. cpu: seconds of
-all its threads together; peak_bytes: the most memory during the job above what was there when its inputs were ready.
+Runs in the contender's own environment, so it imports nothing but torch, the contender and figures.py, which needs
+neither. cpu: seconds of all its threads together; peak_bytes: the most memory during the job above what was there when
+its inputs were ready.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +21,8 @@ if NAME == "moeq":
     import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 
 import torch  # noqa: E402  isort: skip
+
+from figures import Peaks  # noqa: E402  isort: skip
 
 Problem = tuple[torch.Tensor, torch.Tensor]  # weights [E, N, K], Hessians [E, K, K]
 
@@ -67,13 +69,13 @@ def ours(job: dict[str, Any]) -> Callable[[], None]:
     return run
 
 
-def split(job: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def split(job: dict[str, Any]) -> list[Problem]:
     """Single matrices [N, K] with their Hessians, as the peers want them: gate and up apart."""
-    found = []
+    matrices = []
     for index, (weight, hessian) in enumerate(problems(job)):
         parts = weight.chunk(2, 1) if index == 0 and job["problem"] == "experts" else [weight]
-        found += [(part[expert].contiguous(), hessian[expert]) for part in parts for expert in range(len(weight))]
-    return found
+        matrices += [(part[expert].contiguous(), hessian[expert]) for part in parts for expert in range(len(weight))]
+    return matrices
 
 
 def gptqmodel(job: dict[str, Any]) -> Callable[[], None]:
@@ -101,7 +103,7 @@ def llmcompressor(job: dict[str, Any]) -> Callable[[], None]:
     from compressed_tensors.quantization import QuantizationArgs
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
-    by_shape: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    by_shape: dict[tuple[int, ...], list[Problem]] = {}
     for weight, hessian in split(job):
         by_shape.setdefault(tuple(weight.shape), []).append((weight, hessian))
     given = [tuple(torch.stack(part) for part in zip(*some, strict=True)) for some in by_shape.values()]
@@ -119,36 +121,20 @@ def llmcompressor(job: dict[str, Any]) -> Callable[[], None]:
     return run
 
 
-def resident() -> int:
-    """Bytes of this process in memory, or on the GPU."""
-    if DEVICE == "cuda":
-        return torch.cuda.memory_allocated()
-    with open("/proc/self/status") as lines:
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
 def measured(run: Callable[[], None]) -> dict[str, float]:
-    """Seconds and peak memory of one run; memory is looked at every 20 ms."""
-    before, peak, over = resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not over.wait(0.02):
-            peak = max(peak, resident())
-
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    started, used = time.perf_counter(), time.process_time()
-    run()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated()
-    seconds, cpu = time.perf_counter() - started, time.process_time() - used
-    over.set()
-    watcher.join()
+    """Seconds and peak memory of one run: the GPU's, or anonymous memory, looked at every 20 ms."""
+    gpu = DEVICE == "cuda"
+    with Peaks() as peaks:
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated() if gpu else peaks.highest["RssAnon"]
+        started, used = time.perf_counter(), time.process_time()
+        run()
+        if gpu:
+            torch.cuda.synchronize()
+        seconds, cpu = time.perf_counter() - started, time.process_time() - used
+    peak = torch.cuda.max_memory_allocated() if gpu else peaks.highest["RssAnon"]
     return {"seconds": seconds, "cpu": cpu, "peak_bytes": max(0, peak - before)}
 
 

@@ -22,9 +22,6 @@ from moeq import pipeline
 from moeq.artifacts.trace import NAME, RoutingTrace, read_trace
 from moeq.bundled import bundled_path
 from moeq.estimator.hit_rates import PLACEMENTS, HitRates, hit_rates
-from moeq.progress import Reporter
-from moeq.recipe import load_recipe
-from moeq.stages.context import Context
 
 MODELS = ("tiny-mixtral", "tiny-qwen3-moe")
 TEXTS = ("wikitext2/valid.txt", "shakespeare.txt", "gsm8k_test.jsonl", "python.txt", "c4_sample.txt")
@@ -40,25 +37,20 @@ def record(model: Path, sources: list[str], sequences: int, length: int, prefill
     if any(source.endswith("gsm8k_test.jsonl") for source in sources):
         overrides.append("corpus.text_field=question")
     with tempfile.TemporaryDirectory(prefix="moeq-hit-rate-") as folder:
-        context = Context(
-            recipe=load_recipe(None, overrides),
-            model_name=str(model),
-            out=Path(folder),
-            reporter=Reporter(quiet=True),
-        )
+        context = figures.context(model, Path(folder), overrides)
         pipeline.run(context, ("profile",))
         return read_trace(context.directory("profile") / NAME)
 
 
-def show(found: HitRates, trace: RoutingTrace) -> bool:
+def show(rates: HitRates, trace: RoutingTrace) -> bool:
     """Print a table; whether the context-aware placement serves more than the static one in every domain."""
     experts = trace.num_experts[0]
-    print(f"  {found.gpu_experts[0]} of {experts} experts of a layer on the GPU, alpha {found.alpha:g}")
+    print(f"  {rates.gpu_experts[0]} of {experts} experts of a layer on the GPU, alpha {rates.alpha:g}")
     print(f"    {'domain':14}{'sequences':>10}{'tokens':>10}", *(f"{name:>{len(name) + 1}}" for name in PLACEMENTS))
-    for row in found.rows:
-        rates = (f"{row.rates[name]:>{len(name) + 1}.1%}" for name in PLACEMENTS)
-        print(f"    {row.domain:14}{row.sequences:>10}{row.expert_tokens:>10}", *rates)
-    return all(row.gain > 0 for row in found.rows)
+    for row in rates.rows:
+        shares = (f"{row.rates[name]:>{len(name) + 1}.1%}" for name in PLACEMENTS)
+        print(f"    {row.domain:14}{row.sequences:>10}{row.expert_tokens:>10}", *shares)
+    return all(row.gain > 0 for row in rates.rows)
 
 
 def main() -> int:
@@ -66,13 +58,12 @@ def main() -> int:
     parser.add_argument("--model", nargs="*", type=Path)
     parser.add_argument("--source", nargs="*")
     asked = figures.parsed(parser)
-    there = (figures.SHARED / "models").is_dir()
-    if not there and asked.quick and not asked.model:
-        return figures.skipped(asked, f"no trained models in {figures.SHARED}")
     models, sources = [bundled_path("tiny-mixtral")], ["bundled"]
-    if there:
+    if (figures.SHARED / "models").is_dir():
         models = [figures.SHARED / "models" / name for name in MODELS]
         sources = [str(figures.SHARED / "data" / name) for name in TEXTS]
+    elif asked.quick and not asked.model:
+        return figures.skipped(asked, f"no trained models in {figures.SHARED}")
     models, sources = asked.model or models, asked.source or sources
     better, gains = [], []
     for model in models:
@@ -80,9 +71,9 @@ def main() -> int:
         print(f"{model.name}: {trace.num_sequences} sequences of {asked.length} tokens, {trace.num_layers} layers, "
               f"top-{trace.top_k}, the first {asked.prefill:.0%} of each is the prompt")  # fmt: skip
         for share in asked.share:
-            found = hit_rates(trace, max(1, round(share * trace.num_experts[0])))
-            better.append(show(found, trace))
-            gains.append(found.overall.gain)
+            rates = hit_rates(trace, max(1, round(share * trace.num_experts[0])))
+            better.append(show(rates, trace))
+            gains.append(rates.overall.gain)
     report = figures.Figures(asked)
     report.add("context-aware over static, least gain of expert tokens", 100 * min(gains), "points", at_least=0)
     report.add("cases where it is better in every domain, of all", sum(better) / len(better), at_least=1)

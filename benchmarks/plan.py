@@ -15,19 +15,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
 import figures
-from memory import resident
+from memory import copy_tokenizer
 
-ROOT = Path(__file__).parents[1]
-DEMO = [str(ROOT / "recipes" / "demo.yaml")]
+DEMO = [str(figures.ROOT / "recipes" / "demo.yaml")]
 MOST_MEMORY, MOST_SECONDS = 1.1, 1.5  # factors, up or down
 SMALL = [
     "corpus.sequences=32", "corpus.sequence_length=128", "losses.bits=[1,2,3,4]", "eval.perplexity.sequences=32",
@@ -45,51 +41,37 @@ def processor_seconds() -> float:
 def measure(model: str, recipe: str | None, overrides: list[str], out: str) -> dict[str, dict[str, float]]:
     """In this process: every stage's processor seconds and highest RssAnon, that of its own processes included."""
     from moeq import pipeline
-    from moeq.progress import Reporter
-    from moeq.recipe import load_recipe
-    from moeq.stages.context import Context
 
-    loaded = load_recipe(Path(recipe) if recipe else None, overrides)
-    context = Context(recipe=loaded, model_name=model, out=Path(out), reporter=Reporter(quiet=True))
-    peaks: dict[str, int] = {}
-    stage, stop = "profile", threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.01):
-            now, taken = stage, resident()["RssAnon"] + sum(map(anonymous, children()))
-            peaks[now] = max(peaks.get(now, 0), taken)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    seconds = {}
-    try:
-        for stage in pipeline.BY_NAME:
+    context = figures.context(model, Path(out), overrides, Path(recipe) if recipe else None)
+    stages = {}
+    for stage in pipeline.BY_NAME:
+        with figures.Peaks(with_children) as peaks:
             started = processor_seconds()
             pipeline.run(context, (stage,))
-            seconds[stage] = processor_seconds() - started
-            peaks.setdefault(stage, resident()["RssAnon"])
-    finally:
-        stop.set()
-        thread.join()
-    return {name: {"seconds": seconds[name], "ram_bytes": peaks[name]} for name in seconds}
+            seconds = processor_seconds() - started
+        stages[stage] = {"seconds": seconds, "ram_bytes": peaks.highest["RssAnon"]}
+    return stages
+
+
+def with_children() -> dict[str, int]:
+    """Anonymous memory of this process and of those that it started, bytes."""
+    return {"RssAnon": figures.resident()["RssAnon"] + sum(map(anonymous, children()))}
 
 
 def children() -> list[str]:
     """Ids of the processes that this one started."""
-    found = []
+    ids: list[str] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
-            found += (task / "children").read_text().split()
-    return found
+            ids += (task / "children").read_text().split()
+    return ids
 
 
 def anonymous(process: str) -> int:
     """Anonymous memory of a process, 0 when it has ended, or has only just been forked and shares all of ours."""
-    with contextlib.suppress(OSError, StopIteration):
-        if Path(f"/proc/{process}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes():
-            return 0
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    with contextlib.suppress(OSError, KeyError):
+        if Path(f"/proc/{process}/cmdline").read_bytes() != Path("/proc/self/cmdline").read_bytes():
+            return figures.resident(process)["RssAnon"]
     return 0
 
 
@@ -97,8 +79,6 @@ def make(folder: Path, options: Any) -> Path:
     """A random DeepSeek-V3 of the options' sizes, whose first layer is dense, with the bundled tokenizer."""
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    from moeq.bundled import bundled_path
 
     hidden = options.hidden
     config = DeepseekV3Config(
@@ -110,8 +90,7 @@ def make(folder: Path, options: Any) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(bundled_path("tiny-mixtral") / name, folder / name)
+    copy_tokenizer(folder)
     return folder
 
 
@@ -119,12 +98,9 @@ def compare(title: str, model: str, recipe: list[str], overrides: list[str]) -> 
     """Print one table; returns foretold over measured processor seconds, and foretold over measured peak memory."""
     sets = [part for override in overrides for part in ("--set", override)]
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "moeq", "plan", *recipe, "--model", model, "--out", out, "--json", *sets]
-        planned = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        planned = figures.moeq_json("plan", *recipe, "--model", model, "--out", out, *sets)
         arguments = [model, recipe[0] if recipe else "", f"{out}/run", *overrides]
-        command = [sys.executable, __file__, "--one", *arguments]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    measured = json.loads(done.stdout.splitlines()[-1])
+        measured = figures.in_fresh_process(__file__, "--one", *arguments)
     print(f"\n{title}\nstage      foretold  measured  ratio   foretold   measured  ratio")
 
     def line(name: str, seconds: float, taken: float, ram: float, held: float) -> None:
@@ -135,21 +111,21 @@ def compare(title: str, model: str, recipe: list[str], overrides: list[str]) -> 
         )
 
     for stage in planned["stages"]:
-        found = measured[stage["stage"]]
-        line(stage["stage"], stage["processor_seconds"], found["seconds"], stage["ram_bytes"], found["ram_bytes"])
+        own = measured[stage["stage"]]
+        line(stage["stage"], stage["processor_seconds"], own["seconds"], stage["ram_bytes"], own["ram_bytes"])
     seconds = sum(stage["processor_seconds"] for stage in planned["stages"])
-    taken = sum(found["seconds"] for found in measured.values())
+    taken = sum(stage["seconds"] for stage in measured.values())
     ram = max(stage["ram_bytes"] for stage in planned["stages"])
-    held = max(found["ram_bytes"] for found in measured.values())
+    held = max(stage["ram_bytes"] for stage in measured.values())
     line("run", seconds, taken, ram, held)
     return {"seconds": seconds / taken, "ram": ram / held}
 
 
-def add_ratios(report: figures.Figures, name: str, found: dict[str, float]) -> None:
+def add_ratios(report: figures.Figures, name: str, ratios: dict[str, float]) -> None:
     """What `compare` returned, as factors by which the plan is off."""
     for what, most in (("ram", MOST_MEMORY), ("seconds", MOST_SECONDS)):
         title = "memory" if what == "ram" else "processor seconds"
-        report.add(f"{title} of {name}, off by a factor of", max(found[what], 1 / found[what]), at_most=most)
+        report.add(f"{title} of {name}, off by a factor of", max(ratios[what], 1 / ratios[what]), at_most=most)
 
 
 def main() -> int:
@@ -170,8 +146,8 @@ def main() -> int:
             sizes = f"{options.experts} experts {options.hidden} x {options.intermediate}"
             for how in ("never", "always"):
                 title = f"DeepSeek-V3, {options.layers} layers of {sizes}, stream: {how}"
-                found = compare(title, str(folder), [], [*SMALL, f"stream={how}"])
-                add_ratios(report, f"a DeepSeek-V3, stream: {how}", found)
+                ratios = compare(title, str(folder), [], [*SMALL, f"stream={how}"])
+                add_ratios(report, f"a DeepSeek-V3, stream: {how}", ratios)
     return report.report()
 
 

@@ -24,9 +24,6 @@ from moeq.models.walk import LayerInputs, walk
 from moeq.numerics import gptq, nested
 from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.grids import decode, group_count
-from moeq.progress import Reporter
-from moeq.recipe import load_recipe
-from moeq.stages.context import Context
 
 MIN_TOKENS = 64
 PLANES, AFFINE = "two planes", "affine, clipped, finer"
@@ -93,10 +90,10 @@ METHODS: dict[str, tuple[int, float, Callable[[Tensor, Factor], Tensor]]] = {  #
 def losses(inputs: LayerInputs, weights: dict[str, Tensor], math: ExpertMath) -> dict[str, list[float]]:
     """Relative errors of the outputs of every expert of a layer that sees enough tokens, by method."""
     heldout = inputs.sequence % 4 == 3
-    found: dict[str, list[float]] = {name: [] for name in METHODS}
+    errors: dict[str, list[float]] = {name: [] for name in METHODS}
     for expert in range(inputs.layer.num_experts):
-        mine = (inputs.experts == expert).any(1)
-        rows, others = inputs.hidden[mine & ~heldout].float(), inputs.hidden[mine & heldout].float()
+        routed = (inputs.experts == expert).any(1)
+        rows, others = inputs.hidden[routed & ~heldout].float(), inputs.hidden[routed & heldout].float()
         if min(len(rows), len(others)) < MIN_TOKENS:
             continue
         exact = {name: stack[expert].float() for name, stack in weights.items()}
@@ -106,8 +103,8 @@ def losses(inputs: LayerInputs, weights: dict[str, Tensor], math: ExpertMath) ->
         for name, (_, _, quantize) in METHODS.items():
             values = {p: quantize(matrix[None], second if p == DOWN else first)[0] for p, matrix in exact.items()}
             error = output(math, others, values) - target
-            found[name].append(float(error.square().mean() / target.square().mean()))
-    return found
+            errors[name].append(float(error.square().mean() / target.square().mean()))
+    return errors
 
 
 def output(math: ExpertMath, rows: Tensor, weights: dict[str, Tensor]) -> Tensor:
@@ -117,25 +114,25 @@ def output(math: ExpertMath, rows: Tensor, weights: dict[str, Tensor]) -> Tensor
 @torch.no_grad()
 def main() -> int:
     options = figures.arguments(__doc__, model="bundled:tiny-mixtral", sequences=(128, 64))
-    recipe = load_recipe(None, [f"corpus.sequences={options.sequences}", "corpus.sequence_length=256"])
+    overrides = [f"corpus.sequences={options.sequences}", "corpus.sequence_length=256"]
     with tempfile.TemporaryDirectory() as out:
-        context = Context(recipe=recipe, model_name=options.model, out=Path(out), reporter=Reporter(quiet=True))
-        batches = context.text.grown_calibration.batches(recipe.corpus.batch_size)
-        found: dict[str, list[float]] = {name: [] for name in METHODS}
+        context = figures.context(options.model, Path(out), overrides)
+        batches = context.text.grown_calibration.batches(context.recipe.corpus.batch_size)
+        errors: dict[str, list[float]] = {name: [] for name in METHODS}
         for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
             weights = stacked_weights(context.model, inputs.layer, slice(None))
             for name, values in losses(inputs, weights, expert_math(context.model, inputs.layer)).items():
-                found[name] += values
+                errors[name] += values
         layer = context.layers[0]
-    means = {name: sum(values) / len(values) for name, values in found.items()}
+    means = {name: sum(values) / len(values) for name, values in errors.items()}
     sizes = {name: bits_a_weight(layer, group, extra) for name, (group, extra, _) in METHODS.items()}
-    for name, (group, _, _) in METHODS.items():
-        print(f"{name:26} groups of {group}  {sizes[name]:.2f} bits a weight   relative error {means[name]:.4f}")
     figure = figures.Figures(options)
+    figure.table(["", "bits a weight", "relative error"])
+    for name in METHODS:
+        figure.row(name, f"{sizes[name]:.2f}", f"{means[name]:.4f}")
     error, size = means[AFFINE] / means[PLANES], sizes[AFFINE] / sizes[PLANES]
     figure.add("finer affine grid's error, of the planes'", error, at_most=1, digits=3)
     figure.add("its bits a weight, of theirs", size, at_most=1, digits=3)
-    figure.table(["", "bits a weight", "relative error"], [[n, f"{sizes[n]:.2f}", f"{means[n]:.4f}"] for n in METHODS])
     return figure.report()
 
 

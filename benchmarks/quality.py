@@ -45,8 +45,8 @@ from torch import Tensor  # isort: skip
 
 from moeq import pipeline
 from moeq.models.corpus import Sequences
-from moeq.progress import Reporter
-from moeq.recipe import AssignSection, load_recipe
+from moeq.recipe import AssignSection
+from moeq.registry import QUANTIZERS
 from moeq.stages import assign, evaluate
 from moeq.stages.context import Context
 
@@ -65,11 +65,13 @@ RECORDED = {
 AUTO_ROUND_SECONDS = 90  # a width, two quiet cores
 TOLERANCE = {"gptqmodel": 1.0, "auto-round": 1.005}
 AGAINST = {"gptq": "gptqmodel", "signround+refined": "auto-round"}
-METHODS = ("rtn", "gptq", "signround")
+WIDTHS = (1, 2, 3, 4)
+METHODS = tuple(quantizer.name for quantizer in QUANTIZERS if set(WIDTHS) <= set(quantizer.widths))
 BEST = "best"
 REFINED = "signround+refined"
 MIXED = {"prefix-split": {}, "optimal": {"loss_weighting": "squared", "layer_weighting": "measured"}}
 PACKAGES = {"gptqmodel": "gptqmodel==7.6.0", "auto-round": "auto-round==0.16.1"}
+PINS = figures.ROOT / "constraints.txt"
 Rows = dict[str, dict[int, float]]
 
 
@@ -93,32 +95,22 @@ class Bench:
     """One checkpoint, run through the stages in one directory."""
 
     def __init__(
-        self,
-        model: Path,
-        script: ModuleType,
-        out: Path,
-        methods: list[str],
-        iterations: int,
-        settings: Sequence[str] = (),
+        self, model: Path, script: ModuleType, out: Path, methods: list[str], iterations: int, settings: Sequence[str]
     ) -> None:
         self.model, self.out, self.methods, self.iterations = model, out, methods, iterations
         self.settings = settings
         self.windows = Windows.of(script, self.context().tokenizer)
 
     def context(self, *overrides: str) -> Context:
-        recipe = load_recipe(
-            None,
-            [
-                f"losses.group_size={GROUP}", "losses.bits=[1,2,3,4]", f"losses.methods=[{','.join(self.methods)}]",
-                "losses.per_projection=false", "losses.layer_effects={bits: 2, sequences: 32}",
-                f"losses.signround_iterations={self.iterations}", "dtype=float32",
-                "stream=never", "eval.compare=[]", *self.settings, *overrides,
-            ],
-        )  # fmt: skip
-        found = Context(recipe=recipe, model_name=str(self.model), out=self.out, reporter=Reporter(quiet=True))
+        common = [
+            f"losses.group_size={GROUP}", f"losses.bits={list(WIDTHS)}", f"losses.methods=[{','.join(self.methods)}]",
+            "losses.per_projection=false", "losses.layer_effects={bits: 2, sequences: 32}",
+            f"losses.signround_iterations={self.iterations}", "dtype=float32", "stream=never", "eval.compare=[]",
+        ]  # fmt: skip
+        context = figures.context(self.model, self.out, [*common, *self.settings, *overrides])
         if hasattr(self, "windows"):
-            found.text.__dict__["calibration"] = sequences({"": self.windows.calibration})
-        return found
+            context.text.__dict__["calibration"] = sequences({"": self.windows.calibration})
+        return context
 
     def seconds(self, context: Context, *stages: str) -> float:
         """Run stages; how long they took."""
@@ -182,46 +174,36 @@ def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, f
         for method, how in MIXED.items():
             section = {"method": method, "average_bits": average, "quantizer": "best", **how}
             plain = bench.assigned(context, AssignSection(**section))  # type: ignore[arg-type]
-            found, seconds = bench.refined(section)
-            print(f"{method} at {average} bits, best: {plain:.2f}, refined {found:.2f} in {seconds:.0f} s", flush=True)
+            refined, seconds = bench.refined(section)
+            print(
+                f"{method} at {average} bits, best: {plain:.2f}, refined {refined:.2f} in {seconds:.0f} s", flush=True
+            )
     return rows, slowest
 
 
 def peer_rows(bench: Bench, peers: list[str], environments: Path, bits: list[int]) -> Rows:
     """The peers' own figures; a line for what could not be had."""
     windows = bench.out / "windows.safetensors"
-    held = {f"heldout.{domain}": one.int() for domain, one in bench.windows.heldout.items()}
+    held = {f"heldout.{domain}": rows.int() for domain, rows in bench.windows.heldout.items()}
     save_file({"calibration": bench.windows.calibration.int()} | held, windows)
     rows: Rows = {}
     for peer in peers:
-        python = environments / peer / "bin" / "python"
-        problem = None if python.is_file() else install(peer, environments / peer)
-        for width in [] if problem else [one for one in bits if one > 1]:
-            script = Path(__file__).with_name("quality_peer.py")
+        home = environments / peer
+        problem = figures.environment(home, PINS, [PACKAGES[peer], "torch", "transformers"])
+        for width in [] if problem else [width for width in bits if width > 1]:
+            python, script = home / "bin" / "python", Path(__file__).with_name("quality_peer.py")
             command = [python, script, peer, bench.model, windows, str(width), str(GROUP), str(bench.iterations)]
             environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1"}
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
-                problem = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                problem = figures.last_line(done.stderr)
                 break
-            found = json.loads(done.stdout.strip().splitlines()[-1])
-            rows.setdefault(f"{peer}, here", {})[width] = found["perplexity"]
-            print(f"{peer} at {width} bits: {found['perplexity']:.2f}, {found['seconds']:.0f} s", flush=True)
+            figure = json.loads(figures.last_line(done.stdout))
+            rows.setdefault(f"{peer}, here", {})[width] = figure["perplexity"]
+            print(f"{peer} at {width} bits: {figure['perplexity']:.2f}, {figure['seconds']:.0f} s", flush=True)
         if problem is not None:
             print(f"{peer} left out: {problem}", flush=True)
     return rows
-
-
-def install(peer: str, folder: Path) -> str | None:
-    """Make a peer's environment; what went wrong, None when nothing did."""
-    pins = Path(__file__).resolve().parents[1] / "constraints.txt"
-    pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "-c", pins, PACKAGES[peer], "torch", "transformers"]
-    for command in ([sys.executable, "-m", "venv", folder], pip):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            (folder / "bin" / "python").unlink(missing_ok=True)
-            return f"cannot be installed ({(done.stderr.strip().splitlines() or ['no message'])[-1]})"
-    return None
 
 
 def main() -> int:
@@ -230,9 +212,8 @@ def main() -> int:
         bits=([4, 3, 2, 1], [2]), iterations=ITERATIONS,
         environments=Path.home() / ".cache" / "moeq" / "benchmarks",
     )  # fmt: skip
-    parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, help="gptq is always there [default: all; --quick: it]"
-    )
+    always = "gptq is always there [default: all; --quick: it]"
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help=always)
     parser.add_argument("--set", action="append", help="key=value of the recipe [--quick: losses.clip=mse]")
     parser.add_argument("--average", nargs="*", default=[], help="mean widths of mixed assignments")
     parser.add_argument("--peers", nargs="*", default=[], choices=list(PACKAGES))
@@ -258,17 +239,17 @@ def main() -> int:
             cells = [f"{values[bits]:.2f}" if bits in values else "" for bits in options.bits]
             print(f"{row:<22}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
             lines.setdefault(row, [row]).extend(cells)
-        for mine, peer in AGAINST.items():
+        for ours, peer in AGAINST.items():
             goals = RECORDED[peer].get(name, {})
-            ratios = [rows[mine][bits] / goals[bits] for bits in options.bits if bits in goals]
-            worst[mine] = max([worst[mine], *ratios])
-    found = figures.Figures(options)
-    for mine, peer in AGAINST.items():
-        found.add(f"{mine}: perplexity, of {peer}'s at most", worst[mine], at_most=TOLERANCE[peer], digits=4)
-    found.add("refining a width", slowest, "s", at_most=AUTO_ROUND_SECONDS, digits=0)
+            ratios = [rows[ours][bits] / goals[bits] for bits in options.bits if bits in goals]
+            worst[ours] = max([worst[ours], *ratios])
+    results = figures.Figures(options)
+    for ours, peer in AGAINST.items():
+        results.add(f"{ours}: perplexity, of {peer}'s at most", worst[ours], at_most=TOLERANCE[peer], digits=4)
+    results.add("refining a width", slowest, "s", at_most=AUTO_ROUND_SECONDS, digits=0)
     columns = ["", *(f"{name}, {bits} bits" for name in options.names for bits in options.bits)]
-    found.table(columns, list(lines.values()))
-    return found.report()
+    results.table(columns, list(lines.values()))
+    return results.report()
 
 
 if __name__ == "__main__":

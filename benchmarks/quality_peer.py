@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 def perplexity(model: Any, windows: dict[str, Tensor]) -> float:
     losses = []
-    for name, one in windows.items():
+    for name, rows in windows.items():
         if name.startswith("heldout."):
             with torch.no_grad():
-                found = [float(model(input_ids=b, labels=b).loss) * len(b) for b in one.long().split(16)]
-            losses.append(sum(found) / len(one))
+                sums = [
+                    float(model(input_ids=batch, labels=batch).loss) * len(batch) for batch in rows.long().split(16)
+                ]
+            losses.append(sum(sums) / len(rows))
     return math.exp(sum(losses) / len(losses))
 
 
@@ -40,7 +42,8 @@ def auto_round(folder: str, calibration: Tensor, bits: int, group: int, iteratio
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in calibration]
-    kept = [n for n, one in model.named_modules() if isinstance(one, nn.Linear) and ".experts." not in n]
+    kept = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and ".experts." not in n]
+    routers = [name for name, _ in model.named_modules() if name.endswith("mlp.gate")]
     rounding = AutoRound(
         model,
         AutoTokenizer.from_pretrained(folder),
@@ -52,15 +55,11 @@ def auto_round(folder: str, calibration: Tensor, bits: int, group: int, iteratio
         seqlen=calibration.shape[1],
         batch_size=8,
         dataset=DataLoader(rows, batch_size=8),  # type: ignore[arg-type]
-        layer_config={name: {"bits": 16, "data_type": "float"} for name in [*kept, *routers(model)]},
+        layer_config={name: {"bits": 16, "data_type": "float"} for name in [*kept, *routers]},
         device_map="cpu",
         enable_torch_compile=False,
     )
     return rounding.quantize()[0]
-
-
-def routers(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_modules() if name.endswith("mlp.gate")]
 
 
 def gptqmodel(folder: str, calibration: Tensor, bits: int, group: int, iterations: int) -> Any:
@@ -82,7 +81,7 @@ def gptqmodel(folder: str, calibration: Tensor, bits: int, group: int, iteration
 
 def unpack(model: nn.Module) -> None:
     """Packed matrices as plain ones of the same values: dequantizing them in every forward takes minutes."""
-    packed = {name: one for name, one in model.named_modules() if hasattr(one, "dequantize_weight")}
+    packed = {name: module for name, module in model.named_modules() if hasattr(module, "dequantize_weight")}
     for name, module in packed.items():
         weight = module.dequantize_weight().T.float().contiguous()  # type: ignore[operator]
         plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False)

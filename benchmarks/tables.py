@@ -45,10 +45,8 @@ from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.side_by_side import compare
 from moeq.evaluation import comparison
 from moeq.evaluation import result_file as document
-from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import evaluate
-from moeq.stages.context import Context
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 TABLES = {"000": "paper-000-table3-tiny.yaml", "001": "paper-001-table1-tiny.yaml", "003": "paper-003-table2-tiny.yaml"}
@@ -61,12 +59,17 @@ NO_SELECTOR = "-no-selector"
 
 def texts(script: ModuleType, folder: Path) -> dict[str, Path]:
     """Training and held-out text as rows of text and domain, {split: file}."""
-    found = {}
+    files = {}
     for split in ("train", "heldout"):
         rows = [{"text": text, "domain": name} for name in script.DOMAINS for text in script.documents(name, split)]
-        found[split] = folder / f"{split}.jsonl"
-        found[split].write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return found
+        files[split] = written(folder / f"{split}.jsonl", rows)
+    return files
+
+
+def written(path: Path, rows: list[dict[str, str]]) -> Path:
+    """A file of rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
 
 
 def rows_of(recipe: dict[str, Any], experts: int, shares: list[Fraction]) -> dict[str, Any]:
@@ -96,8 +99,7 @@ def measure(table: str, model: Path, text: dict[str, Path], out: Path, options: 
     out.mkdir(parents=True, exist_ok=True)
     path = out / "asked.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
-    loaded = load_recipe(path, ["export.verify=false"])
-    context = Context(recipe=loaded, model_name=str(model), out=out / "run", reporter=Reporter(quiet=True))
+    context = figures.context(model, out / "run", ["export.verify=false"], path)
     pipeline.run(context, STAGES)
     return evaluate.load(context)
 
@@ -115,7 +117,7 @@ def cells(row: EvalRow, domains: list[str]) -> list[str]:
     bits = "16" if row.average_bits is None else f"{row.average_bits:.2f}"
     accuracy = [f"{100 * row.tasks[name]['acc']:.1f} ± {100 * row.tasks[name]['acc_stderr']:.1f}" for name in TASKS]
     perplexities = [*(row.perplexity_by_domain[domain] for domain in domains), row.perplexity or float("nan")]
-    return [row.name, bits, f"{row.expert_bytes / 1e6:.2f}", *(f"{one:.2f}" for one in perplexities), *accuracy]
+    return [row.name, bits, f"{row.expert_bytes / 1e6:.2f}", *(f"{value:.2f}" for value in perplexities), *accuracy]
 
 
 def windows(script: ModuleType, folder: Path, count: int) -> Path:
@@ -126,21 +128,19 @@ def windows(script: ModuleType, folder: Path, count: int) -> Path:
         share = max(1, count // len(script.DOMAINS))
         step = len(text) / share
         rows += [{"text": text[int(n * step) :][:PIECE], "domain": name} for n in range(share)]
-    path = folder / "pieces.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
+    return written(folder / "pieces.jsonl", rows)
 
 
 def by_context(run: Path, text: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of table 000 of a run, placed once for all texts and anew for every text."""
     recipe = load_recipe(run / "recipe.yaml")
-    sections = {recipe.name: recipe.assign} | {one.name: one for one in recipe.eval.compare}
-    chosen = {name: one for name, one in sections.items() if one.loss_weighting != "none"}
+    sections = {recipe.name: recipe.assign} | {section.name: section for section in recipe.eval.compare}
+    chosen = {name: section for name, section in sections.items() if section.loss_weighting != "none"}
     asked = EvalOptions(
         recipe=[f"{run}:{name}" for name in ("original", *chosen)],
         context_aware=[
-            f"gpu_experts={one.gpu_experts},average_bits={one.average_bits},selector={str(one.selector).lower()}"
-            for one in chosen.values()
+            f"gpu_experts={section.gpu_experts},average_bits={section.average_bits},selector={str(section.selector).lower()}"
+            for section in chosen.values()
         ],
         tasks=",".join(TASKS),
         include_path=Path("lm_eval_tasks"),
@@ -160,11 +160,11 @@ def show_by_context(rows: list[dict[str, Any]]) -> None:
     domains = list(rows[0]["perplexity"]["by_domain"])
     lines = []
     for row, entry in zip(rows, comparison.table(rows), strict=True):
-        found = row["perplexity"]
-        values = [*(found["by_domain"][domain] for domain in domains), found["perplexity"]]
+        text = row["perplexity"]
+        values = [*(text["by_domain"][domain] for domain in domains), text["perplexity"]]
         shown = [entry["cells"][name] for name in TASKS]
         accuracy = [f"{100 * cell.value:.1f} ± {100 * (cell.stderr or 0):.1f}" for cell in shown]
-        lines.append([row["name"], *(f"{one:.2f}" for one in values), *accuracy])
+        lines.append([row["name"], *(f"{value:.2f}" for value in values), *accuracy])
     print("", *bench.table(["", *domains, "all", *TASKS.values()], lines), sep="\n")
     names = {row["name"]: row for row in rows}
     print("\nwith the selector minus without, 95 % interval and p of a paired bootstrap:")
@@ -178,7 +178,7 @@ def show_by_context(rows: list[dict[str, Any]]) -> None:
 
 def difference(name: str, change: Any) -> str:
     scale = 1 if name == "perplexity" else 100
-    values = [scale * one for one in (change.difference, change.low, change.high)]
+    values = [scale * value for value in (change.difference, change.low, change.high)]
     return f"{name} {values[0]:+.2f} [{values[1]:+.2f}, {values[2]:+.2f}] p {change.p:.3f}"
 
 
@@ -197,7 +197,7 @@ def main() -> int:
     if not (options.models / "train_tiny.py").is_file() or not (options.data / "lm_eval_tasks").is_dir():
         where = f"{options.models} and {options.data}"
         return figures.skipped(options, f"no trained checkpoints with their train_tiny.py and tasks in {where}")
-    found = figures.Figures(options)
+    results = figures.Figures(options)
     models, keep = options.models.resolve(), options.keep and options.keep.resolve()
     script = figures.script(models / "train_tiny.py")
     with tempfile.TemporaryDirectory() as scratch:
@@ -210,13 +210,13 @@ def main() -> int:
                 started = time.monotonic()
                 report = measure(table, models / name, text, folder / f"{table}-{name}", options)
                 print(f"\n{TABLES[table]}, {name}: {time.monotonic() - started:.0f} s", flush=True)
-                found.tables.append(show(report, name))
+                results.tables.append(show(report, name))
                 worst = max(row.perplexity or math.inf for row in report.rows[1:])
                 what = f"{name}, {TABLES[table].removesuffix('.yaml')}: highest perplexity, of the original's"
-                found.add(what, worst / (report.rows[0].perplexity or math.nan), digits=3)
+                results.add(what, worst / (report.rows[0].perplexity or math.nan), digits=3)
                 if table == "000":
                     show_by_context(by_context(folder / f"{table}-{name}" / "run", pieces, options))
-    return found.report()
+    return results.report()
 
 
 if __name__ == "__main__":

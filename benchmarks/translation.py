@@ -25,10 +25,7 @@ import figures  # isort: skip
 
 from moeq import pipeline
 from moeq.artifacts.evaluation import Score, Translation
-from moeq.progress import Reporter
-from moeq.recipe import load_recipe
 from moeq.stages import evaluate
-from moeq.stages.context import Context
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "paper-002-table2.yaml"
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval")
@@ -46,34 +43,33 @@ def measure(model: Path, source: Path, target: Path, out: Path, toy: bool) -> Tr
         overrides += [f"corpus.source={source}"]
         overrides += ["corpus.sequences=16", "corpus.sequence_length=16", "eval.translation.max_new_tokens=12"]
         overrides += ["eval.translation.batch_size=64"]
-    recipe = load_recipe(RECIPE, overrides)
-    context = Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))
+    context = figures.context(model, out, overrides, RECIPE)
     pipeline.run(context, STAGES)
-    found = evaluate.load(context).translation
-    assert found is not None, "the recipe asks for it"
-    return found
+    measured = evaluate.load(context).translation
+    assert measured is not None, "the recipe asks for it"
+    return measured
 
 
-def show(found: Translation) -> None:
+def show(measured: Translation) -> None:
     """The table, the paper's figures below it."""
-    print(f"{found.sentences} sentences; {found.signatures['bleu']}")
+    print(f"{measured.sentences} sentences; {measured.signatures['bleu']}")
     print(f"{'experts':10} {'beam':>4} {'BLEU':>24} {'difference':>26} {'chrF':>24} {'difference':>26}")
-    for one in sorted(found.scores, key=lambda one: (one.beams, GOALS.get(one.name, 0))):
-        cells = (f"{_score(score):>24} {_difference(score):>26}" for score in (one.bleu, one.chrf))
-        print(f"{one.name:10} {one.beams:>4} {' '.join(cells)}")
+    for row in sorted(measured.scores, key=lambda row: (row.beams, GOALS.get(row.name, 0))):
+        cells = (f"{_score(score):>24} {_difference(score):>26}" for score in (row.bleu, row.chrf))
+        print(f"{row.name:10} {row.beams:>4} {' '.join(cells)}")
     print("\npaper 002, Table 2 (its own models and data), differences in BLEU:")
     for name, (int8, int4) in PAPER.items():
         print(f"  {name:30} int8 {int8:+.3f}   int4 {int4:+.3f}")
 
 
-def _score(one: Score) -> str:
-    return f"{one.score:.2f} [{one.low:.2f}, {one.high:.2f}]"
+def _score(score: Score) -> str:
+    return f"{score.score:.2f} [{score.low:.2f}, {score.high:.2f}]"
 
 
-def _difference(one: Score) -> str:
-    if one.difference is None:
+def _difference(score: Score) -> str:
+    if score.difference is None:
         return "-"
-    return f"{one.difference:+.3f} [{one.difference_low:+.3f}, {one.difference_high:+.3f}]"
+    return f"{score.difference:+.3f} [{score.difference_low:+.3f}, {score.difference_high:+.3f}]"
 
 
 def main() -> int:
@@ -91,13 +87,13 @@ def main() -> int:
         model, source, target = cipher.save(Path(folder), given.steps, given.sentences) if toy else own
         if toy:
             print(f"trained {given.steps} steps in {time.monotonic() - started:.0f} s")
-        found = measure(model, source, target, Path(folder) / "run", toy)
-    show(found)
+        measured = measure(model, source, target, Path(folder) / "run", toy)
+    show(measured)
     report = figures.Figures(given)
     for name, most in GOALS.items():
-        losses = [one.bleu for one in found.scores if one.name == name and one.bleu.difference_high is not None]
-        report.add(f"{name}: largest loss in BLEU", max(-(one.difference or 0.0) for one in losses), digits=3)
-        beyond = max(0.0, *(-(one.difference_high or 0.0) for one in losses))
+        losses = [row.bleu for row in measured.scores if row.name == name and row.bleu.difference_high is not None]
+        report.add(f"{name}: largest loss in BLEU", max(-(loss.difference or 0.0) for loss in losses), digits=3)
+        beyond = max(0.0, *(-(loss.difference_high or 0.0) for loss in losses))
         report.add(f"{name}: beyond chance", beyond, at_most=most, digits=3)
     return report.report()
 

@@ -24,14 +24,14 @@ def orders(counts: Sequence[NDArray[np.int64]], seeds: int, seed: int) -> dict[t
     Experts that were chosen equally often stand by their number. Random orders repeat with the same `seed`.
     """
     coldest = [np.argsort(layer, kind="stable").tolist() for layer in counts]
-    found: dict[tuple[str, int | None], Order] = {
+    by_name: dict[tuple[str, int | None], Order] = {
         (COLDEST, None): coldest,
         (HOTTEST, None): [layer[::-1] for layer in coldest],
     }
     for number in range(seeds):
         generator = np.random.default_rng([seed, number])
-        found[RANDOM, number] = [generator.permutation(len(layer)).tolist() for layer in counts]
-    return found
+        by_name[RANDOM, number] = [generator.permutation(len(layer)).tolist() for layer in counts]
+    return by_name
 
 
 def low_experts(order: Order, share: float) -> Chosen:

@@ -86,7 +86,7 @@ class RoutingAnalysis:
             "sequences": dict(self.sequences),
             "prefill_decode_cosine": {
                 "all": _similarity_json(self.similarity),
-                "by_domain": {name: _similarity_json(one) for name, one in self.by_domain.items()},
+                "by_domain": {name: _similarity_json(own) for name, own in self.by_domain.items()},
             },
             "between_domain_cosine": {f"{a}/{b}": _plain(value) for (a, b), value in self.between.items()},
             "activation": {
@@ -97,13 +97,9 @@ class RoutingAnalysis:
                     for name, rows in self.modalities.items()
                 },
                 "samples": [
-                    {
-                        "sequence": one.sequence,
-                        "domain": one.domain,
-                        "prefill": _shares_json(one.prefill),
-                        "decode": _shares_json(one.decode),
-                    }
-                    for one in self.samples
+                    {"sequence": sample.sequence, "domain": sample.domain}
+                    | {"prefill": _shares_json(sample.prefill), "decode": _shares_json(sample.decode)}
+                    for sample in self.samples
                 ],
             },
         }
@@ -111,29 +107,29 @@ class RoutingAnalysis:
 
 def analyse(trace: RoutingTrace) -> RoutingAnalysis:
     """Similarities and activations of a whole trace; one layer's choices are counted at a time."""
-    domains = {name: np.array([one == name for one in trace.domains]) for name in dict.fromkeys(trace.domains)}
-    cosines = {name: _Cosines.of(trace.num_layers, int(mine.sum())) for name, mine in domains.items()}
+    domains = {name: np.array([of == name for of in trace.domains]) for name in dict.fromkeys(trace.domains)}
+    cosines = {name: _Cosines.of(trace.num_layers, int(chosen.sum())) for name, chosen in domains.items()}
     whole: list[FloatArray] = []
     activation: dict[str, list[FloatArray]] = {name: [] for name in domains}
-    samples = [Sample(sequence=one, domain=trace.domains[one], prefill=[], decode=[]) for one in _sample(trace)]
+    samples = [Sample(sequence=row, domain=trace.domains[row], prefill=[], decode=[]) for row in _sample(trace)]
     for layer in range(trace.num_layers):
         counts = _phase_counts(trace, layer)
         whole.append(_shares(counts.sum((0, 1))))
-        for name, mine in domains.items():
-            cosines[name].add(layer, counts[:, mine])
-            activation[name].append(_shares(counts[:, mine].sum((0, 1))))
-        for one in samples:
-            one.prefill.append(_shares(counts[0, one.sequence]))
-            one.decode.append(_shares(counts[1, one.sequence]))
+        for name, chosen in domains.items():
+            cosines[name].add(layer, counts[:, chosen])
+            activation[name].append(_shares(counts[:, chosen].sum((0, 1))))
+        for sample in samples:
+            sample.prefill.append(_shares(counts[0, sample.sequence]))
+            sample.decode.append(_shares(counts[1, sample.sequence]))
     modalities = _modalities(trace)
     return RoutingAnalysis(
         model=trace.model,
         text=trace.text,
         layers=trace.layers,
         tokens=trace.num_tokens,
-        sequences={name: int(mine.sum()) for name, mine in domains.items()},
+        sequences={name: int(chosen.sum()) for name, chosen in domains.items()},
         similarity=_joined(list(cosines.values())),
-        by_domain={name: _joined([one]) for name, one in cosines.items()},
+        by_domain={name: _joined([own]) for name, own in cosines.items()},
         activation=whole,
         domain_activation=activation,
         between={(a, b): _mean_cosine(activation[a], activation[b]) for a, b in combinations(domains, 2)},
@@ -183,8 +179,8 @@ def _joined(parts: Sequence[_Cosines]) -> Similarity:
 
 def _ratio(sums: FloatArray, numbers: FloatArray) -> FloatArray:
     """sums / numbers, NaN where there is none."""
-    found: FloatArray = np.divide(sums, numbers, out=np.full(len(sums), np.nan), where=numbers > 0)
-    return found
+    ratios: FloatArray = np.divide(sums, numbers, out=np.full(len(sums), np.nan), where=numbers > 0)
+    return ratios
 
 
 def _phase_counts(trace: RoutingTrace, layer: int) -> FloatArray:
@@ -196,8 +192,8 @@ def _phase_counts(trace: RoutingTrace, layer: int) -> FloatArray:
 def _unit(counts: FloatArray) -> FloatArray:
     """Rows [..., E] of length 1; a row without any stays 0."""
     norms = np.linalg.norm(counts, axis=-1, keepdims=True)
-    found: FloatArray = np.divide(counts, norms, out=np.zeros_like(counts), where=norms > 0)
-    return found
+    rows: FloatArray = np.divide(counts, norms, out=np.zeros_like(counts), where=norms > 0)
+    return rows
 
 
 def _shares(counts: FloatArray) -> FloatArray:
@@ -208,11 +204,11 @@ def _shares(counts: FloatArray) -> FloatArray:
 
 def _activation(trace: RoutingTrace, tokens: NDArray[np.bool_]) -> list[FloatArray]:
     """Shares of the marked tokens' [N] activations, [E] a layer."""
-    found = []
+    shares = []
     for layer, experts in enumerate(trace.num_experts):
         chosen = trace.experts[tokens, layer]
-        found.append(_shares(np.bincount(chosen[chosen != NONE], minlength=experts).astype(np.float64)))
-    return found
+        shares.append(_shares(np.bincount(chosen[chosen != NONE], minlength=experts).astype(np.float64)))
+    return shares
 
 
 def _modalities(trace: RoutingTrace) -> dict[str, NDArray[np.bool_]]:
@@ -231,10 +227,10 @@ def _sample(trace: RoutingTrace) -> list[int]:
     return sorted(order[:SAMPLES])
 
 
-def _mean_cosine(one: Sequence[FloatArray], other: Sequence[FloatArray]) -> float:
+def _mean_cosine(first: Sequence[FloatArray], second: Sequence[FloatArray]) -> float:
     """Mean over layers of the cosine between two activations; NaN where none is known in both."""
-    found = [float(_unit(a) @ _unit(b)) for a, b in zip(one, other, strict=True)]
-    known = [value for value in found if np.isfinite(value)]
+    cosines = [float(_unit(a) @ _unit(b)) for a, b in zip(first, second, strict=True)]
+    known = [value for value in cosines if np.isfinite(value)]
     return float(np.mean(known)) if known else float("nan")
 
 
@@ -244,13 +240,13 @@ def mean(values: FloatArray) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _similarity_json(one: Similarity) -> dict[str, Any]:
+def _similarity_json(similarity: Similarity) -> dict[str, Any]:
     return {
-        "sequences": one.sequences,
-        "own_decode": _plain(mean(one.same)),
-        "decode_of_another": _plain(mean(one.other)),
-        "own_decode_by_layer": [_plain(value) for value in one.same.tolist()],
-        "decode_of_another_by_layer": [_plain(value) for value in one.other.tolist()],
+        "sequences": similarity.sequences,
+        "own_decode": _plain(mean(similarity.same)),
+        "decode_of_another": _plain(mean(similarity.other)),
+        "own_decode_by_layer": [_plain(value) for value in similarity.same.tolist()],
+        "decode_of_another_by_layer": [_plain(value) for value in similarity.other.tolist()],
     }
 
 

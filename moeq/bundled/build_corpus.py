@@ -41,14 +41,14 @@ Row = dict[str, str]
 def fingerprints(text: str) -> set[str]:
     """Long lines, and the `WINDOW` characters from the start of every line on; white space at line ends is ignored."""
     lines = [line for line in (line.strip() for line in text.splitlines()) if line]
-    joined, found, start = "\n".join(lines), set(), 0
+    joined, marks, start = "\n".join(lines), set(), 0
     for line in lines:
         if len(line) > LONG_LINE:
-            found.add(line)
+            marks.add(line)
         if len(window := joined[start : start + WINDOW]) == WINDOW:
-            found.add(window)
+            marks.add(window)
         start += len(line) + 1
-    return found
+    return marks
 
 
 def math_documents(split: str, taken: set[str]) -> list[tuple[str, str]]:

@@ -41,8 +41,8 @@ SIZES: dict[str, Any] = {
 
 def digits() -> tuple[Tensor, Tensor]:
     """All images [1797, 1, 8, 8], their values between 0 and 1, and labels [1797]."""
-    found = load_digits()
-    return torch.tensor(found.images, dtype=torch.float32)[:, None] * SIZES["pixel_scale"], torch.tensor(found.target)
+    data = load_digits()
+    return torch.tensor(data.images, dtype=torch.float32)[:, None] * SIZES["pixel_scale"], torch.tensor(data.target)
 
 
 def split(count: int) -> dict[str, list[int]]:
@@ -61,8 +61,8 @@ def unbalance(logits: Tensor) -> Tensor:
     """Share of the tokens times mean probability, summed over experts: 1 where all are chosen alike; logits [T, E]."""
     experts, top_k = logits.shape[1], SIZES["num_experts_per_tok"]
     load = functional.one_hot(logits.topk(top_k, -1).indices, experts).float().sum(1).mean(0)
-    found: Tensor = experts / top_k * (load * logits.softmax(-1).mean(0)).sum()
-    return found
+    ratio: Tensor = experts / top_k * (load * logits.softmax(-1).mean(0)).sum()
+    return ratio
 
 
 def shifted(images: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def train(model: Any, images: Tensor, labels: Tensor) -> None:
         seen.clear()
         logits = model(shifted(images[pick])).logits
         loss = functional.cross_entropy(logits, labels[pick], label_smoothing=SMOOTHING)
-        loss = loss + BALANCE * torch.stack([unbalance(one) for one in seen]).sum()
+        loss = loss + BALANCE * torch.stack([unbalance(logits) for logits in seen]).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

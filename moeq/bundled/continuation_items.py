@@ -79,8 +79,8 @@ def pieces(text: str, document: int, tokenizer: Any) -> Iterator[Piece]:
             )
 
 
-def _apart(one: Piece, other: Piece, tokens: int) -> bool:
-    return one.document != other.document or abs(one.position - other.position) > tokens
+def _apart(piece: Piece, other: Piece, tokens: int) -> bool:
+    return piece.document != other.document or abs(piece.position - other.position) > tokens
 
 
 def _joins(piece: Piece, wrong: Piece, tokenizer: Any) -> bool:
@@ -93,13 +93,13 @@ def _wrong_choices(piece: Piece, ranked: Sequence[Piece], place: int, tokenizer:
     """Up to three continuations from elsewhere whose bigram scores are near; `ranked` is sorted by score."""
     near = list(ranked[max(0, place - NEAREST // 2) : place + NEAREST // 2 + 1])
     rng.shuffle(near)
-    found: list[str] = []
+    chosen: list[str] = []
     for other in near:
         fits = _apart(piece, other, 4 * CONTEXT_TOKENS) and other.continuation.strip() not in piece.context
-        fresh = other.continuation not in (piece.continuation, *found)
-        if fits and fresh and len(found) < NUM_CHOICES - 1 and _joins(piece, other, tokenizer):
-            found.append(other.continuation)
-    return found
+        fresh = other.continuation not in (piece.continuation, *chosen)
+        if fits and fresh and len(chosen) < NUM_CHOICES - 1 and _joins(piece, other, tokenizer):
+            chosen.append(other.continuation)
+    return chosen
 
 
 def domain_items(

@@ -43,24 +43,23 @@ def classify(
 
     Raises EvaluationError when the outputs are not finite.
     """
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
 
     def finish(_: Batch, output: Any) -> None:
-        found.append(output.logits.float().cpu())
+        parts.append(output.logits.float().cpu())
         advance()
 
     for _ in walk(model, (), images.batches(batch_size), device, streamed=streamed, finish=finish):
         pass
-    logits = torch.cat(found)
+    logits = torch.cat(parts)
     if not bool(torch.isfinite(logits).all()):
         raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")
     right = logits.argmax(-1) == images.labels
     accuracy, error = share_with_error(right)
     by_domain = {}
     for domain in dict.fromkeys(images.domains):
-        mine = torch.tensor([one == domain for one in images.domains])
-        share, own = share_with_error(right[mine])
-        by_domain[domain] = {"acc": share} | ({} if own is None else {"acc_stderr": own})
+        share, stderr = share_with_error(right[torch.tensor([of == domain for of in images.domains])])
+        by_domain[domain] = {"acc": share} | ({} if stderr is None else {"acc_stderr": stderr})
     return Classified(
         logits=logits,
         accuracy=accuracy,
@@ -76,6 +75,6 @@ def share_with_error(right: Tensor) -> tuple[float, float | None]:
     return share, math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None
 
 
-def logit_error(found: Tensor, wanted: Tensor) -> float:
-    """||found - wanted|| / ||wanted|| over all images and labels."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+def logit_error(logits: Tensor, wanted: Tensor) -> float:
+    """||logits - wanted|| / ||wanted|| over all images and labels."""
+    return float((logits.double() - wanted.double()).norm() / wanted.double().norm())

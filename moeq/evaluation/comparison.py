@@ -33,16 +33,17 @@ class Cell:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One entry a row: {"name", "cells": {task, average or perplexity: Cell}}; EvaluationError where items differ."""
-    measures = [_measures(row) for row in rows]
-    found = []
-    for number, (row, mine) in enumerate(zip(rows, measures, strict=True)):
-        first = measures[0] if number else {}
-        cells = {name: _cell(one, first.get(name), f"{row['name']}, {name}") for name, one in mine.items()}
-        average = _average(mine, first)
-        if average is not None:
-            cells = {AVERAGE: average} | cells
-        found.append({"name": row["name"], "cells": cells})
-    return found
+    first: dict[str, _Measure] = {}
+    entries = []
+    for number, row in enumerate(rows):
+        measures = _measures(row)
+        average = _average(measures, first)
+        cells = {} if average is None else {AVERAGE: average}
+        for name, measure in measures.items():
+            cells[name] = _cell(measure, first.get(name), f"{row['name']}, {name}")
+        entries.append({"name": row["name"], "cells": cells})
+        first = first if number else measures
+    return entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class _Measure:
 
 
 def _measures(row: Mapping[str, Any]) -> dict[str, _Measure]:
-    found = {}
+    measures = {}
     results = row.get("lm_eval") or {"results": {}}
     hidden = members(results)
     for task, result in results["results"].items():
@@ -67,41 +68,40 @@ def _measures(row: Mapping[str, Any]) -> dict[str, _Measure]:
         error = scores.get(f"{name}_stderr{comma}{chosen}")
         if error is None and items is not None:
             error = standard_error(items)
-        found[task] = _Measure(metric=metric, value=scores[metric], stderr=error, items=items)
+        measures[task] = _Measure(metric=metric, value=scores[metric], stderr=error, items=items)
     text = row.get("perplexity")
     if text is not None:
-        found[PERPLEXITY] = _Measure(
+        measures[PERPLEXITY] = _Measure(
             metric=PERPLEXITY, value=text["perplexity"], stderr=text["perplexity_stderr"], items=items_of_text(text)
         )
-    return found
+    return measures
 
 
 def _items(results: Mapping[str, Any], task: str, metric: str, value: float) -> Items | None:
     """Items of a task, or of all tasks of a group."""
     samples, parts = results.get("samples", {}), leaves(dict(results), task)
-    found = [items_of(samples[one], metric) if one in samples else None for one in parts]
+    items = [items_of(samples[part], metric) if part in samples else None for part in parts]
     if parts != [task]:
-        return pooled(found, value)
-    return None if found[0] is None else checked(found[0], value)
+        return pooled(items, value)
+    return None if items[0] is None else checked(items[0], value)
 
 
-def _cell(mine: _Measure, first: _Measure | None, where: str) -> Cell:
+def _cell(own: _Measure, first: _Measure | None, where: str) -> Cell:
     change = None
-    if first is not None and mine.items is not None and first.items is not None and mine.metric == first.metric:
-        change = compare([mine.items], [first.items], where=where)
-    return Cell(metric=mine.metric, value=mine.value, stderr=mine.stderr, change=change)
+    if first is not None and own.items is not None and first.items is not None and own.metric == first.metric:
+        change = compare([own.items], [first.items], where=where)
+    return Cell(metric=own.metric, value=own.value, stderr=own.stderr, change=change)
 
 
-def _average(mine: Mapping[str, _Measure], first: Mapping[str, _Measure]) -> Cell | None:
+def _average(measures: Mapping[str, _Measure], first: Mapping[str, _Measure]) -> Cell | None:
     """The mean over tasks with an accuracy, where there are several; changes only where the first row has the same."""
-    chosen = {name: one for name, one in mine.items() if one.metric.partition(",")[0] in AVERAGED}
+    chosen = {name: own for name, own in measures.items() if own.metric.partition(",")[0] in AVERAGED}
     if len(chosen) < 2:
         return None
-    errors = [one.stderr for one in chosen.values()]
-    known = [error for error in errors if error is not None]
-    stderr = sum(error**2 for error in known) ** 0.5 / len(chosen) if len(known) == len(errors) else None
-    pairs = [(one.items, first[name].items) for name, one in chosen.items() if name in first]
-    both = [(one, other) for one, other in pairs if one is not None and other is not None]
-    change = compare([one for one, _ in both], [other for _, other in both]) if len(both) == len(chosen) else None
-    value = sum(one.value for one in chosen.values()) / len(chosen)
+    known = [own.stderr for own in chosen.values() if own.stderr is not None]
+    stderr = sum(error**2 for error in known) ** 0.5 / len(chosen) if len(known) == len(chosen) else None
+    pairs = [(own.items, first[name].items) for name, own in chosen.items() if name in first]
+    both = [(items, others) for items, others in pairs if items is not None and others is not None]
+    change = compare([items for items, _ in both], [others for _, others in both]) if len(both) == len(chosen) else None
+    value = sum(own.value for own in chosen.values()) / len(chosen)
     return Cell(metric="mean accuracy", value=value, stderr=stderr, change=change)

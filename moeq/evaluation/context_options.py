@@ -64,7 +64,7 @@ class ContextOptions(BaseModel):
     def parse(cls, text: str) -> ContextOptions:
         """Options written as `gpu_experts=2,average_bits=2.5`; RecipeError for what is not."""
         given = {}
-        for part in filter(None, (one.strip() for one in text.split(","))):
+        for part in filter(None, map(str.strip, text.split(","))):
             name, equals, value = part.partition("=")
             if not equals:
                 raise RecipeError(f"{part!r} is not OPTION=VALUE", where="--context-aware", do=EXAMPLE)

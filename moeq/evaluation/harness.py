@@ -29,21 +29,18 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
     Raises EvaluationError for an unknown task or folder, and for data that cannot be had.
     """
     folder = None if include_path is None else Path(include_path).expanduser()
-    if folder is not None and not folder.is_dir():
-        raise EvaluationError(
-            "no such folder of tasks", where=str(folder), do="correct --include-path (eval.include_path)"
-        )
+    folders = [str(bundled_path("corpus/lm_eval_tasks"))]
     if folder is not None:
+        if not folder.is_dir():
+            do = "correct --include-path (eval.include_path)"
+            raise EvaluationError("no such folder of tasks", where=str(folder), do=do)
         _check_files(folder)
+        folders.append(str(folder))
     from lm_eval.tasks import TaskManager
 
-    folders = [str(bundled_path("corpus/lm_eval_tasks"))]
-    folders += [str(folder)] if folder is not None else []
     with _lm_eval_errors(names):
         manager = TaskManager(include_path=folders, include_defaults=False)
-    if not all(name in manager.all_tasks for name in names):
-        # lm-eval's own thousands of tasks take seconds to index
-        with _lm_eval_errors(names):
+        if not all(name in manager.all_tasks for name in names):  # lm-eval's own thousands take seconds to index
             manager = TaskManager(include_path=folders, include_defaults=True)
     for name in names:
         if name not in manager.all_tasks:
@@ -101,16 +98,16 @@ def task_requests(manager: Any, names: list[str], limit: int | None) -> list[tup
 
     Raises EvaluationError when a task cannot build its requests.
     """
-    found: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
     with _lm_eval_errors(names):
         for task in manager.load(names)["tasks"].values():
             task.build_all_requests(limit=limit, rank=0, world_size=1)
-            for one in task.instances:
-                text = sum(len(part) for part in one.args if isinstance(part, str))
-                options = next((part for part in one.args if isinstance(part, dict)), {})
-                wanted = options.get("max_gen_toks", GENERATED) if one.request_type == "generate_until" else 0
-                found.append((text, int(wanted)))
-    return found
+            for request in task.instances:
+                text = sum(len(part) for part in request.args if isinstance(part, str))
+                options = next((part for part in request.args if isinstance(part, dict)), {})
+                new = options.get("max_gen_toks", GENERATED) if request.request_type == "generate_until" else 0
+                requests.append((text, int(new)))
+    return requests
 
 
 def evaluate_tasks(
@@ -136,7 +133,7 @@ def evaluate_tasks(
     lm_eval.evaluator.get_git_commit_hash = lambda: None
     lm_eval.evaluator.add_env_info = lambda storage: None
     with _lm_eval_errors(names), quiet_transformers():
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             model=lm,
             tasks=_with_examples(names, manager, num_fewshot) if isinstance(num_fewshot, Mapping) else names,
             task_manager=manager,
@@ -147,7 +144,7 @@ def evaluate_tasks(
             log_samples=True,
             verbosity="ERROR",
         )
-    return kept(found, model or {})
+    return kept(results, model or {})
 
 
 def guessed_results(names: list[str], manager: Any, **options: Any) -> dict[str, Any]:
@@ -159,29 +156,30 @@ def guessed_results(names: list[str], manager: Any, **options: Any) -> dict[str,
 
 def _with_examples(names: list[str], manager: Any, num_fewshot: Mapping[str, int]) -> list[Any]:
     """The tasks and groups of these names with their numbers of examples; others keep their own."""
-    found: list[Any] = []
+    chosen: list[Any] = []
     for name in names:
         loaded = manager.load([name])
         for task in loaded["tasks"].values():
             if name in num_fewshot and task.get_config("num_fewshot") != 0:
                 task.set_config(key="num_fewshot", value=num_fewshot[name])
-        found += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
-    return found
+        chosen += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
+    return chosen
 
 
-def task_scores(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+def task_scores(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Scores {task: {metric: value}} of lm-eval's results; standard errors end in `_stderr`, groups stand for their
     members."""
-    return {name: scores_of(result) for name, result in found["results"].items() if name not in members(found)}
+    hidden = members(results)
+    return {name: scores_of(result) for name, result in results["results"].items() if name not in hidden}
 
 
 def headline(scores: dict[str, dict[str, float]]) -> tuple[float | None, float | None]:
     """Mean accuracy over the tasks that have one, and its standard error where every one of them has one."""
-    metrics = {task: "acc" if "acc" in found else "acc_norm" for task, found in scores.items()}
-    values = [scores[task][metric] for task, metric in metrics.items() if metric in scores[task]]
+    values, errors = [], []
+    for own in scores.values():
+        metric = "acc" if "acc" in own else "acc_norm"
+        values += [own[metric]] if metric in own else []
+        errors += [own[f"{metric}_stderr"]] if metric in own and f"{metric}_stderr" in own else []
     if not values:
         return None, None
-    errors = [scores[task].get(f"{metric}_stderr") for task, metric in metrics.items() if metric in scores[task]]
-    known = [error for error in errors if error is not None]
-    error = math.hypot(*known) / len(values) if len(known) == len(values) else None
-    return sum(values) / len(values), error
+    return sum(values) / len(values), math.hypot(*errors) / len(values) if len(errors) == len(values) else None

@@ -70,9 +70,9 @@ class StaticLM(HFLM):  # type: ignore[misc]
     ) -> list[Answer]:
         for _, context, continuation in requests:
             self.check_pair(context, continuation)
-        found: list[Answer] = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
-        check_finite(one[0] for one in found)
-        return found
+        scored: list[Answer] = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+        check_finite(logprob for logprob, _ in scored)
+        return scored
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         for request in requests:
@@ -85,8 +85,8 @@ class StaticLM(HFLM):  # type: ignore[misc]
                     do="lower max_gen_toks in the task's generation_kwargs",
                 )
             self.check_length(len(self.tok_encode(context)) + new, "generation")
-        found: list[str] = super().generate_until(requests, disable_tqdm=True)
-        return found
+        texts: list[str] = super().generate_until(requests, disable_tqdm=True)
+        return texts
 
     def check_pair(self, context: Sequence[int], continuation: Sequence[int]) -> None:
         """`check_length` of a context with its continuation, which is never cut: EvaluationError where it alone is too
@@ -123,8 +123,7 @@ class ContextAwareLM(StaticLM):
         self.runtime = runtime
 
     def get_model_info(self) -> dict[str, Any]:
-        found: dict[str, Any] = super().get_model_info()
-        return found | {"rolling": ROLLING}
+        return {**super().get_model_info(), "rolling": ROLLING}
 
     def _rows(self, tokens: int) -> int:
         """How many pieces of so many tokens go together."""
@@ -134,17 +133,16 @@ class ContextAwareLM(StaticLM):
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
         fitted = [self._fitted(context, continuation) for _, context, continuation in requests]
-        found: list[Answer | None] = [None] * len(requests)
+        scored: list[Answer] = [(math.nan, False)] * len(requests)
         with self.runtime.installed():
             for numbers, scores in self._scored_together(fitted):
                 for number, (logprobs, greedy) in zip(numbers, scores, strict=True):
-                    found[number] = answer = (float(logprobs.double().sum()), bool(greedy.all()))
+                    scored[number] = answer = (float(logprobs.double().sum()), bool(greedy.all()))
                     texts = requests[number][0]
                     if texts is not None:
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
-        answered = [one for one in found if one is not None]
-        check_finite(one[0] for one in answered)
-        return answered
+        check_finite(logprob for logprob, _ in scored)
+        return scored
 
     def _fitted(self, context: list[int], continuation: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Context and continuation within the model's positions, cut as HFLM cuts them."""
@@ -167,21 +165,20 @@ class ContextAwareLM(StaticLM):
             some = groups[start : start + self._rows(longest)]
             start += len(some)
             pieces = [
-                self.runtime.continuation(self.runtime.prefill(fitted[one[0]][0]), [fitted[n][1] for n in one])
-                for one in some
+                self.runtime.continuation(self.runtime.prefill(fitted[group[0]][0]), [fitted[n][1] for n in group])
+                for group in some
             ]
             yield from zip(some, self.runtime.score(pieces), strict=True)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts."""
-        windows = [list(self._windows(request.args[0])) for request in requests]
-        found = []
-        for request, mine in zip(requests, windows, strict=True):
-            total = sum(float(part.double().sum()) for part in self.rolling(mine))
-            check_finite([total])
-            found.append(total)
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return found
+        totals = []
+        for request in requests:
+            windows = list(self._windows(request.args[0]))
+            totals.append(sum(float(part.double().sum()) for part in self.rolling(windows)))
+            check_finite(totals[-1:])
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        return totals
 
     def _windows(self, text: str) -> Iterator[Window]:
         """As HFLM cuts a text: every token is a target once."""
@@ -213,11 +210,12 @@ class ContextAwareLM(StaticLM):
                 rest = Piece(cache=started.cache, length=half, keys=keys, tokens=tokens[half:], targets=[wanted[half:]])
                 parts.append(self.runtime.score([rest])[0][0][0])
             later = [
-                Piece(cache=None, length=0, keys=keys, tokens=one[0], targets=[answers(*one)]) for one in windows[1:]
+                Piece(cache=None, length=0, keys=keys, tokens=window[0], targets=[answers(*window)])
+                for window in windows[1:]
             ]
             rows = self._rows(max((len(piece.tokens) for piece in later), default=1))
             batches = (later[at : at + rows] for at in range(0, len(later), rows))
-            scores = [torch.cat(parts), *(one[0][0] for batch in batches for one in self.runtime.score(batch))]
+            scores = [torch.cat(parts), *(score[0][0] for batch in batches for score in self.runtime.score(batch))]
         return [score[-len(targets) :] for score, (_, targets) in zip(scores, windows, strict=True)]
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ def image_tasks(manager: Any, names: Sequence[str], *, with_images: bool) -> dic
     with_images: whether the model takes images. Raises EvaluationError when it does not and a task has them, for a task
     with audio, and for one that scores whole texts with images.
     """
-    found = {}
+    chosen = {}
     for name, task in manager.load(list(names))["tasks"].items():
         if task.config.doc_to_audio:
             raise EvaluationError("has audio, which moeq does not evaluate", where=f"task {name}", do="leave it out")
@@ -41,8 +41,8 @@ def image_tasks(manager: Any, names: Sequence[str], *, with_images: bool) -> dic
             )
         if task.OUTPUT_TYPE == "loglikelihood_rolling":
             raise EvaluationError("scores whole texts, which images have not", where=f"task {name}", do="leave it out")
-        found[name] = task
-    return found
+        chosen[name] = task
+    return chosen
 
 
 def check_images(tasks: dict[str, Any], limit: int | None) -> None:
@@ -52,10 +52,10 @@ def check_images(tasks: dict[str, Any], limit: int | None) -> None:
             if limit is not None and number >= limit:
                 break
             given = _listed(task.doc_to_image(document))
-            if not any(isinstance(_path(one), str) for one in given):
+            if not any(isinstance(_path(image), str) for image in given):
                 break  # the dataset holds its images
-            for one in given:
-                _existing(one, f"task {name}, item {number}")
+            for image in given:
+                _existing(image, f"task {name}, item {number}")
 
 
 def _listed(given: Any) -> list[Any]:
@@ -125,15 +125,15 @@ class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]
         for number, request in enumerate(requests):
             texts, rest = request.args[:2], request.args[2:]
             where = f"task {request.task_name}, item {request.doc_id}"
-            images = [_opened(one, where) for one in _listed(rest[0]["visual"])] if rest else []
+            images = [_opened(picture, where) for picture in _listed(rest[0]["visual"])] if rest else []
             sides[bool(images)].append(number)
             ready.append(replace(request, arguments=(*texts, {"visual": images}) if images else texts))
-        found: list[Any] = [None] * len(requests)
-        for answer, numbers in zip((text, image), sides, strict=True):
-            answers = answer([ready[number] for number in numbers]) if numbers else []
-            for number, one in zip(numbers, answers, strict=True):
-                found[number] = one
-        return found
+        answers: list[Any] = [None] * len(requests)
+        for answer_all, numbers in zip((text, image), sides, strict=True):
+            given = answer_all([ready[number] for number in numbers]) if numbers else []
+            for number, answer in zip(numbers, given, strict=True):
+                answers[number] = answer
+        return answers
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return self._by_images(
@@ -143,11 +143,11 @@ class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
         """(log-likelihood, whether it is the greedy choice) of every continuation."""
         score = super().loglikelihood
-        found: list[Answer] = self._by_images(
-            requests, lambda some: [self._scored(one) for one in some], lambda some: score(some, disable_tqdm=True)
+        answers: list[Answer] = self._by_images(
+            requests, lambda some: list(map(self._scored, some)), lambda some: score(some, disable_tqdm=True)
         )
-        check_finite(one[0] for one in found)
-        return found
+        check_finite(logprob for logprob, _ in answers)
+        return answers
 
     def tok_batch_multimodal_encode(
         self,
@@ -157,10 +157,10 @@ class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> Any:
-        found = super().tok_batch_multimodal_encode(strings, images, padding_side=padding_side, truncation=truncation)
+        batch = super().tok_batch_multimodal_encode(strings, images, padding_side=padding_side, truncation=truncation)
         if left_truncate_len is not None:
-            self._check_length(found["input_ids"].shape[1], left_truncate_len)
-        return found
+            self._check_length(batch["input_ids"].shape[1], left_truncate_len)
+        return batch
 
     def _check_length(self, tokens: int, most: int) -> None:
         if tokens > most:
@@ -173,9 +173,9 @@ class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]
         """Ids [C] and what else the model takes with them."""
         if not self.chat_applied:
             text = replace_placeholders(text, DEFAULT_IMAGE_PLACEHOLDER, self.image_token, self.max_images)
-        found = self.processor(text=[text], images=[images[: self.max_images]], return_tensors="pt")
-        found = found.to(self.device, self.model.dtype)
-        extra = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        given = self.processor(text=[text], images=[images[: self.max_images]], return_tensors="pt")
+        given = given.to(self.device, self.model.dtype)
+        extra = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         return extra.pop("input_ids")[0], extra
 
     def _scored(self, request: Any) -> Answer:

@@ -46,7 +46,7 @@ class Items:
 
 
 def compare(
-    mine: Sequence[Items],
+    own: Sequence[Items],
     first: Sequence[Items],
     *,
     where: str = "comparison",
@@ -59,24 +59,24 @@ def compare(
     whose values differ, the least that flipping the signs of n differences can give: resamples alone are too sure of
     few. None of a single item, which says nothing of how sure it is. Raises EvaluationError when the items differ.
     """
-    for one, other in zip(mine, first, strict=True):
-        if one.names != other.names or one.kind != other.kind:
+    pairs = list(zip(own, first, strict=True))
+    for items, others in pairs:
+        if items.names != others.names or items.kind != others.kind:
             raise EvaluationError(
-                f"made of other items ({len(one.names)} and {len(other.names)})",
+                f"made of other items ({len(items.names)} and {len(others.names)})",
                 where=where,
                 do="evaluate both on the same items, text and windows",
             )
-    items = sum(len(one.names) for one in mine)
-    if items < 2:
+    count = sum(len(items.names) for items in own)
+    if count < 2:
         return None
-    differing = sum(int((one.values != other.values).sum()) for one, other in zip(mine, first, strict=True))
+    differing = sum(int((items.values != others.values).sum()) for items, others in pairs)
     total = np.zeros(resamples)
-    for one, other in zip(mine, first, strict=True):
-        total += np.concatenate(
-            [one.measure(counts) - other.measure(counts) for counts in _draws(one, resamples, seed)]
-        )
-    drawn = total / len(mine)
-    observed = float(np.mean([one.value - other.value for one, other in zip(mine, first, strict=True)]))
+    for items, others in pairs:
+        draws = _draws(items, resamples, seed)
+        total += np.concatenate([items.measure(counts) - others.measure(counts) for counts in draws])
+    drawn = total / len(own)
+    observed = float(np.mean([items.value - others.value for items, others in pairs]))
     tail = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     low, high = np.quantile(drawn, [0.025, 0.975])
     return Change(
@@ -85,7 +85,7 @@ def compare(
         high=float(high),
         p=min(1.0, max(2 * (tail + 1) / (resamples + 1), 2.0 ** (1 - differing))),
         stderr=float(drawn.std(ddof=1)),
-        items=items,
+        items=count,
         resamples=resamples,
         seed=seed,
     )

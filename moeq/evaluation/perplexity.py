@@ -74,7 +74,7 @@ def _items(items: np.ndarray, length: int) -> dict[str, Any]:
         "stride": length,
         "counted": "all tokens but the first of each sequence",
         "unit": "sequence",
-        "items": {"logprob": items[:, 0].tolist(), "tokens": [int(one) for one in items[:, 1]]},
+        "items": {"logprob": items[:, 0].tolist(), "tokens": items[:, 1].astype(int).tolist()},
     }
 
 

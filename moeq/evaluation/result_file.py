@@ -22,8 +22,8 @@ Row = dict[str, Any]
 def document(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that is known of the rows."""
     entries = [
-        {"name": one["name"], "cells": {name: cell.as_json() for name, cell in one["cells"].items()}}
-        for one in table(rows)
+        {"name": entry["name"], "cells": {name: cell.as_json() for name, cell in entry["cells"].items()}}
+        for entry in table(rows)
     ]
     return {
         "kind": KIND,
@@ -45,7 +45,7 @@ def short(whole: Mapping[str, Any]) -> dict[str, Any]:
     """The document without samples and items."""
     rows = [
         {
-            name: {key: one for key, one in value.items() if key not in ITEMS} if isinstance(value, dict) else value
+            name: {key: kept for key, kept in value.items() if key not in ITEMS} if isinstance(value, dict) else value
             for name, value in row.items()
         }
         for row in whole["rows"]
@@ -69,10 +69,10 @@ def summary(path: Path) -> dict[str, Any]:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a result file; ArtifactError for another file."""
     try:
-        found = read_json_file(path)
-        if (found["kind"], found["schema_version"]) != (KIND, SCHEMA_VERSION):
-            raise ValueError(f"{found['kind']}, schema version {found['schema_version']}")
-        rows: list[Row] = [{**row, "name": str(row["name"])} for row in found["rows"]]
+        whole = read_json_file(path)
+        if (whole["kind"], whole["schema_version"]) != (KIND, SCHEMA_VERSION):
+            raise ValueError(f"{whole['kind']}, schema version {whole['schema_version']}")
+        rows: list[Row] = [{**row, "name": str(row["name"])} for row in whole["rows"]]
         if not rows:
             raise ValueError("no rows")
         table(rows)

@@ -16,19 +16,14 @@ VOLATILE = (
     "total_evaluation_time_seconds", "start_time", "end_time", "system_info",
 )  # fmt: skip
 MAIN = ("acc", "acc_norm", "exact_match", "word_perplexity", "perplexity", "byte_perplexity", "bits_per_byte")
-_KINDS = {
-    "word_perplexity": "perplexity",
-    "perplexity": "perplexity",
-    "byte_perplexity": "perplexity",
-    "bits_per_byte": "bits",
-}
+_KINDS = dict.fromkeys(("word_perplexity", "perplexity", "byte_perplexity"), "perplexity") | {"bits_per_byte": "bits"}
 
 
-def kept(found: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+def kept(results: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """lm-eval's results as JSON, samples included; `model` stands in the configuration as what was evaluated."""
-    result = {name: value for name, value in found.items() if name not in VOLATILE}
-    result["config"] = {name: value for name, value in result.get("config", {}).items() if name != "device"} | model
-    cleaned: dict[str, Any] = _as_json(result)
+    stable = {name: value for name, value in results.items() if name not in VOLATILE}
+    stable["config"] = {name: value for name, value in stable.get("config", {}).items() if name != "device"} | model
+    cleaned: dict[str, Any] = _as_json(stable)
     for config in cleaned.get("configs", {}).values():
         metadata = config.get("metadata") or {}
         if "config_source" in metadata:  # where it lies on this machine is nobody's business
@@ -43,9 +38,9 @@ def kept(found: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
 def _as_json(value: Any) -> Any:
     """Values that JSON has; functions by their name, numbers that are none as null."""
     if isinstance(value, dict):
-        return {str(name): _as_json(one) for name, one in value.items()}
+        return {str(name): _as_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_json(one) for one in value]
+        return [_as_json(inner) for inner in value]
     if isinstance(value, np.generic):
         return _as_json(value.item())
     if isinstance(value, float):
@@ -65,15 +60,15 @@ def scores_of(result: dict[str, Any]) -> dict[str, float]:
     return scores
 
 
-def members(found: dict[str, Any]) -> set[str]:
+def members(results: dict[str, Any]) -> set[str]:
     """Tasks and groups of lm-eval's results that belong to a group."""
-    return {name for inside in found.get("group_subtasks", {}).values() for name in inside}
+    return {name for inside in results.get("group_subtasks", {}).values() for name in inside}
 
 
-def leaves(found: dict[str, Any], name: str) -> list[str]:
+def leaves(results: dict[str, Any], name: str) -> list[str]:
     """The tasks of a group, those of its groups included; a task is its own."""
-    inside = found.get("group_subtasks", {}).get(name, [])
-    return [leaf for one in inside for leaf in leaves(found, one)] if inside else [name]
+    inside = results.get("group_subtasks", {}).get(name, [])
+    return [leaf for member in inside for leaf in leaves(results, member)] if inside else [name]
 
 
 def main_metric(scores: dict[str, float]) -> str | None:
@@ -87,53 +82,48 @@ def items_of(samples: list[dict[str, Any]], metric: str) -> Items | None:
     """A metric's items, in the order of the documents; None where samples have no number for it."""
     name, _, chosen = metric.partition(",")
     rows = sorted(
-        (one for one in samples if name in one and one.get("filter", chosen or "none") == (chosen or "none")),
-        key=lambda one: int(one["doc_id"]),
+        (row for row in samples if name in row and row.get("filter", chosen or "none") == (chosen or "none")),
+        key=lambda row: int(row["doc_id"]),
     )
-    values = [_number(one[name]) for one in rows]
+    values = [_number(row[name]) for row in rows]
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
     pairs = np.array(known, float)
-    names = tuple(digest_of([one["doc_id"], one.get("doc_hash"), one.get("target_hash")])[:16] for one in rows)
+    names = tuple(digest_of([row["doc_id"], row.get("doc_hash"), row.get("target_hash")])[:16] for row in rows)
     return Items(kind=_KINDS.get(name, "mean"), values=pairs[:, 0], weights=pairs[:, 1], names=names)
 
 
 def pooled(parts: list[Items | None], value: float) -> Items | None:
     """Items of several tasks as one measure's; None where some are not known, or the mean over them is not `value`."""
-    known = [one for one in parts if one is not None]
-    if not known or len(known) < len(parts) or {one.kind for one in known} != {"mean"}:
+    known = [items for items in parts if items is not None]
+    if not known or len(known) < len(parts) or {items.kind for items in known} != {"mean"}:
         return None
-    found = Items(
-        kind="mean",
-        values=np.concatenate([one.values for one in known]),
-        weights=np.concatenate([one.weights for one in known]),
-        names=tuple(name for one in known for name in one.names),
-    )
-    return checked(found, value)
+    values, weights = (np.concatenate([getattr(items, side) for items in known]) for side in ("values", "weights"))
+    names = tuple(name for items in known for name in items.names)
+    return checked(Items(kind="mean", values=values, weights=weights, names=names), value)
 
 
 def checked(items: Items, value: float) -> Items | None:
     """The items, None where the measure made of them is not `value`: a metric of all of them at once, such as F1."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = items.value
-    return items if math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9) else None
+        own = items.value
+    return items if math.isclose(own, value, rel_tol=1e-6, abs_tol=1e-9) else None
 
 
 def _number(value: Any) -> tuple[float, float] | None:
     """(value, weight) of one sample: a number, or a log-likelihood with the number of its words or bytes."""
     if isinstance(value, bool | int | float):
         return float(value), 1.0
-    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, int | float) for one in value):
+    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, int | float) for part in value):
         return float(value[0]), float(value[1])
     return None
 
 
-def items_of_text(found: dict[str, Any]) -> Items:
+def items_of_text(measured: dict[str, Any]) -> Items:
     """The items that a perplexity is made of."""
-    values, weights = (np.array(found["items"][name], float) for name in ("logprob", "tokens"))
-    settings = f"of window {found['window']}, stride {found['stride']}, text {found['text']}"
-    names = tuple(
-        f"{found['unit']} {number} of {int(weight)} tokens, {settings}" for number, weight in enumerate(weights)
-    )
+    values, weights = (np.array(measured["items"][name], float) for name in ("logprob", "tokens"))
+    settings = f"of window {measured['window']}, stride {measured['stride']}, text {measured['text']}"
+    unit = measured["unit"]
+    names = tuple(f"{unit} {number} of {int(weight)} tokens, {settings}" for number, weight in enumerate(weights))
     return Items(kind="perplexity", values=values, weights=weights, names=names)

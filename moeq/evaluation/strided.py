@@ -44,22 +44,17 @@ def read_text(source: str, tokenizer: Any, window: int, stride: int | None) -> T
     EvaluationError for windows that cannot be.
     """
     stride = check_windows(window, stride)
-    found: list[tuple[array[int], str]] = []
-    for one in corpus.open_sources(source, "evaluation"):
-        for document, ids in corpus.encoded(corpus.documents_of(one, corpus.Fields(), tokenizer), tokenizer):
+    read: list[tuple[array[int], str]] = []
+    for opened in corpus.open_sources(source, "evaluation"):
+        for document, ids in corpus.encoded(corpus.documents_of(opened, corpus.Fields(), tokenizer), tokenizer):
             if document.begins:
-                found.append((array("i"), document.domain))
-            found[-1][0].extend(ids)  # a long document comes in pieces
-    kept = [(tuple(ids), domain) for ids, domain in found if len(ids) > 1]
+                read.append((array("i"), document.domain))
+            read[-1][0].extend(ids)  # a long document comes in pieces
+    kept = [(tuple(ids), domain) for ids, domain in read if len(ids) > 1]
     if not kept:
         raise CorpusError("no document has two tokens", where=source, do="give more text")
-    return Text(
-        name=source,
-        documents=tuple(ids for ids, _ in kept),
-        domains=tuple(domain for _, domain in kept),
-        window=window,
-        stride=stride,
-    )
+    documents, domains = zip(*kept, strict=True)
+    return Text(name=source, documents=documents, domains=domains, window=window, stride=stride)
 
 
 def windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[Window]:
@@ -81,19 +76,19 @@ def score_text(lm: StaticLM, text: Text, batch_size: BatchSize) -> dict[str, Any
         raise too_long(text.window, lm.max_length)
     cut = [list(windows(tokens, text.window, text.stride)) for tokens in text.documents]
     if isinstance(lm, ContextAwareLM):
-        logprobs = [lm.rolling(mine) for mine in cut]
+        logprobs = [lm.rolling(of_text) for of_text in cut]
     else:
         logprobs = _in_batches(lm, cut, batch_size)
-    sums = [[(float(one.double().sum()), len(one)) for one in mine] for mine in logprobs]
-    check_finite(total for mine in sums for total, _ in mine)
+    sums = [[(float(scores.double().sum()), len(scores)) for scores in of_text] for of_text in logprobs]
+    check_finite(total for of_text in sums for total, _ in of_text)
     return _report(text, sums, isinstance(lm, ContextAwareLM))
 
 
 def _in_batches(lm: StaticLM, cut: list[list[Window]], batch_size: BatchSize) -> list[list[torch.Tensor]]:
     """Log-probabilities of every text's windows; windows of all texts go together, the longest first."""
-    places = [(text, number) for text, mine in enumerate(cut) for number in range(len(mine))]
+    places = [(text, number) for text, own in enumerate(cut) for number in range(len(own))]
     places.sort(key=lambda place: -len(cut[place[0]][place[1]][0]))
-    found: list[list[torch.Tensor]] = [[torch.empty(0)] * len(mine) for mine in cut]
+    logprobs: list[list[torch.Tensor]] = [[torch.empty(0)] * len(own) for own in cut]
     start = 0
     while start < len(places):
         longest = len(cut[places[start][0]][places[start][1]][0])
@@ -111,22 +106,21 @@ def _in_batches(lm: StaticLM, cut: list[list[Window]], batch_size: BatchSize) ->
             tokens, targets = cut[text][number]
             wanted = torch.tensor(answers(tokens, targets), device=logits.device)
             scores = torch.log_softmax(logits[row, : len(tokens)].float(), -1).gather(1, wanted[:, None]).squeeze(1)
-            found[text][number] = scores[-len(targets) :].cpu()
-    return found
+            logprobs[text][number] = scores[-len(targets) :].cpu()
+    return logprobs
 
 
 def _report(text: Text, sums: list[list[tuple[float, int]]], context_aware: bool) -> dict[str, Any]:
     by_document = len(sums) >= FEWEST_DOCUMENTS
-    rows = [np.array(mine).sum(0) for mine in sums] if by_document else [np.array(one) for mine in sums for one in mine]
-    items = Items(
-        kind="perplexity",
-        values=np.array([row[0] for row in rows]),
-        weights=np.array([row[1] for row in rows]),
-        names=tuple(f"{'document' if by_document else 'window'} {number}" for number in range(len(rows))),
-    )
+    unit = "document" if by_document else "window"
+    of_documents = [np.array(of_text).sum(0) for of_text in sums]
+    rows = of_documents if by_document else [row for of_text in sums for row in of_text]
+    values, weights = np.array(rows, float).T.copy()
+    names = tuple(f"{unit} {number}" for number in range(len(rows)))
+    items = Items(kind="perplexity", values=values, weights=weights, names=names)
     totals: dict[str, np.ndarray] = {}
-    for domain, mine in zip(text.domains, sums, strict=True):
-        totals[domain] = totals.get(domain, np.zeros(2)) + np.array(mine).sum(0)
+    for domain, total in zip(text.domains, of_documents, strict=True):
+        totals[domain] = totals.get(domain, np.zeros(2)) + total
     first = ", of which the first half is the prefill" if context_aware else ""
     return {
         "perplexity": items.value,
@@ -138,6 +132,6 @@ def _report(text: Text, sums: list[list[tuple[float, int]]], context_aware: bool
         "window": text.window,
         "stride": text.stride,
         "counted": f"all tokens but the first of a text's first window{first}; of later windows the last {text.stride}",
-        "unit": "document" if by_document else "window",
-        "items": {"logprob": items.values.tolist(), "tokens": [int(one) for one in items.weights]},
+        "unit": unit,
+        "items": {"logprob": items.values.tolist(), "tokens": items.weights.astype(int).tolist()},
     }

@@ -44,32 +44,30 @@ class Pairs:
 def read_pairs(section: TranslationSection) -> Pairs:
     """The section's parallel text; CorpusError naming file and line for what is missing, empty or not parallel."""
     path = Path(section.source).expanduser()
-    if section.target is not None:
-        other = Path(section.target).expanduser()
-        sources, references = _lines(path), _lines(other)
+    target = path if section.target is None else Path(section.target).expanduser()
+    if section.target is None:
+        rows = _rows(path, section)
+    else:
+        sources, references = _lines(path), _lines(target)
         if len(sources) != len(references):
             raise CorpusError(
                 f"{len(references)} lines for the {len(sources)} of {path}",
-                where=str(other),
+                where=str(target),
                 do="give one reference line for every source line",
             )
-        places = [f"line {number}" for number in range(1, len(sources) + 1)]
-        files = (path, other)
-    else:
-        sources, references, places = _rows(path, section)
-        files = (path, path)
-    for texts, file in zip((sources, references), files, strict=True):
-        empty = next((place for text, place in zip(texts, places, strict=True) if not text.strip()), None)
+        rows = [(number, *pair) for number, pair in enumerate(zip(sources, references, strict=True), 1)]
+    for file, side in ((path, 1), (target, 2)):
+        empty = next((row[0] for row in rows if not str(row[side]).strip()), None)
         if empty is not None:
-            raise CorpusError("an empty sentence", where=f"{file}, {empty}", do="drop the pair from both sides")
-    if not sources:
+            raise CorpusError("an empty sentence", where=f"{file}, line {empty}", do="drop the pair from both sides")
+    if not rows:
         raise CorpusError("no sentences in it", where=str(path), do="give parallel text")
     count = section.sentences
-    if count is not None and count > len(sources):
+    if count is not None and count > len(rows):
         raise CorpusError(
-            f"{len(sources)} pairs, {count} are wanted", where=str(path), do=f"lower {KEY}.sentences or give more text"
+            f"{len(rows)} pairs, {count} are wanted", where=str(path), do=f"lower {KEY}.sentences or give more text"
         )
-    return Pairs(sources=tuple(sources[:count]), references=tuple(references[:count]))
+    return Pairs(sources=tuple(row[1] for row in rows[:count]), references=tuple(row[2] for row in rows[:count]))
 
 
 def _text(path: Path) -> str:
@@ -83,12 +81,12 @@ def _text(path: Path) -> str:
 
 def _lines(path: Path) -> list[str]:
     """Lines as every tool for parallel text counts them: only line feeds end one."""
-    found = _text(path).split("\n")
-    return [line.rstrip("\r") for line in (found[:-1] if found[-1] == "" else found)]
+    lines = _text(path).split("\n")
+    return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
 
 
-def _rows(path: Path, section: TranslationSection) -> tuple[list[str], list[str], list[str]]:
-    """Sources, references and places of the rows of a .tsv or .jsonl file."""
+def _rows(path: Path, section: TranslationSection) -> list[tuple[int, str, str]]:
+    """Line, source and reference of the rows of a .tsv or .jsonl file."""
     names = (section.source_field, section.target_field)
     if path.suffix == ".jsonl":
         rows = [(number, _record(path, number, line)) for number, line in enumerate(_lines(path), 1)]
@@ -111,19 +109,18 @@ def _rows(path: Path, section: TranslationSection) -> tuple[list[str], list[str]
                 where=f"{path}, line {number}",
                 do=f"set {KEY}.source_field and target_field, or mend the line",
             )
-    places = [f"line {number}" for number, _ in rows]
-    return [row[names[0]] for _, row in rows], [row[names[1]] for _, row in rows], places
+    return [(number, row[names[0]], row[names[1]]) for number, row in rows]
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    where, do = f"{path}, line {number}", "mend or drop the line"
     try:
-        found = parse_record(line)
+        record = parse_record(line)
     except ValueError as error:
-        what = f"not a JSON object ({error})"
-        raise CorpusError(what, where=f"{path}, line {number}", do="mend or drop the line") from None
-    if not isinstance(found, dict):
-        raise CorpusError("not a JSON object", where=f"{path}, line {number}", do="mend or drop the line")
-    return found
+        raise CorpusError(f"not a JSON object ({error})", where=where, do=do) from None
+    if not isinstance(record, dict):
+        raise CorpusError("not a JSON object", where=where, do=do)
+    return record
 
 
 def check_model(config: Any, tokenizer: Any, name: str) -> None:
@@ -150,10 +147,10 @@ def translate(
 
     Raises EvaluationError when a source has no tokens.
     """
-    found: dict[int, list[str]] = {}
+    by_beams: dict[int, list[str]] = {}
     texts = [f"{section.prefix}{source}" for source in sources]
     for beams in section.beams:
-        mine: list[str] = []
+        translations = by_beams[beams] = []
         for start in range(0, len(texts), section.batch_size):
             batch = tokenizer(texts[start : start + section.batch_size], return_tensors="pt", padding=True)
             _check_tokens(batch["attention_mask"], start)
@@ -165,10 +162,9 @@ def translate(
                     do_sample=False,
                     max_new_tokens=section.max_new_tokens,
                 )
-            mine += [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+            translations += [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
             advance()
-        found[beams] = mine
-    return found
+    return by_beams
 
 
 def _check_tokens(mask: Tensor, start: int) -> None:
@@ -183,7 +179,9 @@ def score(systems: Mapping[str, Hypotheses], baseline: str, pairs: Pairs, sectio
 
     The same sentences are resampled for all systems; the seed is fixed, so that equal translations give equal figures.
     """
-    metrics = _metrics(section.tokenize)
+    from sacrebleu.metrics import BLEU, CHRF
+
+    metrics: dict[str, Any] = {"bleu": BLEU(tokenize=section.tokenize), "chrf": CHRF()}
     generator = np.random.default_rng(0)
     drawn = generator.multinomial(len(pairs), np.full(len(pairs), 1 / len(pairs)), size=section.resamples)
     scores: dict[str, dict[int, dict[str, _Scores]]] = {
@@ -202,20 +200,14 @@ def score(systems: Mapping[str, Hypotheses], baseline: str, pairs: Pairs, sectio
                 name=system,
                 beams=beams,
                 **{
-                    name: one.against(scores[baseline][beams][name] if system != baseline else None)
-                    for name, one in found.items()
+                    name: own.against(scores[baseline][beams][name] if system != baseline else None)
+                    for name, own in by_metric.items()
                 },
             )
             for system, by_beams in scores.items()
-            for beams, found in by_beams.items()
+            for beams, by_metric in by_beams.items()
         ),
     )
-
-
-def _metrics(tokenize: str) -> dict[str, Any]:
-    from sacrebleu.metrics import BLEU, CHRF
-
-    return {"bleu": BLEU(tokenize=tokenize), "chrf": CHRF()}
 
 
 @dataclass(frozen=True, kw_only=True)

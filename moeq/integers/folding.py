@@ -26,6 +26,8 @@ from moeq.integers.arithmetic.reparam import (
 from moeq.integers.edges import Consumer, Edge
 from moeq.models.weights import owner
 
+ROUTER_BIAS = "router_bias"  # a key of the configuration; modules called router or routers gain biases
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedNorm:
@@ -81,8 +83,8 @@ class Ranges:
     def of(self, norm: str) -> tuple[Tensor, Tensor] | None:
         """Least and largest value [D], float64 on the CPU; None of a norm that was given nothing."""
         self.settle([norm])
-        found = self._seen.get(norm)
-        return None if found is None else (found[0].cpu(), found[1].cpu())
+        ends = self._seen.get(norm)
+        return None if ends is None else (ends[0].cpu(), ends[1].cpu())
 
 
 def make_fold(edge: Edge, low: Tensor, high: Tensor, bits: int, *, shift: bool = True) -> FoldedNorm:
@@ -100,27 +102,44 @@ def changed_names(folded: FoldedNorm) -> list[str]:
     """The parameters that one fold changes."""
     norm = folded.edge.norm
     own = [f"{norm.name}.{leaf}" for leaf in (norm.weight, norm.bias) if leaf is not None]
-    shifted = [one.bias for one in folded.edge.consumers if one.bias is not None and folded.fold.shifts]
-    return [*own, *(one.weight for one in folded.edge.consumers), *shifted]
+    consumers = folded.edge.consumers
+    shifted = [consumer.bias for consumer in consumers if consumer.bias is not None and folded.fold.shifts]
+    return [*own, *(consumer.weight for consumer in consumers), *shifted]
 
 
-def apply_fold(model: nn.Module, folded: FoldedNorm, wanted: Callable[[str], bool] = lambda _: True) -> None:
-    """Change those parameters of one fold that are wanted; they get new memory and keep their type."""
-    norm, fold = folded.edge.norm, folded.fold
-    gain, beta = f"{norm.name}.{norm.weight}", None if norm.bias is None else f"{norm.name}.{norm.bias}"
-    if wanted(gain):
-        fold = _on(fold, _data(model, gain).device)
-        bias = None if beta is None else _data(model, beta)
-        weight, bias = folded_norm(_data(model, gain), bias, fold, plus_one=norm.plus_one)
-        _set(model, gain, weight)
-        if beta is not None and bias is not None:
+def apply_folds(model: nn.Module, folds: Iterable[FoldedNorm], wanted: Callable[[str], bool] = lambda _: True) -> None:
+    """Change those parameters of a model that folds change and that are wanted; they get new memory, not a new type."""
+    for folded in folds:
+        norm, fold = folded.edge.norm, folded.fold
+        gain, beta = f"{norm.name}.{norm.weight}", None if norm.bias is None else f"{norm.name}.{norm.bias}"
+        if wanted(gain):
+            old = _data(model, gain)
+            bias = None if beta is None else _data(model, beta)
+            weight, bias = folded_norm(old, bias, _on(fold, old.device), plus_one=norm.plus_one)
+            _set(model, gain, weight)
             _set(model, beta, bias)
-    for consumer in folded.edge.consumers:
-        if wanted(consumer.weight):
-            matrix, shifted = _folded(model, consumer, _on(fold, _data(model, consumer.weight).device))
-            _set(model, consumer.weight, matrix)
-            if shifted is not None and consumer.bias is not None:
+        for consumer in folded.edge.consumers:
+            if wanted(consumer.weight):
+                matrix, shifted = _folded(model, consumer, _on(fold, _data(model, consumer.weight).device))
+                _set(model, consumer.weight, matrix)
                 _set(model, consumer.bias, shifted)
+
+
+def gain_router_biases(model: Any) -> list[str]:
+    """Give every router a bias of zeros, where the configuration has a key for it that is off; returns their names.
+
+    So that a shift of what a norm gives can be taken back in routers, too: the family has biases there, the checkpoint
+    does without.
+    """
+    if getattr(model.config, ROUTER_BIAS, True):
+        return []
+    biases: list[str] = []
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if isinstance(module, nn.Linear) and module.bias is None and {"router", "routers"} & set(parts[-2:]):
+            module.bias = nn.Parameter(torch.zeros(module.out_features), requires_grad=False)
+            biases.append(f"{name}.bias")
+    return biases
 
 
 def _folded(model: nn.Module, consumer: Consumer, fold: Fold) -> tuple[Tensor, Tensor | None]:
@@ -130,29 +149,24 @@ def _folded(model: nn.Module, consumer: Consumer, fold: Fold) -> tuple[Tensor, T
     if old.dim() < 3 or consumer.axis == 0:
         return folded_linear(old, bias, fold, axis=consumer.axis)
     new, shifted = torch.empty_like(old), None if bias is None else torch.empty_like(bias)
-    for place, one in enumerate(old):
+    for place, expert in enumerate(old):
         own = None if bias is None else bias[place]
-        matrix, moved = folded_linear(one, own, fold, axis=consumer.axis - 1)
+        matrix, moved = folded_linear(expert, own, fold, axis=consumer.axis - 1)
         new[place] = matrix.to(new.dtype)
         if shifted is not None and moved is not None:
             shifted[place] = moved.to(shifted.dtype)
     return new, shifted
 
 
-def apply_folds(model: nn.Module, folds: Iterable[FoldedNorm], wanted: Callable[[str], bool] = lambda _: True) -> None:
-    """Fold a model, or the wanted parameters of it, in memory."""
-    for folded in folds:
-        apply_fold(model, folded, wanted)
-
-
 def _data(model: nn.Module, name: str) -> Tensor:
     return model.get_parameter(name).detach()
 
 
-def _set(model: nn.Module, name: str, value: Tensor) -> None:
-    module, leaf = owner(model, name)
-    parameter = getattr(module, leaf)
-    parameter.data = value.to(parameter.dtype)
+def _set(model: nn.Module, name: str | None, value: Tensor | None) -> None:
+    if name is not None and value is not None:
+        module, leaf = owner(model, name)
+        parameter = getattr(module, leaf)
+        parameter.data = value.to(parameter.dtype)
 
 
 def _on(fold: Fold, device: torch.device) -> Fold:

@@ -49,7 +49,7 @@ def outputs(
     advance: Callable[[], None] = lambda: None,
 ) -> Outputs:
     """Run all batches through a model, every block read once; left: called with a block before it is dropped."""
-    found = Outputs()
+    seen = Outputs()
     by_batch: dict[int, tuple[Tensor, Tensor]] = {}
     tokens = sum(int(batch.mask.sum()) for batch in batches)
 
@@ -69,11 +69,11 @@ def outputs(
         left=left,
     ):
         experts, weights = inputs.experts.sort(1).values, inputs.weights.sort(1, descending=True).values
-        found.routing.append((inputs.sequence.cpu(), experts.cpu(), weights.cpu()))
+        seen.routing.append((inputs.sequence.cpu(), experts.cpu(), weights.cpu()))
         advance()
         inputs = None  # before the next layer's are gathered
-    found.logits = [by_batch[start] for start in sorted(by_batch)]
-    return found
+    seen.logits = [by_batch[start] for start in sorted(by_batch)]
+    return seen
 
 
 def _real(logits: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Tensor]:

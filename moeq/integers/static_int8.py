@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.integers.arithmetic.reparam import symmetric_codes
-from moeq.integers.edges.memory import PRODUCTS, Watching
+from moeq.integers.edges.watching import PRODUCTS, Watching
 from moeq.models.experts import ExpertLayer
 from moeq.models.non_experts import ATTENTION, DENSE, SHARED, OtherModules
 
@@ -45,9 +45,9 @@ class StaticInputs(Watching):
         places = PRODUCTS.get(func._schema.name)
         if places is not None:
             left, right, _ = places
-            found = self._map.find(args[right])
-            if found is not None and found[1] in self._chosen and args[left].numel():
-                args = [*args[:left], self._input(found[1], args[left]), *args[left + 1 :]]
+            weight = self._map.find(args[right])
+            if weight is not None and weight[1] in self._chosen and args[left].numel():
+                args = [*args[:left], self._input(weight[1], args[left]), *args[left + 1 :]]
         return func(*args, **(kwargs or {}))
 
     def _input(self, name: str, given: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def round_rows(weight: Tensor) -> Tensor:
 
 def round_experts(model: nn.Module, layer: ExpertLayer) -> None:
     """Round all matrices of one layer's experts in place."""
+    module = model.get_submodule(layer.name)
     for expert in range(layer.num_experts):
-        module = model.get_submodule(layer.name)
         for view in layer.kind.views(module, expert).values():
             view.copy_(round_rows(view))

@@ -22,7 +22,6 @@ from moeq.integers.artifacts.integer_report import (
 )
 from moeq.integers.forward.description import KNOWN, is_known
 from moeq.integers.forward.from_model import lines, make
-from moeq.integers.forward.settings import Settings
 from moeq.models.corpus import ImageSequences
 from moeq.models.loading import load_model
 from moeq.models.source import ModelSource, open_source
@@ -75,8 +74,9 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
             calibration.pixels,
             images.pixels,
             images.labels,
-            Settings(**section.model_dump(), task=task),
+            section,
             folder,
+            task=task,
             norm_scales=scales,
             original=original,
             stamp=context.stamp,

@@ -32,8 +32,15 @@ from moeq.integers.artifacts.reparam import (
     write_reparam,
 )
 from moeq.integers.edges import Edge, Edges, find_edges
-from moeq.integers.folding import FoldedNorm, Ranges, apply_folds, changed_names, make_fold
-from moeq.integers.gained import ROUTER_BIAS, gain_router_biases
+from moeq.integers.folding import (
+    ROUTER_BIAS,
+    FoldedNorm,
+    Ranges,
+    apply_folds,
+    changed_names,
+    gain_router_biases,
+    make_fold,
+)
 from moeq.integers.same_outputs import Difference, Outputs, compare, outputs
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel

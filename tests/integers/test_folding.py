@@ -15,7 +15,7 @@ from torch import nn
 
 from moeq.errors import MoeqError, NotFiniteError, QuantizationError
 from moeq.integers.edges import Edge
-from moeq.integers.gained import gain_router_biases
+from moeq.integers.folding import gain_router_biases
 
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-9}
 CHOSEN = ("mixtral", "qwen3_next", "deepseek_v2", "qwen2_moe", "gpt_oss", "aria_text", "llama4_text", "dbrx", "jetmoe")

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,24 +27,24 @@ from moeq.integers.forward.replay import replay
 from moeq.integers.forward.run import run
 from moeq.integers.forward.saved import read, write
 from moeq.integers.forward.schemes import program_of
-from moeq.integers.forward.settings import Settings
+from moeq.recipe import IntegerSection
 
 TEXT = (files("moeq") / "INTEGER.md").read_text("utf-8")
 CASES = {
-    "moe": ("moe", Settings()),
-    "moe, exact, 8 bits": ("moe", Settings(denominator="exact", attention=8)),
-    "tasks, log2": ("tasks", Settings(softmax="log2", weights=4)),
-    "vit, uniform": ("vit", Settings(softmax="uniform", attention=8)),
-    "deit": ("deit", Settings(activations=6)),
+    "moe": ("moe", IntegerSection()),
+    "moe, exact, 8 bits": ("moe", IntegerSection(denominator="exact", attention=8)),
+    "tasks, log2": ("tasks", IntegerSection(softmax="log2", weights=4)),
+    "vit, uniform": ("vit", IntegerSection(softmax="uniform", attention=8)),
+    "deit": ("deit", IntegerSection(activations=6)),
 }
 
 
-def written(folder: Path, kind: str, settings: Settings, count: int = 2) -> Path:
+def written(folder: Path, kind: str, section: IntegerSection, count: int = 2) -> Path:
     model = made(kind)
     vit = describe(model, 1 if kind == "tasks" else 0)
-    program = program_of(vit, pixels(model, 16), settings, True)
+    program = program_of(vit, pixels(model, 16), section)
     values = run(program, pixel_codes(program, pixels(model, count, seed=1)))
-    write(folder, program, values, asdict(settings), ModelStamp(name=kind, digest="0"))
+    write(folder, program, values, section.model_dump(), ModelStamp(name=kind, digest="0"))
     return folder
 
 
@@ -199,7 +198,7 @@ def test_the_first_value_that_differs_is_named_with_its_place(folder: Path, tmp_
 
 def test_a_value_wider_than_its_register_is_never_written(tmp_path: Path) -> None:
     model = made("plain")
-    program = program_of(describe(model), pixels(model, 8), Settings(), True)
+    program = program_of(describe(model), pixels(model, 8), IntegerSection())
     values = run(program, pixel_codes(program, pixels(model, 1)))
     values["blocks.0.query"] = values["blocks.0.query"] + 300
     with pytest.raises(InternalError, match=r"blocks\.0\.query leaves its 8 bits"):

@@ -10,28 +10,26 @@ from integer_models import KINDS, made, pixels
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moeq.errors import ModelError, NotFiniteError, QuantizationError
+from moeq.errors import ModelError, NotFiniteError, QuantizationError, RecipeError
 from moeq.integers.forward.description import Linear, Mlp, ViT, describe
-from moeq.integers.forward.measure import quality
 from moeq.integers.forward.program import Program, pixel_codes
-from moeq.integers.forward.ranges import measured
-from moeq.integers.forward.reference import check_description, folded, forward
+from moeq.integers.forward.reference import check_description, folded, forward, measured
 from moeq.integers.forward.run import run
-from moeq.integers.forward.schemes import float_logits, program_of, simulated_logits
-from moeq.integers.forward.settings import Settings
+from moeq.integers.forward.schemes import float_logits, program_of, quality, simulated_logits
 from moeq.integers.forward.simulate import simulate
+from moeq.recipe import IntegerSection, load_recipe
 
 TASK = {"tasks": 1}
 CONFIGURATIONS = {
-    "8/8/4": Settings(),
-    "8/8/8": Settings(attention=8),
-    "6/6/4": Settings(weights=6, activations=6),
-    "4/8/4": Settings(weights=4),
-    "exact denominator": Settings(denominator="exact"),
-    "log2": Settings(softmax="log2"),
-    "uniform": Settings(softmax="uniform"),
-    "uniform 8/8/8": Settings(softmax="uniform", attention=8),
-    "percentile": Settings(range="percentile", percentile=99.0),
+    "8/8/4": IntegerSection(),
+    "8/8/8": IntegerSection(attention=8),
+    "6/6/4": IntegerSection(weights=6, activations=6),
+    "4/8/4": IntegerSection(weights=4),
+    "exact denominator": IntegerSection(denominator="exact"),
+    "log2": IntegerSection(softmax="log2"),
+    "uniform": IntegerSection(softmax="uniform"),
+    "uniform 8/8/8": IntegerSection(softmax="uniform", attention=8),
+    "percentile": IntegerSection(range="percentile", percentile=99.0),
 }
 CASES = [(kind, "8/8/4") for kind in KINDS] + [
     ("moe", "8/8/8"), ("moe", "6/6/4"), ("moe", "4/8/4"), ("moe", "exact denominator"), ("moe", "percentile"),
@@ -44,9 +42,9 @@ def described(kind: str) -> tuple[ViT, Tensor]:
     return describe(model, TASK.get(kind, 0)), pixels(model, 24)
 
 
-def lowered(kind: str, settings: Settings, fold: bool = True) -> tuple[Program, Tensor]:
+def lowered(kind: str, section: IntegerSection) -> tuple[Program, Tensor]:
     vit, images = described(kind)
-    return program_of(vit, images, settings, fold), images
+    return program_of(vit, images, section), images
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +86,7 @@ def test_logits_are_near_the_float_model(kind: str) -> None:
     labels = reference.argmax(-1)
     errors = {}
     for name in ("8/8/4", "uniform 8/8/8", "4/8/4"):
-        logits = simulated_logits(program_of(vit, images, CONFIGURATIONS[name], True), images)
+        logits = simulated_logits(program_of(vit, images, CONFIGURATIONS[name]), images)
         errors[name] = quality(logits, reference, labels).logit_error
     assert errors["uniform 8/8/8"] < 0.12
     assert errors["8/8/4"] < 0.25
@@ -110,7 +108,7 @@ def test_norm_codes_after_the_fold_are_those_of_channel_quantizers() -> None:
     vit, images = described("moe")
     seen: dict[str, Tensor] = {}
     forward(vit, images, lambda name, values: seen.setdefault(name, values))
-    program = program_of(vit, images, Settings(), True)
+    program = program_of(vit, images, IntegerSection())
     found = run(program, pixel_codes(program, images))
     low, high = (seen["blocks.0.norm1"].flatten(0, -2).aminmax(dim=0)[end] for end in (0, 1))
     scale = (high - low) / 255
@@ -125,7 +123,7 @@ def test_norm_codes_after_the_fold_are_those_of_channel_quantizers() -> None:
 
 def test_an_image_gives_the_same_alone_and_among_others() -> None:
     vit, images = described("moe")
-    program = program_of(vit, images, Settings(), True)
+    program = program_of(vit, images, IntegerSection())
     one = run(program, pixel_codes(program, images[:1]))
     all_of_them = run(program, pixel_codes(program, images))
     for name, values in one.items():
@@ -138,7 +136,7 @@ def test_equal_router_logits_choose_the_first_expert() -> None:
     assert not isinstance(update, Mlp)
     flat = Linear(weight=torch.zeros_like(update.router.weight), bias=torch.ones_like(update.router.bias))
     block = replace(vit.blocks[1], update=replace(update, router=flat))
-    program = program_of(replace(vit, blocks=(vit.blocks[0], block)), images, Settings(), False)
+    program = program_of(replace(vit, blocks=(vit.blocks[0], block)), images, IntegerSection(), {})
     found = run(program, pixel_codes(program, images))
     assert found["blocks.1.router.index"].unique(dim=-2).flatten().unique().tolist() == [0, 1]
     assert found["blocks.1.router.weights"].unique().tolist() == [2**14]
@@ -161,7 +159,7 @@ def test_sums_that_32_bits_cannot_hold_are_refused() -> None:
     assert isinstance(update, Mlp)
     block = replace(vit.blocks[0], update=replace(update, up=up, down=down))
     with pytest.raises(QuantizationError, match=r"blocks\.0\.down\.weight: a sum of products can reach 2,2.*32 bits"):
-        program_of(replace(vit, blocks=(block,)), images[:1], Settings(), False)
+        program_of(replace(vit, blocks=(block,)), images[:1], IntegerSection(), {})
 
 
 def test_what_is_no_vision_transformer_is_refused() -> None:
@@ -174,7 +172,7 @@ def test_what_is_no_vision_transformer_is_refused() -> None:
 
 
 def test_bad_images_are_refused() -> None:
-    program, images = lowered("moe", Settings())
+    program, images = lowered("moe", IntegerSection())
     with pytest.raises(QuantizationError, match=r"images are \[1, 1, 8, 8\], \[images, 1, 6, 6\] are wanted"):
         pixel_codes(program, torch.zeros(1, 1, 8, 8))
     for wrong in (images + 0.01, images - 1, images + 17):
@@ -186,19 +184,19 @@ def test_bad_images_are_refused() -> None:
     with pytest.raises(QuantizationError, match="pixels is always zero in calibration"):
         measured(vit, torch.zeros_like(images), None)
     with pytest.raises((QuantizationError, NotFiniteError)):
-        program_of(vit, images * float("nan"), Settings(), True)
+        program_of(vit, images * float("nan"), IntegerSection())
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"weights": 9}, "weights is 9; give 2 to 8"),
-        ({"attention": 1}, "attention is 1; give 2 to 8"),
-        ({"softmax": "log3"}, "softmax is 'log3'; give one of log-sqrt2, log2, uniform"),
-        ({"denominator": "none"}, "denominator is 'none'; give one of quantized, exact"),
-        ({"vectors": 0}, "vectors is 0; give 1 to 1024"),
+        ("weights=9", "reparam.integer.weights: Input should be less than or equal to 8 .given 9"),
+        ("attention=1", "reparam.integer.attention: Input should be greater than or equal to 2 .given 1"),
+        ("softmax=log3", "reparam.integer.softmax: Input should be 'log-sqrt2', 'log2' or 'uniform' .given 'log3'"),
+        ("denominator=none", "reparam.integer.denominator: Input should be 'quantized' or 'exact' .given 'none'"),
+        ("vectors=0", "reparam.integer.vectors: Input should be greater than or equal to 1 .given 0"),
     ],
 )
-def test_settings_out_of_bounds_are_refused(wrong: dict[str, int], message: str) -> None:
-    with pytest.raises(QuantizationError, match=message):
-        Settings(**wrong)
+def test_a_section_out_of_bounds_is_refused(wrong: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(None, [f"reparam.integer.{wrong}"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from moeq.bundled import bundled_path
 from moeq.errors import QuantizationError
 from moeq.integers.forward.description import describe
 from moeq.integers.forward.from_model import lines, make
-from moeq.integers.forward.measure import quality
 from moeq.integers.forward.reference import folded
-from moeq.integers.forward.schemes import SCHEMES, float_logits, program_of, schemes, simulated_logits, table
-from moeq.integers.forward.settings import Settings
+from moeq.integers.forward.schemes import SCHEMES, float_logits, program_of, quality, schemes, simulated_logits, table
+from moeq.recipe import IntegerSection
 
 
 def digits(model: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +43,7 @@ def test_log_sqrt2_at_4_bits_keeps_the_digits_and_beats_log2_and_uniform(bundled
     reference = float_logits(vit, images)
     found = {
         softmax: quality(
-            simulated_logits(program_of(vit, calibration, Settings(softmax=softmax), True), images), reference, labels
+            simulated_logits(program_of(vit, calibration, IntegerSection(softmax=softmax)), images), reference, labels
         )
         for softmax in ("log-sqrt2", "log2", "uniform")
     }
@@ -58,8 +56,8 @@ def test_log_sqrt2_at_4_bits_keeps_the_digits_and_beats_log2_and_uniform(bundled
 
 def test_the_integer_forward_of_the_bundled_model(bundled: Any, tmp_path: Path) -> None:
     calibration, images, labels = digits(bundled)
-    settings = Settings(vectors=2, schemes=False)
-    found = make(bundled, calibration, images[:48], labels[:48], settings, tmp_path / "integer")
+    section = IntegerSection(vectors=2, schemes=False)
+    found = make(bundled, calibration, images[:48], labels[:48], section, tmp_path / "integer")
     text = lines(found)
     assert max(map(len, text)) <= 70
     assert f"logit error {found.integer.logit_error:.4f}" in " ".join(text)
@@ -83,7 +81,7 @@ def test_every_scheme_is_a_row_of_a_narrow_table() -> None:
     model = made("moe")
     images = pixels(model, 24)
     labels = torch.zeros(24, dtype=torch.int64)
-    rows = schemes(describe(model), images, images, labels, Settings())
+    rows = schemes(describe(model), images, images, labels, IntegerSection())
     assert [row.widths for row in rows] == ["64/64/64", "8/8/8", "8/8/8", "8/8/4", "8/8/4", "8/8/4", "8/8/8",
                                             "6/6/4", "4/8/4"]  # fmt: skip
     assert rows[0].logit_error == 0
@@ -110,10 +108,12 @@ def test_the_fold_is_worth_it_where_channels_differ() -> None:
                     consumer.weight[:, ::8] /= 60
     vit = describe(model)
     reference = float_logits(vit, images)
-    settings = Settings(softmax="uniform", attention=8)
+    section = IntegerSection(softmax="uniform", attention=8)
     errors = [
-        float((simulated_logits(program_of(vit, images, settings, fold), images) - reference).norm() / reference.norm())
-        for fold in (False, True)
+        float(
+            (simulated_logits(program_of(vit, images, section, scales), images) - reference).norm() / reference.norm()
+        )
+        for scales in ({}, None)
     ]
     assert errors[1] < errors[0] / 4
 
@@ -141,29 +141,29 @@ def test_a_folded_model_with_its_scales_is_the_same_integer_forward(tmp_path: Pa
     after = copy.deepcopy(model)
     scales = fold_into(after, images)
     assert sorted(scales)[0] == "deit.layers.0.layernorm_after"
-    settings = Settings(schemes=False)
-    one = make(model, images, images, labels, settings, tmp_path / "one")
-    two = make(after, images, images, labels, settings, tmp_path / "two", norm_scales=scales, original=model)
+    section = IntegerSection(schemes=False)
+    one = make(model, images, images, labels, section, tmp_path / "one")
+    two = make(after, images, images, labels, section, tmp_path / "two", norm_scales=scales, original=model)
     assert two.integer.logit_error == pytest.approx(one.integer.logit_error, rel=0.3)
     values = [json.loads((tmp_path / name / "manifest.json").read_text())["values"] for name in ("one", "two")]
     norms = [{value["name"]: value["scale"] for value in found if "norm" in value["name"]} for found in values]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     with pytest.raises(QuantizationError, match=r"deit\.nowhere is no norm of this model"):
-        make(after, images, images, labels, settings, tmp_path / "x", norm_scales={"deit.nowhere": 1.0})
+        make(after, images, images, labels, section, tmp_path / "x", norm_scales={"deit.nowhere": 1.0})
 
 
 def test_images_and_labels_that_do_not_go_together(tmp_path: Path) -> None:
     model = made("moe")
     images, labels = pixels(model, 4), torch.zeros(4, dtype=torch.int64)
-    settings = replace(Settings(), schemes=False)
+    section = IntegerSection(schemes=False)
     with pytest.raises(QuantizationError, match="integer: 3 labels of 4 images"):
-        make(model, images, images, labels[:3], settings, tmp_path / "x")
+        make(model, images, images, labels[:3], section, tmp_path / "x")
     with pytest.raises(QuantizationError, match=r"calibration images are \[0, 1, 6, 6\]"):
-        make(model, images[:0], images, labels, settings, tmp_path / "x")
+        make(model, images[:0], images, labels, section, tmp_path / "x")
     with pytest.raises(QuantizationError, match="integer: labels are 2 to 2, the head of task 0 knows 0 to 1"):
-        make(model, images, images, labels + 2, settings, tmp_path / "x")
+        make(model, images, images, labels + 2, section, tmp_path / "x")
     with pytest.raises(QuantizationError, match="a pixel of the evaluation images is not finite"):
-        make(model, images, images * float("inf"), labels, settings, tmp_path / "x")
+        make(model, images, images * float("inf"), labels, section, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
@@ -173,9 +173,9 @@ def test_a_clipped_residual_stream_is_counted_and_said(tmp_path: Path) -> None:
         model.patch_embed.weight *= 20
     images, labels = pixels(model, 8), torch.zeros(8, dtype=torch.int64)
     dark = (images * 16 > 8) / 16
-    settings = Settings(schemes=False)
-    calm = make(model, images, images, labels, settings, tmp_path / "calm")
-    clipped = make(model, dark, images, labels, settings, tmp_path / "clipped")
+    section = IntegerSection(schemes=False)
+    calm = make(model, images, images, labels, section, tmp_path / "calm")
+    clipped = make(model, dark, images, labels, section, tmp_path / "clipped")
     assert (calm.saturated_residuals, len(lines(calm))) == (0, 6)
     assert clipped.saturated_residuals > 0
     assert lines(clipped)[-1].endswith("numbers of residual stream or logits were clipped to their range")

@@ -8,7 +8,7 @@ import torch
 from family_models import build, inputs
 from torch import nn
 
-from moeq.integers.edges.memory import ParameterMap
+from moeq.integers.edges.watching import ParameterMap
 from moeq.integers.static_int8 import StaticInputs, linears, round_experts, round_rows, scale_of
 from moeq.models.experts import find_expert_layers
 from moeq.models.non_experts import find_others

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module
 
-from moeq.integers.edges.memory import Watching
 from moeq.integers.edges.norms import Norm
 from moeq.integers.edges.trace import Trace
+from moeq.integers.edges.watching import Watching
 from moeq.integers.static_int8 import StaticInputs
 
 

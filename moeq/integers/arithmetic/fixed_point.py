@@ -3,7 +3,8 @@
 A real factor is a multiplier of 16 bits and a right shift: x*factor is (x*multiplier + 2**(shift-1)) >> shift. That is
 rounding half up, floor(v + 1/2), the only rounding used here ("half_up"). Every product of these functions stays under
 2**52, so that float64 arithmetic of the same formula gives the same whole numbers; callers prove the widths of what
-they pass. All integer tensors are int64 and stand for registers of the widths named.
+they pass. All integer tensors are int64, of any shape that broadcasts, and stand for registers of the widths named.
+Paper 004 takes such arithmetic as given (4.3 names reciprocals and shifts); moeq/INTEGER.md defines it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
-from moeq.numerics.widths import EXACT_BITS as EXACT_BITS
-from moeq.numerics.widths import MAX_SHIFT as MAX_SHIFT
-from moeq.numerics.widths import MULTIPLIER_BITS as MULTIPLIER_BITS
-from moeq.numerics.widths import ROUNDING as ROUNDING
+from moeq.numerics.widths import MAX_SHIFT, MULTIPLIER_BITS
 
 ACCUMULATOR_BITS = 32
 OCTAVE_STEPS = 256  # entries of the table of 2**-x
@@ -34,10 +32,10 @@ class Dyadic:
 
 
 def dyadic(factor: Tensor | float, *, where: str | None = None) -> Dyadic:
-    """The nearest multipliers of positive real factors (relative error at most 2**-16).
+    """The nearest multipliers of positive real factors of any shape (relative error at most 2**-16).
 
-    Factors under 2**-46 lose digits, since shifts end at 62. Raises QuantizationError for one that is not finite, not
-    positive, or of 2**16 and more.
+    Factors under 2**-46 lose digits, since shifts end at 62. Raises QuantizationError, naming `where`, for one that is
+    not finite, not positive, or of 2**16 and more.
     """
     factors = torch.as_tensor(factor, dtype=torch.float64)
     if not bool((torch.isfinite(factors) & (factors > 0)).all()):
@@ -61,12 +59,12 @@ def shift_half_up(values: Tensor, shift: Tensor | int) -> Tensor:
 
 
 def scaled(values: Tensor, factor: Dyadic) -> Tensor:
-    """values (under 2**36) times the factor, rounded half up."""
+    """int64 values (under 2**36 in magnitude) times the factor, rounded half up."""
     return shift_half_up(values * factor.multiplier, factor.shift)
 
 
 def saturated(values: Tensor, bits: int) -> Tensor:
-    """Values clipped to what `bits` bits hold in two's complement."""
+    """Values, int64 or whole numbers in float64, clipped to what `bits` bits hold in two's complement."""
     return values.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
@@ -100,12 +98,15 @@ def power_table() -> Tensor:
 
 
 def power(steps: Tensor, table: Tensor) -> Tensor:
-    """2**-(steps/256) with 15 fractional bits, bits below dropped; steps: int64, 0 and more."""
+    """2**-(steps/256) with 15 fractional bits, bits below dropped; steps: int64, 0 and more; table: [256] as above."""
     whole = torch.bitwise_right_shift(steps, OCTAVE_STEPS.bit_length() - 1).clamp(max=MAX_SHIFT)
     entries: Tensor = table[torch.bitwise_and(steps, OCTAVE_STEPS - 1)]
     return torch.bitwise_right_shift(entries, whole)
 
 
 def power_factor(scale: float) -> float:
-    """By what a difference d of scores of this scale is multiplied so that exp(-d*scale) = 2**-(product/256)."""
+    """By what a difference d of scores of this scale is multiplied so that exp(-d*scale) = 2**-(product/256).
+
+    What a softmax takes: the numerators exp(x - max) of paper 004's section 3.2 become lookups in the table.
+    """
     return OCTAVE_STEPS * scale / math.log(2)

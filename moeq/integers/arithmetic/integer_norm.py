@@ -9,7 +9,8 @@ Of a row x of D whole numbers, S = sum x and V = D * sum x**2 - S**2 = D**2 time
 
 where gain and bias are gamma/s~ and beta/s~ with `gain_bits` and gain_bits + 18 fractional bits.
 
-Letters: D channels, w bits of the row's numbers.
+Letters: D channels, w bits of the row's numbers. gamma, beta and s~ are paper 004's (3.1): a folded norm's parameters
+(equation 11) and the one scale of its output. The paper leaves the norm itself to its accelerator.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
-from moeq.integers.arithmetic.fixed_point import EXACT_BITS, isqrt, saturated, shift_half_up
+from moeq.integers.arithmetic.fixed_point import isqrt, saturated, shift_half_up
+from moeq.numerics.widths import EXACT_BITS
 
 RECIPROCAL_BITS = 50
 UNIT_BITS = 18  # fractional bits of the normalized row
@@ -34,7 +36,8 @@ def widest_row(channels: int) -> int:
 def gain_and_bias(weight: Tensor, bias: Tensor, scale: float, *, where: str) -> tuple[Tensor, Tensor, int]:
     """gamma/scale and beta/scale as int64 [D], and the fractional bits of the first (the second has 18 more).
 
-    The largest gain takes 16 bits. Raises QuantizationError where all are zero, or a bias would not fit beside it.
+    weight, bias: gamma and beta, real numbers [D]; scale: s~ of the output's codes. The largest gain takes 16 bits.
+    Raises QuantizationError where all are zero, or a bias would not fit beside it.
     """
     gains, offsets = weight.double() / scale, bias.double() / scale
     largest = float(gains.abs().max())
@@ -63,5 +66,9 @@ def normalized_rows(rows: Tensor, epsilon: int) -> Tensor:
 
 
 def norm_codes(rows: Tensor, gain: Tensor, bias: Tensor, gain_bits: int, epsilon: int, bits: int) -> Tensor:
-    """The codes of a LayerNorm's output, int64 [..., D] of `bits` bits."""
+    """The codes of a LayerNorm's output, int64 [..., D] of `bits` bits.
+
+    rows: int64 [..., D] of at most widest_row(D) bits; gain, bias, gain_bits: of `gain_and_bias`; epsilon: as
+    `normalized_rows` takes it.
+    """
     return saturated(shift_half_up(normalized_rows(rows, epsilon) * gain + bias, gain_bits + UNIT_BITS), bits)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
-from moeq.integers.arithmetic.fixed_point import ACCUMULATOR_BITS, EXACT_BITS, Dyadic, bits_of, scaled, shift_half_up
+from moeq.integers.arithmetic.fixed_point import ACCUMULATOR_BITS, Dyadic, bits_of, scaled, shift_half_up
+from moeq.numerics.widths import EXACT_BITS
 
 Logarithm = Literal["log-sqrt2", "log2"]
 STEPS: dict[str, int] = {"log-sqrt2": 2, "log2": 1}  # codes an octave
@@ -71,22 +72,22 @@ def widths(bits: int, kind: Logarithm, keys: int, value_bits: int, *, where: str
 
 
 def numerator_codes(differences: Tensor, factor: Dyadic, bits: int) -> Tensor:
-    """A_q of max - x, both int64 [..., Q, K]; factor: scale of the scores times the codes an octave over ln 2."""
+    """A_q (equation 18) of max - x, both int64 [..., Q, K]; factor: scale of the scores, codes an octave over ln 2."""
     return scaled(differences, factor).clamp(max=2**bits - 1)
 
 
 def quantized(numerators: Tensor, bits: int, kind: Logarithm) -> Tensor:
-    """A_q of real numerators in (0, 1] as equation 18 has it, halves up."""
+    """A_q, int64, of real numerators in (0, 1] of any shape, as equation 18 has it, halves up."""
     return torch.floor(-STEPS[kind] * torch.log2(numerators.double()) + 0.5).clamp(0, 2**bits - 1).to(torch.int64)
 
 
 def dequantized(codes: Tensor, kind: Logarithm) -> Tensor:
-    """A^ = 2**(-A_q/2), or 2**(-A_q), float64."""
+    """A^ = 2**(-A_q/2) (equation 19), or 2**(-A_q), float64 in the shape of the codes."""
     return torch.exp2(-codes.double() / STEPS[kind])
 
 
 def shift_and_parity(codes: Tensor, kind: Logarithm) -> tuple[Tensor, Tensor]:
-    """ceil(A_q/2) and whether A_q is odd; for log2 A_q itself and False."""
+    """ceil(A_q/2) and the parity of equation 19, both in the shape of the codes; for log2 A_q itself and False."""
     if kind == "log2":
         return codes, torch.zeros_like(codes, dtype=torch.bool)
     return torch.bitwise_right_shift(codes + 1, 1), torch.bitwise_and(codes, 1).bool()
@@ -95,7 +96,7 @@ def shift_and_parity(codes: Tensor, kind: Logarithm) -> tuple[Tensor, Tensor]:
 def shifted_sums(
     shift: Tensor, odd: Tensor, values: Tensor, left: int, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sums over keys of (values << left) >> shift, of even and of odd codes apart: two int64 [..., Q, d].
+    """Sums over keys of (values << left) >> shift (equation 21), of even and odd codes apart: two int64 [..., Q, d].
 
     shift, odd: [..., Q, K]; values: [..., K, d]; kept: [..., Q, K], False for masked pairs, which count as 0, as do
     shifts beyond `left`. A shift is written as the product with a power of two.
@@ -106,7 +107,7 @@ def shifted_sums(
 
 
 def joined(even: Tensor, odd: Tensor) -> Tensor:
-    """even + sqrt2*odd by the one multiplication of an output, rounded half up."""
+    """even + sqrt2*odd (s' of equation 20), int64, by the one multiplication of an output, rounded half up."""
     return even + shift_half_up(odd * ROOT, ROOT_BITS)
 
 

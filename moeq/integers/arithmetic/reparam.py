@@ -76,12 +76,12 @@ def channel_range(samples: Tensor, percentile: float | None = None) -> tuple[Ten
         return samples.amin(0).double(), samples.amax(0).double()
     ends = torch.tensor([1 - percentile / 100, percentile / 100], dtype=torch.float64, device=samples.device)
     width = max(1, _QUANTILE_ELEMENTS // len(samples))
-    found = torch.cat([torch.quantile(part.double(), ends, 0) for part in samples.split(width, 1)], 1)
-    return found[0], found[1]
+    low, high = torch.cat([torch.quantile(part.double(), ends, 0) for part in samples.split(width, 1)], 1)
+    return low, high
 
 
 def asymmetric_quantizer(low: Tensor, high: Tensor, bits: int, *, where: str | None = None) -> ChannelQuantizer:
-    """Scale (high - low)/(2**bits - 1) and zero point round(-low/scale) of every channel.
+    """Scale (high - low)/(2**bits - 1) and zero point round(-low/scale) of every channel (equation 6).
 
     low, high: [D]. The range need not hold the value 0, so a zero point may lie outside of the codes. Raises
     QuantizationError naming the channel (of `where`) when one is constant, NotFiniteError when one is not finite.
@@ -93,7 +93,7 @@ def asymmetric_quantizer(low: Tensor, high: Tensor, bits: int, *, where: str | N
 
 
 def symmetric_quantizer(low: Tensor, high: Tensor, bits: int, *, where: str | None = None) -> ChannelQuantizer:
-    """Scale max(|low|, |high|)/(2**(bits-1) - 1) of every channel, zero points 0; errors as the asymmetric one.
+    """Scale max(|low|, |high|)/(2**(bits-1) - 1) of every channel, zero points 0 (equation 7); errors as above.
 
     Only a channel that is always 0 has no scale.
     """
@@ -124,7 +124,7 @@ def _check(low: Tensor, high: Tensor, scale: Tensor, where: str | None) -> None:
 
 
 def fold_of(quantizer: ChannelQuantizer) -> Fold:
-    """r1, r2 and s~ of a quantizer: after the fold its codes are symmetric ones of the whole tensor."""
+    """r1, r2 (equation 10, r1 inverted) and s~: after the fold the quantizer's codes are symmetric ones of s~."""
     scale = quantizer.scale.mean()
     middle = 0 if quantizer.symmetric else 2 ** (quantizer.bits - 1)
     r2 = quantizer.zero - middle
@@ -133,7 +133,10 @@ def fold_of(quantizer: ChannelQuantizer) -> Fold:
 
 
 def symmetric_codes(values: Tensor, scale: Tensor | float, bits: int) -> Tensor:
-    """round(values/scale) clipped to [-2**(bits-1), 2**(bits-1) - 1], whole numbers in float64."""
+    """round(values/scale) clipped to [-2**(bits-1), 2**(bits-1) - 1], whole numbers in float64 (equation 7).
+
+    scale: a number, or a tensor that broadcasts to the values.
+    """
     half = 2 ** (bits - 1)
     return (values.double() / scale).round().clamp(-half, half - 1)
 
@@ -157,7 +160,7 @@ def folded_norm(
 
 
 def folded_linear(weight: Tensor, bias: Tensor | None, fold: Fold, *, axis: int = -1) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a linear that is fed by the folded norm (equations 13 and 14), float64.
+    """Weight and bias of a linear that is fed by the folded norm (equations 14 to 16), float64.
 
     weight: any shape whose `axis` holds the D inputs ([N, D], or stacks [E, N, D]; axis -2 of [E, D, N]); bias: the
     shape without that axis, None for none. The new bias is made of the old weight; None when there was none and the

@@ -45,6 +45,8 @@ PAIRS, QUERIES, MIXED = (
 ROWS = {"weight": "[outputs, inputs]", "bias": "[outputs]", "multiplier": "[outputs]", "shift": "[outputs]"}
 TABLE = {"power_table": "[256]"}
 ATTENTION = {"query": HIDDEN, "key": HIDDEN, "value": HIDDEN}
+ATTENDED = {"scores": PAIRS, "codes": PAIRS, "denominator": QUERIES, "row": QUERIES, "out": HIDDEN}
+SLOT_VALUES = ("up_accumulators", "hidden", "active", "down_accumulators", "outputs")
 SCALED = ("multiplier", "shift")
 
 
@@ -52,6 +54,7 @@ def _factors(*prefixes: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{part}" for prefix in prefixes for part in SCALED)
 
 
+ATTENTION_NUMBERS = ("heads", "attention_bits", "reciprocal_bits", "bits", *_factors("code_", "power_", "out_"))
 KINDS: dict[str, Kind] = {
     "patches": Kind(
         inputs={"x": "[images, channels, rows, columns]"},
@@ -79,41 +82,14 @@ KINDS: dict[str, Kind] = {
     "log_attention": Kind(
         inputs=ATTENTION,
         tensors=TABLE,
-        outputs={
-            "scores": PAIRS,
-            "codes": PAIRS,
-            "even": MIXED,
-            "odd": MIXED,
-            "denominator": QUERIES,
-            "row": QUERIES,
-            "out": HIDDEN,
-        },
-        attributes=(
-            "heads",
-            "softmax",
-            "denominator",
-            "attention_bits",
-            "left",
-            "dropped_from",
-            "reciprocal_bits",
-            "unit_bits",
-            "bits",
-            *_factors("code_", "power_", "out_"),
-        ),
+        outputs=ATTENDED | {"even": MIXED, "odd": MIXED},
+        attributes=(*ATTENTION_NUMBERS, "softmax", "denominator", "left", "dropped_from", "unit_bits"),
     ),
     "uniform_attention": Kind(
         inputs=ATTENTION,
         tensors=TABLE,
-        outputs={
-            "scores": PAIRS,
-            "numerators": PAIRS,
-            "denominator": QUERIES,
-            "row": QUERIES,
-            "codes": PAIRS,
-            "accumulators": MIXED,
-            "out": HIDDEN,
-        },
-        attributes=("heads", "attention_bits", "reciprocal_bits", "bits", *_factors("code_", "power_", "out_")),
+        outputs=ATTENDED | {"numerators": PAIRS, "accumulators": MIXED},
+        attributes=ATTENTION_NUMBERS,
     ),
     "table": Kind(inputs={"x": HIDDEN}, tensors={"table": "[2**bits of x]"}, outputs={"out": HIDDEN}),
     "add": Kind(inputs={"x": HIDDEN, "y": HIDDEN}, outputs={"out": HIDDEN}, attributes=("bits",)),
@@ -134,21 +110,12 @@ KINDS: dict[str, Kind] = {
             f"{side}_{role}": f"[experts, {layout[1:]}" for side in ("up", "down") for role, layout in ROWS.items()
         }
         | {"table": "[2**hidden_bits]"},
-        outputs={
-            "up_accumulators": SLOTS,
-            "hidden": SLOTS,
-            "active": SLOTS,
-            "down_accumulators": SLOTS,
-            "outputs": SLOTS,
-            "out": HIDDEN,
-        },
+        outputs=dict.fromkeys(SLOT_VALUES, SLOTS) | {"out": HIDDEN},
         attributes=("hidden_bits", "bits", "unit_bits"),
     ),
     "first_token": Kind(inputs={"x": HIDDEN}, outputs={"out": "[images, channels]"}),
     "mean_tokens": Kind(
-        inputs={"x": HIDDEN},
-        outputs={"out": "[images, channels]"},
-        attributes=("prefix", "bits", *SCALED),
+        inputs={"x": HIDDEN}, outputs={"out": "[images, channels]"}, attributes=("prefix", "bits", *SCALED)
     ),
 }
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -175,9 +142,9 @@ class Operation(BaseModel):
         if kind is None:
             raise ValueError(f"operation {self.name} is of no known kind: {self.kind!r}")
         for what in ("inputs", "outputs", "tensors", "attributes"):
-            found, wanted = set(getattr(self, what)), set(getattr(kind, what))
-            if found != wanted:
-                raise ValueError(f"{what} of {self.name} differ from those of its kind: {sorted(found ^ wanted)}")
+            other = set(getattr(self, what)) ^ set(getattr(kind, what))
+            if other:
+                raise ValueError(f"{what} of {self.name} differ from those of its kind: {sorted(other)}")
         for key, value in self.attributes.items():
             self._check(key, value)
         return self
@@ -200,9 +167,9 @@ class Operation(BaseModel):
 
     def number(self, name: str) -> int:
         """An attribute that is a whole number."""
-        found = self.attributes[name]
-        assert isinstance(found, int)
-        return found
+        number = self.attributes[name]
+        assert isinstance(number, int)
+        return number
 
 
 class Value(BaseModel):
@@ -213,6 +180,17 @@ class Value(BaseModel):
     bits: int = Field(ge=1, le=MOST_BITS)
     signed: bool = True
     scale: float | None = None
+
+    @property
+    def known_scale(self) -> float:
+        """The scale of a value that has one."""
+        assert self.scale is not None
+        return self.scale
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The least and the largest whole number that the register holds."""
+        return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.signed else (0, 2**self.bits - 1)
 
     @property
     def dtype(self) -> str:
@@ -276,8 +254,8 @@ class IntegerManifest(BaseModel):
                     raise ValueError(f"operation {operation.name} uses {what} {unknown!r}, which is not there before")
             made += operation.outputs.values()
         values = [stored.name for stored in self.values]
-        for what, found in (("values", made), ("tensors", constants)):
-            if len(set(found)) != len(found):
+        for what, names in (("values", made), ("tensors", constants)):
+            if len(set(names)) != len(names):
                 raise ValueError(f"two {what} have one name")
         if sorted(values) != sorted(made):
             raise ValueError(f"values differ from what the operations make: {sorted(set(values) ^ set(made))[:3]}")

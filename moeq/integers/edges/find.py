@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -73,16 +74,16 @@ def find_edges(
     refused: dict[str, str] = {}
     left: dict[str, str] = {}
     for norm in norms:
-        mine = {name: seen for name, seen in trace.parameters.items() if norm.name in seen.fed_by}
-        why = _why_not(norm, mine, trace)
+        consumers = {name: seen for name, seen in trace.parameters.items() if norm.name in seen.fed_by}
+        why = _why_not(norm, consumers, trace)
         if not trace.of_norms[norm.name]:
             left[norm.name] = "it did not run"
-        elif not mine:
+        elif not consumers:
             left[norm.name] = f"no linear takes its output ({_first(trace.uses[norm.name]) or 'nothing does'})"
         elif why is not None:
             refused[norm.name] = why
         else:
-            edges.append(Edge(norm=norm, consumers=_consumers(model, norm, mine, trace)))
+            edges.append(Edge(norm=norm, consumers=_consumers(model, norm, consumers, trace)))
     return Edges(edges=tuple(edges), refused=refused, left=left)
 
 
@@ -110,17 +111,18 @@ def _why_not(norm: Norm, consumers: dict[str, Seen], trace: Trace) -> str | None
     return None
 
 
-def _consumers(model: nn.Module, norm: Norm, seen: dict[str, Seen], trace: Trace) -> tuple[Consumer, ...]:
-    biases = {name: _bias(model, name, next(iter(one.fed_by[norm.name])), one, trace) for name, one in seen.items()}
-    alone = {bias for bias in biases.values() if list(biases.values()).count(bias) == 1}
+def _consumers(model: nn.Module, norm: Norm, consumers: dict[str, Seen], trace: Trace) -> tuple[Consumer, ...]:
+    axes = {name: next(iter(seen.fed_by[norm.name])) for name, seen in consumers.items()}
+    biases = {name: _bias(model, name, axes[name], seen, trace) for name, seen in consumers.items()}
+    uses = Counter(biases.values())
     return tuple(
         Consumer(
             weight=name,
-            axis=next(iter(one.fed_by[norm.name])),
-            bias=biases[name] if biases[name] in alone else None,
-            scaled=not one.exact,
+            axis=axes[name],
+            bias=biases[name] if uses[biases[name]] == 1 else None,
+            scaled=not seen.exact,
         )
-        for name, one in sorted(seen.items())
+        for name, seen in sorted(consumers.items())
     )
 
 

@@ -47,11 +47,11 @@ def follow(
     source = args[0]
     if id(source) not in marks or len(marks) > 1:
         return _scaled_by(args, marks, outputs[0]) if name in _SCALINGS else None
-    found = rule(marks[id(source)], source, args, kwargs, outputs[0])
+    mark = rule(marks[id(source)], source, args, kwargs, outputs[0])
     width = source.shape[marks[id(source)].dim]
-    if found is None or any(one.dim() <= found.dim or one.shape[found.dim] != width for one in outputs):
+    if mark is None or any(output.dim() <= mark.dim or output.shape[mark.dim] != width for output in outputs):
         return None
-    return found
+    return mark
 
 
 def _dim(value: int, tensor: Tensor) -> int:
@@ -65,18 +65,18 @@ def _same(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any
 def _reshaped(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Mark | None:
     """The dimension of the same size with as many elements after it."""
     width, after = source.shape[mark.dim], math.prod(source.shape[mark.dim + 1 :])
-    found = [
-        dim for dim in range(output.dim()) if output.shape[dim] == width and math.prod(output.shape[dim + 1 :]) == after
-    ]
-    return replace(mark, dim=found[0]) if found else None
+    for dim, size in enumerate(output.shape):
+        if size == width and math.prod(output.shape[dim + 1 :]) == after:
+            return replace(mark, dim=dim)
+    return None
 
 
 def _permuted(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Mark | None:
-    return replace(mark, dim=[_dim(one, source) for one in args[1]].index(mark.dim))
+    return replace(mark, dim=[_dim(value, source) for value in args[1]].index(mark.dim))
 
 
 def _transposed(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Mark | None:
-    first, second = (_dim(one, source) for one in (args[1:3] if len(args) > 2 else (0, 1)))
+    first, second = (_dim(value, source) for value in (args[1:3] if len(args) > 2 else (0, 1)))
     return replace(mark, dim={first: second, second: first}.get(mark.dim, mark.dim))
 
 
@@ -91,8 +91,8 @@ def _unsqueezed(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[st
 
 def _squeezed(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Mark | None:
     named = range(source.dim()) if len(args) < 2 else [args[1]] if isinstance(args[1], int) else args[1]
-    gone = {_dim(one, source) for one in named if source.shape[one] == 1}
-    return None if mark.dim in gone else replace(mark, dim=mark.dim - sum(one < mark.dim for one in gone))
+    gone = {_dim(value, source) for value in named if source.shape[value] == 1}
+    return None if mark.dim in gone else replace(mark, dim=mark.dim - sum(dim < mark.dim for dim in gone))
 
 
 def _selected(mark: Mark, source: Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Mark | None:
@@ -162,10 +162,12 @@ def _constant_over(other: Tensor, output: Tensor, dim: int) -> bool:
 def _joined(args: Sequence[Any], kwargs: dict[str, Any], marks: dict[int, Mark], *, new: bool) -> Mark | None:
     """Rows one after another, all of the same norm."""
     parts = [part for part in args[0] if part.numel()]
-    found = {replace(marks[id(part)], exact=True) for part in parts if id(part) in marks}
-    if len(found) != 1 or any(id(part) not in marks for part in parts):
+    if any(id(part) not in marks for part in parts):
         return None
-    mark = replace(found.pop(), exact=all(marks[id(part)].exact for part in parts))
+    given = {replace(marks[id(part)], exact=True) for part in parts}
+    if len(given) != 1:
+        return None
+    mark = replace(given.pop(), exact=all(marks[id(part)].exact for part in parts))
     along = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (parts[0].dim() + new)
     if new:
         return replace(mark, dim=mark.dim + (along <= mark.dim))

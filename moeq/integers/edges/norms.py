@@ -35,8 +35,7 @@ class Norm:
 
 def find_norms(model: nn.Module) -> list[Norm]:
     """All norms of a model, which may lie on the meta device, in the order of its modules."""
-    found = (probe(name, module) for name, module in model.named_modules())
-    return [norm for norm in found if norm is not None]
+    return [norm for name, module in model.named_modules() if (norm := probe(name, module)) is not None]
 
 
 def probe(name: str, module: nn.Module) -> Norm | None:
@@ -62,7 +61,8 @@ def probe(name: str, module: nn.Module) -> Norm | None:
             small = run(inputs * SMALL, ones, zeros)
     except Exception:  # whatever a module of another sort says when it is given one matrix
         return None
-    if not all(isinstance(one, Tensor) and one.shape == inputs.shape for one in (at_zero, at_one, anywhere, small)):
+    outputs = (at_zero, at_one, anywhere, small)
+    if not all(isinstance(output, Tensor) and output.shape == inputs.shape for output in outputs):
         return None
     normal = at_one - at_zero
     plus_one = not _close(at_zero, torch.zeros_like(normal), normal)
@@ -102,13 +102,13 @@ def _unit(rows: Tensor) -> Tensor:
     return rows / rows.square().mean(-1, keepdim=True).sqrt()
 
 
-def _close(found: Tensor, wanted: Tensor, scale: Tensor) -> bool:
-    return bool((found.double() - wanted).norm() <= TOLERANCE * scale.double().norm())
+def _close(values: Tensor, wanted: Tensor, scale: Tensor) -> bool:
+    return bool((values.double() - wanted).norm() <= TOLERANCE * scale.double().norm())
 
 
 def _eps(inputs: Tensor, normal: Tensor, *, centred: bool) -> float:
     """What is added to the mean square, from how much shorter than 1 the rows come out."""
     rows = inputs - inputs.mean(-1, keepdim=True) if centred else inputs
     square = rows.square().mean(-1)
-    found = (square / normal.double().square().mean(-1) - square).mean()
-    return float(f"{max(float(found), 0.0):.1e}")
+    eps = float((square / normal.double().square().mean(-1) - square).mean())
+    return float(f"{max(eps, 0.0):.1e}")

@@ -8,7 +8,7 @@ is a use that the norm cannot be folded past.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moeq.integers.edges.marks import FOLLOWED, RESHAPES, UNREAD, Mark, follow
-from moeq.integers.edges.memory import PRODUCTS, Watching
 from moeq.integers.edges.norms import Norm
+from moeq.integers.edges.watching import PRODUCTS, Watching
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,18 @@ class Seen:
     biases: set[str | None] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class _Product:
-    """A tensor that holds what a parameter's product gives, along its last dimension."""
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """An operation that ran. Of its inputs, by their id: marks, the parameters in whose memory they lie, and the names
+    of parameters whose products they hold along their last dimension."""
 
-    parameter: str
+    name: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    output: Any
+    marks: dict[int, Mark]
+    parameters: dict[int, tuple[Tensor, str]]
+    products: dict[int, str]
 
 
 ADDITIONS = {"aten::add", "aten::add_"}
@@ -92,9 +99,8 @@ class Trace(Watching):
 
     def _mark_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         norm = self.norms[self._names[id(module)]]
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         self.of_norms[norm.name] += 1
-        if len(given) == 1 and isinstance(output, Tensor) and output.shape[-1] == norm.width:
+        if len(_tensors((args, kwargs))) == 1 and isinstance(output, Tensor) and output.shape[-1] == norm.width:
             self._marks[output] = Mark(norm=norm.name, dim=output.dim() - 1)
         else:
             self.uses[norm.name].add(Use(operation="a call with more than hidden states", module=norm.name))
@@ -102,23 +108,28 @@ class Trace(Watching):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        name = func._schema.name
-        marks = {id(one): self._marks[one] for one in given if one in self._marks}
-        of_parameters = self._map.among(given)
-        products = {id(one): self._products[one] for one in given if one in self._products}
-        if name in UNREAD or not (marks or of_parameters or products):
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        call = _Call(
+            name=func._schema.name,
+            args=args,
+            kwargs=kwargs,
+            output=output,
+            marks={id(tensor): self._marks[tensor] for tensor in given if tensor in self._marks},
+            parameters=self._map.among(given),
+            products={id(tensor): self._products[tensor] for tensor in given if tensor in self._products},
+        )
+        if call.name in UNREAD or not (call.marks or call.parameters or call.products):
             return output
-        if name in PRODUCTS:
-            plain = all((kwargs or {}).get(factor, 1) == 1 for factor in ("alpha", "beta"))
-            self._product(name, args, output, marks, of_parameters, plain=plain)
-            self._used(name, products, {})
-        elif name in ADDITIONS and products and not marks:
-            self._addition(args, products, of_parameters)
+        if call.name in PRODUCTS:
+            self._product(call)
+            self._unbiased(call.products.values())
+        elif call.name in ADDITIONS and call.products and not call.marks:
+            self._addition(call)
             self._products.pop(output, None)  # where it was added to in place
         else:
-            self._follow(func, args, kwargs or {}, output, marks, of_parameters, products)
+            self._follow(call)
         return output
 
     def _here(self, operation: str) -> Use:
@@ -127,89 +138,66 @@ class Trace(Watching):
     def _of(self, parameter: str) -> Seen:
         return self.parameters.setdefault(parameter, Seen())
 
-    def _used(
-        self, operation: str, products: dict[int, _Product], of_parameters: dict[int, tuple[Tensor, str]]
-    ) -> None:
-        """Something that is no bias is done to products, or to parameters."""
-        for product in products.values():
-            self._of(product.parameter).biases.add(None)
-        for _, name in of_parameters.values():
-            self._of(name).others.add(self._here(operation))
+    def _unbiased(self, parameters: Iterable[str]) -> None:
+        """Something that is no bias is done to these parameters' products."""
+        for parameter in parameters:
+            self._of(parameter).biases.add(None)
 
-    def _follow(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        output: Any,
-        marks: dict[int, Mark],
-        of_parameters: dict[int, tuple[Tensor, str]],
-        products: dict[int, _Product],
-    ) -> None:
+    def _used(self, call: _Call, operation: str) -> None:
+        """What is done to an operation's parameters makes them no consumers."""
+        for _, parameter in call.parameters.values():
+            self._of(parameter).others.add(self._here(operation))
+
+    def _follow(self, call: _Call) -> None:
         """Carry marks from an operation's inputs to its outputs, or note that it uses them."""
-        name = func._schema.name
-        outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
-        if marks:
-            found = follow(name, args, kwargs, outputs, marks)
-            if found is None:
-                for mark in marks.values():
-                    self.uses[mark.norm].add(self._here(name))
-            else:
-                for one in outputs:
-                    self._marks[one] = found
-        if name in FOLLOWED:
-            self._copy(name, args, outputs, of_parameters)
+        outputs = _tensors(call.output)
+        mark = follow(call.name, call.args, call.kwargs, outputs, call.marks) if call.marks else None
+        if mark is None:
+            for lost in call.marks.values():
+                self.uses[lost.norm].add(self._here(call.name))
         else:
-            self._used(name, {}, of_parameters)
-        for source, product in ((one, products[id(one)]) for one in args if id(one) in products):
-            for one in outputs:
-                if name in RESHAPES and one.dim() and one.shape[-1] == source.shape[-1]:
-                    self._products[one] = product
+            for output in outputs:
+                self._marks[output] = mark
+        if call.name in FOLLOWED:
+            self._copy(call, outputs)
+        else:
+            self._used(call, call.name)
+        for source in (tensor for tensor in call.args if id(tensor) in call.products):
+            for output in outputs:
+                if call.name in RESHAPES and output.dim() and output.shape[-1] == source.shape[-1]:
+                    self._products[output] = call.products[id(source)]
                 else:
-                    self._of(product.parameter).biases.add(None)
+                    self._unbiased([call.products[id(source)]])
 
-    def _copy(
-        self, name: str, args: Sequence[Any], outputs: Sequence[Tensor], of_parameters: dict[int, tuple[Tensor, str]]
-    ) -> None:
+    def _copy(self, call: _Call, outputs: Sequence[Tensor]) -> None:
         """Take a copy of a whole parameter, in another type, for the parameter; other copies are uses of it."""
-        for source in args:
-            if id(source) in of_parameters:
-                whole, parameter = of_parameters[id(source)]
-                alike = (source.shape, source.stride()) == (whole.shape, whole.stride())
-                for one in outputs:
-                    if self._map.find(one) is None and alike and one.shape == whole.shape:
-                        self._map.take(one, parameter)
-                    elif self._map.find(one) is None:
-                        self._of(parameter).others.add(self._here(name))
+        for source in (tensor for tensor in call.args if id(tensor) in call.parameters):
+            whole, parameter = call.parameters[id(source)]
+            alike = (source.shape, source.stride()) == (whole.shape, whole.stride())
+            for output in outputs:
+                if self._map.find(output) is None and alike and output.shape == whole.shape:
+                    self._map.take(output, parameter)
+                elif self._map.find(output) is None:
+                    self._of(parameter).others.add(self._here(call.name))
 
-    def _product(
-        self,
-        name: str,
-        args: Sequence[Any],
-        output: Any,
-        marks: dict[int, Mark],
-        of_parameters: dict[int, tuple[Tensor, str]],
-        *,
-        plain: bool,
-    ) -> None:
-        """A matrix product: a consumer, a use of a mark, or a use of a parameter that no norm feeds.
-
-        plain: without factors for the product or what is added to it.
-        """
-        left, right, added = PRODUCTS[name]
+    def _product(self, call: _Call) -> None:
+        """A matrix product: a consumer, a use of a mark, or a use of a parameter that no norm feeds."""
+        left, right, added = PRODUCTS[call.name]
+        args, marks, parameters = call.args, call.marks, call.parameters
+        plain = all(call.kwargs.get(factor, 1) == 1 for factor in ("alpha", "beta"))
         operands = {left: args[left].dim() - 1, right: max(0, args[right].dim() - 2)}
-        bias = None if added is None else of_parameters.get(id(args[added]))
+        bias = None if added is None else parameters.get(id(args[added]))
         if bias is not None and id(args[left]) not in marks:
-            self._of(bias[1]).others.add(self._here(name))
+            self._of(bias[1]).others.add(self._here(call.name))
         for place, other in ((left, right), (right, left)):
-            mark, weight = marks.get(id(args[place])), of_parameters.get(id(args[other]))
-            if weight is not None and id(args[place]) not in marks:
-                self._of(weight[1]).others.add(self._here(name))
+            mark, weight = marks.get(id(args[place])), parameters.get(id(args[other]))
+            if weight is not None and mark is None:
+                self._of(weight[1]).others.add(self._here(call.name))
             if mark is None:
                 continue
             axis = None if weight is None else axis_of(args[other], operands[other], weight[0])
             if weight is None or axis is None or mark.dim != operands[place]:
-                self.uses[mark.norm].add(self._here(f"{name} with what is no parameter"))
+                self.uses[mark.norm].add(self._here(f"{call.name} with what is no parameter"))
                 continue
             seen = self._of(weight[1])
             seen.fed_by.setdefault(mark.norm, set()).add(axis)
@@ -217,21 +205,23 @@ class Trace(Watching):
             if bias is not None and plain:
                 seen.biases.add(bias[1])
             elif place == left and plain:
-                self._products[output] = _Product(weight[1])
+                self._products[call.output] = weight[1]
             else:
                 seen.biases.add(None)
         if added is not None and id(args[added]) in marks:
             self.uses[marks[id(args[added])].norm].add(self._here("addition"))
 
-    def _addition(
-        self, args: Sequence[Any], products: dict[int, _Product], of_parameters: dict[int, tuple[Tensor, str]]
-    ) -> None:
+    def _addition(self, call: _Call) -> None:
         """A bias where a parameter is added to a product; otherwise the product has none."""
-        for product in products.values():
-            found = [of_parameters[id(one)][1] for one in args[:2] if id(one) in of_parameters]
-            self._of(product.parameter).biases.add(found[0] if found else None)
-        if len(products) != 1:
-            self._used("add", {}, of_parameters)
+        for product in call.products.values():
+            biases = [call.parameters[id(term)][1] for term in call.args[:2] if id(term) in call.parameters]
+            self._of(product).biases.add(biases[0] if biases else None)
+        if len(call.products) != 1:
+            self._used(call, "add")
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def axis_of(view: Tensor, dim: int, parameter: Tensor) -> int | None:

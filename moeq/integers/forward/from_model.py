@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,15 @@ from moeq.artifacts.stage import ModelStamp
 from moeq.errors import InternalError, QuantizationError
 from moeq.integers.artifacts.integer import Value
 from moeq.integers.artifacts.integer_report import IntegerFigures
-from moeq.integers.forward import saved as files
+from moeq.integers.forward import saved
 from moeq.integers.forward.description import ViT, describe
-from moeq.integers.forward.lower import lower
-from moeq.integers.forward.measure import quality
 from moeq.integers.forward.program import Program, pixel_codes
-from moeq.integers.forward.ranges import measured
-from moeq.integers.forward.reference import check_description, folded
+from moeq.integers.forward.reference import check_description
 from moeq.integers.forward.replay import replay
 from moeq.integers.forward.run import run
-from moeq.integers.forward.schemes import BATCH, float_logits, schemes, table
-from moeq.integers.forward.settings import Settings
+from moeq.integers.forward.schemes import BATCH, float_logits, program_of, quality, schemes, table, widths_of
 from moeq.integers.forward.simulate import simulate
+from moeq.recipe import IntegerSection
 
 
 def make(
@@ -33,58 +29,61 @@ def make(
     calibration: Tensor,
     images: Tensor,
     labels: Tensor,
-    settings: Settings,
+    section: IntegerSection,
     folder: Path,
     *,
+    task: int = 0,
     norm_scales: dict[str, float] | None = None,
     original: nn.Module | None = None,
     stamp: ModelStamp | None = None,
 ) -> IntegerFigures:
     """Write the integer forward of a model to a folder and say how it does.
 
-    calibration, images: what the model is given, [B, C, H, W], of the first only settings.calibration; labels: of the
+    calibration, images: what the model is given, [B, C, H, W], of the first only section.calibration; labels: of the
     images, whole numbers [B]. norm_scales: s~ of the norms that were folded already, by module path; None: the model is
     not folded, which is then done here. original: the model before its fold, for the schemes; the model itself where it
-    is None. Raises QuantizationError for images and widths that cannot be, ModelError for other models.
+    is None. task: whose router and head, of models with several. Raises QuantizationError for images and widths that
+    cannot be, ModelError for other models.
     """
     _check_images(calibration, images, labels)
-    calibration = calibration[: settings.calibration]
-    vit = describe(model, settings.task)
+    calibration = calibration[: section.calibration]
+    vit = describe(model, task)
     if not 0 <= int(labels.min()) <= int(labels.max()) < len(vit.head.weight):
-        known = f"the head of task {settings.task} knows 0 to {len(vit.head.weight) - 1}"
+        known = f"the head of task {task} knows 0 to {len(vit.head.weight) - 1}"
         raise QuantizationError(f"labels are {int(labels.min())} to {int(labels.max())}, {known}", where="integer")
     with torch.no_grad():
-        error = check_description(vit, calibration, _logits(model, calibration, settings))
-        program, reference = _program(vit, calibration, settings, norm_scales), float_logits(vit, images)
-        found = _evaluate(program, images, reference, labels)
-        values = run(program, pixel_codes(program, images[: settings.vectors]))
-        files.write(folder, program, values, asdict(settings), stamp)
+        error = check_description(vit, calibration, _logits(model, calibration, task))
+        scales = None if norm_scales is None else _by_name(vit, norm_scales)
+        program, reference = program_of(vit, calibration, section, scales), float_logits(vit, images)
+        figures = _evaluate(program, images, reference, labels)
+        values = run(program, pixel_codes(program, images[: section.vectors]))
+        saved.write(folder, program, values, section.model_dump() | {"task": task}, stamp)
         checked = replay(folder)
         rows = None
-        if settings.schemes:
-            before = vit if original is None else describe(original, settings.task)
-            rows = tuple(schemes(before, calibration, images, labels, settings))
+        if section.schemes:
+            before = vit if original is None else describe(original, task)
+            rows = tuple(schemes(before, calibration, images, labels, section))
     return IntegerFigures(
-        widths=settings.widths,
-        softmax=settings.softmax,
-        denominator=settings.denominator,
+        widths=widths_of(section),
+        softmax=section.softmax,
+        denominator=section.denominator,
         calibration_images=len(calibration),
         images=len(images),
         description_error=error,
-        **found,
+        **figures,
         vectors=checked["images"],
         replay=checked["check"],
         schemes=rows,
     )
 
 
-def _logits(model: Any, images: Tensor, settings: Settings) -> Tensor:
+def _logits(model: Any, images: Tensor, task: int) -> Tensor:
     """The model's own logits in float32."""
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         model = copy.deepcopy(model).float()
-    task = {"task": settings.task} if getattr(model.config, "num_tasks", 1) > 1 else {}
-    found: Tensor = model(images.float(), **task).logits
-    return found
+    of_task = {"task": task} if getattr(model.config, "num_tasks", 1) > 1 else {}
+    logits: Tensor = model(images.float(), **of_task).logits
+    return logits
 
 
 def _check_images(calibration: Tensor, images: Tensor, labels: Tensor) -> None:
@@ -97,44 +96,35 @@ def _check_images(calibration: Tensor, images: Tensor, labels: Tensor) -> None:
         raise QuantizationError(f"{len(labels)} labels of {len(images)} images", where="integer", do="check them")
 
 
-def _program(vit: ViT, calibration: Tensor, settings: Settings, norm_scales: dict[str, float] | None) -> Program:
-    percentile = settings.percentile if settings.range == "percentile" else None
-    if norm_scales is None:
-        vit, scales = folded(vit, calibration, settings.activations, percentile)
-    else:
-        paths = {norm.path: name for name, norm in _norms(vit).items()}
-        unknown = sorted(set(norm_scales) - set(paths))
-        if unknown:
-            raise QuantizationError(f"{unknown[0]} is no norm of this model", where="integer", do="fold it again")
-        scales = {paths[path]: scale for path, scale in norm_scales.items()}
-    return lower(vit, measured(vit, calibration, percentile), settings, scales)
-
-
-def _norms(vit: ViT) -> dict[str, Any]:
-    sides = {f"blocks.{i}.{side}": getattr(block, side) for i, block in enumerate(vit.blocks) for side in
-             ("norm1", "norm2")}  # fmt: skip
-    return sides | {"norm": vit.norm}
+def _by_name(vit: ViT, scales: dict[str, float]) -> dict[str, float]:
+    """Scales of norms, given by module path, by the norms' names in a program."""
+    names = {block.norm1.path: f"blocks.{number}.norm1" for number, block in enumerate(vit.blocks)}
+    names |= {block.norm2.path: f"blocks.{number}.norm2" for number, block in enumerate(vit.blocks)}
+    names[vit.norm.path] = "norm"
+    unknown = sorted(set(scales) - set(names))
+    if unknown:
+        raise QuantizationError(f"{unknown[0]} is no norm of this model", where="integer", do="fold it again")
+    return {names[path]: scale for path, scale in scales.items()}
 
 
 def _evaluate(program: Program, images: Tensor, reference: Tensor, labels: Tensor) -> dict[str, Any]:
     """Integer logits on all images, proven equal to the simulation, and the distance to real-valued factors."""
-    scale = program.values[program.logits].scale
-    assert scale is not None
+    scale = program.values[program.logits].known_scale
     whole, real = [], []
     differing = dict.fromkeys(_code_values(program), 0)
     counts, saturated, overflows = dict.fromkeys(differing, 0), 0, 0
     for codes in pixel_codes(program, images).split(BATCH):
-        found, wanted = run(program, codes), simulate(program, codes)
-        wrong = next((name for name, values in found.items() if not torch.equal(values.double(), wanted[name])), None)
+        made, simulated = run(program, codes), simulate(program, codes)
+        wrong = next((name for name, value in made.items() if not torch.equal(value.double(), simulated[name])), None)
         if wrong is not None:
             raise InternalError(f"{wrong}: the integer forward differs from its simulation")
         freely = simulate(program, codes, exact=False)
         for name in differing:
-            differing[name] += int((found[name] != freely[name]).sum())
-            counts[name] += found[name].numel()
-            saturated += _at_end(found[name], program.values[name])
-        overflows += sum(_at_end(found[name], program.values[name]) for name in _wide_values(program))
-        whole.append(found[program.logits].double() * scale)
+            differing[name] += int((made[name] != freely[name]).sum())
+            counts[name] += made[name].numel()
+            saturated += _at_end(made[name], program.values[name])
+        overflows += sum(_at_end(made[name], program.values[name]) for name in _wide_values(program))
+        whole.append(made[program.logits].double() * scale)
         real.append(freely[program.logits] * scale)
     logits, free = torch.cat(whole), torch.cat(real)
     return {
@@ -166,30 +156,30 @@ def _wide_values(program: Program) -> list[str]:
     One at the end of its register was clipped there.
     """
     roles = {"tokens": "out", "add": "out", "linear": "out", "router": "logits", "experts": "outputs"}
-    names = [one.outputs[roles[one.kind]] for one in program.operations if one.kind in roles]
+    names = [step.outputs[roles[step.kind]] for step in program.operations if step.kind in roles]
     return [name for name in names if program.values[name].bits > 10]
 
 
 def _at_end(codes: Tensor, held: Value) -> int:
     """How many codes are the least or the largest that their register holds."""
-    top = 2 ** (held.bits - 1) - 1 if held.signed else 2**held.bits - 1
-    bottom = -top - 1 if held.signed else 0
-    return int(((codes == top) | (codes == bottom)).sum())
+    low, high = held.ends
+    return int(((codes == low) | (codes == high)).sum())
 
 
-def lines(found: IntegerFigures) -> list[str]:
+def lines(figures: IntegerFigures) -> list[str]:
     """What `make` found, as lines of at most 70 columns."""
-    whole, real = found.integer, found.folded
+    whole, real = figures.integer, figures.folded
     said = [
-        f"integer forward {found.widths}, {found.softmax} softmax, on {found.images:,} images:",
+        f"integer forward {figures.widths}, {figures.softmax} softmax, on {figures.images:,} images:",
         f"  accuracy {whole.accuracy:.2%}, cross-entropy {whole.cross_entropy:.4f} "
         f"(float {real.accuracy:.2%}, {real.cross_entropy:.4f}),",
         f"  logit error {whole.logit_error:.4f}; equal to its simulation in every value",
-        f"  against real-valued factors {found.differing_code_share:.2%} of codes differ, "
-        f"{found.differing_code_share_first:.2%} behind",
-        f"  the first norm (the rest is rounding carried on), logits by {found.logit_error_of_factors:.4f}",
-        f"  {found.saturated_code_share:.2%} of codes at the ends of their range; vectors of {found.vectors} images",
+        f"  against real-valued factors {figures.differing_code_share:.2%} of codes differ, "
+        f"{figures.differing_code_share_first:.2%} behind",
+        f"  the first norm (the rest is rounding carried on), logits by {figures.logit_error_of_factors:.4f}",
+        f"  {figures.saturated_code_share:.2%} of codes at the ends of their range; "
+        f"vectors of {figures.vectors} images",
     ]
-    if found.saturated_residuals:
-        said.append(f"  {found.saturated_residuals:,} numbers of residual stream or logits were clipped to their range")
-    return said if found.schemes is None else [*said, *table(found.schemes).splitlines()]
+    if clipped := figures.saturated_residuals:
+        said.append(f"  {clipped:,} numbers of residual stream or logits were clipped to their range")
+    return said if figures.schemes is None else [*said, *table(figures.schemes).splitlines()]

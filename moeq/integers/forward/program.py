@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,36 +29,20 @@ class Program:
     logits: str = "logits"
 
 
-Step = Callable[[Operation, Roles, Roles], dict[str, Tensor]]
-
-
-def execute(program: Program, codes: Tensor, steps: Mapping[str, Step]) -> dict[str, Tensor]:
-    """Every value of a run by name, "pixels" (the codes given, [B, C, H, W]) first."""
-    values = {"pixels": codes}
-    for operation in program.operations:
-        given = {role: values[name] for role, name in operation.inputs.items()}
-        held = {role: program.constants[name] for role, name in operation.tensors.items()}
-        made = steps[operation.kind](operation, given, held)
-        values.update({operation.outputs[role]: tensor for role, tensor in made.items()})
-    return values
-
-
 def pixel_codes(program: Program, pixels: Tensor) -> Tensor:
     """The whole numbers int64 that stand for real pixels [B, C, H, W], rounded and saturated to the program's width.
 
     Unsigned codes are the image's own: QuantizationError where a pixel is no whole multiple of their scale.
     """
     held = program.values["pixels"]
-    assert held.scale is not None
     if tuple(pixels.shape[1:]) != program.image_shape:
         wanted = ", ".join(map(str, program.image_shape))
         raise QuantizationError(f"images are {list(pixels.shape)}, [images, {wanted}] are wanted", where="integer")
     if not bool(torch.isfinite(pixels).all()):
         raise QuantizationError("a pixel is not finite", where="integer", do="check the images")
-    exact = pixels.double() / held.scale
+    exact = pixels.double() / held.known_scale
     if held.signed:
-        top = 2 ** (held.bits - 1)
-        return torch.floor(exact + 0.5).clamp(-top, top - 1).to(torch.int64)
+        return torch.floor(exact + 0.5).clamp(*held.ends).to(torch.int64)
     codes = exact.round()
     if float((codes - exact).abs().max()) > 1e-3 or bool(((codes < 0) | (codes >= 2**held.bits)).any()):
         raise QuantizationError(

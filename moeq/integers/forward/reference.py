@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeq.errors import ModelError, NotFiniteError
+from moeq.errors import ModelError, NotFiniteError, QuantizationError
 from moeq.integers.arithmetic.reparam import asymmetric_quantizer, channel_range, fold_of, folded_linear, folded_norm
 from moeq.integers.forward.description import Block, Linear, Mixture, Mlp, Norm, ViT
 
 Observe = Callable[[str, Tensor], None]
+BATCH = 64  # images at once where only the largest magnitude counts
+WHOLE = ("pixels", "residual", "logits", ".router", ".attention_weights")  # never clipped by a percentile
 AGREEMENT = 1e-4  # relative, of the description's logits with the model's, which are float32
 
 
@@ -70,8 +72,8 @@ def _block(block: Block, hidden: Tensor, num_heads: int, name: str, observe: Obs
     normed = _norm(block.norm2, hidden)
     observe(f"{name}.norm2", normed)
     update = block.update
-    made_of = _mlp(update, normed, name, observe) if isinstance(update, Mlp) else _mix(update, normed, name, observe)
-    hidden = hidden + made_of
+    changed = _mlp(update, normed, name, observe) if isinstance(update, Mlp) else _mix(update, normed, name, observe)
+    hidden = hidden + changed
     observe("residual", hidden)
     return hidden
 
@@ -104,15 +106,47 @@ def _mix(mixture: Mixture, normed: Tensor, name: str, observe: Observe) -> Tenso
     return result.view_as(normed)
 
 
+def measured(vit: ViT, pixels: Tensor, percentile: float | None) -> dict[str, float]:
+    """The magnitude of every observed tensor: the largest, or the percentile of magnitudes over all of its numbers.
+
+    pixels: calibration images [B, C, H, W]; names: as `forward` tells them.
+    Residual stream, logits and softmax keep the largest. Raises QuantizationError naming a tensor that is always zero
+    or not finite.
+    """
+    sizes: dict[str, float] = {}
+
+    def observe(name: str, values: Tensor) -> None:
+        magnitudes = values.abs().flatten()
+        if percentile is None or name.endswith(WHOLE):
+            size = float(magnitudes.max())
+        else:
+            size = float(magnitudes.kthvalue(max(1, round(percentile / 100 * len(magnitudes)))).values)
+        sizes[name] = max(size, sizes.get(name, 0.0))
+
+    with torch.no_grad():
+        for part in [pixels] if percentile is not None else pixels.split(BATCH):
+            forward(vit, part, observe)
+    for name, size in sizes.items():
+        if not 0 < size < float("inf"):
+            problem = "always zero" if size == 0 else "not finite"
+            raise QuantizationError(
+                f"{name} is {problem} in calibration",
+                where="integer",
+                do="check images and weights, or set integer: null",
+            )
+    return sizes
+
+
 def check_description(vit: ViT, pixels: Tensor, logits: Tensor) -> float:
     """The relative difference of the description's logits from the model's; ModelError where they are not the same.
 
+    pixels: [B, C, H, W]; logits: the model's of them, [B, L]. Raises NotFiniteError where the description's are not.
     Images whose routing hangs on a tie may differ, so the median image counts.
     """
-    found = forward(vit, pixels, lambda _name, _values: None)
-    if not bool(torch.isfinite(found).all()):
+    described = forward(vit, pixels, lambda _name, _values: None)
+    if not bool(torch.isfinite(described).all()):
         raise NotFiniteError("the model's logits are not finite", do="check the checkpoint's weights and the images")
-    apart = (found - logits.double()).norm(dim=-1) / logits.double().norm(dim=-1).clamp(min=1e-12)
+    apart = (described - logits.double()).norm(dim=-1) / logits.double().norm(dim=-1).clamp(min=1e-12)
     error = float(apart.median())
     if error > AGREEMENT:
         raise ModelError(
@@ -123,9 +157,10 @@ def check_description(vit: ViT, pixels: Tensor, logits: Tensor) -> float:
 
 
 def folded(vit: ViT, pixels: Tensor, bits: int, percentile: float | None) -> tuple[ViT, dict[str, float]]:
-    """The same function with the norms of the blocks reparameterized, and s~ of each by name ("blocks.0.norm1").
+    """The same function with the norms of the blocks reparameterized (paper 004, 3.1), and s~ of each by name.
 
-    pixels: calibration images; percentile: of the channels' ranges, None for min-max.
+    Names are as "blocks.0.norm1". pixels: calibration images [B, C, H, W]; percentile: of the channels' ranges, None
+    for min-max.
     """
     ranges: dict[str, tuple[Tensor, Tensor]] = {}
 

@@ -9,8 +9,7 @@ import torch
 
 from moeq.errors import ArtifactError
 from moeq.integers.artifacts.integer import REMEDY
-from moeq.integers.forward.program import execute
-from moeq.integers.forward.run import STEPS_OF
+from moeq.integers.forward.run import run
 from moeq.integers.forward.saved import read
 
 
@@ -22,18 +21,18 @@ def replay(folder: Path) -> dict[str, Any]:
     """
     manifest, program, vectors = read(folder)
     try:
-        found = execute(program, vectors["pixels"], STEPS_OF)
+        made = run(program, vectors["pixels"])
     except (RuntimeError, IndexError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ArtifactError(f"its operations do not go together ({reason})", where=str(folder), do=REMEDY) from None
     for operation in manifest.operations:
         for name in operation.outputs.values():
-            wanted = vectors[name]
-            if wanted.shape != found[name].shape:
-                made = f"{list(found[name].shape)}, the vectors have {list(wanted.shape)}"
-                raise ArtifactError(f"value {name} is {made}", where=str(folder), do=REMEDY)
-            if not torch.equal(wanted, found[name]):
-                raise ArtifactError(_difference(name, wanted, found[name]), where=str(folder), do=REMEDY)
+            value, wanted = made[name], vectors[name]
+            if wanted.shape != value.shape:
+                what = f"value {name} is {list(value.shape)}, the vectors have {list(wanted.shape)}"
+                raise ArtifactError(what, where=str(folder), do=REMEDY)
+            if not torch.equal(wanted, value):
+                raise ArtifactError(_difference(name, wanted, value), where=str(folder), do=REMEDY)
     return {
         "kind": "integer forward of a vision transformer",
         "model": None if manifest.model is None else manifest.model.name,
@@ -47,10 +46,10 @@ def replay(folder: Path) -> dict[str, Any]:
     }
 
 
-def _difference(name: str, wanted: torch.Tensor, found: torch.Tensor) -> str:
-    places = (wanted != found).nonzero()
+def _difference(name: str, wanted: torch.Tensor, value: torch.Tensor) -> str:
+    places = (wanted != value).nonzero()
     first = tuple(places[0].tolist())
     return (
         f"value {name} differs from its vector in {len(places)} of {wanted.numel()} places, first at "
-        f"{list(first)}: {int(found[first])} instead of {int(wanted[first])}"
+        f"{list(first)}: {int(value[first])} instead of {int(wanted[first])}"
     )

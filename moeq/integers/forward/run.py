@@ -6,6 +6,8 @@ I intermediate size, D hidden size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from moeq.integers.arithmetic.log_sqrt2 import (
     shifted_sums,
 )
 from moeq.integers.artifacts.integer import Operation
-from moeq.integers.forward.program import Program, Roles, execute
+from moeq.integers.forward.program import Program, Roles
 from moeq.integers.forward.reference import patches_of
 
 Made = dict[str, Tensor]
@@ -29,7 +31,7 @@ Made = dict[str, Tensor]
 
 def run(program: Program, codes: Tensor) -> dict[str, Tensor]:
     """Every value of the integer forward of pixel codes int64 [B, C, H, W]."""
-    return execute(program, codes, STEPS_OF)
+    return Steps().execute(program, codes)
 
 
 def factor_of(operation: Operation, prefix: str) -> Dyadic:
@@ -38,157 +40,165 @@ def factor_of(operation: Operation, prefix: str) -> Dyadic:
     return Dyadic(multiplier=torch.tensor(multiplier), shift=torch.tensor(shift))
 
 
-def _patches(operation: Operation, given: Roles, held: Roles) -> Made:
-    return {"out": patches_of(given["x"], operation.number("patch_size"))}
-
-
-def _linear(operation: Operation, given: Roles, held: Roles) -> Made:
-    sums = given["x"] @ held["weight"].T + held["bias"]
-    out = scaled(sums, Dyadic(multiplier=held["multiplier"], shift=held["shift"]))
-    return {"accumulators": sums, "out": saturated(out, operation.number("bits"))}
-
-
-def _tokens(operation: Operation, given: Roles, held: Roles) -> Made:
-    patches = saturated(given["x"] + held["position"], operation.number("bits"))
-    return {"out": torch.cat([held["prefix"].expand(len(patches), -1, -1), patches], 1)}
-
-
-def _layer_norm(operation: Operation, given: Roles, held: Roles) -> Made:
-    epsilon, gain_bits, bits = (operation.number(key) for key in ("epsilon", "gain_bits", "bits"))
-    out = norm_codes(given["x"], held["gain"], held["bias"], gain_bits, epsilon, bits)
-    return {"rows": normalized_rows(given["x"], epsilon), "out": out}
-
-
-def _heads(operation: Operation, given: Roles) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [B, h, Q, K], their differences from the largest of each query, and values [B, h, K, d]."""
-    parts = [given[part].unflatten(-1, (operation.number("heads"), -1)).transpose(1, 2) for part in
-             ("query", "key", "value")]  # fmt: skip
-    scores = parts[0] @ parts[1].mT
-    return scores, scores.amax(-1, keepdim=True) - scores, parts[2]
-
-
-def _whole(mixed: Tensor, operation: Operation) -> Tensor:
-    return saturated(mixed.transpose(1, 2).flatten(2), operation.number("bits"))
-
-
-def _log_attention(operation: Operation, given: Roles, held: Roles) -> Made:
-    kind: Logarithm = "log2" if operation.attributes["softmax"] == "log2" else "log-sqrt2"
-    scores, differences, values = _heads(operation, given)
-    codes = numerator_codes(differences, factor_of(operation, "code_"), operation.number("attention_bits"))
-    widths = Widths(
-        left=operation.number("left"), dropped_from=None, reciprocal_bits=operation.number("reciprocal_bits")
-    )
-    shift, parity = shift_and_parity(codes, kind)
-    even, odd = shifted_sums(shift, parity, values, widths.left)
-    if operation.attributes["denominator"] == "exact":
-        steps = scaled(differences, factor_of(operation, "power_"))
-        denominator = power(steps, held["power_table"]).sum(-1, keepdim=True)
-    else:
-        denominator = joined(*shifted_sums(shift, parity, torch.ones_like(values[..., :1]), widths.left))
-    out_factor = factor_of(operation, "out_")
-    out, row = normalized(joined(even, odd), denominator, operation.number("unit_bits"), out_factor, widths)
-    return {
-        "scores": scores,
-        "codes": codes,
-        "even": even,
-        "odd": odd,
-        "denominator": denominator.squeeze(-1),
-        "row": row.squeeze(-1),
-        "out": _whole(out, operation),
-    }
-
-
-def _uniform_attention(operation: Operation, given: Roles, held: Roles) -> Made:
-    scores, differences, values = _heads(operation, given)
-    numerators = power(scaled(differences, factor_of(operation, "power_")), held["power_table"])
-    denominator = numerators.sum(-1, keepdim=True)
-    bits, code_factor = operation.number("reciprocal_bits"), factor_of(operation, "code_")
-    reciprocal = torch.div(torch.tensor(1 << (UNIT_BITS + bits)), denominator, rounding_mode="floor")
-    row = shift_half_up(reciprocal * code_factor.multiplier, 16)
-    codes = shift_half_up(numerators * row, UNIT_BITS + bits + code_factor.shift - 16)
-    codes = codes.clamp(max=2 ** operation.number("attention_bits") - 1)
-    sums = codes @ values
-    return {
-        "scores": scores,
-        "numerators": numerators,
-        "denominator": denominator.squeeze(-1),
-        "row": row.squeeze(-1),
-        "codes": codes,
-        "accumulators": sums,
-        "out": _whole(scaled(sums, factor_of(operation, "out_")), operation),
-    }
-
-
-def _table(operation: Operation, given: Roles, held: Roles) -> Made:
-    return {"out": held["table"][given["x"] + len(held["table"]) // 2]}
-
-
-def _add(operation: Operation, given: Roles, held: Roles) -> Made:
-    return {"out": saturated(given["x"] + given["y"], operation.number("bits"))}
-
-
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The largest logits [..., k] and their places; of equals the first."""
     ordered, places = torch.sort(logits, dim=-1, descending=True, stable=True)
     return ordered[..., :count], places[..., :count]
 
 
-def _router(operation: Operation, given: Roles, held: Roles) -> Made:
-    sums = given["x"] @ held["weight"].T + held["bias"]
-    logits = scaled(sums, Dyadic(multiplier=held["multiplier"], shift=held["shift"]))
-    logits = saturated(logits, operation.number("bits"))
-    top, index = largest(logits, operation.number("top_k"))
-    over = top if operation.attributes["over"] == "chosen" else logits
-    first, factor = top[..., :1], factor_of(operation, "power_")
-    total = power(scaled(first - over, factor), held["power_table"]).sum(-1, keepdim=True)
-    bits = operation.number("reciprocal_bits")
-    reciprocal = torch.div(torch.tensor(1 << (UNIT_BITS + bits)), total, rounding_mode="floor")
-    weights = shift_half_up(power(scaled(first - top, factor), held["power_table"]) * reciprocal, bits)
-    return {"accumulators": sums, "logits": logits, "index": index, "weights": weights}
+class Steps:
+    """A method for every kind of operation: of an operation, its inputs and its constants, what it makes, by role.
 
+    What only moves, adds and clips numbers serves the simulation, too, whose numbers are float64.
+    """
 
-def _experts(operation: Operation, given: Roles, held: Roles) -> Made:
-    tokens, index = given["x"].flatten(0, -2), given["index"].flatten(0, -2)
-    slots, inner, size = index.shape, held["up_bias"].shape[-1], held["down_bias"].shape[-1]
-    up, hidden, active = (tokens.new_empty(*slots, inner) for _ in range(3))
-    down, outputs = (tokens.new_empty(*slots, size) for _ in range(2))
-    table = held["table"]
-    for e in index.unique().tolist():
-        at = torch.where(index == e)
-        up[at] = tokens[at[0]] @ held["up_weight"][e].T + held["up_bias"][e]
-        made = scaled(up[at], Dyadic(multiplier=held["up_multiplier"][e], shift=held["up_shift"][e]))
-        hidden[at] = saturated(made, operation.number("hidden_bits"))
-        active[at] = table[hidden[at] + len(table) // 2]
-        down[at] = active[at] @ held["down_weight"][e].T + held["down_bias"][e]
-        made = scaled(down[at], Dyadic(multiplier=held["down_multiplier"][e], shift=held["down_shift"][e]))
-        outputs[at] = saturated(made, operation.number("bits"))
-    total = (outputs * given["weights"].flatten(0, -2).unsqueeze(-1)).sum(1)
-    out = saturated(shift_half_up(total, operation.number("unit_bits")), operation.number("bits"))
-    made_all = {"up_accumulators": up, "hidden": hidden, "active": active, "down_accumulators": down}
-    shape = given["x"].shape[:-1]
-    return {role: values.unflatten(0, shape) for role, values in (made_all | {"outputs": outputs, "out": out}).items()}
+    def execute(self, program: Program, codes: Tensor) -> dict[str, Tensor]:
+        """Every value of a run by name, "pixels" (the codes given, [B, C, H, W]) first."""
+        values = {"pixels": codes}
+        for operation in program.operations:
+            given = {role: values[name] for role, name in operation.inputs.items()}
+            held = {role: program.constants[name] for role, name in operation.tensors.items()}
+            made: Made = getattr(self, operation.kind)(operation, given, held)
+            values.update({operation.outputs[role]: tensor for role, tensor in made.items()})
+        return values
 
+    def sums(
+        self, operation: Operation, held: Roles, values: Tensor, prefix: str = "", expert: Any = ...
+    ) -> tuple[Tensor, Tensor]:
+        """The sums of products of a linear, or of one expert's, and those times its factor, rounded."""
+        weight, bias, multiplier, shift = (
+            held[f"{prefix}{role}"][expert] for role in ("weight", "bias", "multiplier", "shift")
+        )
+        sums = values @ weight.T + bias
+        return sums, scaled(sums, Dyadic(multiplier=multiplier, shift=shift))
 
-def _first_token(operation: Operation, given: Roles, held: Roles) -> Made:
-    return {"out": given["x"][:, 0]}
+    def times(self, values: Tensor, operation: Operation, prefix: str) -> Tensor:
+        """Values times a scalar factor of the operation, rounded."""
+        return scaled(values, factor_of(operation, prefix))
 
+    def shifted(self, values: Tensor, bits: int) -> Tensor:
+        """values / 2**bits, rounded."""
+        return shift_half_up(values, bits)
 
-def _mean_tokens(operation: Operation, given: Roles, held: Roles) -> Made:
-    total = given["x"][:, operation.number("prefix") :].sum(1)
-    return {"out": saturated(scaled(total, factor_of(operation, "")), operation.number("bits"))}
+    def looked_up(self, codes: Tensor, table: Tensor) -> Tensor:
+        return table[codes.long() + len(table) // 2].to(codes.dtype)
 
+    def heads(self, operation: Operation, given: Roles) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores [B, h, Q, K], their differences from the largest of each query, and values [B, h, K, d]."""
+        parts = (given[part].unflatten(-1, (operation.number("heads"), -1)) for part in ("query", "key", "value"))
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        scores = query @ key.mT
+        return scores, scores.amax(-1, keepdim=True) - scores, value
 
-STEPS_OF = {
-    "patches": _patches,
-    "linear": _linear,
-    "tokens": _tokens,
-    "layer_norm": _layer_norm,
-    "log_attention": _log_attention,
-    "uniform_attention": _uniform_attention,
-    "table": _table,
-    "add": _add,
-    "router": _router,
-    "experts": _experts,
-    "first_token": _first_token,
-    "mean_tokens": _mean_tokens,
-}
+    def whole(self, mixed: Tensor, operation: Operation) -> Tensor:
+        """Heads [B, h, Q, d] side by side again, [B, Q, D], saturated."""
+        return saturated(mixed.transpose(1, 2).flatten(2), operation.number("bits"))
+
+    def patches(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        return {"out": patches_of(given["x"], operation.number("patch_size"))}
+
+    def linear(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        sums, out = self.sums(operation, held, given["x"])
+        return {"accumulators": sums, "out": saturated(out, operation.number("bits"))}
+
+    def tokens(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        patches = saturated(given["x"] + held["position"], operation.number("bits"))
+        return {"out": torch.cat([held["prefix"].expand(len(patches), -1, -1), patches], 1)}
+
+    def layer_norm(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        epsilon, gain_bits, bits = (operation.number(key) for key in ("epsilon", "gain_bits", "bits"))
+        out = norm_codes(given["x"], held["gain"], held["bias"], gain_bits, epsilon, bits)
+        return {"rows": normalized_rows(given["x"], epsilon), "out": out}
+
+    def log_attention(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        kind: Logarithm = "log2" if operation.attributes["softmax"] == "log2" else "log-sqrt2"
+        scores, differences, values = self.heads(operation, given)
+        codes = numerator_codes(differences, factor_of(operation, "code_"), operation.number("attention_bits"))
+        widths = Widths(
+            left=operation.number("left"), dropped_from=None, reciprocal_bits=operation.number("reciprocal_bits")
+        )
+        shift, parity = shift_and_parity(codes, kind)
+        even, odd = shifted_sums(shift, parity, values, widths.left)
+        if operation.attributes["denominator"] == "exact":
+            steps = scaled(differences, factor_of(operation, "power_"))
+            denominator = power(steps, held["power_table"]).sum(-1, keepdim=True)
+        else:
+            denominator = joined(*shifted_sums(shift, parity, torch.ones_like(values[..., :1]), widths.left))
+        out_factor = factor_of(operation, "out_")
+        out, row = normalized(joined(even, odd), denominator, operation.number("unit_bits"), out_factor, widths)
+        return {
+            "scores": scores,
+            "codes": codes,
+            "even": even,
+            "odd": odd,
+            "denominator": denominator.squeeze(-1),
+            "row": row.squeeze(-1),
+            "out": self.whole(out, operation),
+        }
+
+    def uniform_attention(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        scores, differences, values = self.heads(operation, given)
+        numerators = power(scaled(differences, factor_of(operation, "power_")), held["power_table"])
+        denominator = numerators.sum(-1, keepdim=True)
+        bits, code_factor = operation.number("reciprocal_bits"), factor_of(operation, "code_")
+        reciprocal = torch.div(torch.tensor(1 << (UNIT_BITS + bits)), denominator, rounding_mode="floor")
+        row = shift_half_up(reciprocal * code_factor.multiplier, 16)
+        codes = shift_half_up(numerators * row, UNIT_BITS + bits + code_factor.shift - 16)
+        codes = codes.clamp(max=2 ** operation.number("attention_bits") - 1)
+        sums = codes @ values
+        return {
+            "scores": scores,
+            "numerators": numerators,
+            "denominator": denominator.squeeze(-1),
+            "row": row.squeeze(-1),
+            "codes": codes,
+            "accumulators": sums,
+            "out": self.whole(self.times(sums, operation, "out_"), operation),
+        }
+
+    def table(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        return {"out": self.looked_up(given["x"], held["table"])}
+
+    def add(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        return {"out": saturated(given["x"] + given["y"], operation.number("bits"))}
+
+    def router(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        sums, logits = self.sums(operation, held, given["x"])
+        logits = saturated(logits, operation.number("bits"))
+        top, index = largest(logits, operation.number("top_k"))
+        over = top if operation.attributes["over"] == "chosen" else logits
+        weights = self.shares(top[..., :1] - top, top[..., :1] - over, operation, held)
+        return {"accumulators": sums, "logits": logits, "index": index, "weights": weights}
+
+    def shares(self, chosen: Tensor, every: Tensor, operation: Operation, held: Roles) -> Tensor:
+        """exp(-chosen) over the sum of exp(-every), both differences from the largest logit, in units of 2**-15."""
+        factor, bits = factor_of(operation, "power_"), operation.number("reciprocal_bits")
+        total = power(scaled(every, factor), held["power_table"]).sum(-1, keepdim=True)
+        reciprocal = torch.div(torch.tensor(1 << (UNIT_BITS + bits)), total, rounding_mode="floor")
+        return shift_half_up(power(scaled(chosen, factor), held["power_table"]) * reciprocal, bits)
+
+    def experts(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        """The chosen experts' values [B, S, k, ...], and the sum of their outputs by weight."""
+        tokens, index = given["x"].flatten(0, -2), given["index"].flatten(0, -2)
+        inner, size = held["up_bias"].shape[-1], held["down_bias"].shape[-1]
+        up, hidden, active = (tokens.new_empty(*index.shape, inner) for _ in range(3))
+        down, outputs = (tokens.new_empty(*index.shape, size) for _ in range(2))
+        for expert in index.unique().tolist():
+            at = torch.where(index == expert)
+            up[at], made = self.sums(operation, held, tokens[at[0]], "up_", expert)
+            hidden[at] = saturated(made, operation.number("hidden_bits"))
+            active[at] = self.looked_up(hidden[at], held["table"])
+            down[at], made = self.sums(operation, held, active[at], "down_", expert)
+            outputs[at] = saturated(made, operation.number("bits"))
+        total = (outputs * given["weights"].flatten(0, -2).unsqueeze(-1)).sum(1)
+        out = saturated(self.shifted(total, operation.number("unit_bits")), operation.number("bits"))
+        values = {"up_accumulators": up, "hidden": hidden, "active": active, "down_accumulators": down,
+                  "outputs": outputs, "out": out}  # fmt: skip
+        return {role: value.unflatten(0, given["x"].shape[:-1]) for role, value in values.items()}
+
+    def first_token(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        return {"out": given["x"][:, 0]}
+
+    def mean_tokens(self, operation: Operation, given: Roles, held: Roles) -> Made:
+        total = given["x"][:, operation.number("prefix") :].sum(1)
+        return {"out": saturated(self.times(total, operation, ""), operation.number("bits"))}

@@ -13,9 +13,8 @@ from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import building
 from moeq.artifacts.reading import TensorHeader, inside, safetensors_header
 from moeq.artifacts.stage import FileStamp, ModelStamp
-from moeq.artifacts.tensor_files import tensor_bytes, torch_dtype, write_tensors
+from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype, write_tensors
 from moeq.errors import ArtifactError, InternalError
-from moeq.integers.arithmetic.fixed_point import MAX_SHIFT
 from moeq.integers.artifacts.integer import (
     KINDS,
     REMEDY,
@@ -29,6 +28,7 @@ from moeq.integers.artifacts.integer import (
     write_manifest,
 )
 from moeq.integers.forward.program import Program
+from moeq.numerics.widths import MAX_SHIFT
 
 ROLE_TYPES = {"weight": "I8", "table": "I8", "shift": "U8"}  # of constants; others are I32, wider ones I64
 
@@ -78,17 +78,16 @@ def _narrow(tensor: Tensor, name: str, dtype: str) -> Tensor:
 
 
 def _check_width(name: str, tensor: Tensor, held: Value) -> None:
-    low, high = (-(2 ** (held.bits - 1)), 2 ** (held.bits - 1) - 1) if held.signed else (0, 2**held.bits - 1)
+    low, high = held.ends
     if int(tensor.min()) < low or int(tensor.max()) > high:
         raise InternalError(f"{name} leaves its {held.bits} bits: {int(tensor.min())} to {int(tensor.max())}")
 
 
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
-
-
-def _type_name(tensor: Tensor) -> Any:
-    return {"int8": "I8", "uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64"}[str(tensor.dtype)[6:]]
+def _entry(file: str, name: str, tensor: Tensor, layout: str, front: int = 0) -> dict[str, Any]:
+    """What the manifest says of a tensor; front: axes that its shape leaves out."""
+    sha256 = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+    shape, dtype = tuple(tensor.shape[front:]), dtype_name(tensor.dtype)
+    return {"name": name, "file": file, "key": name, "dtype": dtype, "shape": shape, "layout": layout, "sha256": sha256}
 
 
 def _stored_tensors(program: Program, constants: dict[str, Tensor]) -> tuple[StoredTensor, ...]:
@@ -97,38 +96,17 @@ def _stored_tensors(program: Program, constants: dict[str, Tensor]) -> tuple[Sto
         for operation in program.operations
         for role, name in operation.tensors.items()
     }
-    return tuple(
-        StoredTensor(
-            name=name,
-            file=WEIGHTS,
-            key=name,
-            dtype=_type_name(constants[name]),
-            shape=tuple(constants[name].shape),
-            layout=layout,
-            sha256=_sha256(constants[name]),
-        )
-        for name, layout in layouts.items()
-    )
+    return tuple(StoredTensor(**_entry(WEIGHTS, name, constants[name], layout)) for name, layout in layouts.items())
 
 
 def _stored_values(program: Program, vectors: dict[str, Tensor]) -> tuple[StoredValue, ...]:
-    first = program.operations[0]
-    layouts = {"pixels": KINDS[first.kind].inputs["x"]} | {
+    layouts = {"pixels": KINDS[program.operations[0].kind].inputs["x"]} | {
         name: KINDS[operation.kind].outputs[role]
         for operation in program.operations
         for role, name in operation.outputs.items()
     }
     return tuple(
-        StoredValue(
-            name=name,
-            file=VECTORS,
-            key=name,
-            dtype=_type_name(vectors[name]),
-            shape=tuple(vectors[name].shape[1:]),
-            layout=layout,
-            sha256=_sha256(vectors[name]),
-            **program.values[name].model_dump(),
-        )
+        StoredValue(**_entry(VECTORS, name, vectors[name], layout, 1), **program.values[name].model_dump())
         for name, layout in layouts.items()
     )
 
@@ -159,7 +137,7 @@ def read(folder: Path) -> tuple[IntegerManifest, Program, dict[str, Tensor]]:
     program = Program(
         operations=manifest.operations,
         constants=constants,
-        values={one.name: Value(bits=one.bits, signed=one.signed, scale=one.scale) for one in manifest.values},
+        values={value.name: Value(**value.model_dump(include=set(Value.model_fields))) for value in manifest.values},
         reals={},
         image_shape=manifest.image_shape,
     )
@@ -173,10 +151,10 @@ def _read(
     header = headers[stored.file].get(stored.key)
     if header is None:
         raise ArtifactError("tensor is missing", where=where, do=REMEDY)
-    wanted = (stored.dtype, front + stored.shape)
-    if (header.dtype, header.shape) != wanted:
-        found = f"{header.dtype} {list(header.shape)}, the manifest states {wanted[0]} {list(wanted[1])}"
-        raise ArtifactError(f"tensor is {found}", where=where, do=REMEDY)
+    shape = front + stored.shape
+    if (header.dtype, header.shape) != (stored.dtype, shape):
+        what = f"tensor is {header.dtype} {list(header.shape)}, the manifest states {stored.dtype} {list(shape)}"
+        raise ArtifactError(what, where=where, do=REMEDY)
     with header.file.open("rb") as stream:
         stream.seek(header.offset)
         data = bytearray(stream.read(header.bytes))

@@ -3,61 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from moeq.integers.artifacts.integer_report import QualityRow, SchemeRow
 from moeq.integers.forward.description import ViT
 from moeq.integers.forward.lower import lower
-from moeq.integers.forward.measure import quality
 from moeq.integers.forward.program import Program, pixel_codes
-from moeq.integers.forward.ranges import measured
-from moeq.integers.forward.reference import folded, forward
-from moeq.integers.forward.settings import Settings
+from moeq.integers.forward.reference import folded, forward, measured
 from moeq.integers.forward.simulate import simulate
-from moeq.recipe import Softmax
+from moeq.recipe import IntegerSection, Softmax
 
 BATCH = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """A row: its name, W/A/Attn, the quantizer of the softmax, whether the norms are folded per channel."""
-
-    name: str
-    weights: int
-    activations: int
-    attention: int
-    softmax: Softmax
-    fold: bool
-
-
-def _scheme(name: str, widths: tuple[int, int, int], softmax: Softmax, fold: bool = True) -> Scheme:
-    weights, activations, attention = widths
-    return Scheme(name=name, weights=weights, activations=activations, attention=attention, softmax=softmax, fold=fold)
-
-
-SCHEMES = (
-    _scheme("min-max, no fold", (8, 8, 8), "uniform", fold=False),
-    _scheme("fold, uniform softmax", (8, 8, 8), "uniform"),
-    _scheme("fold, uniform softmax", (8, 8, 4), "uniform"),
-    _scheme("fold, log2 softmax", (8, 8, 4), "log2"),
-    _scheme("fold, log-sqrt2 softmax", (8, 8, 4), "log-sqrt2"),
-    _scheme("fold, log-sqrt2 softmax", (8, 8, 8), "log-sqrt2"),
-    _scheme("fold, log-sqrt2 softmax", (6, 6, 4), "log-sqrt2"),
-    _scheme("fold, log-sqrt2 softmax", (4, 8, 4), "log-sqrt2"),
+SCHEMES: tuple[tuple[str, tuple[int, int, int], Softmax, bool], ...] = (
+    # name, W/A/Attn, the quantizer of the softmax, whether the norms are folded per channel
+    ("min-max, no fold", (8, 8, 8), "uniform", False),
+    ("fold, uniform softmax", (8, 8, 8), "uniform", True),
+    ("fold, uniform softmax", (8, 8, 4), "uniform", True),
+    ("fold, log2 softmax", (8, 8, 4), "log2", True),
+    ("fold, log-sqrt2 softmax", (8, 8, 4), "log-sqrt2", True),
+    ("fold, log-sqrt2 softmax", (8, 8, 8), "log-sqrt2", True),
+    ("fold, log-sqrt2 softmax", (6, 6, 4), "log-sqrt2", True),
+    ("fold, log-sqrt2 softmax", (4, 8, 4), "log-sqrt2", True),
 )
 
 
-def program_of(vit: ViT, calibration: Tensor, settings: Settings, fold: bool) -> Program:
-    """Fold, measure and lower a float description; calibration: images [B, C, H, W]."""
-    percentile = settings.percentile if settings.range == "percentile" else None
-    scales: dict[str, float] = {}
-    if fold:
-        vit, scales = folded(vit, calibration, settings.activations, percentile)
-    return lower(vit, measured(vit, calibration, percentile), settings, scales)
+def program_of(
+    vit: ViT, calibration: Tensor, section: IntegerSection, norm_scales: dict[str, float] | None = None
+) -> Program:
+    """Measure and lower a float description; calibration: images [B, C, H, W].
+
+    norm_scales: s~ of the norms that are folded, by name ("blocks.0.norm1"); None: those of the blocks are folded here.
+    """
+    percentile = section.percentile if section.range == "percentile" else None
+    if norm_scales is None:
+        vit, norm_scales = folded(vit, calibration, section.activations, percentile)
+    return lower(vit, measured(vit, calibration, percentile), section, norm_scales)
 
 
 def float_logits(vit: ViT, images: Tensor) -> Tensor:
@@ -67,34 +52,38 @@ def float_logits(vit: ViT, images: Tensor) -> Tensor:
 
 def simulated_logits(program: Program, images: Tensor) -> Tensor:
     """Logits [B, L] of simulated quantization, real numbers."""
-    scale = program.values[program.logits].scale
-    assert scale is not None
-    codes = pixel_codes(program, images)
-    return torch.cat([simulate(program, part)[program.logits] for part in codes.split(BATCH)]) * scale
+    codes = pixel_codes(program, images).split(BATCH)
+    logits = torch.cat([simulate(program, part)[program.logits] for part in codes])
+    return logits * program.values[program.logits].known_scale
 
 
-def schemes(vit: ViT, calibration: Tensor, images: Tensor, labels: Tensor, settings: Settings) -> list[SchemeRow]:
-    """Every scheme on images [B, C, H, W], the float model first; settings: range and denominator of them all.
+def widths_of(section: IntegerSection) -> str:
+    """W/A/Attn as the paper writes them."""
+    return f"{section.weights}/{section.activations}/{section.attention}"
+
+
+def quality(logits: Tensor, reference: Tensor, labels: Tensor) -> QualityRow:
+    """How well a quantized classifier does: its logits and the float model's, [B, L]; labels: whole numbers [B]."""
+    return QualityRow(
+        accuracy=float((logits.argmax(-1) == labels).double().mean()),
+        cross_entropy=float(cross_entropy(logits.double(), labels)),
+        logit_error=float((logits - reference).norm() / reference.norm()),
+    )
+
+
+def schemes(vit: ViT, calibration: Tensor, images: Tensor, labels: Tensor, section: IntegerSection) -> list[SchemeRow]:
+    """Every scheme on images [B, C, H, W], the float model first; section: range and denominator of them all.
 
     vit: not folded yet, so that the scheme without the fold is what it says.
     """
     reference = float_logits(vit, images)
-    rows = [_row("float", "64/64/64", quality(reference, reference, labels))]
-    for scheme in SCHEMES:
-        mine = replace(
-            settings,
-            weights=scheme.weights,
-            activations=scheme.activations,
-            attention=scheme.attention,
-            softmax=scheme.softmax,
-        )
-        logits = simulated_logits(program_of(vit, calibration, mine, scheme.fold), images)
-        rows.append(_row(scheme.name, mine.widths, quality(logits, reference, labels)))
+    rows = [SchemeRow(name="float", widths="64/64/64", **quality(reference, reference, labels).model_dump())]
+    for name, (weights, activations, attention), softmax, fold in SCHEMES:
+        widths = {"weights": weights, "activations": activations, "attention": attention}
+        scheme = section.model_copy(update={**widths, "softmax": softmax})
+        logits = simulated_logits(program_of(vit, calibration, scheme, None if fold else {}), images)
+        rows.append(SchemeRow(name=name, widths=widths_of(scheme), **quality(logits, reference, labels).model_dump()))
     return rows
-
-
-def _row(name: str, widths: str, found: QualityRow) -> SchemeRow:
-    return SchemeRow(name=name, widths=widths, **found.model_dump())
 
 
 def table(rows: Sequence[SchemeRow]) -> str:

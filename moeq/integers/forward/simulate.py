@@ -7,21 +7,18 @@ each value's scale; every rounding is floor(v + 1/2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeq.integers.arithmetic.fixed_point import OCTAVE_STEPS, UNIT_BITS
+from moeq.integers.arithmetic.fixed_point import OCTAVE_STEPS, UNIT_BITS, saturated
 from moeq.integers.arithmetic.integer_norm import RECIPROCAL_BITS
 from moeq.integers.arithmetic.integer_norm import UNIT_BITS as ROW_BITS
 from moeq.integers.arithmetic.log_sqrt2 import ROOT, ROOT_BITS, STEPS
 from moeq.integers.artifacts.integer import Operation
-from moeq.integers.forward.program import Program, Roles, Step, execute
-from moeq.integers.forward.reference import patches_of
-from moeq.integers.forward.run import largest
-
-Made = dict[str, Tensor]
+from moeq.integers.forward.program import Program, Roles
+from moeq.integers.forward.run import Made, Steps
 
 
 def simulate(program: Program, codes: Tensor, exact: bool = True) -> dict[str, Tensor]:
@@ -30,8 +27,7 @@ def simulate(program: Program, codes: Tensor, exact: bool = True) -> dict[str, T
     exact: with the program's dyadic factors; else with real ones, where values that are no codes (sums, rows,
     denominators) are real numbers in units of their own.
     """
-    steps: Mapping[str, Step] = _Simulation(program, exact).steps()
-    return execute(program, codes.double(), steps)
+    return _Simulation(program, exact).execute(program, codes.double())
 
 
 def rounded(values: Tensor) -> Tensor:
@@ -39,31 +35,11 @@ def rounded(values: Tensor) -> Tensor:
     return torch.floor(values + 0.5)
 
 
-def clipped(values: Tensor, bits: int) -> Tensor:
-    return values.clamp(-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1)
-
-
-class _Simulation:
-    """The steps of a program in float64."""
+class _Simulation(Steps):
+    """The steps of a program in float64: whatever is arithmetic of whole numbers has a formula of its own here."""
 
     def __init__(self, program: Program, exact: bool) -> None:
         self.reals, self.exact = program.reals, exact
-
-    def steps(self) -> dict[str, Step]:
-        return {
-            "patches": lambda operation, given, _: {"out": patches_of(given["x"], operation.number("patch_size"))},
-            "linear": self.linear,
-            "tokens": self.tokens,
-            "layer_norm": self.layer_norm if self.exact else self.real_layer_norm,
-            "log_attention": self.log_attention,
-            "uniform_attention": self.uniform_attention,
-            "table": lambda _, given, held: {"out": self.looked_up(given["x"], held["table"])},
-            "add": lambda operation, given, _: {"out": clipped(given["x"] + given["y"], operation.number("bits"))},
-            "router": self.router,
-            "experts": self.experts,
-            "first_token": lambda _, given, held: {"out": given["x"][:, 0]},
-            "mean_tokens": self.mean_tokens,
-        }
 
     def factor(self, operation: Operation, prefix: str, held: Roles | None = None) -> Tensor:
         """A factor by name: multiplier * 2**-shift, of tensors where `held` is given, or the real one."""
@@ -75,56 +51,33 @@ class _Simulation:
         return torch.tensor(multiplier * 2.0**-shift, dtype=torch.float64)
 
     def sums(
-        self, operation: Operation, values: Tensor, held: Roles, prefix: str = "", expert: int | None = None
+        self, operation: Operation, held: Roles, values: Tensor, prefix: str = "", expert: Any = ...
     ) -> tuple[Tensor, Tensor]:
-        """The sums of products of a linear, or of one expert's, and those times its factor, rounded."""
-        weight, factor = held[f"{prefix}weight"].double(), self.factor(operation, prefix, held)
         bias = held[f"{prefix}bias"].double() if self.exact else self.reals[f"{operation.name}.{prefix}bias"]
-        if expert is not None:
-            weight, factor, bias = weight[expert], factor[expert], bias[expert]
-        sums = values @ weight.T + bias
-        return sums, rounded(sums * factor)
+        sums = values @ held[f"{prefix}weight"][expert].double().T + bias[expert]
+        return sums, rounded(sums * self.factor(operation, prefix, held)[expert])
 
-    def looked_up(self, codes: Tensor, table: Tensor) -> Tensor:
-        return table.double()[codes.long() + len(table) // 2]
+    def times(self, values: Tensor, operation: Operation, prefix: str) -> Tensor:
+        return rounded(values * self.factor(operation, prefix))
 
-    def linear(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        sums, out = self.sums(operation, given["x"], held)
-        return {"accumulators": sums, "out": clipped(out, operation.number("bits"))}
-
-    def tokens(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        patches = clipped(given["x"] + held["position"], operation.number("bits"))
-        return {"out": torch.cat([held["prefix"].double().expand(len(patches), -1, -1), patches], 1)}
+    def shifted(self, values: Tensor, bits: int) -> Tensor:
+        return rounded(values * 2.0**-bits)
 
     def layer_norm(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        """Mean and variance of the row, times D and D**2 so that they are whole."""
-        rows, size = given["x"], given["x"].shape[-1]
+        """Mean and variance of the row, times D and D**2 so that they are whole; or as they are."""
+        rows, size, bits = given["x"], given["x"].shape[-1], operation.number("bits")
+        if not self.exact:
+            gain, bias, epsilon = (self.reals[f"{operation.name}.{part}"] for part in ("gain", "bias", "epsilon"))
+            spread = rows.var(-1, unbiased=False, keepdim=True) + epsilon / size**2
+            unit = (rows - rows.mean(-1, keepdim=True)) / spread.sqrt()
+            return {"rows": unit * 2.0**ROW_BITS, "out": saturated(rounded(unit * gain + bias), bits)}
         total = rows.sum(-1, keepdim=True)
         spread = size * rows.square().sum(-1, keepdim=True) - total.square() + operation.number("epsilon")
         up = torch.floor((52 - torch.frexp(spread).exponent) / 2.0)  # the root grows by 2**up
         reciprocal = torch.floor(2.0**RECIPROCAL_BITS / torch.floor(torch.sqrt(spread * torch.exp2(2 * up))))
         unit = rounded((size * rows - total) * reciprocal * torch.exp2(up - (RECIPROCAL_BITS - ROW_BITS)))
         scale = 2.0 ** -(operation.number("gain_bits") + ROW_BITS)
-        out = rounded((unit * held["gain"] + held["bias"]) * scale)
-        return {"rows": unit, "out": clipped(out, operation.number("bits"))}
-
-    def real_layer_norm(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        rows, size = given["x"], given["x"].shape[-1]
-        gain, bias, epsilon = (self.reals[f"{operation.name}.{part}"] for part in ("gain", "bias", "epsilon"))
-        spread = rows.var(-1, unbiased=False, keepdim=True) + epsilon / size**2
-        unit = (rows - rows.mean(-1, keepdim=True)) / spread.sqrt()
-        return {"rows": unit * 2.0**ROW_BITS, "out": clipped(rounded(unit * gain + bias), operation.number("bits"))}
-
-    def heads(self, operation: Operation, given: Roles) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores [B, h, Q, K], differences from the largest, values [B, h, K, d]."""
-        heads = operation.number("heads")
-        query, key, value = (given[part].unflatten(-1, (heads, -1)).transpose(1, 2) for part in
-                             ("query", "key", "value"))  # fmt: skip
-        scores = query @ key.mT
-        return scores, scores.amax(-1, keepdim=True) - scores, value
-
-    def whole(self, mixed: Tensor, operation: Operation) -> Tensor:
-        return clipped(rounded(mixed).transpose(1, 2).flatten(2), operation.number("bits"))
+        return {"rows": unit, "out": saturated(rounded((unit * held["gain"] + held["bias"]) * scale), bits)}
 
     def powers(self, differences: Tensor, operation: Operation, held: Roles) -> Tensor:
         """exp(-difference) in units of 2**-15, by the table or as it is."""
@@ -132,15 +85,15 @@ class _Simulation:
         if not self.exact:
             return torch.exp2(-steps / OCTAVE_STEPS) * 2.0**UNIT_BITS
         steps = rounded(steps)
-        whole = torch.floor(steps / OCTAVE_STEPS)
-        entries = held["power_table"].double()[(steps - whole * OCTAVE_STEPS).long()]
-        return torch.floor(entries * torch.exp2(-whole))
+        octaves = torch.floor(steps / OCTAVE_STEPS)
+        entries = held["power_table"].double()[(steps - octaves * OCTAVE_STEPS).long()]
+        return torch.floor(entries * torch.exp2(-octaves))
 
     def log_attention(self, operation: Operation, given: Roles, held: Roles) -> Made:
         steps = STEPS[str(operation.attributes["softmax"])]
         scores, differences, values = self.heads(operation, given)
         top = 2 ** operation.number("attention_bits") - 1
-        codes = rounded(differences * self.factor(operation, "code_")).clamp(max=top)
+        codes = self.times(differences, operation, "code_").clamp(max=top)
         dropped = operation.attributes["dropped_from"]
         odd = torch.remainder(codes, 2) == 1 if steps == 2 else torch.zeros_like(codes, dtype=torch.bool)
         weight = torch.exp2(-torch.ceil(codes / steps))
@@ -164,7 +117,7 @@ class _Simulation:
             "odd": odd_sum,
             "denominator": total.squeeze(-1),
             "row": row.squeeze(-1),
-            "out": self.whole(numerator * row / (unit * 2.0 ** (bits + shift)), operation),
+            "out": self.whole(rounded(numerator * row / (unit * 2.0 ** (bits + shift))), operation),
         }
 
     def with_root(self, even: Tensor, odd: Tensor) -> Tensor:
@@ -194,41 +147,13 @@ class _Simulation:
             "row": row.squeeze(-1),
             "codes": codes,
             "accumulators": sums,
-            "out": self.whole(sums * self.factor(operation, "out_"), operation),
+            "out": self.whole(self.times(sums, operation, "out_"), operation),
         }
 
-    def router(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        sums, logits = self.sums(operation, given["x"], held)
-        logits = clipped(logits, operation.number("bits"))
-        top, index = largest(logits, operation.number("top_k"))
-        over = top if operation.attributes["over"] == "chosen" else logits
-        total = self.powers(top[..., :1] - over, operation, held).sum(-1, keepdim=True)
-        weights = self.powers(top[..., :1] - top, operation, held)
-        if self.exact:
-            bits = operation.number("reciprocal_bits")
-            weights = weights * torch.floor(2.0 ** (UNIT_BITS + bits) / total) * 2.0**-bits
-        else:
-            weights = weights / total * 2.0**UNIT_BITS
-        return {"accumulators": sums, "logits": logits, "index": index, "weights": rounded(weights)}
-
-    def experts(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        tokens, index = given["x"].flatten(0, -2), given["index"].flatten(0, -2)
-        inner, size = held["up_bias"].shape[-1], held["down_bias"].shape[-1]
-        up, hidden, active = (tokens.new_empty(*index.shape, inner) for _ in range(3))
-        down, outputs = (tokens.new_empty(*index.shape, size) for _ in range(2))
-        for e in index.unique().tolist():
-            at = torch.where(index == e)
-            up[at], made = self.sums(operation, tokens[at[0]], held, "up_", e)
-            hidden[at] = clipped(made, operation.number("hidden_bits"))
-            active[at] = self.looked_up(hidden[at], held["table"])
-            down[at], made = self.sums(operation, active[at], held, "down_", e)
-            outputs[at] = clipped(made, operation.number("bits"))
-        shares = given["weights"].flatten(0, -2).unsqueeze(-1) * 2.0 ** -operation.number("unit_bits")
-        out = clipped(rounded((outputs * shares).sum(1)), operation.number("bits"))
-        found = {"up_accumulators": up, "hidden": hidden, "active": active, "down_accumulators": down,
-                 "outputs": outputs, "out": out}  # fmt: skip
-        return {role: values.unflatten(0, given["x"].shape[:-1]) for role, values in found.items()}
-
-    def mean_tokens(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        total = given["x"][:, operation.number("prefix") :].sum(1)
-        return {"out": clipped(rounded(total * self.factor(operation, "")), operation.number("bits"))}
+    def shares(self, chosen: Tensor, every: Tensor, operation: Operation, held: Roles) -> Tensor:
+        total = self.powers(every, operation, held).sum(-1, keepdim=True)
+        weights = self.powers(chosen, operation, held)
+        if not self.exact:
+            return rounded(weights / total * 2.0**UNIT_BITS)
+        bits = operation.number("reciprocal_bits")
+        return rounded(weights * torch.floor(2.0 ** (UNIT_BITS + bits) / total) * 2.0**-bits)

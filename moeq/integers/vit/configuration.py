@@ -82,7 +82,7 @@ class MoeViTConfig(PreTrainedConfig):  # type: ignore[misc]
         for whole, part in divides:
             text = f"{whole} {getattr(self, whole)} is no multiple of {part} {getattr(self, part)}"
             problems[text] = getattr(self, whole) % getattr(self, part) != 0
-        return next((text for text, found in problems.items() if found), None)
+        return next((text for text, there in problems.items() if there), None)
 
     @property
     def num_positions(self) -> int:

@@ -196,18 +196,12 @@ class MoeViTForImageClassification(PreTrainedModel):  # type: ignore[misc]
         return ImageClassifierOutput(logits=self.head(pooled) if hasattr(self, "head") else self.heads[task](pooled))
 
 
-def _stack(source: str, target: str) -> WeightConverter:
-    """Tensors of the experts, in their order, to one stack."""
-    return WeightConverter(f".experts.*.{source}", f".experts.{target}", operations=[MergeModulelist(dim=0)])
-
-
+STACKS = {"fc1.weight": "up_proj", "fc1.bias": "up_proj_bias", "fc2.weight": "down_proj", "fc2.bias": "down_proj_bias"}
 register_checkpoint_conversion_mapping(
     MODEL_TYPE,
     [
-        _stack("fc1.weight", "up_proj"),
-        _stack("fc1.bias", "up_proj_bias"),
-        _stack("fc2.weight", "down_proj"),
-        _stack("fc2.bias", "down_proj_bias"),
+        WeightConverter(f".experts.*.{source}", f".experts.{stack}", operations=[MergeModulelist(dim=0)])
+        for source, stack in STACKS.items()
     ],
 )
 AutoModelForImageClassification.register(MoeViTConfig, MoeViTForImageClassification)

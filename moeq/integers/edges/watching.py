@@ -56,8 +56,8 @@ class ParameterMap:
         return (whole, name) if at < self._starts[place] + whole.numel() * whole.element_size() else None
 
     def among(self, tensors: Sequence[Any]) -> dict[int, tuple[Tensor, str]]:
-        """What was found of these tensors, by their id."""
-        return {id(one): found for one in tensors if (found := self.find(one)) is not None}
+        """What `find` says of these tensors, by their id."""
+        return {id(tensor): whole for tensor in tensors if (whole := self.find(tensor)) is not None}
 
     def take(self, copy: Tensor, name: str) -> None:
         """Take a copy of a parameter, laid out as it is, for the parameter."""
