@@ -1,6 +1,6 @@
 """Weights in the blocks of llama.cpp's types, and back to values; see `ggml_types` for what the blocks are.
 
-N output rows, K inputs, B blocks a row.
+Letters: N output rows, K inputs, B blocks a row, L bytes of a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def type_of(weight: PackedWeight) -> str:
 
 
 def encode(weight: PackedWeight) -> Tensor:
-    """The blocks of one weight, uint8 [N, bytes of a row]; `decode` gives its values back, each exactly.
+    """The blocks of one weight [N, K], uint8 [N, L]; `decode` gives its values back, each exactly.
 
     ValueError where no type holds it (see `type_of`), or for a scale that float16 does not hold.
     """
@@ -52,7 +52,10 @@ def encode(weight: PackedWeight) -> Tensor:
 
 
 def decode(name: str, data: Tensor, inputs: int) -> Tensor:
-    """Values float32 [N, K] of uint8 [N, bytes of a row] of a type, whoever wrote it."""
+    """Values float32 [N, K] of the uint8 [N, L] of a type, whoever wrote it; K = inputs.
+
+    The blocks are those of llama.cpp, ggml/src/ggml-common.h; their values those of its dequantize_row_* functions.
+    """
     if name in FLOAT_DTYPES:
         return data.contiguous().view(FLOAT_DTYPES[name]).float()
     blocks = data.contiguous().view(len(data), -1, TYPES[name].bytes)
@@ -60,10 +63,10 @@ def decode(name: str, data: Tensor, inputs: int) -> Tensor:
 
 
 def _half(scales: Tensor) -> Tensor:
-    found = scales.to(grids.SCALE_DTYPE)
-    if not torch.equal(found.double(), scales.double()):
+    half = scales.to(grids.SCALE_DTYPE)
+    if not torch.equal(half.double(), scales.double()):
         raise ValueError("a scale that float16 does not hold")
-    return found
+    return half
 
 
 # Encoders: codes uint8 [N, B, length], the bytes of float16 scales [N, B, 2] and zero points uint8 [N, B, 1] become the
@@ -75,28 +78,28 @@ Parts = list[Tensor]
 def _halves(codes: Tensor, run: int) -> Tensor:
     """4 bits a code: byte i of every 2*run codes holds code i and, above it, code i + run."""
     pairs = codes.unflatten(-1, (-1, 2, run))
-    found: Tensor = (pairs[..., 0, :] & 15 | (pairs[..., 1, :] & 15) << 4).flatten(-2)
-    return found
+    joined: Tensor = (pairs[..., 0, :] & 15 | (pairs[..., 1, :] & 15) << 4).flatten(-2)
+    return joined
 
 
 def _quarters(codes: Tensor) -> Tensor:
     """2 bits a code: byte i of every 128 codes holds the codes i, i + 32, i + 64 and i + 96."""
     four = codes.unflatten(-1, (-1, 4, 32)) & 3
-    found: Tensor = (four[..., 0, :] | four[..., 1, :] << 2 | four[..., 2, :] << 4 | four[..., 3, :] << 6).flatten(-2)
-    return found
+    joined: Tensor = (four[..., 0, :] | four[..., 1, :] << 2 | four[..., 2, :] << 4 | four[..., 3, :] << 6).flatten(-2)
+    return joined
 
 
 def _in_a_row(flags: Tensor) -> Tensor:
     """1 bit a code: bit i % 8 of byte i // 8."""
-    found: Tensor = (flags.unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-    return found
+    joined: Tensor = (flags.unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return joined
 
 
 def _across(flags: Tensor) -> Tensor:
     """1 bit a code, 256 of them: bit i // 32 of byte i % 32."""
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
-    found: Tensor = (flags.unflatten(-1, (8, 32)) << shifts).sum(-2, dtype=torch.uint8)
-    return found
+    joined: Tensor = (flags.unflatten(-1, (8, 32)) << shifts).sum(-2, dtype=torch.uint8)
+    return joined
 
 
 def _fixed(like: Tensor, values: tuple[int, ...]) -> Tensor:
@@ -164,8 +167,8 @@ def _scale(part: Tensor) -> Tensor:
 def _shifted(part: Tensor, run: int, shifts: tuple[int, ...], mask: int) -> Tensor:
     """The inverse of `_halves` and `_quarters`."""
     steps = torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1)
-    found: Tensor = ((part.unflatten(-1, (-1, 1, run)) >> steps) & mask).flatten(-3)
-    return found
+    split: Tensor = ((part.unflatten(-1, (-1, 1, run)) >> steps) & mask).flatten(-3)
+    return split
 
 
 def _nibbles(part: Tensor, run: int) -> Tensor:
@@ -181,8 +184,8 @@ def _bits_across(part: Tensor) -> Tensor:
 
 
 def _bits_in_a_row(part: Tensor) -> Tensor:
-    found: Tensor = ((part.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
-    return found
+    split: Tensor = ((part.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
+    return split
 
 
 def _spread(scales: Tensor, run: int) -> Tensor:

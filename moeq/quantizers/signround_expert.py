@@ -1,11 +1,11 @@
 """SignRound: all matrices of an expert trained together on the expert's output, by signed gradient descent.
 
 After Cheng et al., arXiv 2309.05516, on the grids and in the storage of GPTQ. Deviations: an expert is trained alone,
-on the tokens routed to it, many experts at once; the start may be any codes, such as GPTQ's; the step that is kept is
+on the tokens routed to it, many experts at once; the start is any codes, such as GPTQ's; the step that is kept is
 the best on fixed rows, not on the step's own.
 
-Letters: E experts, n own rows of one expert, S lent rows, T rows an expert and step, C rows of a check, H hidden size,
-I intermediate size, K inputs, N output rows, G groups, B bit widths.
+Letters: E experts, n own rows of one expert, S lent rows, T rows an expert and step, H hidden size, K inputs, N output
+rows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from moeq.models.experts import DOWN, ExpertMath
-from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
 from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
-from moeq.quantizers.training_rows import SEED_STRIDE, Pool, Pools, Rows, evenly
+from moeq.quantizers.training_rows import SEED_STRIDE, Pool, Pools, evenly
 
 CHECK_ROWS = 512  # of an expert's own rows, and of the lent ones, on which the step to keep is chosen
 CLIP_UNITS = 3.0  # the largest code of 2 bits, up to which clips move as fast as offsets
@@ -33,16 +32,11 @@ WEIGHT_BYTES = 48  # a weight in training: itself, offsets and their bounds, rou
 class Training:
     """How experts are trained.
 
-    rate: the first step of the offsets in units of the grid, falling linearly to zero (None: 1/iterations, with which
-    an offset can come half a unit far); clip_rate: that of the clips (None: the same up to 2 bits, then falling with
-    the square of the largest code, since a clip moves all codes of its group); batch_rows: rows that an expert sees in
-    a step; lend: how many own rows the lent ones count for; working_memory: bytes of the tensors in training (one
-    expert is trained whatever it takes).
+    batch_rows: rows that an expert sees in a step; lend: how many own rows the lent ones count for; working_memory:
+    bytes of the tensors in training (one expert is trained whatever it takes).
     """
 
     iterations: int = 200
-    rate: float | None = None
-    clip_rate: float | None = None
     batch_rows: int = 512
     lend: float = 64
     seed: int = 0
@@ -53,11 +47,14 @@ class Training:
             raise ValueError("iterations and batch_rows must be at least 1, lend at least 0")
 
     def rates(self, iteration: int, top: float) -> tuple[float, float]:
-        """Steps of the offsets and of the clips of a grid whose largest code is `top`."""
-        rate = 1 / self.iterations if self.rate is None else self.rate
-        clip_rate = rate * min(1, CLIP_UNITS / top) ** 2 if self.clip_rate is None else self.clip_rate
+        """Steps of the offsets and of the clips of a grid whose largest code is `top`, falling linearly to zero.
+
+        Offsets start with 1/iterations of a unit of the grid, with which one can come half a unit far; clips with the
+        same up to 2 bits, then less with the square of the largest code, since a clip moves all codes of its group.
+        """
+        rate = 1 / self.iterations
         left = 1 - iteration / self.iterations
-        return rate * left, clip_rate * left
+        return rate * left, rate * min(1, CLIP_UNITS / top) ** 2 * left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +69,7 @@ class _Experts:
 
 @torch.no_grad()
 def sign_round(
-    rows: Callable[[int], Rows],
+    rows: Callable[[int], Tensor],
     lent: Tensor,
     weights: dict[str, Tensor],
     biases: dict[str, Tensor],
@@ -80,27 +77,23 @@ def sign_round(
     *,
     bits: Sequence[int],
     group_size: int,
-    symmetric: bool = False,
-    training: Training | None = None,
-    start: dict[str, Quantized] | None = None,
-    numbers: Sequence[int] | None = None,
+    symmetric: bool,
+    training: Training,
+    start: dict[str, Quantized],
+    numbers: Sequence[int],
 ) -> dict[str, Quantized]:
     """Codes and grids of all matrices of some experts, each expert trained as a whole at each width.
 
-    rows(index): what an expert is trained on, asked for once, when its turn comes; lent: [S, H] rows of the layer that
-    stand in where own ones are few; weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which stay as they
-    are; start: codes to begin with (None: rounding to nearest), of the same group size and symmetry; numbers: the
-    experts' numbers (None: 0, 1, ...), which with the seed decide what is drawn, so that batching does not.
+    rows(index): [n, H] what an expert is trained on, asked for once, when its turn comes; lent: [S, H] rows of the
+    layer that stand in where own ones are few; weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which
+    stay as they are; start: codes to begin with, of the same group size and symmetry; numbers: the experts', which with
+    the seed decide what is drawn, so that batching does not.
 
     On the rows of the check (all of an expert's own and lent rows up to CHECK_ROWS of either, evenly spaced among
-    more) the weighted mean squared error is never above the start's. An expert without any rows keeps its start.
-    Raises ValueError for a start of another group size or without one of the widths.
+    more) the mean squared error, lent rows by their share, is never above the start's. An expert without any rows keeps
+    its start. Raises ValueError for a start of another group size or without one of the widths. Cheng et al., arXiv
+    2309.05516, Algorithm 1.
     """
-    training = training or Training()
-    start = start or {
-        name: gptq.quantize(weight, None, bits=bits, group_size=group_size, symmetric=symmetric)
-        for name, weight in weights.items()
-    }
     check_start(start, bits, group_size)
     parts: list[dict[str, Quantized]] = []
     for which, pools in _chunks(rows, lent, weights, biases, math, training, numbers):
@@ -123,13 +116,13 @@ def _some(stacks: dict[str, Tensor], which: slice) -> dict[str, Tensor]:
 
 
 def _chunks(
-    rows: Callable[[int], Rows],
+    rows: Callable[[int], Tensor],
     lent: Tensor,
     weights: dict[str, Tensor],
     biases: dict[str, Tensor],
     math: ExpertMath,
     training: Training,
-    numbers: Sequence[int] | None,
+    numbers: Sequence[int],
 ) -> Iterator[tuple[slice, Pools]]:
     """Experts that are trained at once within the working memory (at least one), with their rows."""
     count, hidden, inter = weights[DOWN].shape
@@ -138,8 +131,7 @@ def _chunks(
     first, used, pools = 0, 0, list[Pool]()
     for index in range(count):
         which = slice(index, index + 1)
-        number = index if numbers is None else numbers[index]
-        pool = _pool(rows(index), lent, _some(weights, which), _some(biases, which), math, training, number)
+        pool = _pool(rows(index), lent, _some(weights, which), _some(biases, which), math, training, numbers[index])
         needed = each + 2 * pool.nbytes
         if pools and used + needed > training.working_memory:
             yield slice(first, index), Pools(pools)
@@ -150,7 +142,7 @@ def _chunks(
 
 
 def _pool(
-    rows: Rows,
+    rows: Tensor,
     lent: Tensor,
     weights: dict[str, Tensor],
     biases: dict[str, Tensor],
@@ -162,20 +154,16 @@ def _pool(
 
     Without either it gets a row that counts nothing, which moves nothing.
     """
-    own, usable = len(rows.hidden), len(lent) if training.lend > 0 else 0
+    own, usable = len(rows), len(lent) if training.lend > 0 else 0
     share = own / (own + training.lend) if usable else 1.0
     few = lent[evenly(len(lent), min(usable, max(MIN_LENT, round((1 - share) * usable)))).to(lent.device)]
-    hidden = torch.cat([rows.hidden.float(), few.float()])
-    counts = hidden.new_ones(own) if rows.weights is None else rows.weights.float()
-    counts = torch.cat([counts, (counts.mean() if own else counts.new_ones(())).expand(len(few))])
+    hidden = torch.cat([rows.float(), few.float()])
+    counts = hidden.new_ones(len(hidden))
     if not len(hidden):
         own, hidden, counts = 1, hidden.new_zeros(1, hidden.shape[1]), hidden.new_zeros(1)
-    target = _outputs(hidden.unsqueeze(0), weights, biases, math)[0]
-    if rows.correction is not None:
-        target[: len(rows.correction)] += rows.correction
     return Pool(
         hidden=hidden,
-        target=target,
+        target=_outputs(hidden.unsqueeze(0), weights, biases, math)[0],
         weights=counts,
         own=own,
         own_share=share,
@@ -190,8 +178,8 @@ def _outputs(hidden: Tensor, weights: dict[str, Tensor], biases: dict[str, Tenso
     def product(rows: Tensor, name: str) -> Tensor:
         """[E, T, K] by one matrix of every expert, one below the other as gates want them: [E*T, N]."""
         matrix = weights[name].mT
-        found = torch.baddbmm(biases[name].unsqueeze(1), rows, matrix) if name in biases else torch.bmm(rows, matrix)
-        return found.flatten(0, 1)
+        made = torch.baddbmm(biases[name].unsqueeze(1), rows, matrix) if name in biases else torch.bmm(rows, matrix)
+        return made.flatten(0, 1)
 
     inner = math.gate({name: product(hidden, name) for name in weights if name != DOWN})
     result = product(inner.unflatten(0, shape), DOWN)
