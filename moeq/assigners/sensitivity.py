@@ -241,10 +241,10 @@ def columns(
     totals = [inputs.profile.total(layer, inputs.phase())[0] for layer in range(len(plain))]
     both = hybrid(np.concatenate(totals), np.concatenate(list(traces)))
     hybrids = np.split(both, np.cumsum([len(counts) for counts in totals])[:-1])
-    columns: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
 
     def add(name: str, values: Sequence[Any]) -> None:
-        columns.setdefault(name, []).extend(values)
+        by_name.setdefault(name, []).extend(values)
 
     for layer, table in enumerate(tables(inputs)):
         counts = totals[layer]
@@ -269,4 +269,4 @@ def columns(
             add(f"loss_{bits}", plain[layer][bits].tolist())
             add(f"objective_{bits}", table.losses[bits].tolist())
             add(f"bytes_{bits}", [inputs.bytes_of(layer)[bits]] * experts)
-    return columns
+    return by_name
