@@ -59,10 +59,10 @@ class Price:
     """The optimum within a target; ratio: to that of any mix. refusal: why it cannot be had there, or None."""
 
     target: str
-    objective: float | None
-    ratio: float | None
-    average_bits: float | None
-    expert_bytes: int | None
+    objective: float | None = None
+    ratio: float | None = None
+    average_bits: float | None = None
+    expert_bytes: int | None = None
     refusal: str | None
 
 
@@ -131,9 +131,7 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
             raise _none_of(inputs, target, refused)
         best = optimum(inputs, budget_of(inputs, assignment, widths, granularity), hot, granularity)
     except AssignmentError as error:
-        return Price(
-            target=target.name, objective=None, ratio=None, average_bits=None, expert_bytes=None, refusal=str(error)
-        )
+        return Price(target=target.name, refusal=str(error))
     chosen = expert_widths(inputs, best.bits, hot)
     return Price(
         target=target.name,

@@ -9,7 +9,8 @@ Letters: E experts, K inputs, B bit widths, N output rows, R = B*N, G groups.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,101 +56,92 @@ def codes_and_grids(
             spaces.residual = torch.empty(size, dtype=factor.dtype)
         residual = spaces.residual[:size].view(*columns.shape[:2], -1)
         counts = None if importance is None else importance[which]
+        work = _Rows(columns, factor[which], bits, residual, codes, at)
         if order is None:
-            grids = _some_rows(columns, factor[which], bits, group, symmetric, counts, residual, codes, at)
+            grids = work.by_group(group, symmetric, counts)
         else:
-            grids = stacked(static_grids(columns, bits, group, symmetric, counts))
-            _some_rows_in_order(columns, factor[which], bits, grids, order[which], group, residual, codes, at)
+            grids = work.in_order(order[which], group, symmetric, counts)
         scale[which, :, part], zero[which, :, part] = grids
 
     side_by_side(piece, [(first, start) for first in range(0, experts, some) for start in range(0, rows, step)])
     return codes, scale, zero
 
 
-def _some_rows_in_order(
-    columns: Tensor,
-    factor: Tensor,
-    bits: Sequence[int],
-    static: tuple[Tensor, Tensor],
-    order: Tensor,
-    group: int,
-    residual: Tensor,
-    codes: Tensor,
-    at: tuple[int, int],
-) -> None:
-    """As _some_rows with grids that are given, [E, B, N, G]; codes are in the order of rounding."""
-    inputs, rows = columns.shape[1:]
-    columns = columns.gather(1, order.unsqueeze(2).expand_as(columns)).contiguous()
-    scale, zero = (part.permute(0, 3, 1, 2).flatten(2).contiguous() for part in static)
-    top = max_codes(bits, scale).expand(len(bits), rows).reshape(-1)
-    group_of = (order // group).contiguous()
-    grids = (scale, inverse_scale(scale), zero)
-    for begin, given in _blocks(None, factor, residual, 0, inputs):
-        sweep.round_block(columns, given, factor, begin, grids, top, group_of, residual, codes, at)
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of some experts, columns [E, K, N] with their factor [E, K, K], whose residual [E, K, R] is filled, and
+    the codes of all of them from expert and row `at` on.
 
-
-def _some_rows(
-    columns: Tensor,
-    factor: Tensor,
-    bits: Sequence[int],
-    group: int,
-    symmetric: Symmetry,
-    importance: Tensor | None,
-    residual: Tensor,
-    codes: Tensor,
-    at: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    """Some rows of some experts, columns [E, K, N], from expert and row `at` on: fills codes, returns the grids."""
-    experts, inputs, rows = columns.shape
-    widths = len(bits)
-    first_group = torch.zeros(experts, inputs, dtype=torch.long)
-    top = max_codes(bits, columns).expand(widths, rows).reshape(-1)
-    grids = []
-    span = max(group, SPAN // group * group)
-    for far in range(0, inputs, span):
-        from_far = feedback(factor, residual, 0, far, min(far + span, inputs))
-        for start in range(far, min(far + span, inputs), group):
-            stop = min(start + group, inputs)
-            given = _with_near(from_far, factor, residual, far, start, stop)
-            if start:
-                *ends, moved = sweep.extent(columns, given, factor, start, keep=importance is not None)
-                ends = [end.unflatten(1, (widths, rows)) for end in ends]
-            else:
-                moved = columns[:, :stop]
-                ends = [end.unsqueeze(1).expand(-1, widths, -1) for end in extent(moved)]
-            counts = None if importance is None else importance[:, start:stop]
-            scale, zero = group_grid(moved, ends, bits, symmetric, counts)
-            grids.append((scale, zero))
-            scale, inverse, zero = (part.reshape(experts, 1, -1) for part in (scale, inverse_scale(scale), zero))
-            own = (scale.contiguous(), inverse.contiguous(), zero.contiguous())
-            for begin, nearer in _blocks(given, factor, residual, start, stop):
-                sweep.round_block(columns, nearer, factor, begin, own, top, first_group, residual, codes, at)
-    return stacked(grids)
-
-
-def _blocks(
-    given: Tensor | None, factor: Tensor, residual: Tensor, start: int, stop: int
-) -> Iterator[tuple[int, Tensor]]:
-    """First columns of the blocks from start to stop, each with what all columns before it give, [E, <= BLOCK, R].
-
-    given: what those before `start` give to them (None: there are none); the residual of a block must be there when
-    the next one is asked for.
+    Both ways of rounding give scale and zero [E, B, N, G].
     """
-    for far in range(start, stop, SPAN):
-        end = min(far + SPAN, stop)
-        from_far = _with_near(given, factor, residual, start, far, end)
-        for begin in range(far, end, BLOCK):
-            yield begin, _with_near(from_far, factor, residual, far, begin, min(begin + BLOCK, end))
 
+    columns: Tensor
+    factor: Tensor
+    bits: Sequence[int]
+    residual: Tensor
+    codes: Tensor
+    at: tuple[int, int]
 
-def _with_near(given: Tensor | None, factor: Tensor, residual: Tensor, first: int, start: int, stop: int) -> Tensor:
-    """What all columns before `start` give to those from start to stop, [E, stop - start, R].
+    def in_order(
+        self, order: Tensor, group: int, symmetric: Symmetry, importance: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Round the columns in an order [E, K], on the grids of the untouched weights."""
+        static = stacked(static_grids(self.columns, self.bits, group, symmetric, importance))
+        columns = self.columns.gather(1, order.unsqueeze(2).expand_as(self.columns)).contiguous()
+        scale, zero = (part.permute(0, 3, 1, 2).flatten(2).contiguous() for part in static)
+        grids = (scale, inverse_scale(scale), zero)
+        replace(self, columns=columns)._round(None, 0, columns.shape[1], grids, (order // group).contiguous())
+        return static
 
-    given: what those before `first` give to the columns from `first` on, which is added to; None: there are none.
-    """
-    if given is None:
-        return feedback(factor, residual, first, start, stop)
-    part = given[:, start - first : stop - first]
-    if first < start:
-        part.baddbmm_(factor[:, first:start, start:stop].mT, residual[:, first:start])
-    return part.contiguous()
+    def by_group(self, group: int, symmetric: Symmetry, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Round the columns as they lie, on grids that are taken when their group comes."""
+        experts, inputs, rows = self.columns.shape
+        widths = len(self.bits)
+        first_group = torch.zeros(experts, inputs, dtype=torch.long)
+        grids = []
+        span = max(group, SPAN // group * group)
+        for far in range(0, inputs, span):
+            from_far = feedback(self.factor, self.residual, 0, far, min(far + span, inputs))
+            for start in range(far, min(far + span, inputs), group):
+                stop = min(start + group, inputs)
+                given = self._with_near(from_far, far, start, stop)
+                if start:
+                    keep = importance is not None
+                    *ends, moved = sweep.extent(self.columns, given, self.factor, start, keep=keep)
+                    ends = [end.unflatten(1, (widths, rows)) for end in ends]
+                else:
+                    moved = self.columns[:, :stop]
+                    ends = [end.unsqueeze(1).expand(-1, widths, -1) for end in extent(moved)]
+                counts = None if importance is None else importance[:, start:stop]
+                scale, zero = group_grid(moved, ends, self.bits, symmetric, counts)
+                grids.append((scale, zero))
+                own = [part.reshape(experts, 1, -1).contiguous() for part in (scale, inverse_scale(scale), zero)]
+                self._round(given, start, stop, own, first_group)
+        return stacked(grids)
+
+    def _round(self, given: Tensor | None, start: int, stop: int, grids: Sequence[Tensor], group_of: Tensor) -> None:
+        """Round the columns from start to stop, block by block; arguments as of `sweep.round_block`.
+
+        given: what the columns before `start` give to them, [E, stop - start, R]; None: there are none.
+        """
+        top = max_codes(self.bits, self.columns).expand(-1, self.columns.shape[2]).reshape(-1)
+        for far in range(start, stop, SPAN):
+            end = min(far + SPAN, stop)
+            from_far = self._with_near(given, start, far, end)
+            for begin in range(far, end, BLOCK):
+                nearer = self._with_near(from_far, far, begin, min(begin + BLOCK, end))
+                sweep.round_block(
+                    self.columns, nearer, self.factor, begin, grids, top, group_of, self.residual, self.codes, self.at
+                )
+
+    def _with_near(self, given: Tensor | None, first: int, start: int, stop: int) -> Tensor:
+        """What all columns before `start` give to those from start to stop, [E, stop - start, R].
+
+        given: what those before `first` give to the columns from `first` on, which is added to; None: there are none.
+        """
+        if given is None:
+            return feedback(self.factor, self.residual, first, start, stop)
+        part = given[:, start - first : stop - first]
+        if first < start:
+            part.baddbmm_(self.factor[:, first:start, start:stop].mT, self.residual[:, first:start])
+        return part.contiguous()

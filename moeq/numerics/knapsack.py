@@ -31,6 +31,7 @@ EFFORT = 200_000_000
 QUICK = 512  # states of a first pass, which is not exact, for a good solution to start with
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+States = list[Any]  # what deviations add so far to what each limit counts, and at last their penalties, each [S]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,26 +112,6 @@ def relaxed(value: Floats, cost: Ints, room: int) -> tuple[Ints, float]:
     return choices, float(rates[fitting]) if fitting < len(rates) else 0.0
 
 
-@dataclass(frozen=True)
-class _States:
-    """What deviations add to what each limit counts, so far, and their penalties, all [S]."""
-
-    added: tuple[Ints | Floats, ...]
-    penalties: Floats
-
-    def with_moves(self, moves: Sequence[Ints | Floats], penalties: Floats) -> _States:
-        """Every state as it is, then with each of the moves of an item."""
-        added = (_sums(before, more) for before, more in zip(self.added, moves, strict=True))
-        return _States(tuple(added), _sums(self.penalties, penalties))
-
-    def at(self, keep: Ints) -> _States:
-        return _States(tuple(part[keep] for part in self.added), self.penalties[keep])
-
-
-def _sums(before: Any, more: Any) -> Any:
-    return (np.append(np.zeros(1, more.dtype), more)[:, None] + before).ravel()
-
-
 class Search:
     """Deviations from the choices of the relaxed problem, until none can be better than the best solution found.
 
@@ -170,31 +151,33 @@ class Search:
 
     def run(self, effort: int, most: int | None = None) -> bool:
         """Improve `best`; whether it is proven. most: states kept at a time, those of the lowest penalties."""
-        state = _States(tuple(np.zeros(1, moves.dtype) for moves in self.moves), np.zeros(1))
+        tables = [*self.moves, self.penalty]
+        states: States = [np.zeros(1, table.dtype) for table in tables]
         trail: list[tuple[int, Ints, Ints]] = []  # item; choice and earlier state of every state
         reaches = [self._reach(moves) for moves in self.moves]
         for rank, item in enumerate(self.order.tolist()):
             if self.firsts[rank] >= self.excess:
                 return most is None
             choices = np.flatnonzero(self.penalty[item] < self.excess)
-            count = len(state.penalties)
+            count = len(states[-1])
             earlier, chosen = np.tile(np.arange(count), len(choices) + 1), np.repeat(np.append(-1, choices), count)
-            state = state.with_moves([moves[item, choices] for moves in self.moves], self.penalty[item, choices])
+            more = [np.append(np.zeros(1, table.dtype), table[item, choices]) for table in tables]
+            states = [(adds[:, None] + before).ravel() for adds, before in zip(more, states, strict=True)]
             effort -= len(earlier)
             if effort < 0:
                 return False
             trail.append((item, chosen, earlier))
-            self._take_best(state, trail)
-            keep = self.useful(state, self._open(state, rank + 1, [float(reach[rank + 1]) for reach in reaches]))
+            self._take_best(states, trail)
+            keep = self.useful(states, self._open(states, rank + 1, [float(reach[rank + 1]) for reach in reaches]))
             if most is not None and len(keep) > most:
-                keep = self.nearest(state.penalties[keep], keep, most)
-            state = state.at(keep)
+                keep = self.nearest(states[-1][keep], keep, most)
+            states = [part[keep] for part in states]
             trail[-1] = (item, chosen[keep], earlier[keep])
             if not len(keep):
                 return most is None
         return most is None
 
-    def useful(self, state: _States, keep: Ints) -> Ints:
+    def useful(self, states: States, keep: Ints) -> Ints:
         """Of the states [S] to keep, those that no other makes useless."""
         raise NotImplementedError
 
@@ -207,9 +190,10 @@ class Search:
         own = np.abs(np.where(np.isfinite(self.penalty), moves, 0)).max(1)[self.order]
         return np.append(np.maximum.accumulate(own[::-1])[::-1], 0)
 
-    def _take_best(self, state: _States, trail: list[tuple[int, Ints, Ints]]) -> None:
-        excess, within = state.penalties, np.ones(len(state.penalties), bool)
-        for price, target, added in zip(self.prices, self.targets, state.added, strict=True):
+    def _take_best(self, states: States, trail: list[tuple[int, Ints, Ints]]) -> None:
+        *counted, excess = states
+        within = np.ones(len(excess), bool)
+        for price, target, added in zip(self.prices, self.targets, counted, strict=True):
             left = target - added
             excess, within = excess + price * left, within & (left >= 0)
         excess = np.where(within, excess, np.inf)
@@ -217,17 +201,18 @@ class Search:
         if excess[index] < self.excess:
             self.excess, self.best = float(excess[index]), traced(self.start, trail, index)
 
-    def _open(self, state: _States, rank: int, reaches: Sequence[float]) -> Ints:
+    def _open(self, states: States, rank: int, reaches: Sequence[float]) -> Ints:
         """States that can still become better than the best one.
 
         rank: of the next deviation, whose penalty is the least of those that follow; reaches: the largest of their
         moves, by limit.
         """
-        left, following = self.excess - state.penalties, float(self.firsts[rank])
+        *counted, penalties = states
+        left, following = self.excess - penalties, float(self.firsts[rank])
         allowed = left > following
         if following > 0 and np.isfinite(following):
             steps = np.floor(left / following)
-            for price, target, added, reach in zip(self.prices, self.targets, state.added, reaches, strict=True):
+            for price, target, added, reach in zip(self.prices, self.targets, counted, reaches, strict=True):
                 distance = np.maximum(added - target, 0)
                 if price > 0:
                     distance = np.maximum(distance, target - added - left / price)
@@ -244,11 +229,11 @@ class _Cheapest(Search):
         super().__init__(value, [cost], [room], [price], start, same | dominated(cost, value))
         self.excess = price * float(self.targets[0])
 
-    def useful(self, state: _States, keep: Ints) -> Ints:
+    def useful(self, states: States, keep: Ints) -> Ints:
         """States [S] by rising cost, of which none costs and loses more than another."""
-        costs = state.added[0]
+        costs, penalties = states
         keep = keep[np.argsort(costs[keep], kind="stable")]  # runs that are sorted already: quick
-        losses = state.penalties[keep] - self.prices[0] * costs[keep]
+        losses = penalties[keep] - self.prices[0] * costs[keep]
         before = np.append(np.inf, np.minimum.accumulate(losses)[:-1])
         keep = keep[losses < before]
         last = np.append(costs[keep][1:] != costs[keep][:-1], True)  # of equal costs, each loses less than the last

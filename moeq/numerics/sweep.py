@@ -11,7 +11,7 @@ C candidate grids; arrays are contiguous.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -384,7 +384,7 @@ def round_block(
     feedback: Tensor,
     factor: Tensor,
     start: int,
-    grids: tuple[Tensor, Tensor, Tensor],
+    grids: Sequence[Tensor],
     top: Tensor,
     group_of: Tensor,
     residual: Tensor,
@@ -409,7 +409,7 @@ def round_nested(
     feedback: Tensor,
     factor: Tensor,
     start: int,
-    grids: tuple[Tensor, Tensor, Tensor],
+    grids: Sequence[Tensor],
     counts: Tensor,
     residual: Tensor,
     codes: Tensor,

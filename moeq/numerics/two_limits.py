@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeq.numerics import knapsack
-from moeq.numerics.knapsack import Floats, Ints, Search, Solution, _States
+from moeq.numerics.knapsack import Floats, Ints, Search, Solution, States
 
 EFFORT = 4_000_000  # states
 BEAMS = (512, 4096)  # states kept in the passes that are not exact
@@ -180,10 +180,10 @@ class _Within(Search):
         else:
             self.excess = own
 
-    def useful(self, state: _States, keep: Ints) -> Ints:
+    def useful(self, states: States, keep: Ints) -> Ints:
         """Of states [S] that cost the same, those that neither take longer nor lose more than another."""
-        costs, times = state.added
-        losses = state.penalties[keep] - self.prices[0] * costs[keep] - self.prices[1] * times[keep]
+        costs, times, penalties = states
+        losses = penalties[keep] - self.prices[0] * costs[keep] - self.prices[1] * times[keep]
         order = np.lexsort((losses, times[keep], costs[keep]))
         keep, losses = keep[order], losses[order]
         return keep[_improving(costs[keep], losses)]

@@ -7,7 +7,7 @@ of a matrix.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -126,7 +126,14 @@ class ExpertBatch:
         """Matrices [N, K] and biases [N] of one expert of the batch."""
         return tuple({name: stack[index] for name, stack in of.items()} for of in (self.weights, self.biases))  # type: ignore[return-value]
 
+    def some(self, which: slice) -> ExpertBatch:
+        """Some of the experts, by their places in the batch: matrices [e, N, K]."""
+        weights, biases = ({name: stack[which] for name, stack in of.items()} for of in (self.weights, self.biases))
+        numbers = self.numbers()[which]
+        return replace(self, which=slice(numbers.start, numbers.stop), weights=weights, biases=biases)
+
     def numbers(self) -> range:
+        """The experts' numbers in the layer."""
         return range(self.which.start, self.which.stop)
 
 

@@ -18,10 +18,10 @@ from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.signround_layer import (
+    Layer,
     LayerTokens,
     WidthCodes,
     Widths,
-    add_output,
     quantized_widths,
     sign_round_layer,
 )
@@ -53,14 +53,17 @@ class LayerJob:
     group_size: int
     symmetric: bool
 
-    def tokens(self) -> LayerTokens:
-        return LayerTokens(
+    def layer(self) -> Layer:
+        """What training leaves as it is."""
+        tokens = LayerTokens(
             hidden=self.inputs.hidden.float(),
             experts=self.inputs.experts,
             weights=self.inputs.weights,
             correction=self.behind,
             scales_inputs=self.inputs.layer.kind.scales_inputs,
         )
+        biases = {name: stack.float() for name, stack in self.biases.items()}
+        return Layer(tokens=tokens, weights=self.weights, biases=biases, math=self.math)
 
 
 @torch.no_grad()
@@ -74,10 +77,7 @@ def refine_layer(
     device = job.inputs.hidden.device
     memory = working_memory(section.working_memory, device)
     trained = sign_round_layer(
-        job.tokens(),
-        job.weights,
-        job.biases,
-        job.math,
+        job.layer(),
         bits=job.bits,
         group_size=job.group_size,
         symmetric=job.symmetric,
@@ -122,17 +122,16 @@ class Change:
             experts=job.inputs.experts[rows],
             weights=job.inputs.weights[rows],
         )
-        self._job = replace(job, inputs=inputs, behind=None, biases={k: v.float() for k, v in job.biases.items()})
-        self._tokens = self._job.tokens()
-        self.total = torch.zeros_like(self._tokens.hidden)
+        self._layer = replace(job, inputs=inputs, behind=None).layer()
+        self.total = torch.zeros_like(self._layer.tokens.hidden)
 
     @torch.no_grad()
     def add(self, expert: int, new: Mapping[str, Tensor]) -> None:
         """Count one expert's new matrices {projection: [N, K]}; the job still has the exact ones."""
-        old = {name: stack[expert] for name, stack in self._job.weights.items()}
+        old = {name: stack[expert] for name, stack in self._layer.weights.items()}
         for matrices, factor in ((new, 1), (old, -1)):
             there = {name: matrix.to(self.total) for name, matrix in matrices.items()}
-            add_output(self._tokens, expert, there, self._job.biases, self._job.math, total=self.total, factor=factor)
+            self._layer.add_output(expert, there, self.total, factor)
 
 
 def link_of(moved: Tensor, changed: Tensor) -> float | None:

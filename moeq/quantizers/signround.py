@@ -5,6 +5,7 @@ Letters: E experts, N output rows, K inputs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
@@ -32,9 +33,7 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
     return sign_round(
         statistics.rows,
         statistics.lent,
-        weights,
-        statistics.batch.biases,
-        statistics.batch.math,
+        replace(statistics.batch, weights=weights),
         bits=settings.bits,
         group_size=settings.group_size,
         symmetric=settings.symmetric,
@@ -44,7 +43,6 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
             working_memory=working_memory(settings.working_memory, statistics.lent.device),
         ),
         start=statistics.start,
-        numbers=statistics.batch.numbers(),
     )
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeq.models.experts import DOWN, ExpertMath
+from moeq.models.experts import DOWN
 from moeq.numerics.gptq import Quantized
+from moeq.quantizers.layer_data import ExpertBatch
 from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
 from moeq.quantizers.training_rows import SEED_STRIDE, Pool, Pools, evenly
 
@@ -57,37 +58,23 @@ class Training:
         return rate * left, rate * min(1, CLIP_UNITS / top) ** 2 * left
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Experts:
-    """Matrices [E, N, K] and biases [E, N] of the experts trained at once, what else they compute, and their rows."""
-
-    weights: dict[str, Tensor]
-    biases: dict[str, Tensor]
-    math: ExpertMath
-    pools: Pools
-
-
 @torch.no_grad()
 def sign_round(
     rows: Callable[[int], Tensor],
     lent: Tensor,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
+    batch: ExpertBatch,
     *,
     bits: Sequence[int],
     group_size: int,
     symmetric: bool,
     training: Training,
     start: dict[str, Quantized],
-    numbers: Sequence[int],
 ) -> dict[str, Quantized]:
-    """Codes and grids of all matrices of some experts, each expert trained as a whole at each width.
+    """Codes and grids of all matrices of a batch of experts, each expert trained as a whole at each width.
 
     rows(index): [n, H] what an expert is trained on, asked for once, when its turn comes; lent: [S, H] rows of the
-    layer that stand in where own ones are few; weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which
-    stay as they are; start: codes to begin with, of the same group size and symmetry; numbers: the experts', which with
-    the seed decide what is drawn, so that batching does not.
+    layer that stand in where own ones are few; start: codes to begin with, of the same group size and symmetry. What is
+    drawn hangs on the experts' numbers and the seed, not on the batch.
 
     On the rows of the check (all of an expert's own and lent rows up to CHECK_ROWS of either, evenly spaced among
     more) the mean squared error, lent rows by their share, is never above the start's. An expert without any rows keeps
@@ -96,12 +83,11 @@ def sign_round(
     """
     check_start(start, bits, group_size)
     parts: list[dict[str, Quantized]] = []
-    for which, pools in _chunks(rows, lent, weights, biases, math, training, numbers):
-        experts = _Experts(weights=_some(weights, which), biases=_some(biases, which), math=math, pools=pools)
+    for which, pools in _chunks(rows, lent, batch, training):
         begin = {name: select(codes, which) for name, codes in start.items()}
-        widths = [_train(experts, begin, width, symmetric, training) for width in bits]
-        parts.append({name: quantized([width[name] for width in widths], bits, group_size) for name in weights})
-    return {name: join([part[name] for part in parts]) for name in weights}
+        widths = [_train(batch.some(which), pools, begin, width, symmetric, training) for width in bits]
+        parts.append({name: quantized([width[name] for width in widths], bits, group_size) for name in batch.weights})
+    return {name: join([part[name] for part in parts]) for name in batch.weights}
 
 
 def check_start(start: dict[str, Quantized], bits: Sequence[int], group_size: int) -> None:
@@ -111,27 +97,16 @@ def check_start(start: dict[str, Quantized], bits: Sequence[int], group_size: in
             raise ValueError(f"the start has groups of {codes.group_size} and {codes.bits} bits")
 
 
-def _some(stacks: dict[str, Tensor], which: slice) -> dict[str, Tensor]:
-    return {name: stack[which].float() for name, stack in stacks.items()}
-
-
 def _chunks(
-    rows: Callable[[int], Tensor],
-    lent: Tensor,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
-    training: Training,
-    numbers: Sequence[int],
+    rows: Callable[[int], Tensor], lent: Tensor, batch: ExpertBatch, training: Training
 ) -> Iterator[tuple[slice, Pools]]:
     """Experts that are trained at once within the working memory (at least one), with their rows."""
-    count, hidden, inter = weights[DOWN].shape
-    each = sum(stack[0].numel() for stack in weights.values()) * WEIGHT_BYTES
-    each += 4 * (training.batch_rows + 2 * CHECK_ROWS) * (4 * hidden + (len(weights) + 3) * inter)
+    count, hidden, inter = batch.weights[DOWN].shape
+    each = sum(stack[0].numel() for stack in batch.weights.values()) * WEIGHT_BYTES
+    each += 4 * (training.batch_rows + 2 * CHECK_ROWS) * (4 * hidden + (len(batch.weights) + 3) * inter)
     first, used, pools = 0, 0, list[Pool]()
     for index in range(count):
-        which = slice(index, index + 1)
-        pool = _pool(rows(index), lent, _some(weights, which), _some(biases, which), math, training, numbers[index])
+        pool = _pool(rows(index), lent, batch.some(slice(index, index + 1)), training)
         needed = each + 2 * pool.nbytes
         if pools and used + needed > training.working_memory:
             yield slice(first, index), Pools(pools)
@@ -141,15 +116,7 @@ def _chunks(
     yield slice(first, count), Pools(pools)
 
 
-def _pool(
-    rows: Tensor,
-    lent: Tensor,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
-    training: Training,
-    number: int,
-) -> Pool:
+def _pool(rows: Tensor, lent: Tensor, expert: ExpertBatch, training: Training) -> Pool:
     """One expert's own rows and as many of the lent ones as their part of the draws is worth.
 
     Without either it gets a row that counts nothing, which moves nothing.
@@ -163,17 +130,17 @@ def _pool(
         own, hidden, counts = 1, hidden.new_zeros(1, hidden.shape[1]), hidden.new_zeros(1)
     return Pool(
         hidden=hidden,
-        target=_outputs(hidden.unsqueeze(0), weights, biases, math)[0],
+        target=_outputs(expert, expert.weights, hidden.unsqueeze(0))[0],
         weights=counts,
         own=own,
         own_share=share,
-        seed=training.seed * SEED_STRIDE + number,
+        seed=training.seed * SEED_STRIDE + expert.which.start,
     )
 
 
-def _outputs(hidden: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor], math: ExpertMath) -> Tensor:
-    """Rows [E, T, H] through their experts, [E, T, H]."""
-    shape = hidden.shape[:2]
+def _outputs(batch: ExpertBatch, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    """Rows [E, T, H] through their experts with other weights, [E, T, H]."""
+    shape, biases, finish = hidden.shape[:2], batch.biases, batch.math.finish
 
     def product(rows: Tensor, name: str) -> Tensor:
         """[E, T, K] by one matrix of every expert, one below the other as gates want them: [E*T, N]."""
@@ -181,18 +148,17 @@ def _outputs(hidden: Tensor, weights: dict[str, Tensor], biases: dict[str, Tenso
         made = torch.baddbmm(biases[name].unsqueeze(1), rows, matrix) if name in biases else torch.bmm(rows, matrix)
         return made.flatten(0, 1)
 
-    inner = math.gate({name: product(hidden, name) for name in weights if name != DOWN})
+    inner = batch.math.gate({name: product(hidden, name) for name in weights if name != DOWN})
     result = product(inner.unflatten(0, shape), DOWN)
-    finished: Tensor = result if math.finish is None else math.finish(result)
+    finished: Tensor = result if finish is None else finish(result)
     return finished.unflatten(0, shape)  # type: ignore[no-any-return]
 
 
 def _train(
-    experts: _Experts, start: dict[str, Quantized], bits: int, symmetric: bool, training: Training
+    batch: ExpertBatch, pools: Pools, start: dict[str, Quantized], bits: int, symmetric: bool, training: Training
 ) -> dict[str, State]:
     """The best state of every expert that is met in training at one width, {projection: state}."""
-    pools = experts.pools
-    grids = {name: TrainedGrid(weight, start[name], bits, symmetric) for name, weight in experts.weights.items()}
+    grids = {name: TrainedGrid(weight, start[name], bits, symmetric) for name, weight in batch.weights.items()}
     rows, counts = pools.check(CHECK_ROWS)
     draws = pools.draws()
     every = max(1, training.iterations // CHECKS)
@@ -201,29 +167,28 @@ def _train(
     for iteration in range(training.iterations + 1):
         values = {name: grid.round() for name, grid in grids.items()}
         if iteration % every == 0 or iteration == training.iterations:
-            loss = _loss(experts, values, rows, counts)
+            loss = _loss(batch, pools, values, rows, counts)
             better = loss < least if best else torch.ones_like(loss, dtype=torch.bool)
             least = torch.where(better, loss, least) if best else loss
             best = {name: _merge(better, grid.state(), best.get(name)) for name, grid in grids.items()}
         if iteration < training.iterations:
-            gradients = _gradients(experts, values, draws.next(training.batch_rows))
+            gradients = _gradients(batch, pools, values, draws.next(training.batch_rows))
             for grid, gradient in zip(grids.values(), gradients, strict=True):
                 grid.step(gradient, *training.rates(iteration, grid.top))
     return best
 
 
-def _loss(experts: _Experts, values: dict[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+def _loss(batch: ExpertBatch, pools: Pools, values: dict[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
     """Weighted squared error of every expert's output, [E]; rows [E, T] number the pools', counts [E, T] weigh them."""
-    pools = experts.pools
-    error = _outputs(pools.hidden[rows], values, experts.biases, experts.math) - pools.target[rows]
+    error = _outputs(batch, values, pools.hidden[rows]) - pools.target[rows]
     return (error.square().mean(-1) * counts).sum(-1)
 
 
-def _gradients(experts: _Experts, values: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, ...]:
+def _gradients(batch: ExpertBatch, pools: Pools, values: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, ...]:
     """Gradients of every expert's loss on its rows [E, T] in its matrices, in their order."""
     leaves = {name: value.requires_grad_() for name, value in values.items()}
     with torch.enable_grad():
-        loss = _loss(experts, leaves, rows, experts.pools.weights[rows])
+        loss = _loss(batch, pools, leaves, rows, pools.weights[rows])
         return torch.autograd.grad(loss.sum(), list(leaves.values()))
 
 

@@ -54,14 +54,20 @@ class WidthCodes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """Everything about the layer that training leaves as it is: matrices [E, N, K] and biases [E, N] of all experts."""
+class Layer:
+    """What training leaves as it is: a layer's tokens, matrices {projection: [E, N, K]} and biases {projection: [E, N]}
+    of all its experts, biases in float32."""
 
     tokens: LayerTokens
     weights: dict[str, Tensor]
     biases: dict[str, Tensor]
     math: ExpertMath
-    rows: list[tuple[Tensor, Tensor]]  # of every expert: its tokens [n] and their routing weights [n]
+
+    def rows(self, expert: int) -> tuple[Tensor, Tensor]:
+        """An expert's tokens [n] and their routing weights [n]."""
+        chosen = self.tokens.experts == expert
+        rows = chosen.any(1).nonzero().squeeze(1)
+        return rows, (self.tokens.weights * chosen).sum(1)[rows].float()
 
     def output(self, expert: int, rows: Tensor, scale: Tensor, matrices: dict[str, Tensor]) -> Tensor:
         """What an expert adds to the layer's output, [n, H], at some tokens [n], with matrices {projection: [N, K]}."""
@@ -76,13 +82,24 @@ class _Layer:
         """As `output` [n, H], with the expert's own matrices."""
         return self.output(expert, rows, scale, {name: stack[expert].float() for name, stack in self.weights.items()})
 
+    def add_output(self, expert: int, matrices: dict[str, Tensor], total: Tensor, factor: float = 1.0) -> None:
+        """Add `factor` times what an expert with matrices {projection: [N, K]} adds to the layer's output to [T, H]."""
+        for rows, scale in _blocks(self.rows(expert)):
+            total.index_add_(0, rows, self.output(expert, rows, scale, matrices), alpha=factor)
+
+
+def _blocks(rows: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """An expert's tokens and their routing weights, some at a time."""
+    return zip(*(part.split(BLOCK_ROWS) for part in rows), strict=True)
+
 
 class _Run:
     """The training of some of a layer's experts, the others' outputs being exact."""
 
     def __init__(
         self,
-        layer: _Layer,
+        layer: Layer,
+        rows: list[tuple[Tensor, Tensor]],
         experts: list[int],
         bits: Sequence[Widths],
         left: Tensor,
@@ -90,16 +107,17 @@ class _Run:
         symmetric: bool,
         training: Training,
     ) -> None:
-        """left: [T, H] what the outputs should be more than exact experts make them."""
-        self.layer, self.training, self.left = layer, training, left
+        """rows: of every expert, `Layer.rows`; left: [T, H] what the outputs should be more than exact experts make
+        them."""
+        self.layer, self.rows, self.training, self.left = layer, rows, training, left
         self.experts = sorted(experts, key=lambda expert: (rising(bits[expert]), expert))
         self.active = (
             torch.isin(layer.tokens.experts, torch.tensor(experts).to(left.device)).any(1).nonzero().squeeze(1)
         )
         self.target = left.clone()  # [T, H] of what these experts add
         for expert in experts:
-            for rows, scale in self._blocks(expert):
-                self.target.index_add_(0, rows, layer.exact(expert, rows, scale))
+            for some, scale in _blocks(rows[expert]):
+                self.target.index_add_(0, some, layer.exact(expert, some, scale))
         self.grids: list[dict[str, TrainedGrid]] = []  # width by width, as `experts` are
         for part in sorted(start, key=lambda part: rising(part.bits)):
             chosen = [expert for expert in self.experts if bits[expert] == part.bits]
@@ -116,15 +134,10 @@ class _Run:
                 )
         self.deck = Deck(len(self.active), training.seed * SEED_STRIDE + experts[0])
 
-    def _blocks(self, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """An expert's tokens and their routing weights, some at a time."""
-        rows, scale = self.layer.rows[expert]
-        yield from zip(rows.split(BLOCK_ROWS), scale.split(BLOCK_ROWS), strict=True)
-
     def train(self) -> dict[int, dict[str, State]]:
         """The best states met in training, {expert: {projection: state [1, ...]}}."""
         check = self.active[evenly(len(self.active), min(len(self.active), CHECK_TOKENS)).to(self.active.device)]
-        pairs = sum(len(self.layer.rows[expert][0]) for expert in self.experts)
+        pairs = sum(len(self.rows[expert][0]) for expert in self.experts)
         count = round(self.training.batch_rows * len(self.experts) * len(self.active) / max(pairs, 1))
         every = max(1, self.training.iterations // CHECKS)
         least = float("inf")
@@ -167,7 +180,7 @@ class _Run:
             matrices = {
                 name: decode(codes[0], scale[0], zero[0], group_size) for name, (codes, scale, zero) in own.items()
             }
-            for rows, scale in self._blocks(expert):
+            for rows, scale in _blocks(self.rows[expert]):
                 missing = self.layer.exact(expert, rows, scale) - self.layer.output(expert, rows, scale, matrices)
                 self.left.index_add_(0, rows, missing)
 
@@ -191,10 +204,7 @@ def _apart(best: list[dict[str, State]]) -> list[dict[str, State]]:
 
 @torch.no_grad()
 def sign_round_layer(
-    tokens: LayerTokens,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
+    layer: Layer,
     *,
     bits: Sequence[Widths],
     group_size: int,
@@ -204,8 +214,8 @@ def sign_round_layer(
 ) -> list[WidthCodes]:
     """Codes and grids of a layer's experts, each at its own width, width by width in ascending order.
 
-    weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which stay as they are; bits: of every expert, or of
-    each of its matrices, 16 for one that is not quantized; start: the codes to begin with, as they are returned.
+    bits: of every expert, or of each of its matrices, 16 for one that is not quantized; start: the codes to begin with,
+    as they are returned.
 
     Training.batch_rows is the mean over experts; lend is not used: an expert without tokens keeps its start. As many
     experts as fit into the working memory are trained at once; the next ones then answer for what these get wrong. On
@@ -213,17 +223,12 @@ def sign_round_layer(
     another group size or of other experts.
     """
     _check_start(start, bits, group_size)
-    layer = _Layer(
-        tokens=tokens,
-        weights=weights,
-        biases={name: stack.float() for name, stack in biases.items()},
-        math=math,
-        rows=[_rows(tokens, expert) for expert in range(len(bits))],
-    )
-    left = torch.zeros_like(tokens.hidden) if tokens.correction is None else tokens.correction.float().clone()
+    rows = [layer.rows(expert) for expert in range(len(bits))]
+    hidden, correction = layer.tokens.hidden, layer.tokens.correction
+    left = torch.zeros_like(hidden) if correction is None else correction.float().clone()
     trained: dict[Widths, list[tuple[int, dict[str, State]]]] = {width: [] for width in quantized_widths(bits)}
     for chunk in _chunks(layer, bits, training):
-        run = _Run(layer, chunk, bits, left, start, symmetric, training)
+        run = _Run(layer, rows, chunk, bits, left, start, symmetric, training)
         states = run.train()
         run.hand_on(states, group_size)
         for expert in chunk:
@@ -255,26 +260,6 @@ def _check_start(start: Sequence[WidthCodes], bits: Sequence[Widths], group_size
             check_start({name: codes}, [own], group_size)
 
 
-def add_output(
-    tokens: LayerTokens,
-    expert: int,
-    matrices: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
-    *,
-    total: Tensor,
-    factor: float = 1.0,
-) -> None:
-    """Add `factor` times what one expert with matrices {projection: [N, K]} adds to the layer's output to `total`.
-
-    biases: {projection: [E, N]} float32; total: [T, H].
-    """
-    layer = _Layer(tokens=tokens, weights={}, biases=biases, math=math, rows=[])
-    rows, scale = _rows(tokens, expert)
-    for some, own in zip(rows.split(BLOCK_ROWS), scale.split(BLOCK_ROWS), strict=True):
-        total.index_add_(0, some, layer.output(expert, some, own, matrices), alpha=factor)
-
-
 def _codes(width: Widths, trained: list[tuple[int, dict[str, State]]], group_size: int) -> WidthCodes:
     names = trained[0][1]
     return WidthCodes(
@@ -287,13 +272,7 @@ def _codes(width: Widths, trained: list[tuple[int, dict[str, State]]], group_siz
     )
 
 
-def _rows(tokens: LayerTokens, expert: int) -> tuple[Tensor, Tensor]:
-    chosen = tokens.experts == expert
-    rows = chosen.any(1).nonzero().squeeze(1)
-    return rows, (tokens.weights * chosen).sum(1)[rows].float()
-
-
-def _chunks(layer: _Layer, bits: Sequence[Widths], training: Training) -> Iterator[list[int]]:
+def _chunks(layer: Layer, bits: Sequence[Widths], training: Training) -> Iterator[list[int]]:
     """Experts to be quantized, as many at once as the working memory allows."""
     each = sum(stack[0].numel() for stack in layer.weights.values()) * WEIGHT_BYTES
     step = max(1, training.working_memory // each)

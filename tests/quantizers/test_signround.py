@@ -19,6 +19,7 @@ from moeq.numerics.factor import factorize
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight
+from moeq.quantizers.layer_data import ExpertBatch
 from moeq.quantizers.signround_expert import Training, sign_round
 from moeq.quantizers.trained_grid import TrainedGrid
 from moeq.quantizers.training_rows import Pool, Pools
@@ -74,12 +75,18 @@ def started(weights: dict[str, Tensor], hidden: list[Tensor], method: str, bits:
 
 
 def trained(
-    weights: dict[str, Tensor], hidden: list[Tensor], bits: list[int], **options: object
+    weights: dict[str, Tensor], hidden: list[Tensor], bits: list[int], first: int = 0, **options: object
 ) -> dict[str, Quantized]:
     start = started(weights, hidden, "rtn", bits)
-    defaults = {"group_size": GROUP, "training": QUICK, "symmetric": False, "numbers": range(EXPERTS), "start": start}
+    defaults = {"group_size": GROUP, "training": QUICK, "symmetric": False, "start": start}
     lent = torch.empty(0, HIDDEN)
-    return sign_round(hidden.__getitem__, lent, weights, {}, SILU, bits=bits, **defaults | options)  # type: ignore[arg-type]
+    return sign_round(hidden.__getitem__, lent, batch(weights, first), bits=bits, **defaults | options)  # type: ignore[arg-type]
+
+
+def batch(weights: dict[str, Tensor], first: int = 0) -> ExpertBatch:
+    """Experts whose numbers begin with `first`."""
+    which = slice(first, first + len(weights[DOWN]))
+    return ExpertBatch(which=which, weights=weights, biases={}, math=SILU)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -162,15 +169,15 @@ def test_an_expert_without_rows_keeps_its_start_and_with_lent_ones_is_trained_on
     start = started(weights, hidden, "rtn", [2])
     lent = hidden[1][:100]
     few = [hidden[0], hidden[1][:0], hidden[2]]
-    arguments = {"bits": [2], "group_size": GROUP, "symmetric": False, "start": start, "numbers": range(EXPERTS)}
+    arguments = {"bits": [2], "group_size": GROUP, "symmetric": False, "start": start}
     options = {"training": QUICK} | arguments
-    alone = sign_round(few.__getitem__, lent, weights, {}, SILU, **options)  # type: ignore[arg-type]
+    alone = sign_round(few.__getitem__, lent, batch(weights), **options)  # type: ignore[arg-type]
     for name in GATED:
         assert torch.equal(alone[name].codes[1], start[name].codes[1])
         assert torch.equal(alone[name].scale[1], start[name].scale[1])
         assert not torch.equal(alone[name].codes[0], start[name].codes[0])
     options = {"training": replace(QUICK, lend=8)} | arguments
-    found = sign_round(few.__getitem__, lent, weights, {}, SILU, **options)  # type: ignore[arg-type]
+    found = sign_round(few.__getitem__, lent, batch(weights), **options)  # type: ignore[arg-type]
     on_lent = [lent] * EXPERTS
     assert losses(weights, found, on_lent, 2)[1] < 0.8 * losses(weights, start, on_lent, 2)[1]
 
@@ -185,7 +192,7 @@ def test_batches_of_experts_and_numbers() -> None:
         assert torch.equal(whole[name].codes, again[name].codes)
         assert float((whole[name].codes == single[name].codes).float().mean()) > 0.95
         assert not torch.equal(whole[name].codes, other[name].codes)
-    last = trained({name: stack[2:] for name, stack in weights.items()}, hidden[2:], [2], numbers=[2])
+    last = trained({name: stack[2:] for name, stack in weights.items()}, hidden[2:], [2], first=2)
     assert float((last[DOWN].codes[0] == whole[DOWN].codes[2]).float().mean()) > 0.95
 
 
@@ -241,8 +248,9 @@ def test_experts_with_biases_other_gates_and_norms(family: str) -> None:
 
     start = {name: gptq.quantize(stack, None, bits=[2], group_size=GROUP) for name, stack in weights.items()}
     found = sign_round(
-        lambda _: hidden, hidden[:0], weights, biases, own, bits=[2], group_size=GROUP, symmetric=False,
-        training=replace(QUICK, batch_rows=192), start=start, numbers=range(layer.num_experts),
+        lambda _: hidden, hidden[:0],
+        ExpertBatch(which=slice(0, layer.num_experts), weights=weights, biases=biases, math=own),
+        bits=[2], group_size=GROUP, symmetric=False, training=replace(QUICK, batch_rows=192), start=start,
     )  # fmt: skip
     with torch.no_grad():
         before, after = (sum(loss(codes, expert) for expert in range(layer.num_experts)) for codes in (start, found))

@@ -17,9 +17,9 @@ from moeq.numerics.grids import decode
 from moeq.quantizers import signround_expert
 from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.signround_layer import (
+    Layer,
     LayerTokens,
     WidthCodes,
-    add_output,
     of_each,
     quantized_widths,
     sign_round_layer,
@@ -86,7 +86,8 @@ def trained(tokens: LayerTokens, weights: dict[str, Tensor], bits: list[Any], **
     """A layer's training, from rounding to nearest unless a start is given."""
     defaults = {"group_size": GROUP, "symmetric": False, "training": QUICK}
     options = defaults | {"start": start(weights, bits, options.get("group_size", GROUP))} | options
-    return sign_round_layer(tokens, weights, {}, SILU, bits=bits, **options)
+    layer = Layer(tokens=tokens, weights=weights, biases={}, math=SILU)
+    return sign_round_layer(layer, bits=bits, **options)
 
 
 def start(weights: dict[str, Tensor], bits: list[Any], group_size: int) -> list[WidthCodes]:
@@ -240,5 +241,5 @@ def test_one_experts_part_of_the_output() -> None:
     total = torch.zeros_like(tokens.hidden)
     for expert in range(EXPERTS):
         own = {name: stack[expert] for name, stack in weights.items()}
-        add_output(tokens, expert, own, {}, SILU, total=total, factor=2)
+        Layer(tokens=tokens, weights=weights, biases={}, math=SILU).add_output(expert, own, total, factor=2)
     torch.testing.assert_close(total, 2 * output(tokens, weights), rtol=1e-4, atol=1e-4)
