@@ -32,8 +32,9 @@ def group_grid(
     weight: [E, g, N], the same at all widths, or [E, g, R]; ends: its `grids.extent`, three of [E, B, N]; importance:
     [E, g] what an input's error counts in clipping, None for the whole range.
     """
+    low, high, size = ends
     if importance is None:
-        return grid_between(*ends, bits, symmetric)
+        return grid_between(low, high, size, bits, symmetric)
     return _clipped(weight, ends, bits, symmetric, importance)
 
 

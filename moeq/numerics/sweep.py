@@ -60,6 +60,16 @@ def _load(tile, columns, feedback, expert, start, begin, offset, count):  # type
 
 
 @_compile  # type: ignore[untyped-decorator]
+def _give(into, given, factor, expert, start, column, end):  # type: ignore[no-untyped-def]
+    """Add what a column gives to the later ones up to end."""
+    for k in range(column + 1, end):
+        weight = factor[expert, start + column, start + k]
+        line = into[k]
+        for lane in range(LANES):
+            line[lane] += weight * given[lane]
+
+
+@_compile  # type: ignore[untyped-decorator]
 def _owe(into, given, factor, expert, start, first, end, stop):  # type: ignore[no-untyped-def]
     """Add what four columns, first to end, give to all later ones up to stop."""
     if end - first < 4:
@@ -101,21 +111,15 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, keep, first
             into = tile[k]
             for lane in range(count):
                 into[lane] = source[lane]
-        j = 0
-        while j < inputs:
+        for j in range(0, inputs, 4):
             end = min(j + 4, inputs)
             for i in range(j, end):
                 wanted = tile[i]
                 head = solved[i]
                 for lane in range(LANES):
                     head[lane] = -wanted[lane]
-                for k in range(i + 1, end):
-                    weight = factor[expert, start + i, start + k]
-                    into = tile[k]
-                    for lane in range(LANES):
-                        into[lane] += weight * head[lane]
+                _give(tile, head, factor, expert, start, i, end)
             _owe(tile, solved, factor, expert, start, j, end, inputs)
-            j += 4
         least = low[expert, offset : offset + count]
         largest = high[expert, offset : offset + count]
         total = size[expert, offset : offset + count]
@@ -207,8 +211,7 @@ def _round_block(  # type: ignore[no-untyped-def]
         expert, width, begin, count, offset = _tile(item, widths, rows)
         highest = top[offset : offset + count]
         _load(target, columns, feedback, expert, start, begin, offset, count)
-        j = 0
-        while j < block:
+        for j in range(0, block, 4):
             end = min(j + 4, block)
             for i in range(j, end):
                 group = group_of[expert, start + i]
@@ -226,13 +229,8 @@ def _round_block(  # type: ignore[no-untyped-def]
                     rest[lane] = source[lane] - (wanted[lane] - zeros[lane]) * steps[lane]
                 for lane in range(count):
                     code[lane] = np.uint8(wanted[lane])
-                for k in range(i + 1, end):
-                    weight = factor[expert, start + i, start + k]
-                    into = target[k]
-                    for lane in range(LANES):
-                        into[lane] += weight * rest[lane]
+                _give(target, rest, factor, expert, start, i, end)
             _owe(target, left, factor, expert, start, j, end, block)
-            j += 4
         _store(residual, left, expert, start, offset, count)
         for lane in range(count):
             line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
@@ -264,8 +262,7 @@ def _round_nested(  # type: ignore[no-untyped-def]
         expert, _, begin, count, _ = _tile(item, 1, rows)
         for width in range(widths):
             _load(target[width], columns, feedback, expert, start, begin, width * rows + begin, count)
-        j = 0
-        while j < block:
+        for j in range(0, block, 4):
             end = min(j + 4, block)
             for i in range(j, end):
                 for width in range(widths):
@@ -308,14 +305,9 @@ def _round_nested(  # type: ignore[no-untyped-def]
                     rest = left[width, i]
                     for lane in range(count):
                         rest[lane] = source[lane] - ((made[i, lane] >> shift) - zeros[lane]) * steps[lane]
-                    for k in range(i + 1, end):
-                        weight = factor[expert, start + i, start + k]
-                        into = target[width, k]
-                        for lane in range(LANES):
-                            into[lane] += weight * rest[lane]
+                    _give(target[width], rest, factor, expert, start, i, end)
             for width in range(widths):
                 _owe(target[width], left[width], factor, expert, start, j, end, block)
-            j += 4
         for width in range(widths):
             _store(residual, left[width], expert, start, width * rows + begin, count)
             for lane in range(count):
