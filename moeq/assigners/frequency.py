@@ -28,7 +28,9 @@ def assign(inputs: AssignInputs) -> Assignment:
     if inputs.config.scope == "model":
         groups = [(cold, limit.total)]
     else:
-        groups = [([one for one in cold if one[0] == layer], total) for layer, total in enumerate(limit.by_layer())]
+        groups = [
+            ([place for place in cold if place[0] == layer], total) for layer, total in enumerate(limit.by_layer())
+        ]
     for experts, total in groups:
         order = ranking(np.array([shares[layer][expert] for layer, expert in experts]))
         costs = limit.costs[[experts[index][0] for index in order]][:, pair] if experts else np.zeros((0, len(pair)))
@@ -58,12 +60,12 @@ def enclosing(limit: Limit) -> np.ndarray:
 def spend(costs: np.ndarray, total: int) -> list[int]:
     """Choices of experts in order of rank: costs [N, W] rising along a row; the first ones get as much as they can."""
     left = total - int(costs[:, 0].sum()) if len(costs) else total
-    found = []
+    chosen = []
     for row in costs:
-        choice = int(np.searchsorted(row - row[0], left, side="right")) - 1
-        left -= int(row[max(choice, 0)] - row[0])
-        found.append(max(choice, 0))
-    return found
+        choice = max(int(np.searchsorted(row - row[0], left, side="right")) - 1, 0)
+        left -= int(row[choice] - row[0])
+        chosen.append(choice)
+    return chosen
 
 
 ALLOCATOR = Allocator(

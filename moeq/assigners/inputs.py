@@ -5,7 +5,7 @@ Letters: L layers, E experts of a layer, P matrices of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,8 +76,8 @@ class AssignInputs:
         """What a function makes of these inputs, made once."""
         if key not in self.memo:
             self.memo[key] = make()
-        found: Made = self.memo[key]
-        return found
+        made: Made = self.memo[key]
+        return made
 
     def bytes_of(self, layer: int) -> dict[int, int]:
         """{width: bytes of one expert} of a layer; AssignmentError when they were not given."""
@@ -105,7 +105,7 @@ class AssignInputs:
             for layer, records in enumerate(self.record_bytes)
         )
         experts = tuple(
-            {bits: size + sum(one[bits] for one in records.values()) for bits, size in self.bytes_of(layer).items()}
+            {bits: size + sum(of[bits] for of in records.values()) for bits, size in self.bytes_of(layer).items()}
             for layer, records in enumerate(self.record_bytes)
         )
         return replace(self, bytes=experts, matrix_bytes=matrices)
@@ -173,15 +173,22 @@ def hot_experts(inputs: AssignInputs, scores: np.ndarray, layer: int) -> np.ndar
 
 def expert_widths(inputs: AssignInputs, bits: Sequence[np.ndarray], hot: Sequence[np.ndarray]) -> list[list[Width]]:
     """Widths [E] of experts, or [E, P] of their matrices, a layer, as an assignment names them; 16 on the GPU."""
-    found: list[list[Width]] = []
+    named: list[list[Width]] = []
     for layer, (widths, mask) in enumerate(zip(bits, hot, strict=True)):
-        if widths.ndim == 1:
-            mine: list[Width] = widths.tolist()
-        else:
+        experts: list[Width] = widths.tolist()
+        if widths.ndim > 1:
             names = list(inputs.matrix_bytes_of(layer))
-            mine = [join_widths(dict(zip(names, row, strict=True))) for row in widths.tolist()]
-        found.append([FULL if on_gpu else one for one, on_gpu in zip(mine, mask, strict=True)])
-    return found
+            experts = [join_widths(dict(zip(names, row, strict=True))) for row in widths.tolist()]
+        named.append([FULL if on_gpu else expert for expert, on_gpu in zip(experts, mask, strict=True)])
+    return named
+
+
+def decided(choices: Iterable[Iterable[Width]], hot: Iterable[np.ndarray]) -> Iterator[tuple[int, Width]]:
+    """Layer and width, or widths, of every expert that is not on the GPU; choices: of every expert of every layer."""
+    for layer, (widths, mask) in enumerate(zip(choices, hot, strict=True)):
+        for width, on_gpu in zip(widths, mask, strict=True):
+            if not on_gpu:
+                yield layer, width
 
 
 def quantizers(inputs: AssignInputs, bits: list[np.ndarray]) -> list[list[str | None]]:
@@ -194,13 +201,13 @@ def quantizers(inputs: AssignInputs, bits: list[np.ndarray]) -> list[list[str | 
         return [[None if width == FULL else wanted for width in widths] for widths in bits]
     if inputs.losses is None:
         raise AssignmentError("quantizer best needs the loss table", do="run `moeq losses` first")
-    found: list[list[str | None]] = []
+    methods: list[list[str | None]] = []
     for name, widths, best in zip(inputs.profile.layers, bits, inputs.losses.best(), strict=True):
         missing = sorted({int(width) for width in widths} - {FULL, *best})
         if missing:
             raise AssignmentError(f"the loss table lacks {missing} bits", where=name, do="add them to losses.bits")
-        found.append([None if w == FULL else str(best[int(w)][expert]) for expert, w in enumerate(widths)])
-    return found
+        methods.append([None if w == FULL else str(best[int(w)][expert]) for expert, w in enumerate(widths)])
+    return methods
 
 
 def hot_masks(inputs: AssignInputs) -> list[np.ndarray]:
@@ -213,19 +220,19 @@ def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -
     """The Assignment of given widths [E], or [E, P] of matrices, and GPU masks [E] a layer; GPU experts are left in
     full precision."""
     widths = expert_widths(inputs, bits, hot)
-    methods = quantizers(inputs, [np.array([max(matrix_widths(one)) for one in mine], int) for mine in widths])
+    methods = quantizers(inputs, [np.array([max(matrix_widths(own)) for own in of], int) for of in widths])
     layers = []
     for index, name in enumerate(inputs.profile.layers):
         scores = importance(inputs, index)
         experts = tuple(
             ExpertChoice(
                 tier="gpu" if hot[index][expert] else "ndp",
-                bits=max(matrix_widths(mine)),
-                projections=None if isinstance(mine, int) else dict(mine),
+                bits=max(matrix_widths(own)),
+                projections=None if isinstance(own, int) else dict(own),
                 quantizer=methods[index][expert],
                 importance=float(scores[expert]),
             )
-            for expert, mine in enumerate(widths[index])
+            for expert, own in enumerate(widths[index])
         )
         layers.append(LayerAssignment(name=name, experts=experts))
     return Assignment(

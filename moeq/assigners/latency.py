@@ -37,7 +37,7 @@ def achieved(inputs: AssignInputs, assignment: Assignment) -> float:
     """Expected seconds a token of an assignment's experts off the GPU."""
     total = 0.0
     for layer, (every, hot) in enumerate(zip(assignment.expert_widths(), assignment.hot(), strict=True)):
-        widths = sorted({bits for one in every for bits in matrix_widths(one)})
+        widths = sorted({bits for width in every for bits in matrix_widths(width)})
         times = seconds(inputs, layer, widths)
         for expert in np.flatnonzero(~hot).tolist():  # an expert's matrices have equally many weights
             total += float(np.mean([times[expert, widths.index(bits)] for bits in matrix_widths(every[expert])]))

@@ -20,7 +20,7 @@ import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.targets import OF_MATRICES, TARGETS, Granularity, Target, loads_width
-from moeq.assigners.inputs import AssignInputs, hot_masks
+from moeq.assigners.inputs import AssignInputs, decided, hot_masks
 from moeq.errors import AssignmentError, BudgetError
 from moeq.tables import human_bytes, human_size
 
@@ -37,9 +37,8 @@ class Latency:
 class Limit:
     """widths: [W] rising; costs: [L, W] of one expert; counts: [L] experts that are decided; total: what they may cost.
 
-    fixed: bytes that are spent already (experts on the GPU, and for `size` all that is not an expert); matrices: [P, W]
-    costs of an expert's matrices, a layer, which add up to `costs`; none where experts are decided as wholes; latency:
-    a second limit beside the cost, or None.
+    matrices: [P, W] costs of an expert's matrices, a layer, which add up to `costs`; none where experts are decided as
+    wholes; latency: a second limit beside the cost, or None.
     """
 
     unit: str  # bits or bytes
@@ -47,7 +46,6 @@ class Limit:
     costs: np.ndarray
     counts: np.ndarray
     total: int
-    fixed: int = 0
     matrices: tuple[np.ndarray, ...] = ()
     latency: Latency | None = None
 
@@ -61,18 +59,19 @@ class Limit:
         return np.asarray(self.counts @ self.costs)
 
     def by_layer(self) -> list[int]:
-        """`total` cut into layers in proportion to what their experts cost at the widest; floors by largest remainder.
+        """`total` cut into layers in proportion to what their experts cost at the widest."""
+        weights = [int(count * cost) for count, cost in zip(self.counts, self.costs.max(1), strict=True)]
+        return apportioned([Fraction(self.total * weight, max(1, sum(weights))) for weight in weights], self.total)
 
-        Raises AssignmentError when a layer's share does not pay for its cheapest width.
-        """
-        weight = [int(count * cost) for count, cost in zip(self.counts, self.costs.max(1), strict=True)]
-        exact = [Fraction(self.total * one, max(1, sum(weight))) for one in weight]
-        whole = [int(value) for value in exact]
-        left = self.total - sum(whole)
-        order = sorted(range(len(whole)), key=lambda layer: (whole[layer] - exact[layer], layer))
-        for layer in order[:left]:
-            whole[layer] += 1
-        return whole
+
+def apportioned(exact: Sequence[Fraction], total: int) -> list[int]:
+    """Whole numbers that add up to `total`: the floors of exact parts, what these leave to the largest remainders (the
+    first ones, where they are equal)."""
+    whole = [int(value) for value in exact]
+    order = sorted(range(len(whole)), key=lambda place: (whole[place] - exact[place], place))
+    for place in order[: total - sum(whole)]:
+        whole[place] += 1
+    return whole
 
 
 def loads(inputs: AssignInputs, target: Target, bits: int) -> bool:
@@ -104,10 +103,9 @@ def limit_of(
     """The section's budget over some widths; AssignmentError with the least possible where it cannot be met."""
     config = inputs.config
     hot = hot_masks(inputs) if hot is None else hot
-    counts = np.array([int((~mask).sum()) for mask in hot])
     if config.average_bits is not None:
         average = Fraction(config.average_bits)
-        limit = _bits_limit(inputs, widths, counts, average, granularity)
+        limit = _bits_limit(inputs, widths, _counts(hot), average, granularity)
         if limit.total < limit.least:
             raise BudgetError(
                 f"an average of {float(average):g} bits cannot be met with {list(widths)} bits",
@@ -118,9 +116,18 @@ def limit_of(
     if whole is None:
         raise AssignmentError("no budget", do="give average_bits, expert_bytes or size")
     inputs = inputs if config.size is None else inputs.in_the_checkpoint()
-    fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot) if mask.any())
-    fixed += inputs.other_bytes if config.size is not None else 0
-    return byte_limit(inputs, widths, counts, whole, fixed, granularity)
+    fixed = gpu_bytes(inputs, hot) + (inputs.other_bytes if config.size is not None else 0)
+    return byte_limit(inputs, widths, hot, whole, fixed, granularity)
+
+
+def _counts(hot: Sequence[np.ndarray]) -> np.ndarray:
+    """How many experts of every layer are not on the GPU, [L]."""
+    return np.array([int((~mask).sum()) for mask in hot])
+
+
+def gpu_bytes(inputs: AssignInputs, hot: Sequence[np.ndarray]) -> int:
+    """Bytes of the experts on the GPU."""
+    return sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot) if mask.any())
 
 
 def _longer_groups(inputs: AssignInputs, widths: Sequence[int]) -> str:
@@ -155,25 +162,24 @@ def _bits_limit(
 def byte_limit(
     inputs: AssignInputs,
     widths: Sequence[int],
-    counts: np.ndarray,
+    hot: Sequence[np.ndarray],
     whole: int,
     fixed: int,
     granularity: Granularity = "expert",
 ) -> Limit:
     """A limit of `whole` bytes, `fixed` of which are spent; AssignmentError with the least possible."""
-    layers = range(len(counts))
+    layers = range(len(hot))
     costs = np.array([[inputs.bytes_of(layer)[width] for width in widths] for layer in layers], np.int64)
     matrices: tuple[np.ndarray, ...] = ()
     if granularity in OF_MATRICES:
         sizes = [inputs.matrix_bytes_of(layer).values() for layer in layers]
-        matrices = tuple(np.array([[one[w] for w in widths] for one in every], np.int64) for every in sizes)
+        matrices = tuple(np.array([[size[w] for w in widths] for size in every], np.int64) for every in sizes)
     limit = Limit(
         unit="bytes",
         widths=tuple(widths),
         costs=costs,
-        counts=counts,
+        counts=_counts(hot),
         total=whole - fixed,
-        fixed=fixed,
         matrices=matrices,
     )
     if limit.total < limit.least:
@@ -190,11 +196,6 @@ def spent(
     inputs: AssignInputs, assignment: Assignment, widths: Sequence[int], granularity: Granularity = "expert"
 ) -> Limit:
     """The bytes that an assignment spends on the experts it decided, as a limit over some widths."""
-    counts = np.array([int((~mask).sum()) for mask in assignment.hot()])
-    total = sum(
-        inputs.stored(layer, mine)
-        for layer, (widths_of, mask) in enumerate(zip(assignment.expert_widths(), assignment.hot(), strict=True))
-        for mine, on_gpu in zip(widths_of, mask, strict=True)
-        if not on_gpu
-    )
-    return byte_limit(inputs, widths, counts, total, 0, granularity)
+    hot = assignment.hot()
+    total = sum(inputs.stored(layer, width) for layer, width in decided(assignment.expert_widths(), hot))
+    return byte_limit(inputs, widths, hot, total, 0, granularity)

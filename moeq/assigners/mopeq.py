@@ -43,10 +43,9 @@ def assign(inputs: AssignInputs) -> Assignment:
     groups = [list(layers)] if config.scope == "model" else [[layer] for layer in layers]
     bits = [np.full(len(mask), min(widths)) for mask in hot]
     for group in groups:
-        values = _importance(inputs, group, hot)
-        found = cluster(values, widths)
+        chosen = cluster(_importance(inputs, group, hot), widths)
         ends = np.cumsum([int((~hot[layer]).sum()) for layer in group])[:-1]
-        for layer, part in zip(group, np.split(found, ends), strict=True):
+        for layer, part in zip(group, np.split(chosen, ends), strict=True):
             bits[layer][~hot[layer]] = part
     return build(inputs, bits, hot)
 
@@ -98,9 +97,9 @@ def cluster(values: np.ndarray, widths: Sequence[int]) -> np.ndarray:
     means = np.array([column[labels == label].mean() for label in range(count)])
     rank = np.empty(count, int)
     rank[np.argsort(-means, kind="stable")] = np.arange(count)
-    found = np.empty(len(values), int)
-    found[order] = np.array(falling)[rank[labels]]
-    return found
+    chosen = np.empty(len(values), int)
+    chosen[order] = np.array(falling)[rank[labels]]
+    return chosen
 
 
 def _trials(inputs: AssignInputs, averages: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

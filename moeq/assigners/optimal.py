@@ -18,12 +18,12 @@ from math import prod
 
 import numpy as np
 
-from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.targets import OF_MATRICES, TARGETS, Granularity, granularity_within, refuse_grid
 from moeq.assigners import latency
 from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, build, expert_widths, hot_masks
-from moeq.assigners.limits import Limit, byte_limit, choices, limit_of
+from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_of
 from moeq.assigners.sensitivity import matrix_tables, tables
 from moeq.errors import AssignmentError, BudgetError
 from moeq.numerics import knapsack, two_limits
@@ -49,8 +49,7 @@ def assign(inputs: AssignInputs) -> Assignment:
         raise AssignmentError(reason, where=f"target {target.name}")
     granularity = granularity_within(target, inputs.config.granularity)
     limit = latency.limited(inputs, limit_of(inputs, choices(inputs), hot, granularity), hot)
-    found = optimum(inputs, limit, hot, granularity, inputs.config.scope or "model")
-    return build(inputs, found.bits, hot)
+    return build(inputs, optimum(inputs, limit, hot, granularity, inputs.config.scope or "model").bits, hot)
 
 
 def optimum(
@@ -107,7 +106,7 @@ def _matrix_losses(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> n
     """Objective [E, P, W] of the matrices of a layer's experts."""
     _losses(inputs, layer, widths)  # raises for widths that were not measured
     matrices = matrix_tables(inputs)[layer].values()
-    return np.stack([np.stack([one[width] for width in widths], 1) for one in matrices], 1)
+    return np.stack([np.stack([losses[width] for width in widths], 1) for losses in matrices], 1)
 
 
 def _solve(
@@ -122,21 +121,21 @@ def _solve(
 
     def items(tables: Sequence[np.ndarray]) -> np.ndarray:
         """Tables of the shapes of values as rows [N, W], added up over what shares a width."""
-        parts = [one.sum(0, keepdims=True) if shared else one for one in tables]
+        parts = [table.sum(0, keepdims=True) if shared else table for table in tables]
         if granularity == "model":
             parts = [np.asarray(np.sum(parts, 0))]
-        return np.concatenate([one.reshape(-1, one.shape[-1]) for one in parts])
+        return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
 
     costs = [(limit.matrices or limit.costs)[layer] for layer in layers]
     times = None
     if limit.latency is not None:
         every = [limit.latency.times[layer] for layer in layers]
         if granularity in OF_MATRICES:  # an expert's matrices have equally many weights
-            every = [one[:, None] / shape[1] for one, shape in zip(every, shapes, strict=True)]
-        times = items([np.broadcast_to(one, shape) for one, shape in zip(every, shapes, strict=True)])
+            every = [seconds[:, None] / shape[1] for seconds, shape in zip(every, shapes, strict=True)]
+        times = items([np.broadcast_to(seconds, shape) for seconds, shape in zip(every, shapes, strict=True)])
     solution = _within(
         items([values[layer] for layer in layers]),
-        items([np.broadcast_to(one, shape) for one, shape in zip(costs, shapes, strict=True)]),
+        items([np.broadcast_to(cost, shape) for cost, shape in zip(costs, shapes, strict=True)]),
         total,
         limit,
         "the model" if len(layers) == len(values) else f"layer {layers[0]}",
@@ -185,13 +184,12 @@ def _at_bytes(inputs: AssignInputs, size: int) -> Iterator[tuple[str, Widths]]:
     if inputs.config.granularity == "projection":
         variants.append((", projection", "projection", "model"))
     hot = hot_masks(inputs)
-    counts = np.array([int((~mask).sum()) for mask in hot])
-    fixed = sum(int(mask.sum()) * inputs.bytes_of(layer)[FULL] for layer, mask in enumerate(hot))
+    fixed = gpu_bytes(inputs, hot)
     for label, granularity, scope in variants:
-        limit = byte_limit(inputs, inputs.measured(), counts, size, fixed, granularity)
+        limit = byte_limit(inputs, inputs.measured(), hot, size, fixed, granularity)
         with suppress(BudgetError):  # the share of a layer can be below its least where layers differ in size
-            found = optimum(inputs, limit, hot, granularity, scope)
-            yield f"optimal{label}", expert_widths(inputs, found.bits, hot)
+            best = optimum(inputs, limit, hot, granularity, scope)
+            yield f"optimal{label}", expert_widths(inputs, best.bits, hot)
 
 
 ALLOCATOR = Allocator(

@@ -20,7 +20,7 @@ import numpy as np
 from moeq.artifacts.assignment import Assignment
 from moeq.assigners.allocator import Allocator, Cost
 from moeq.assigners.inputs import AssignInputs, build, hot_experts, importance, ranking
-from moeq.assigners.limits import Limit, limit_of
+from moeq.assigners.limits import Limit, apportioned, limit_of
 from moeq.assigners.sensitivity import tables
 from moeq.errors import AssignmentError
 from moeq.recipe import AssignSection
@@ -31,18 +31,12 @@ WIDTHS = (1, 2, 3, 4)
 def increments(counts: Sequence[int], average: Fraction) -> list[int]:
     """Bit increments R of each layer, whole numbers that add up to floor(sum(counts) * (average - 1)).
 
-    counts: NDP experts of each layer. Exact rationals; what the floors leave goes to the layers with the largest
-    remainders (the first ones, where they are equal). Raises AssignmentError when average is outside [1, 4].
+    counts: NDP experts of each layer. Raises AssignmentError when average is outside [1, 4].
     """
     if not 1 <= average <= 4:
         raise AssignmentError(f"average of {average} bits", do="choose between 1 and 4")
     exact = [count * (average - 1) for count in counts]
-    whole = [int(value) for value in exact]
-    left = int(sum(exact, Fraction(0))) - sum(whole)
-    by_remainder = sorted(range(len(counts)), key=lambda layer: (whole[layer] - exact[layer], layer))
-    for layer in by_remainder[:left]:
-        whole[layer] += 1
-    return whole
+    return apportioned(exact, int(sum(exact, Fraction(0))))
 
 
 def split(losses: np.ndarray, counts: np.ndarray, budgets: np.ndarray) -> np.ndarray:
@@ -107,23 +101,25 @@ def _largest_that_fits(
     Bytes rise with the increments but for zero points, which cuts of as many bits can differ in: the search halves,
     then steps down until the cut fits.
     """
-    experts = sum(map(len, order))
+    count = sum(map(len, order))
 
     def fits(steps: int) -> list[np.ndarray] | None:
-        bits = cut(1 + Fraction(steps, max(1, experts)))
+        bits = cut(1 + Fraction(steps, max(1, count)))
         used = sum(
-            int(limit.costs[layer][bits[layer][mine] - 1].sum()) for layer, mine in enumerate(order) if len(mine)
+            int(limit.costs[layer][bits[layer][experts] - 1].sum())
+            for layer, experts in enumerate(order)
+            if len(experts)
         )
         return bits if used <= limit.total else None
 
-    low, high = 0, 3 * experts
+    low, high = 0, 3 * count
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) is not None else (low, middle - 1)
     for steps in range(low, -1, -1):
-        found = fits(steps)
-        if found is not None:
-            return found
+        bits = fits(steps)
+        if bits is not None:
+            return bits
     return cut(Fraction(1))
 
 
@@ -150,12 +146,12 @@ def _foreseen(section: AssignSection, counts: Sequence[int], cost: Cost) -> list
     average = Fraction(section.average_bits)
     if not section.selector:
         return [[int(average)] * count for count in counts]
-    found: list[list[int]] = []
+    widths: list[list[int]] = []
     for layer, (count, budget) in enumerate(zip(counts, increments(counts, average), strict=True)):
         runs = candidates(count, budget)
         costs = np.array([cost(layer, bits) for bits in (4, 3, 2, 1)])
-        found.append(np.repeat([4, 3, 2, 1], runs[(runs @ costs).argmax()]).tolist())
-    return found
+        widths.append(np.repeat([4, 3, 2, 1], runs[(runs @ costs).argmax()]).tolist())
+    return widths
 
 
 ALLOCATOR = Allocator(

@@ -15,7 +15,7 @@ from moeq.artifacts.assignment import FULL, Assignment, matrix_widths, mean_widt
 from moeq.artifacts.targets import FINENESS, MIXED, TARGETS, Granularity, Target, refuse_grid
 from moeq.assigners import latency
 from moeq.assigners.allocator import Allocator, Widths
-from moeq.assigners.inputs import AssignInputs, expert_widths, hot_masks
+from moeq.assigners.inputs import AssignInputs, decided, expert_widths, hot_masks
 from moeq.assigners.limits import Limit, limit_of, loads, spent
 from moeq.assigners.optimal import Optimum, optimum
 from moeq.assigners.sensitivity import objective, objective_of
@@ -47,11 +47,11 @@ class Score:
         return max(0.0, self.objective / self.optimum - 1) if self.optimum > 0 else None
 
     def as_json(self) -> dict[str, Any]:
-        found = asdict(self) | {"gap_to_optimum": self.gap}
-        bound = found.pop("bound")
+        figures = asdict(self) | {"gap_to_optimum": self.gap}
+        bound = figures.pop("bound")
         if self.proven:
-            return found
-        return found | {"bound": bound, "gap_to_bound": self.objective / bound - 1 if bound > 0 else None}
+            return figures
+        return figures | {"bound": bound, "gap_to_bound": self.objective / bound - 1 if bound > 0 else None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,10 @@ class Price:
     """The optimum within a target; ratio: to that of any mix. refusal: why it cannot be had there, or None."""
 
     target: str
-    objective: float | None
-    ratio: float | None
-    average_bits: float | None
-    expert_bytes: int | None
+    objective: float | None = None
+    ratio: float | None = None
+    average_bits: float | None = None
+    expert_bytes: int | None = None
     refusal: str | None
 
 
@@ -77,16 +77,11 @@ class Point:
     dominated: bool = False
 
 
-def has_budget(config: AssignSection) -> bool:
-    """Whether a section says how much may be spent, other than by a width."""
-    return any(getattr(config, name) is not None for name in BUDGETS)
-
-
 def budget_of(
     inputs: AssignInputs, assignment: Assignment, widths: Sequence[int], granularity: Granularity = "expert"
 ) -> Limit:
-    """The section's budget over some widths; of methods that have none, the bytes that the assignment takes."""
-    if has_budget(inputs.config):
+    """The section's budget over some widths; where none but a width is given, the bytes that the assignment takes."""
+    if any(getattr(inputs.config, name) is not None for name in BUDGETS):
         limit = limit_of(inputs, widths, assignment.hot(), granularity)
         return latency.limited(inputs, limit, assignment.hot())
     return spent(inputs, assignment, widths, granularity)
@@ -99,16 +94,10 @@ def finest(inputs: AssignInputs) -> Granularity:
 
 def score(inputs: AssignInputs, assignment: Assignment) -> Score:
     """The assignment's objective and the proven optimum of its budget over all widths of the loss table."""
-    used = [
-        bits
-        for widths, hot in zip(assignment.expert_widths(), assignment.hot(), strict=True)
-        for one, on_gpu in zip(widths, hot, strict=True)
-        if not on_gpu
-        for bits in matrix_widths(one)
-    ]
-    granularity = finest(inputs)
+    granularity, hot = finest(inputs), assignment.hot()
+    used = [bits for _, width in decided(assignment.expert_widths(), hot) for bits in matrix_widths(width)]
     limit = budget_of(inputs, assignment, inputs.measured(*used), granularity)
-    best = optimum(inputs, limit, assignment.hot(), granularity)
+    best = optimum(inputs, limit, hot, granularity)
     return Score(objective=objective(inputs, assignment), optimum=best.loss, proven=best.proven, bound=best.bound)
 
 
@@ -140,16 +129,14 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
     try:
         if not widths:
             raise _none_of(inputs, target, refused)
-        found = optimum(inputs, budget_of(inputs, assignment, widths, granularity), hot, granularity)
+        best = optimum(inputs, budget_of(inputs, assignment, widths, granularity), hot, granularity)
     except AssignmentError as error:
-        return Price(
-            target=target.name, objective=None, ratio=None, average_bits=None, expert_bytes=None, refusal=str(error)
-        )
-    chosen = expert_widths(inputs, found.bits, hot)
+        return Price(target=target.name, refusal=str(error))
+    chosen = expert_widths(inputs, best.bits, hot)
     return Price(
         target=target.name,
-        objective=found.loss,
-        ratio=found.loss / free.loss if free.loss > 0 else None,
+        objective=best.loss,
+        ratio=best.loss / free.loss if free.loss > 0 else None,
         average_bits=_mean(chosen, hot),
         expert_bytes=_bytes(inputs, chosen),
         refusal=reason,
@@ -160,8 +147,8 @@ def _none_of(inputs: AssignInputs, target: Target, refused: Mapping[int, Assignm
     """Why a target loads none of the widths that there are: of those that it knows the widest speaks for all."""
     known = [width for width in refused if width in target.widths]
     if not known:
-        mine = ", ".join(map(str, refused))
-        return AssignmentError(f"losses.bits are {mine}; {target.name} loads {', '.join(map(str, target.widths))}")
+        measured, loaded = (", ".join(map(str, widths)) for widths in (refused, target.widths))
+        return AssignmentError(f"losses.bits are {measured}; {target.name} loads {loaded}")
     widest = max(known, key=lambda width: (loads(inputs, target, width), width))
     grid = f"{inputs.group_size} {'symmetric' if inputs.symmetric else 'with zero points'}"
     return refused[widest] or AssignmentError(f"{widest} bits in groups of {grid}; {target.name} has no type for them")
@@ -169,18 +156,13 @@ def _none_of(inputs: AssignInputs, target: Target, refused: Mapping[int, Assignm
 
 def _bytes(inputs: AssignInputs, chosen: Widths) -> int:
     """Bytes of all experts of every layer."""
-    return sum(inputs.stored(layer, one) for layer, widths in enumerate(chosen) for one in widths)
+    return sum(inputs.stored(layer, width) for layer, widths in enumerate(chosen) for width in widths)
 
 
 def _mean(chosen: Widths, hot: Sequence[np.ndarray]) -> float | None:
     """Mean width of the experts that are not on the GPU, None where all are."""
-    decided = [
-        mean_width(one)
-        for widths, mask in zip(chosen, hot, strict=True)
-        for one, on_gpu in zip(widths, mask, strict=True)
-        if not on_gpu
-    ]
-    return float(sum(decided) / len(decided)) if decided else None
+    widths = [mean_width(width) for _, width in decided(chosen, hot)]
+    return float(sum(widths) / len(widths)) if widths else None
 
 
 def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, AssignSection]]:
@@ -188,14 +170,15 @@ def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, A
 
     Left out is what needs widths that were not measured, or an average that its widths cannot have.
     """
-    shared, found = {name: getattr(inputs.config, name) for name in KEPT}, []
-    for one in ALLOCATORS:
-        for label, keys in _trials(inputs, one, averages) if one.trials is None else one.trials(inputs, averages):
+    shared, shown = {name: getattr(inputs.config, name) for name in KEPT}, []
+    for method in ALLOCATORS:
+        trials = _trials(inputs, method, averages) if method.trials is None else method.trials(inputs, averages)
+        for label, keys in trials:
             with suppress(ValidationError):
-                section = AssignSection.of(one.name, **shared, **keys)
-                if {*section.named(), *one.widths} <= {*inputs.measured(), FULL}:
-                    found.append((label, section))
-    return found
+                section = AssignSection.of(method.name, **shared, **keys)
+                if {*section.named(), *method.widths} <= {*inputs.measured(), FULL}:
+                    shown.append((label, section))
+    return shown
 
 
 def _trials(inputs: AssignInputs, allocator: Allocator, averages: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -232,8 +215,9 @@ def frontier(
             points.append(_point(inputs, label, assign(replace(inputs, config=section)).expert_widths(), hot))
         advance()
     for size in sorted({point.expert_bytes for point in points}):
-        for at_bytes in (one.at_bytes for one in ALLOCATORS if one.at_bytes is not None):
-            points += [_point(inputs, label, chosen, hot) for label, chosen in at_bytes(inputs, size)]
+        for method in ALLOCATORS:
+            if method.at_bytes is not None:
+                points += [_point(inputs, label, chosen, hot) for label, chosen in method.at_bytes(inputs, size)]
     points = list(dict.fromkeys(points))  # the same optimum at several budgets
     return [replace(point, dominated=is_dominated(point, points)) for point in points]
 

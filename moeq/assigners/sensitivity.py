@@ -62,7 +62,7 @@ def _tables(inputs: AssignInputs) -> list[LayerTable]:
     names = inputs.profile.layers
     if inputs.config.granularity == "projection":
         parts = [list(matrices.values()) for matrices in matrix_tables(inputs)]
-        sums = [{bits: np.asarray(sum(one[bits] for one in of)) for bits in of[0]} for of in parts]
+        sums = [{bits: np.asarray(sum(losses[bits] for losses in of)) for bits in of[0]} for of in parts]
         return [LayerTable(name=name, losses=losses) for name, losses in zip(names, sums, strict=True)]
     plain = checked(inputs, _known_losses(inputs), _column(inputs))
     counted = [_counted(widths, factor) for widths, factor in zip(plain, _factors(inputs), strict=True)]
@@ -143,11 +143,11 @@ def _nats_a_loss(inputs: AssignInputs) -> list[np.ndarray]:
             "loss_weighting effect needs the effect of single experts",
             do="set losses.expert_effects and run `moeq losses` again",
         )
-    found = []
-    for mine, table in zip(effects.divergence, losses.matrix(effects.method, "weighted_loss"), strict=True):
-        loss, effect = table[effects.bits].astype(float), np.maximum(mine, 0.0)
-        found.append(np.divide(effect, loss, out=np.zeros_like(effect), where=loss > 0))
-    return found
+    ratios = []
+    for divergence, table in zip(effects.divergence, losses.matrix(effects.method, "weighted_loss"), strict=True):
+        loss, effect = table[effects.bits].astype(float), np.maximum(divergence, 0.0)
+        ratios.append(np.divide(effect, loss, out=np.zeros_like(effect), where=loss > 0))
+    return ratios
 
 
 def _layer_weights(inputs: AssignInputs, losses: LossTable, column: str) -> np.ndarray:
@@ -159,11 +159,11 @@ def _layer_weights(inputs: AssignInputs, losses: LossTable, column: str) -> np.n
             do="set losses.layer_effects and run `moeq losses` again",
         )
     measured = losses.matrix(effects.method, column)
-    found = []
+    weights = []
     for layer, divergence in enumerate(effects.divergence):
         total = float((usage(inputs, layer) * measured[layer][effects.bits]).sum())
-        found.append(max(divergence, 0.0) / total if total > 0 else 0.0)
-    return np.array(found)
+        weights.append(max(divergence, 0.0) / total if total > 0 else 0.0)
+    return np.array(weights)
 
 
 def checked(
@@ -209,20 +209,20 @@ def objective_of(inputs: AssignInputs, choices: Sequence[Sequence[Width]]) -> fl
     """As `objective`, of the width or widths of every expert of every layer."""
     total = 0.0
     for table, widths in zip(tables(inputs), choices, strict=True):
-        missing = sorted({bits for one in widths for bits in matrix_widths(one)} - set(table.losses))
+        missing = sorted({bits for width in widths for bits in matrix_widths(width)} - set(table.losses))
         if missing:
             raise AssignmentError(
                 f"the loss table lacks {missing[0]} bits", where=table.name, do="add them to losses.bits"
             )
-        bits = np.array([one if isinstance(one, int) else MIXED for one in widths], int)
+        bits = np.array([width if isinstance(width, int) else MIXED for width in widths], int)
         total += sum(
             float(table.losses[width][bits == width].sum()) for width in np.unique(bits[bits != MIXED]).tolist()
         )
-    if any(not isinstance(one, int) for widths in choices for one in widths):
+    if any(not isinstance(width, int) for widths in choices for width in widths):
         for matrices, widths in zip(matrix_tables(inputs), choices, strict=True):
-            for expert, one in enumerate(widths):
-                if not isinstance(one, int):
-                    total += sum(float(matrices[name][bits][expert]) for name, bits in one.items())
+            for expert, width in enumerate(widths):
+                if not isinstance(width, int):
+                    total += sum(float(matrices[name][bits][expert]) for name, bits in width.items())
     return total
 
 
@@ -241,10 +241,10 @@ def columns(
     totals = [inputs.profile.total(layer, inputs.phase())[0] for layer in range(len(plain))]
     both = hybrid(np.concatenate(totals), np.concatenate(list(traces)))
     hybrids = np.split(both, np.cumsum([len(counts) for counts in totals])[:-1])
-    found: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
 
     def add(name: str, values: Sequence[Any]) -> None:
-        found.setdefault(name, []).extend(values)
+        by_name.setdefault(name, []).extend(values)
 
     for layer, table in enumerate(tables(inputs)):
         counts = totals[layer]
@@ -269,4 +269,4 @@ def columns(
             add(f"loss_{bits}", plain[layer][bits].tolist())
             add(f"objective_{bits}", table.losses[bits].tolist())
             add(f"bytes_{bits}", [inputs.bytes_of(layer)[bits]] * experts)
-    return found
+    return by_name

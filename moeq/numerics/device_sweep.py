@@ -1,6 +1,8 @@
 """The column loop of GPTQ on a GPU, in Triton: one program holds the columns of a block for a few rows of one expert.
 
 Imported only where Triton is installed; without it the same loop runs as torch operations, a dozen launches a column.
+
+Letters: E experts, b columns of a block, R rows times widths.
 """
 
 from __future__ import annotations
@@ -46,12 +48,12 @@ def _round_block(  # type: ignore[no-untyped-def]
     wanted = tl.load(target + expert * target_step + column[:, None] * lanes + lane[None, :], mask=loaded, other=0.0)
     highest = tl.load(top + lane, mask=here, other=0.0)
     for index in range(inputs):
-        mine = tl.sum(tl.where(column[:, None] == index, wanted, 0.0), 0)
+        value = tl.sum(tl.where(column[:, None] == index, wanted, 0.0), 0)
         at = expert * grid_step + index * grid_row + lane
         step = tl.load(scale + at, mask=here, other=0.0)
         offset = tl.load(zero + at, mask=here, other=0.0)
         inverse = tl.where(step > 0, 1.0 / tl.where(step > 0, step, 1.0), 0.0)
-        code = (mine * inverse + offset + magic) - magic
+        code = (value * inverse + offset + magic) - magic
         code = tl.minimum(tl.maximum(code, 0.0), highest)
         exact = tl.load(original + expert * original_step + index * lanes + lane, mask=here, other=0.0)
         left = exact - (code - offset) * step
@@ -76,7 +78,8 @@ def round_block(
 
     target: [E, b, R] original weights with the feedback of all columns before the block; original: [E, b, R]; factor:
     [E, b, b], of which what lies above the diagonal is read; scale and zero: [E, 1, R], or [E, b, R] where columns have
-    their own; top: [R] largest codes. Rows lie side by side (stride 1); experts may lie apart.
+    their own; top: [R] largest codes; codes: uint8, all others float32 or float64. Rows lie side by side (stride 1),
+    else ValueError; experts may lie apart.
     """
     experts, inputs, lanes = target.shape
     for tensor in (target, original, scale, zero, residual, codes):

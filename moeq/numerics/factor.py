@@ -1,6 +1,6 @@
 """Factoring Hessians for GPTQ: H = U U^T, U upper triangular, for all experts of a batch.
 
-Axes: E experts, K inputs.
+Letters: E experts, K inputs, R rows times widths.
 """
 
 from __future__ import annotations
@@ -32,12 +32,19 @@ class Factor:
     float64: Tensor
     failed: Tensor
 
+    def fallbacks(self, expert: int, damping: float) -> dict[str, bool]:
+        """What the factorization of one expert came to, by the names in the loss table; damping: what was asked for."""
+        failed = bool(self.failed[expert])
+        raised = float(self.damping[expert]) > damping and not failed
+        return {"rounded": failed, "raised_damping": raised, "float64": bool(self.float64[expert])}
+
 
 def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
-    """Factor a batch of Hessians [E, K, K] (means of x x^T over tokens), all at once.
+    """Factor a batch of Hessians [E, K, K] (means of x x^T over tokens, float32 or float64), all at once.
 
+    damping: fraction of the mean diagonal that is added to it (Frantar et al., arXiv 2210.17323, section 3.3, step 3).
     Inputs that were always zero get a unit diagonal (they then neither give nor take feedback). Where the float32
-    factorization fails it is repeated in float64, then with damping raised tenfold up to 1.0.
+    factorization fails it is repeated in float64, then with damping raised tenfold up to 1.0; nothing is raised.
     """
     experts, size = hessian.shape[0], hessian.shape[-1]
     work = hessian.clone()
@@ -117,8 +124,18 @@ def _retry(work: Tensor, mean: Tensor, damping: float) -> tuple[Tensor | None, f
         total = raised
 
 
+def feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: int) -> Tensor:
+    """What the columns from first to start give to those from start to stop, [E, stop - start, R].
+
+    factor: unit upper triangular [E, K, K]; residual: [E, K, R] of the same dtype, what rounding left of the columns.
+    """
+    if first == start:
+        return residual.new_zeros(len(residual), stop - start, residual.shape[2])
+    return torch.bmm(factor[:, first:start, start:stop].mT, residual[:, first:start])
+
+
 def act_order(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns by falling activation energy, [E, K], and the Hessian [E, K, K] in this order (desc_act of GPTQ).
+    """Columns by falling activation energy, int64 [E, K], and the Hessian [E, K, K] in this order (desc_act of GPTQ).
 
     Columns that matter most are rounded first, when all others can still make up for them.
     """

@@ -1,6 +1,6 @@
 """Weights in the blocks of llama.cpp's types, and back to values; see `ggml_types` for what the blocks are.
 
-N output rows, K inputs, B blocks a row.
+Letters: N output rows, K inputs, B blocks a row, L bytes of a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def type_of(weight: PackedWeight) -> str:
 
 
 def encode(weight: PackedWeight) -> Tensor:
-    """The blocks of one weight, uint8 [N, bytes of a row]; `decode` gives its values back, each exactly.
+    """The blocks of one weight [N, K], uint8 [N, L]; `decode` gives its values back, each exactly.
 
     ValueError where no type holds it (see `type_of`), or for a scale that float16 does not hold.
     """
@@ -52,80 +52,58 @@ def encode(weight: PackedWeight) -> Tensor:
 
 
 def decode(name: str, data: Tensor, inputs: int) -> Tensor:
-    """Values float32 [N, K] of uint8 [N, bytes of a row] of a type, whoever wrote it."""
+    """Values float32 [N, K] of the uint8 [N, L] of a type, whoever wrote it; K = inputs.
+
+    The blocks are those of llama.cpp, ggml/src/ggml-common.h; their values those of its dequantize_row_* functions.
+    """
     if name in FLOAT_DTYPES:
         return data.contiguous().view(FLOAT_DTYPES[name]).float()
     blocks = data.contiguous().view(len(data), -1, TYPES[name].bytes)
-    return _DECODERS[name](blocks).reshape(len(data), inputs)
+    sizes, values = _DECODERS[name]
+    return values(*blocks.split(sizes, -1)).reshape(len(data), inputs)
 
 
 def _half(scales: Tensor) -> Tensor:
-    found = scales.to(grids.SCALE_DTYPE)
-    if not torch.equal(found.double(), scales.double()):
+    half = scales.to(grids.SCALE_DTYPE)
+    if not torch.equal(half.double(), scales.double()):
         raise ValueError("a scale that float16 does not hold")
-    return found
+    return half
 
 
 # Encoders: codes uint8 [N, B, length], the bytes of float16 scales [N, B, 2] and zero points uint8 [N, B, 1] become the
 # parts of blocks, in order, [N, B, bytes].
 
-Parts = list[Tensor]
-
 
 def _halves(codes: Tensor, run: int) -> Tensor:
     """4 bits a code: byte i of every 2*run codes holds code i and, above it, code i + run."""
     pairs = codes.unflatten(-1, (-1, 2, run))
-    found: Tensor = (pairs[..., 0, :] & 15 | (pairs[..., 1, :] & 15) << 4).flatten(-2)
-    return found
+    joined: Tensor = (pairs[..., 0, :] & 15 | (pairs[..., 1, :] & 15) << 4).flatten(-2)
+    return joined
 
 
 def _quarters(codes: Tensor) -> Tensor:
     """2 bits a code: byte i of every 128 codes holds the codes i, i + 32, i + 64 and i + 96."""
     four = codes.unflatten(-1, (-1, 4, 32)) & 3
-    found: Tensor = (four[..., 0, :] | four[..., 1, :] << 2 | four[..., 2, :] << 4 | four[..., 3, :] << 6).flatten(-2)
-    return found
+    joined: Tensor = (four[..., 0, :] | four[..., 1, :] << 2 | four[..., 2, :] << 4 | four[..., 3, :] << 6).flatten(-2)
+    return joined
 
 
 def _in_a_row(flags: Tensor) -> Tensor:
     """1 bit a code: bit i % 8 of byte i // 8."""
-    found: Tensor = (flags.unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-    return found
+    joined: Tensor = (flags.unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return joined
 
 
 def _across(flags: Tensor) -> Tensor:
     """1 bit a code, 256 of them: bit i // 32 of byte i % 32."""
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
-    found: Tensor = (flags.unflatten(-1, (8, 32)) << shifts).sum(-2, dtype=torch.uint8)
-    return found
+    joined: Tensor = (flags.unflatten(-1, (8, 32)) << shifts).sum(-2, dtype=torch.uint8)
+    return joined
 
 
 def _fixed(like: Tensor, values: tuple[int, ...]) -> Tensor:
     """The same bytes in every block."""
     return torch.tensor(values, dtype=torch.uint8).expand(*like.shape[:-1], -1)
-
-
-def _q4_0(codes: Tensor, scale: Tensor, zero: Tensor) -> Parts:
-    return [scale, _halves(codes, 16)]
-
-
-def _q5_0(codes: Tensor, scale: Tensor, zero: Tensor) -> Parts:
-    return [scale, _in_a_row(codes >> 4), _halves(codes, 16)]
-
-
-def _q8_0(codes: Tensor, scale: Tensor, zero: Tensor) -> Parts:
-    return [scale, codes ^ 128]
-
-
-def _q1_0(codes: Tensor, scale: Tensor, zero: Tensor) -> Parts:
-    return [scale, _in_a_row(codes)]
-
-
-def _q2_k(codes: Tensor, scale: Tensor, zero: Tensor) -> Parts:
-    return [(zero << 4 | 1).expand(-1, -1, 16), _quarters(codes), scale, scale]
-
-
-def _q3_k(codes: Tensor, scale: Tensor, zero: Tensor) -> Parts:
-    return [_across(codes >> 2), _quarters(codes), _fixed(codes, ONES_Q3), scale]
 
 
 def _of_eight(zero: Tensor) -> Tensor:
@@ -135,22 +113,17 @@ def _of_eight(zero: Tensor) -> Tensor:
     return torch.cat([part.expand(-1, -1, 4) for part in parts], -1)
 
 
-def _q4_k(codes: Tensor, scale: Tensor, zero: Tensor) -> Parts:
-    return [scale, scale, _of_eight(zero), _halves(codes, 32)]
-
-
-def _q5_k(codes: Tensor, scale: Tensor, zero: Tensor) -> Parts:
-    return [scale, scale, _of_eight(zero), _across(codes >> 4), _halves(codes, 32)]
-
-
-def _q6_k(codes: Tensor, scale: Tensor, zero: Tensor) -> Parts:
-    return [_halves(codes, 64), _quarters(codes >> 4), _fixed(codes, (1,) * 16), scale]
-
-
-_ENCODERS: dict[str, Callable[[Tensor, Tensor, Tensor], Parts]] = {
-    "Q4_0": _q4_0, "Q5_0": _q5_0, "Q8_0": _q8_0, "Q1_0": _q1_0, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k,
-    "Q5_K": _q5_k, "Q6_K": _q6_k,
-}  # fmt: skip
+_ENCODERS: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
+    "Q4_0": lambda codes, scale, zero: [scale, _halves(codes, 16)],
+    "Q5_0": lambda codes, scale, zero: [scale, _in_a_row(codes >> 4), _halves(codes, 16)],
+    "Q8_0": lambda codes, scale, zero: [scale, codes ^ 128],
+    "Q1_0": lambda codes, scale, zero: [scale, _in_a_row(codes)],
+    "Q2_K": lambda codes, scale, zero: [(zero << 4 | 1).expand(-1, -1, 16), _quarters(codes), scale, scale],
+    "Q3_K": lambda codes, scale, zero: [_across(codes >> 2), _quarters(codes), _fixed(codes, ONES_Q3), scale],
+    "Q4_K": lambda codes, scale, zero: [scale, scale, _of_eight(zero), _halves(codes, 32)],
+    "Q5_K": lambda codes, scale, zero: [scale, scale, _of_eight(zero), _across(codes >> 4), _halves(codes, 32)],
+    "Q6_K": lambda codes, scale, zero: [_halves(codes, 64), _quarters(codes >> 4), _fixed(codes, (1,) * 16), scale],
+}
 
 
 # Decoders: blocks uint8 [N, B, bytes] become values float32 [N, B, length], split as the encoders join them.
@@ -161,11 +134,16 @@ def _scale(part: Tensor) -> Tensor:
     return part.contiguous().view(torch.float16).float()
 
 
+def _signed(part: Tensor) -> Tensor:
+    """Bytes as whole numbers from -128 to 127, in float32."""
+    return part.contiguous().view(torch.int8).float()
+
+
 def _shifted(part: Tensor, run: int, shifts: tuple[int, ...], mask: int) -> Tensor:
     """The inverse of `_halves` and `_quarters`."""
     steps = torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1)
-    found: Tensor = ((part.unflatten(-1, (-1, 1, run)) >> steps) & mask).flatten(-3)
-    return found
+    split: Tensor = ((part.unflatten(-1, (-1, 1, run)) >> steps) & mask).flatten(-3)
+    return split
 
 
 def _nibbles(part: Tensor, run: int) -> Tensor:
@@ -181,49 +159,13 @@ def _bits_across(part: Tensor) -> Tensor:
 
 
 def _bits_in_a_row(part: Tensor) -> Tensor:
-    found: Tensor = ((part.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
-    return found
+    split: Tensor = ((part.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
+    return split
 
 
 def _spread(scales: Tensor, run: int) -> Tensor:
     """Scales [N, B, s] of `run` weights each, for every weight."""
     return scales.repeat_interleave(run, -1)
-
-
-def _from_q4_0(blocks: Tensor) -> Tensor:
-    scale, codes = blocks.split((2, 16), -1)
-    return _scale(scale) * (_nibbles(codes, 16).float() - 8)
-
-
-def _from_q5_0(blocks: Tensor) -> Tensor:
-    scale, high, low = blocks.split((2, 4, 16), -1)
-    return _scale(scale) * ((_nibbles(low, 16) | _bits_in_a_row(high) << 4).float() - 16)
-
-
-def _from_q8_0(blocks: Tensor) -> Tensor:
-    scale, codes = blocks.split((2, 32), -1)
-    values: Tensor = codes.contiguous().view(torch.int8).float()
-    return _scale(scale) * values
-
-
-def _from_q1_0(blocks: Tensor) -> Tensor:
-    scale, codes = blocks.split((2, 16), -1)
-    signs: Tensor = 2 * _bits_in_a_row(codes).float() - 1
-    return _scale(scale) * signs
-
-
-def _from_q2_k(blocks: Tensor) -> Tensor:
-    steps, codes, scale, least = blocks.split((16, 64, 2, 2), -1)
-    up, down = _scale(scale) * (steps & 15).float(), _scale(least) * (steps >> 4).float()
-    return _spread(up, 16) * _pairs(codes).float() - _spread(down, 16)
-
-
-def _from_q3_k(blocks: Tensor) -> Tensor:
-    high, low, steps, scale = blocks.split((32, 64, 12, 2), -1)
-    lower = _shifted(steps[..., :8], 8, (0, 4), 15)
-    upper = _shifted(steps[..., 8:], 4, (0, 2, 4, 6), 3)
-    up = _scale(scale) * ((lower | upper << 4).float() - 32)
-    return _spread(up, 16) * ((_pairs(low) | _bits_across(high) << 2).float() - 4)
 
 
 def _eight(steps: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,28 +176,44 @@ def _eight(steps: Tensor) -> tuple[Tensor, Tensor]:
     return up.float(), down.float()
 
 
-def _from_affine(scale: Tensor, least: Tensor, steps: Tensor, codes: Tensor) -> Tensor:
+def _q2_k(steps: Tensor, codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    up, down = _scale(scale) * (steps & 15).float(), _scale(least) * (steps >> 4).float()
+    return _spread(up, 16) * _pairs(codes).float() - _spread(down, 16)
+
+
+def _q3_k(high: Tensor, low: Tensor, steps: Tensor, scale: Tensor) -> Tensor:
+    lower = _shifted(steps[..., :8], 8, (0, 4), 15)
+    upper = _shifted(steps[..., 8:], 4, (0, 2, 4, 6), 3)
+    up = _scale(scale) * ((lower | upper << 4).float() - 32)
+    return _spread(up, 16) * ((_pairs(low) | _bits_across(high) << 2).float() - 4)
+
+
+def _affine(scale: Tensor, least: Tensor, steps: Tensor, codes: Tensor) -> Tensor:
     up, down = _eight(steps)
     return _spread(_scale(scale) * up, 32) * codes.float() - _spread(_scale(least) * down, 32)
 
 
-def _from_q4_k(blocks: Tensor) -> Tensor:
-    scale, least, steps, low = blocks.split((2, 2, 12, 128), -1)
-    return _from_affine(scale, least, steps, _nibbles(low, 32))
-
-
-def _from_q5_k(blocks: Tensor) -> Tensor:
-    scale, least, steps, high, low = blocks.split((2, 2, 12, 32, 128), -1)
-    return _from_affine(scale, least, steps, _nibbles(low, 32) | _bits_across(high) << 4)
-
-
-def _from_q6_k(blocks: Tensor) -> Tensor:
-    low, high, steps, scale = blocks.split((128, 64, 16, 2), -1)
-    up = _scale(scale) * steps.contiguous().view(torch.int8).float()
+def _q6_k(low: Tensor, high: Tensor, steps: Tensor, scale: Tensor) -> Tensor:
+    up = _scale(scale) * _signed(steps)
     return _spread(up, 16) * ((_nibbles(low, 64) | _pairs(high) << 4).float() - 32)
 
 
-_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _from_q4_0, "Q5_0": _from_q5_0, "Q8_0": _from_q8_0, "Q1_0": _from_q1_0, "Q2_K": _from_q2_k,
-    "Q3_K": _from_q3_k, "Q4_K": _from_q4_k, "Q5_K": _from_q5_k, "Q6_K": _from_q6_k,
-}  # fmt: skip
+_DECODERS: dict[str, tuple[tuple[int, ...], Callable[..., Tensor]]] = {  # bytes of the parts, values of all of them
+    "Q4_0": ((2, 16), lambda scale, low: _scale(scale) * (_nibbles(low, 16).float() - 8)),
+    "Q5_0": (
+        (2, 4, 16),
+        lambda scale, high, low: _scale(scale) * ((_nibbles(low, 16) | _bits_in_a_row(high) << 4).float() - 16),
+    ),
+    "Q8_0": ((2, 32), lambda scale, codes: _scale(scale) * _signed(codes)),
+    "Q1_0": ((2, 16), lambda scale, signs: _scale(scale) * (2 * _bits_in_a_row(signs).float() - 1)),
+    "Q2_K": ((16, 64, 2, 2), _q2_k),
+    "Q3_K": ((32, 64, 12, 2), _q3_k),
+    "Q4_K": ((2, 2, 12, 128), lambda scale, least, steps, low: _affine(scale, least, steps, _nibbles(low, 32))),
+    "Q5_K": (
+        (2, 2, 12, 32, 128),
+        lambda scale, least, steps, high, low: _affine(
+            scale, least, steps, _nibbles(low, 32) | _bits_across(high) << 4
+        ),
+    ),
+    "Q6_K": ((128, 64, 16, 2), _q6_k),
+}

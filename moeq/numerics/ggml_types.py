@@ -54,7 +54,7 @@ TYPES = {
         ("Q6_K", 14, 256, 210),
     )
 }
-BY_NUMBER = {one.number: one for one in TYPES.values()}
+BY_NUMBER = {block.number: block for block in TYPES.values()}
 FLOATS = ("F32", "F16", "BF16")
 HOLDS = {  # (bits, symmetric): the type that holds such a grid exactly
     (1, True): "Q1_0",

@@ -5,7 +5,8 @@ is computed, so that what was measured is what is stored. Widths of 2 bits and m
 on the grid. 1 bit is a sign grid: the two values are -s and +s with s fitted to the mean magnitude, which in the same
 formula is zero = 0.5 and scale = 2*s (codes {0, 1}); nothing is stored for the zero point.
 
-Axes: E experts, G groups, g inputs of one group, B bit widths, N output rows (input-major: inputs before rows).
+Letters: E experts, K inputs, G groups, g inputs of one group, B bit widths, N output rows (input-major: inputs before
+rows).
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def resolved_group_size(num_inputs: int, group_size: int) -> int:
 
 
 def max_codes(bits: Sequence[int], like: Tensor) -> Tensor:
-    """Largest code of each width as [B, 1], in the dtype and on the device of `like`."""
+    """Largest code 2**b - 1 of each width as [B, 1], in the dtype and on the device of a tensor of any shape."""
     return torch.tensor([[2.0**b - 1] for b in bits], dtype=like.dtype, device=like.device)
 
 
 def storable(scale: Tensor) -> Tensor:
-    """Round scales to the stored float16 precision, keeping the working dtype; never up to infinity, nor down to 0,
-    which would make weights of any size 0."""
+    """Scales [...] rounded to the stored float16 precision, in the dtype that they had; never up to infinity, nor down
+    to 0, which would make weights of any size 0."""
     half = scale.clamp(max=torch.finfo(SCALE_DTYPE).max).to(SCALE_DTYPE).to(scale.dtype)
     return torch.where((half == 0) & (scale > 0), LEAST_SCALE, half)
 
@@ -52,11 +53,16 @@ def beyond_float16(scales: Tensor) -> list[str]:
     """How stored scales [..., N, G] of one weight lack in range: `scale_underflow` where even the largest has fewer
     than 8 binary digits, `scale_overflow` where one is cut off at the largest number."""
     most = float(scales.max()) if scales.numel() else 0.0
-    found = {
+    lacks = {
         "scale_underflow": 0 < most < COARSE_SCALE,
         "scale_overflow": most >= torch.finfo(SCALE_DTYPE).max,
     }
-    return [name for name, here in found.items() if here]
+    return [name for name, so in lacks.items() if so]
+
+
+def extent(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Least (at most 0), largest (at least 0) and mean absolute weight of one group [E, g, ...], each [E, ...]."""
+    return weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0), weight.abs().mean(1)
 
 
 def fit_grid(weight: Tensor, bits: Sequence[int], symmetric: Symmetry = False) -> tuple[Tensor, Tensor]:
@@ -64,16 +70,16 @@ def fit_grid(weight: Tensor, bits: Sequence[int], symmetric: Symmetry = False) -
 
     weight: [E, g, B, N] (the B copies may differ: each width carries its own feedback). Returns scale and zero
     [E, B, N] in weight's dtype. `symmetric` pins the zero point to the middle, 2**(b-1); 1 bit is always a sign grid.
-    A group of zeros gets scale 0, which stands for the value 0.
+    A group of zeros gets scale 0, which stands for the value 0. The sign grid of 1 bit with the mean magnitude is that
+    of XNOR-Net (Rastegari et al., arXiv 1603.05279, equation 6).
     """
-    low, high = weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0)
-    return grid_between(low, high, weight.abs().mean(1), bits, symmetric)
+    return grid_between(*extent(weight), bits, symmetric)
 
 
 def grid_between(
     low: Tensor, high: Tensor, size: Tensor, bits: Sequence[int], symmetric: Symmetry
 ) -> tuple[Tensor, Tensor]:
-    """Scale and zero [E, B, N] from a group's least (at most 0), largest (at least 0) and mean absolute weight.
+    """Scale and zero [E, B, N] from a group's `extent`: low, high and size [E, B, N].
 
     symmetric: the largest magnitude m lies 2**(b-1) - 1/2 codes from the zero point, half a code beyond the last one
     above it; `narrow`: 2**(b-1) - 1, scale = m/127 at 8 bits and m/7 at 4, the lowest code unused; `full`: 2**(b-1),
@@ -98,7 +104,8 @@ def grid_between(
 def shrunk_grids(
     low: Tensor, high: Tensor, size: Tensor, bits: Sequence[int], symmetric: Symmetry
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The grids that clipping chooses from: `grid_between` of the range times each of SHRINKS; at 1 bit all equal."""
+    """The grids that clipping chooses from, [E, B, N] each: `grid_between` of the range times each of SHRINKS; at 1
+    bit all are equal."""
     for shrink in SHRINKS:
         yield grid_between(low * shrink, high * shrink, size, bits, symmetric)
 
@@ -112,10 +119,9 @@ def fit_clipped_grid(
     search takes the power 2.4 where squares clip too much, and 3 measures better still. Of equals the widest range is
     taken, so that the error is never above that of the min-max grid.
     """
-    low, high = weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0)
     top, counts = max_codes(bits, weight), importance[:, :, None, None]
     best: tuple[Tensor, Tensor, Tensor] | None = None
-    for scale, zero in shrunk_grids(low, high, weight.abs().mean(1), bits, symmetric):
+    for scale, zero in shrunk_grids(*extent(weight), bits, symmetric):
         codes = encode(weight, inverse_scale(scale).unsqueeze(1), zero.unsqueeze(1), top)
         rest = codes.sub_(zero.unsqueeze(1)).mul_(scale.unsqueeze(1)).sub_(weight).abs_()
         error = rest.pow_(3).mul_(counts).sum(1)
@@ -129,26 +135,26 @@ def fit_clipped_grid(
 
 
 def nested_grid(scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale and zero of the leading `bits` bits of codes whose grid (of 4 bits) has this scale and zero."""
+    """Scale and zero [...] of the leading `bits` bits of codes whose grid (of 4 bits) has this scale and zero [...]."""
     inside = 2 ** (NESTED_BITS[-1] - bits)
     return scale * inside, (zero - (inside - 1) / 2) / inside
 
 
 def grid_of_nested(scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `nested_grid`."""
+    """The inverse of `nested_grid`: scale and zero [...] of the 4-bit grid."""
     inside = 2 ** (NESTED_BITS[-1] - bits)
     return scale / inside, zero * inside + (inside - 1) / 2
 
 
 def inverse_scale(scale: Tensor) -> Tensor:
-    """1/scale, with 0 where the scale is 0 (every weight of such a group then gets the code of the value 0)."""
+    """1/scale [...], with 0 where the scale is 0 (every weight of such a group then gets the code of the value 0)."""
     return torch.where(scale > 0, 1 / scale.clamp(min=1e-12), torch.zeros_like(scale))
 
 
 def encode(weight: Tensor, inverse: Tensor, zero: Tensor, top: Tensor) -> Tensor:
-    """Nearest code, as a float: clamp(round(w/scale + zero), 0, top); `inverse` is `inverse_scale(scale)`.
+    """Nearest code [...], as a float: clamp(round(w/scale + zero), 0, top); `inverse` is `inverse_scale(scale)`.
 
-    All arguments broadcast together.
+    All arguments broadcast together; halves are rounded to even.
     """
     codes = torch.addcmul(zero, weight, inverse).round_().clamp_(min=0)
     return torch.minimum(codes, top, out=codes)

@@ -1,6 +1,6 @@
 """The multiple-choice knapsack, exactly: one width for every item, the least loss within a cost.
 
-N items, W choices. Lagrange's bound comes first: for a price p of a unit of cost, every item takes the choice of the
+Lagrange's bound comes first: for a price p of a unit of cost, every item takes the choice of the
 least loss + p * cost; the best price is found from the lower convex hulls of all items. What the bound leaves open is
 small, so the rest is a search over deviations from that solution. With r the penalty of a deviation (what it loses at
 price p) and `slack` the cost that is left,
@@ -13,11 +13,16 @@ next item's least penalty exceeds the excess, the best solution is proven optima
 table is thinned by what is left to do: unless a state is the end, it takes at least one more deviation, and as many
 as its penalty leaves room for must bring its cost near the limit.
 Costs are integers; losses are floats, so "optimal" means up to rounding of their sum.
+
+Letters: N items, W choices, S states.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +31,7 @@ EFFORT = 200_000_000
 QUICK = 512  # states of a first pass, which is not exact, for a good solution to start with
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+States = list[Any]  # what deviations add so far to what each limit counts, and at last their penalties, each [S]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,7 @@ def solve(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Solu
     unit = unit_of(costs)
     scale = float(np.abs(losses).max()) or 1.0
     value, cost = losses / scale, (costs - costs.min(1, keepdims=True)) // unit
-    search = _Search(value, cost, (limit - least_cost(costs)) // unit)
+    search = _Cheapest(value, cost, (limit - least_cost(costs)) // unit)
     search.run(effort, QUICK)
     proven = search.run(effort)
     loss = float(losses[items, search.best].sum())
@@ -70,7 +76,7 @@ def solve(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Solu
 
 
 def unit_of(costs: Ints) -> int:
-    """The greatest number that divides every difference of costs within an item."""
+    """The greatest number that divides every difference of costs [N, W] within an item."""
     return int(np.gcd.reduce((costs - costs.min(1, keepdims=True)).ravel())) or 1
 
 
@@ -78,7 +84,8 @@ def relaxed(value: Floats, cost: Ints, room: int) -> tuple[Ints, float]:
     """Choices [N] on the convex hulls that cost at most `room`, and the price at which the next step no longer fits.
 
     Every item walks its hull from its cheapest choice; the steps of all items are taken in order of what they save
-    for a unit of cost. The first step that does not fit sets the price.
+    for a unit of cost. The first step that does not fit sets the price: the greedy solution of the linear relaxation
+    (Zemel, 1980). value, cost: [N, W], every item's least cost 0.
     """
     items = np.arange(len(value))
     cheapest = np.where(cost == 0, value, np.inf).argmin(1)
@@ -105,82 +112,136 @@ def relaxed(value: Floats, cost: Ints, room: int) -> tuple[Ints, float]:
     return choices, float(rates[fitting]) if fitting < len(rates) else 0.0
 
 
-class _Search:
-    """Deviations from the relaxed solution, until none can be better than the best one found.
+class Search:
+    """Deviations from the choices of the relaxed problem, until none can be better than the best solution found.
 
-    best: [N] the choices; excess: what they lose more than `bound`. Costs and losses in units of the caller.
+    best: [N] the choices; excess: what they lose more than `bound`. What limits count and losses are in units of the
+    caller. Subclasses say which states are of use.
     """
 
-    def __init__(self, value: Floats, cost: Ints, room: int) -> None:
+    margin = 1.0  # of the distance that moves can bridge, where they are rounded
+
+    def __init__(
+        self,
+        value: Floats,
+        counted: Sequence[Ints | Floats],
+        limits: Sequence[float],
+        prices: Sequence[float],
+        start: Ints,
+        useless: NDArray[np.bool_],
+    ) -> None:
+        """value, useless and what each limit counts: [N, W]; prices: of a unit of each; start: [N] least priced."""
         items = np.arange(len(value))
-        self.start, self.price = relaxed(value, cost, room)
-        self.best = self.start
-        priced = value + self.price * cost
-        penalty = np.maximum(priced - priced[items, self.start][:, None], 0.0)  # only rounding makes it negative
-        self.moves = cost - cost[items, self.start][:, None]  # [N, W] what a deviation costs more
-        self.target = room - int(cost[items, self.start].sum())
-        self.bound = float(priced[items, self.start].sum() - self.price * room)
-        self.excess = self.price * self.target
-        useless = (self.moves == 0) | dominated(cost, value)
+        priced = value
+        for price, count in zip(prices, counted, strict=True):
+            priced = priced + price * count
+        least = priced[items, start]
+        self.start, self.prices = start, prices
+        self.moves = [count - count[items, start][:, None] for count in counted]  # [N, W] what a deviation adds
+        self.targets = [limit - count[items, start].sum() for limit, count in zip(limits, counted, strict=True)]
+        self.bound = float(least.sum())
+        for price, limit in zip(prices, limits, strict=True):
+            self.bound -= price * limit
+        penalty = np.maximum(priced - least[:, None], 0.0)  # only rounding makes it negative
         self.penalty = np.where(useless, np.inf, penalty)  # [N, W]
-        self.first = self.penalty.min(1)
-        self.order = np.argsort(self.first, kind="stable")
+        first = self.penalty.min(1)
+        self.order = np.argsort(first, kind="stable")
+        self.firsts = np.append(first[self.order], np.inf)
+        self.best, self.excess = start, math.inf
 
     def run(self, effort: int, most: int | None = None) -> bool:
-        """Improve `best`; whether it is proven. most: states kept at a time, the nearest to the best."""
-        shifts, penalties = np.zeros(1, np.int64), np.zeros(1)  # of every state: cost and penalty so far
+        """Improve `best`; whether it is proven. most: states kept at a time, those of the lowest penalties."""
+        tables = [*self.moves, self.penalty]
+        states: States = [np.zeros(1, table.dtype) for table in tables]
         trail: list[tuple[int, Ints, Ints]] = []  # item; choice and earlier state of every state
-        firsts = np.append(self.first[self.order], np.inf)
-        reach = np.abs(np.where(np.isfinite(self.penalty), self.moves, 0)).max(1)[self.order]
-        reach = np.maximum.accumulate(reach[::-1])[::-1]  # the largest move of all items that follow
+        reaches = [self._reach(moves) for moves in self.moves]
         for rank, item in enumerate(self.order.tolist()):
-            if firsts[rank] >= self.excess:
+            if self.firsts[rank] >= self.excess:
                 return most is None
             choices = np.flatnonzero(self.penalty[item] < self.excess)
-            moved = (shifts + self.moves[item, choices][:, None]).ravel()
-            raised = (penalties + self.penalty[item, choices][:, None]).ravel()
-            chosen = np.repeat(choices, len(shifts))
-            earlier = np.tile(np.arange(len(shifts)), len(choices) + 1)
-            shifts, penalties = np.append(shifts, moved), np.append(penalties, raised)
-            chosen = np.append(np.full(len(shifts) - len(moved), -1), chosen)
-            effort -= len(shifts)
+            count = len(states[-1])
+            earlier, chosen = np.tile(np.arange(count), len(choices) + 1), np.repeat(np.append(-1, choices), count)
+            more = [np.append(np.zeros(1, table.dtype), table[item, choices]) for table in tables]
+            states = [(adds[:, None] + before).ravel() for adds, before in zip(more, states, strict=True)]
+            effort -= len(earlier)
             if effort < 0:
                 return False
             trail.append((item, chosen, earlier))
-            slack = self.target - shifts
-            excess = np.where(slack >= 0, penalties + self.price * slack, np.inf)
-            state = int(excess.argmin())
-            if excess[state] < self.excess:
-                self.excess, self.best = float(excess[state]), traced(self.start, trail, state)
-            following = int(reach[rank + 1]) if rank + 1 < len(reach) else 0
-            keep = self._open(shifts, penalties, float(firsts[rank + 1]), following)
+            self._take_best(states, trail)
+            keep = self.useful(states, self._open(states, rank + 1, [float(reach[rank + 1]) for reach in reaches]))
             if most is not None and len(keep) > most:
-                keep = keep[np.argsort(penalties[keep], kind="stable")[:most]]
-            shifts, penalties = shifts[keep], penalties[keep]
+                keep = self.nearest(states[-1][keep], keep, most)
+            states = [part[keep] for part in states]
             trail[-1] = (item, chosen[keep], earlier[keep])
             if not len(keep):
                 return most is None
         return most is None
 
-    def _open(self, shifts: Ints, penalties: Floats, following: float, reach: int) -> Ints:
-        """States that can still become better than the best, by rising cost; none costs and loses more than another.
+    def useful(self, states: States, keep: Ints) -> Ints:
+        """Of the states [S] to keep, those that no other makes useless."""
+        raise NotImplementedError
 
-        following: the least penalty of all deviations that follow; reach: the largest of their moves.
+    def nearest(self, penalties: Floats, keep: Ints, most: int) -> Ints:
+        """`most` of the states [S] to keep, whose penalties [S] are the lowest."""
+        raise NotImplementedError
+
+    def _reach(self, moves: Ints | Floats) -> Ints | Floats:
+        """The largest move of every item in order and of all that follow, and none behind the last, [N + 1]."""
+        own = np.abs(np.where(np.isfinite(self.penalty), moves, 0)).max(1)[self.order]
+        return np.append(np.maximum.accumulate(own[::-1])[::-1], 0)
+
+    def _take_best(self, states: States, trail: list[tuple[int, Ints, Ints]]) -> None:
+        *counted, excess = states
+        within = np.ones(len(excess), bool)
+        for price, target, added in zip(self.prices, self.targets, counted, strict=True):
+            left = target - added
+            excess, within = excess + price * left, within & (left >= 0)
+        excess = np.where(within, excess, np.inf)
+        index = int(excess.argmin())
+        if excess[index] < self.excess:
+            self.excess, self.best = float(excess[index]), traced(self.start, trail, index)
+
+    def _open(self, states: States, rank: int, reaches: Sequence[float]) -> Ints:
+        """States that can still become better than the best one.
+
+        rank: of the next deviation, whose penalty is the least of those that follow; reaches: the largest of their
+        moves, by limit.
         """
-        left = self.excess - penalties
+        *counted, penalties = states
+        left, following = self.excess - penalties, float(self.firsts[rank])
         allowed = left > following
         if following > 0 and np.isfinite(following):
-            distance = np.maximum(shifts - self.target, 0)
-            if self.price > 0:
-                distance = np.maximum(distance, self.target - shifts - left / self.price)
-            allowed &= distance <= np.floor(left / following) * reach
-        keep = np.flatnonzero(allowed)
-        keep = keep[np.argsort(shifts[keep], kind="stable")]  # runs that are sorted already: quick
-        losses = penalties[keep] - self.price * shifts[keep]
+            steps = np.floor(left / following)
+            for price, target, added, reach in zip(self.prices, self.targets, counted, reaches, strict=True):
+                distance = np.maximum(added - target, 0)
+                if price > 0:
+                    distance = np.maximum(distance, target - added - left / price)
+                allowed &= distance <= steps * reach * self.margin
+        return np.flatnonzero(allowed)
+
+
+class _Cheapest(Search):
+    """Deviations from the relaxed solution under one limit."""
+
+    def __init__(self, value: Floats, cost: Ints, room: int) -> None:
+        start, price = relaxed(value, cost, room)
+        same = cost == cost[np.arange(len(value)), start][:, None]
+        super().__init__(value, [cost], [room], [price], start, same | dominated(cost, value))
+        self.excess = price * float(self.targets[0])
+
+    def useful(self, states: States, keep: Ints) -> Ints:
+        """States [S] by rising cost, of which none costs and loses more than another."""
+        costs, penalties = states
+        keep = keep[np.argsort(costs[keep], kind="stable")]  # runs that are sorted already: quick
+        losses = penalties[keep] - self.prices[0] * costs[keep]
         before = np.append(np.inf, np.minimum.accumulate(losses)[:-1])
         keep = keep[losses < before]
-        last = np.append(shifts[keep][1:] != shifts[keep][:-1], True)  # of equal costs, each loses less than the last
+        last = np.append(costs[keep][1:] != costs[keep][:-1], True)  # of equal costs, each loses less than the last
         return np.asarray(keep[last[: len(keep)]], np.int64)
+
+    def nearest(self, penalties: Floats, keep: Ints, most: int) -> Ints:
+        """`most` of the states [S] in order of their penalties [S]."""
+        return keep[np.argsort(penalties, kind="stable")[:most]]
 
 
 def traced(start: Ints, trail: list[tuple[int, Ints, Ints]], state: int) -> Ints:
@@ -198,12 +259,11 @@ def traced(start: Ints, trail: list[tuple[int, Ints, Ints]], state: int) -> Ints
 
 def dominated(cost: Ints, *others: Floats) -> NDArray[np.bool_]:
     """[N, W] whether another choice of the item is no higher in any table [N, W] (of equals, the first stays)."""
-    found = np.zeros(cost.shape, bool)
-    choices = range(cost.shape[-1])
-    for one in choices:
-        for other in choices:
-            pairs = [(table[:, other], table[:, one]) for table in (cost, *others)]
+    beaten = np.zeros(cost.shape, bool)
+    for choice in range(cost.shape[-1]):
+        for other in range(cost.shape[-1]):
+            pairs = [(table[:, other], table[:, choice]) for table in (cost, *others)]
             no_worse = np.all([left <= right for left, right in pairs], 0)
             better = np.any([left < right for left, right in pairs], 0)
-            found[:, one] |= no_worse & (better | (other < one))
-    return found
+            beaten[:, choice] |= no_worse & (better | (other < choice))
+    return beaten

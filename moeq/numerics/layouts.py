@@ -3,7 +3,8 @@
 GPTQ: `qweight` int32 [K*b/32, N], a column's codes as one little-endian bit stream; `qzeros` int32 [G, N*b/32], a
 group's zero points likewise: less one modulo 2**b in AutoGPTQ's first format, as they are in the second and in
 auto-round's own. compressed-tensors: int32 [N, ceil(K*b/32)], a row's codes as one bit stream. N output rows, K inputs,
-G groups, b bits.
+G groups, b bits, B bytes of a
+row's stream, W words of 32 bits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def row_words(codes: Tensor) -> Tensor:
 
 
 def row_stream(words: Tensor, bits: int, length: int) -> Tensor:
-    """Invert `row_words`: the bit streams of `length` codes; ValueError when there are more or fewer words."""
+    """Invert `row_words`: int32 [..., N, W] as the bit streams uint8 [..., N, B] of `length` codes.
+
+    ValueError for other than W = ceil(B/4) words, or for what cannot be rows of words.
+    """
     if bits not in SUPPORTED_BITS or length < 0 or not words.dim():
         raise ValueError(f"{length} codes of {bits} bits in words {list(words.shape)}: no rows of codes")
     size = packed_row_bytes(length, bits)
@@ -47,7 +51,7 @@ def column_words(codes: Tensor, bits: int, length: int) -> Tensor:
 
 
 def column_stream(words: Tensor, bits: int, length: int) -> Tensor:
-    """Invert `column_words`."""
+    """Invert `column_words`: int32 [..., K*b/32, N] as bit streams uint8 [..., N, B]; ValueError likewise."""
     if length * bits % WORD or words.dim() < 2:
         raise ValueError(f"{length} codes of {bits} bits are no whole number of {WORD}-bit words in every column")
     return row_stream(words.mT, bits, length)

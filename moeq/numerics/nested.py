@@ -10,11 +10,15 @@ Letters: E experts, K inputs, N output rows, B = 3 widths, R = B*N, g inputs of 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from moeq.numerics import sweep
-from moeq.numerics.gptq import BLOCK, LANES_AT_ONCE, Quantized
+from moeq.numerics.factor import feedback
+from moeq.numerics.gptq import Quantized
+from moeq.numerics.gptq_cpu import LANES_AT_ONCE
 from moeq.numerics.grids import (
     SHRINKS,
     Symmetry,
@@ -25,6 +29,8 @@ from moeq.numerics.grids import (
     nested_grid,
     resolved_group_size,
 )
+from moeq.numerics.group_grids import stacked
+from moeq.numerics.sweep import BLOCK
 from moeq.numerics.widths import NESTED_BITS
 
 LANES_A_THREAD = 1024  # rows times widths, at least
@@ -40,7 +46,8 @@ def quantize(
     symmetric: Symmetry = False,
     importance: Tensor | None = None,
 ) -> Quantized:
-    """Codes and grids of 2, 3 and 4 bits of weights [E, N, K]; arguments as in `gptq.quantize`.
+    """Codes and grids of 2, 3 and 4 bits of weights [E, N, K]: a `Quantized` whose scales and zeros [E, B, N, G] are
+    those of `grids.nested_grid`; arguments as in `gptq.quantize`.
 
     factor None: rounding without feedback. The codes of a width do not depend on which widths are asked for, nor a row
     on the others.
@@ -50,8 +57,7 @@ def quantize(
     dtype = torch.float32 if factor is None else factor.dtype
     group = resolved_group_size(inputs, group_size)
     codes = torch.empty(experts, widths, rows, inputs, dtype=torch.uint8, device=weight.device)
-    groups = -(-inputs // group)
-    scale, zero = (torch.empty(experts, widths, rows, groups, dtype=dtype, device=weight.device) for _ in range(2))
+    scale, zero = weight.new_empty(2, experts, widths, rows, -(-inputs // group), dtype=dtype)
     step, some = rows, experts
     if _on_cpu(weight):
         lanes = max(LANES_AT_ONCE, LANES_A_THREAD * torch.get_num_threads()) // widths
@@ -59,12 +65,13 @@ def quantize(
     for first in range(0, experts, some):
         which = slice(first, first + some)
         counts = None if importance is None else importance[which].to(dtype)
-        mine = None if factor is None else factor[which].contiguous()
+        own = None if factor is None else factor[which].contiguous()
         for start in range(0, rows, step):
             part = slice(start, start + step)
             columns = weight[which, part].to(dtype).transpose(1, 2).contiguous()
-            grids = _some_rows(columns, mine, group, symmetric, counts, codes, (first, start))
-            scale[which, :, part], zero[which, :, part] = grids
+            residual = columns.new_zeros(len(columns), inputs, widths * columns.shape[2])
+            work = _Rows(columns, own, residual, codes, (first, start))
+            scale[which, :, part], zero[which, :, part] = work.rounded(group, symmetric, counts)
     return Quantized(codes=codes, scale=scale, zero=zero, bits=NESTED_BITS, group_size=group_size)
 
 
@@ -72,63 +79,88 @@ def _on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _some_rows(
-    columns: Tensor,
-    factor: Tensor | None,
-    group: int,
-    symmetric: Symmetry,
-    importance: Tensor | None,
-    codes: Tensor,
-    at: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    """Some rows of some experts, columns [E, K, N], from expert and row `at` on: fills codes, returns the grids."""
-    experts, inputs, rows = columns.shape
-    widths = len(NESTED_BITS)
-    residual = columns.new_zeros(experts, inputs, widths * rows)
-    scales, zeros = [], []
-    for start in range(0, inputs, group):
-        stop = min(start + group, inputs)
-        moved = _moved(columns, residual, factor, start, stop)
-        counts = None if importance is None else importance[:, start:stop].contiguous()
-        scale, zero = _grid(moved, rows, counts, symmetric)
-        scales.append(scale.unflatten(1, (widths, rows)))
-        zeros.append(zero.unflatten(1, (widths, rows)))
-        grids = (scale.contiguous(), inverse_scale(scale).contiguous(), zero.contiguous())
-        for begin in range(start, stop, BLOCK):
-            end = min(begin + BLOCK, stop)
-            _round(columns, _feedback(factor, residual, begin, end), factor, begin, grids, residual, codes, at)
-    return torch.stack(scales, -1), torch.stack(zeros, -1)
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of some experts, columns [E, K, N] with their factor [E, K, K], whose residual [E, K, R] is filled, and
+    the codes of all of them from expert and row `at` on."""
 
+    columns: Tensor
+    factor: Tensor | None
+    residual: Tensor
+    codes: Tensor
+    at: tuple[int, int]
 
-def _feedback(factor: Tensor | None, residual: Tensor, start: int, stop: int) -> Tensor:
-    """What all earlier columns give to those from start to stop, [E, stop - start, R]."""
-    if factor is None or start == 0:
-        return residual.new_zeros(len(residual), stop - start, residual.shape[2])
-    return torch.bmm(factor[:, :start, start:stop].mT, residual[:, :start])
+    def rounded(self, group: int, symmetric: Symmetry, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Round all columns, group by group; scale and zero [E, B, N, G]."""
+        inputs, rows = self.columns.shape[1:]
+        grids = []
+        for start in range(0, inputs, group):
+            stop = min(start + group, inputs)
+            counts = None if importance is None else importance[:, start:stop].contiguous()
+            scale, zero = _grid(self._moved(start, stop), rows, counts, symmetric)
+            grids.append((scale.unflatten(1, (-1, rows)), zero.unflatten(1, (-1, rows))))
+            own = (scale.contiguous(), inverse_scale(scale).contiguous(), zero.contiguous())
+            for begin in range(start, stop, BLOCK):
+                self._round(begin, min(begin + BLOCK, stop), own)
+        return stacked(grids)
 
+    def _given(self, start: int, stop: int) -> Tensor:
+        """What all earlier columns give to those from start to stop, [E, stop - start, R]."""
+        if self.factor is None:
+            return self.residual.new_zeros(len(self.residual), stop - start, self.residual.shape[2])
+        return feedback(self.factor, self.residual, 0, start, stop)
 
-def _moved(columns: Tensor, residual: Tensor, factor: Tensor | None, start: int, stop: int) -> Tensor:
-    """A group's weights at every width as the feedback of all earlier columns would move them, [E, g, R]."""
-    if factor is None or start == 0:
-        return columns[:, start:stop].repeat(1, 1, len(NESTED_BITS))
-    feedback = _feedback(factor, residual, start, stop)
-    if _on_cpu(columns):
-        return sweep.extent(columns, feedback, factor, start, keep=True)[3]
-    own = factor[:, start:stop, start:stop].mT
-    given: Tensor = torch.linalg.solve_triangular(own, feedback, upper=False, unitriangular=True)
-    return given + columns[:, start:stop].repeat(1, 1, len(NESTED_BITS))
+    def _moved(self, start: int, stop: int) -> Tensor:
+        """A group's weights at every width as the feedback of all earlier columns would move them, [E, g, R]."""
+        given = self._given(start, stop)
+        if self.factor is not None and start and _on_cpu(given):
+            return sweep.extent(self.columns, given, self.factor, start, keep=True)[3]
+        plain = self.columns[:, start:stop].repeat(1, 1, len(NESTED_BITS))
+        if self.factor is None or start == 0:
+            return plain
+        own = self.factor[:, start:stop, start:stop].mT
+        solved: Tensor = torch.linalg.solve_triangular(own, given, upper=False, unitriangular=True)
+        return solved + plain
+
+    def _round(self, start: int, stop: int, grids: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Round the columns from start to stop; grids: scale, its inverse and zero, [E, R]."""
+        given, counts = self._given(start, stop), self.columns.new_tensor(COUNTS)
+        if _on_cpu(given) and self.factor is not None:
+            given = given.contiguous()
+            sweep.round_nested(
+                self.columns, given, self.factor, start, grids, counts, self.residual, self.codes, self.at
+            )
+            return
+        expert, row = self.at
+        experts, _, rows = self.columns.shape
+        codes = self.codes[expert : expert + experts, :, row : row + rows]
+        scale, inverse, zero = (part.unflatten(1, (-1, rows)) for part in grids)
+        shifts = torch.arange(len(NESTED_BITS) - 1, -1, -1, device=given.device)
+        table = torch.arange(2**WIDEST, device=given.device).unsqueeze(1) >> shifts  # [16, B]
+        numbers = table.to(given.dtype)[:, None, :, None]
+        target = given.unflatten(2, (-1, rows)) + self.columns[:, start:stop].unsqueeze(2)
+        for column in range(stop - start):
+            place = torch.addcmul(zero, target[:, column], inverse)
+            cost = ((numbers - place).square_() * counts.view(-1, 1)).sum(2)  # [16, E, N]
+            chosen = table[cost.argmin(0)].movedim(-1, 1)  # [E, B, N]
+            left = self.columns[:, start + column].unsqueeze(1) - (chosen.to(given.dtype) - zero) * scale
+            self.residual[:, start + column] = left.flatten(1)
+            codes[..., start + column] = chosen.to(torch.uint8)
+            if self.factor is not None:
+                ahead = self.factor[:, start + column, start + column + 1 : stop]
+                target[:, column + 1 :].addcmul_(ahead[:, :, None, None], left.unsqueeze(1))
 
 
 def _grid(moved: Tensor, rows: int, importance: Tensor | None, symmetric: Symmetry) -> tuple[Tensor, Tensor]:
     """Scale and zero [E, R] of all widths, from the range of the widest's weights or the best part of it."""
     widest = moved[:, :, -rows:]
-    low, high = (one.unsqueeze(1) for one in (widest.amin(1).clamp(max=0), widest.amax(1).clamp(min=0)))
-    found = []
+    low, high = widest.amin(1, keepdim=True).clamp(max=0), widest.amax(1, keepdim=True).clamp(min=0)
+    candidates = []
     for shrink in SHRINKS if importance is not None else (1.0,):
         scale, zero = grid_between(low * shrink, high * shrink, high, [WIDEST], symmetric)
         grids = [nested_grid(scale[:, 0], zero[:, 0], bits) for bits in NESTED_BITS]
-        found.append([torch.cat(parts, 1) for parts in zip(*grids, strict=True)])
-    scale, zero = (torch.stack(parts) for parts in zip(*found, strict=True))  # [C, E, R]
+        candidates.append([torch.cat(parts, 1) for parts in zip(*grids, strict=True)])
+    scale, zero = (torch.stack(parts) for parts in zip(*candidates, strict=True))  # [C, E, R]
     if importance is None:
         return scale[0], zero[0]
     errors = _errors(moved, importance, scale, zero).unflatten(-1, (len(NESTED_BITS), rows))  # [C, E, B, N]
@@ -144,41 +176,8 @@ def _errors(moved: Tensor, importance: Tensor, scale: Tensor, zero: Tensor) -> T
     if _on_cpu(moved):
         return sweep.grid_errors(moved, importance, scale, inverse_scale(scale), zero, top)
     highest = top.repeat_interleave(moved.shape[2] // len(NESTED_BITS))
-    found = []
-    for one, middle in zip(scale.unsqueeze(2), zero.unsqueeze(2), strict=True):
-        rest = (encode(moved, inverse_scale(one), middle, highest) - middle) * one - moved
-        found.append((rest.abs_().pow_(3) * importance.unsqueeze(2)).sum(1))
-    return torch.stack(found)
-
-
-def _round(
-    columns: Tensor,
-    feedback: Tensor,
-    factor: Tensor | None,
-    start: int,
-    grids: tuple[Tensor, Tensor, Tensor],
-    residual: Tensor,
-    codes: Tensor,
-    at: tuple[int, int],
-) -> None:
-    """Round the columns from `start` on, as many as feedback [E, b, R] has; fills residual and codes."""
-    counts = columns.new_tensor(COUNTS)
-    if _on_cpu(columns) and factor is not None:
-        sweep.round_nested(columns, feedback.contiguous(), factor, start, grids, counts, residual, codes, at)
-        return
-    widths, rows = len(NESTED_BITS), columns.shape[2]
-    scale, inverse, zero = (one.unflatten(1, (widths, rows)) for one in grids)
-    shifts = torch.arange(widths - 1, -1, -1, device=columns.device)
-    table = torch.arange(2**WIDEST, device=columns.device).unsqueeze(1) >> shifts  # [16, B]
-    numbers = table.to(columns.dtype)[:, None, :, None]
-    target = feedback.unflatten(2, (widths, rows)) + columns[:, start : start + feedback.shape[1]].unsqueeze(2)
-    for column in range(feedback.shape[1]):
-        place = torch.addcmul(zero, target[:, column], inverse)
-        cost = ((numbers - place).square_() * counts.view(-1, 1)).sum(2)  # [16, E, N]
-        chosen = table[cost.argmin(0)].movedim(-1, 1)  # [E, B, N]
-        left = columns[:, start + column].unsqueeze(1) - (chosen.to(columns.dtype) - zero) * scale
-        residual[:, start + column] = left.flatten(1)
-        codes[at[0] : at[0] + len(columns), :, at[1] : at[1] + rows, start + column] = chosen.to(torch.uint8)
-        if factor is not None:
-            ahead = factor[:, start + column, start + column + 1 : start + feedback.shape[1]]
-            target[:, column + 1 :].addcmul_(ahead[:, :, None, None], left.unsqueeze(1))
+    errors = []
+    for step, middle in zip(scale.unsqueeze(2), zero.unsqueeze(2), strict=True):
+        rest = (encode(moved, inverse_scale(step), middle, highest) - middle) * step - moved
+        errors.append((rest.abs_().pow_(3) * importance.unsqueeze(2)).sum(1))
+    return torch.stack(errors)

@@ -1,14 +1,17 @@
 """A packed weight: codes, scales and zero points as they are stored, and their way back to values.
 
 codes uint8 [..., N, ceil(K*b/8)]; scales float16 [..., N, G]; zeros uint8 [..., N, ceil(G*b/8)], absent for 1 bit (0.5)
-and for symmetric grids (2**(b-1)). N output rows, K inputs, G groups of inputs, b bits. A nested weight of 2, 3 or 4
-bits has the scales and zeros of its 4-bit grid at every width, see `grids.nested_grid`.
+and for symmetric grids (2**(b-1)). A nested weight of 2, 3 or 4 bits has the scales and zeros of its 4-bit grid at
+every width, see `grids.nested_grid`.
+
+Letters: E experts, N output rows, K inputs, G groups of inputs, b bits, B bytes of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -19,7 +22,6 @@ from moeq.numerics.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
 from moeq.numerics.widths import NESTED_BITS, SUPPORTED_BITS
 
 PARTS = ("codes", "scales", "zeros")
-SCALE_BYTES = 2
 
 
 def has_zeros(bits: int, symmetric: bool) -> bool:
@@ -32,11 +34,15 @@ def grid_bits(bits: int, nested: bool) -> int:
     return NESTED_BITS[-1] if nested and bits in NESTED_BITS else bits
 
 
+def _middle(bits: int, nested: bool) -> float:
+    """The zero point of codes whose zero points are not stored."""
+    return grids.SIGN_ZERO if bits == 1 else 2.0 ** (grid_bits(bits, nested) - 1)
+
+
 def packed_bytes(rows: int, inputs: int, bits: int, group_size: int, symmetric: bool, nested: bool = False) -> int:
     """Bytes of one packed weight [rows, inputs]: codes, scales and zero points."""
-    groups = grids.group_count(inputs, group_size)
-    zeros = packed_row_bytes(groups, grid_bits(bits, nested)) if has_zeros(bits, symmetric) else 0
-    return rows * (packed_row_bytes(inputs, bits) + groups * SCALE_BYTES + zeros)
+    shapes = packed_shapes(rows, inputs, bits, group_size, symmetric, nested)
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
 def packed_shapes(
@@ -115,12 +121,11 @@ class PackedWeight:
         codes, scale, zero = (part[:, index] for part in (quantized.codes, quantized.scale, quantized.zero))
         if nested:
             scale, zero = grids.grid_of_nested(scale, zero, bits)
-        scales, wide = _stored_scales(scale), grid_bits(bits, nested)
-        stored = None
+        scales, stored = _stored_scales(scale), None
         if has_zeros(bits, symmetric):
-            stored = _packed_codes("zero points", zero, wide)
+            stored = _packed_codes("zero points", zero, grid_bits(bits, nested))
         else:
-            middle = grids.SIGN_ZERO if bits == 1 else 2.0 ** (wide - 1)
+            middle = _middle(bits, nested)
             _refuse(zero != middle, f"zero points other than {middle:g}")
         return cls(
             codes=_packed_codes("codes", codes, bits),
@@ -134,12 +139,12 @@ class PackedWeight:
         )
 
     def parts(self) -> dict[str, Tensor]:
-        """The stored tensors by name."""
-        found: Mapping[str, Tensor | None] = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """The stored tensors by name: codes [..., N, B], scales [..., N, G] and, where there are some, zeros."""
+        every: Mapping[str, Tensor | None] = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """The weight with every part changed: another place, or fewer rows."""
+        """The weight with every part [..., N, B] changed in its first axes or moved: another place, or fewer rows."""
         zeros = None if self.zeros is None else change(self.zeros)
         return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros)
 
@@ -157,10 +162,10 @@ class PackedWeight:
                 rows, self.inputs, self.bits, self.group_size, self.symmetric, self.nested
             ).items()
         }
-        found = {part: (list(tensor.shape), tensor.dtype) for part, tensor in self.parts().items()}
-        if wanted != found:
-            part = next(name for name in PARTS if wanted.get(name) != found.get(name))
-            raise ValueError(f"{part} of a packed weight are {found.get(part)}, not {wanted.get(part)}")
+        given = {part: (list(tensor.shape), tensor.dtype) for part, tensor in self.parts().items()}
+        if wanted != given:
+            part = next(name for name in PARTS if wanted.get(name) != given.get(name))
+            raise ValueError(f"{part} of a packed weight are {given.get(part)}, not {wanted.get(part)}")
 
     @property
     def nbytes(self) -> int:
@@ -169,16 +174,14 @@ class PackedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., N, K]: (code - zero) * scale in float32, then rounded to `dtype`; ValueError as `check`."""
         self.check()
-        rows, values = self.map(lambda part: part.flatten(0, -2)), self.codes.numel() // self.codes.shape[-1]
-        found = torch.empty((values, self.inputs), dtype=dtype, device=self.codes.device)
-        step = max(1, BLOCK_VALUES // self.inputs) if found.device.type == "cpu" else max(1, values)
-        for start in range(0, values, step):
-            found[start : start + step] = rows.map(lambda part: part[start : start + step])._decoded()  # noqa: B023
-        return found.view(*self.codes.shape[:-1], self.inputs)
-
-    def _decoded(self) -> Tensor:
-        scale, zero = self._grid()
-        return grids.decode(unpack(self.codes, self.bits, self.inputs), scale, zero, self.group_size)
+        rows, count = self.map(lambda part: part.flatten(0, -2)), prod(self.codes.shape[:-1])
+        values = torch.empty((count, self.inputs), dtype=dtype, device=self.codes.device)
+        step = max(1, BLOCK_VALUES // self.inputs) if values.device.type == "cpu" else max(1, count)
+        for start in range(0, count, step):
+            some = rows.map(lambda part: part[start : start + step])  # noqa: B023
+            codes = unpack(some.codes, self.bits, self.inputs)
+            values[start : start + step] = grids.decode(codes, *some._grid(), self.group_size)
+        return values.view(*self.codes.shape[:-1], self.inputs)
 
     def leading(self, bits: int) -> PackedWeight:
         """The nested weight of fewer bits that this one holds."""
@@ -203,10 +206,9 @@ class PackedWeight:
 
     def _grid(self) -> tuple[Tensor, Tensor | float]:
         """Scale and zero point of the codes as they are."""
-        wide = grid_bits(self.bits, self.nested)
-        zero: Tensor | float = grids.SIGN_ZERO if self.bits == 1 else 2.0 ** (wide - 1)
+        zero: Tensor | float = _middle(self.bits, self.nested)
         if self.zeros is not None:
-            zero = unpack(self.zeros, wide, self.scales.shape[-1])
+            zero = unpack(self.zeros, grid_bits(self.bits, self.nested), self.scales.shape[-1])
         if not self.nested:
             return self.scales, zero
         scale = self.scales.float()

@@ -4,6 +4,8 @@ Code k of a row occupies bits [k*b, (k+1)*b) of the row's stream, least signific
 bit i % 8 of byte i // 8. A row ends on a whole byte, its unused high bits are zero. Example, 3 bits, codes a b c:
 
     byte 0: c1 c0 b2 b1 b0 a2 a1 a0      byte 1: .. .. .. .. .. .. .. c2
+
+Letters: R rows, K codes of a row.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.to(torch.uint8).contiguous()
     length, rows = codes.shape[-1], math.prod(codes.shape[:-1])
-    found = torch.empty((rows, packed_row_bytes(length, bits)), dtype=torch.uint8, device=codes.device)
-    step = max(1, BLOCK_VALUES // max(1, length)) if found.device.type == "cpu" else max(1, rows)
+    stream = torch.empty((rows, packed_row_bytes(length, bits)), dtype=torch.uint8, device=codes.device)
+    step = max(1, BLOCK_VALUES // max(1, length)) if stream.device.type == "cpu" else max(1, rows)
     for start, block in enumerate(codes.reshape(rows, length).split(step)):
-        found[start * step : start * step + step] = _packed(block, bits)
-    return found.view(*codes.shape[:-1], found.shape[-1])
+        stream[start * step : start * step + step] = _packed(block, bits)
+    return stream.view(*codes.shape[:-1], stream.shape[-1])
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
@@ -62,7 +64,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
-    """Invert `pack`: uint8 [..., ceil(length*bits/8)] -> uint8 codes [..., length].
+    """Invert `pack`: uint8 [..., ceil(K*bits/8)] -> uint8 codes [..., K] with K = length.
 
     Raises ValueError when the last axis does not have the bytes that `length` codes need, or holds no bytes.
     """
@@ -88,5 +90,5 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
         byte, shift = divmod(place * bits, 8)
         code = planes[byte] >> shift
         codes.append(code | planes[byte + 1] << (8 - shift) if shift + bits > 8 else code)
-    found: Tensor = (torch.stack(codes, -1) & (2**bits - 1)).flatten(-2)[..., :length].contiguous()
-    return found
+    values: Tensor = (torch.stack(codes, -1) & (2**bits - 1)).flatten(-2)[..., :length].contiguous()
+    return values

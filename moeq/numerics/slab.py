@@ -30,7 +30,7 @@ class Slab:
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of the tensor; it keeps its whole block alive."""
+        """A contiguous copy of a tensor [...] of any dtype; it keeps its whole block alive."""
         size = tensor.numel() * tensor.element_size()
         if self._used + size > len(self._block):
             self._block = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8)

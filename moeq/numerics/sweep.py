@@ -4,13 +4,14 @@ A row's columns must be rounded in order, but rows are independent: a tile of LA
 is loaded once, and every column's feedback to the later ones is applied inside it, four columns at a time. What a block
 owes to the columns before it comes from one matrix product outside.
 
-Letters: E experts, K inputs, B bit widths, N output rows, R = B*N, G groups; arrays are contiguous.
+Letters: E experts, K inputs, B bit widths, N output rows, R = B*N, G groups, g inputs of a group, b columns of a block,
+C candidate grids; arrays are contiguous.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -21,9 +22,51 @@ import torch
 from numba import njit
 from torch import Tensor
 
+BLOCK = 128  # columns that the inner loop rounds one by one
 LANES = 128  # rows of a tile: with 128 columns in float32, 64 KiB of targets and as much of residuals
 _MAGIC = {torch.float32: np.float32(1.5 * 2.0**23), torch.float64: np.float64(1.5 * 2.0**52)}
 _compile = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _tile(item, widths, rows):  # type: ignore[no-untyped-def]
+    """Expert, width, first row, number of rows and first lane (of all widths) of a tile of E x B x chunks of N."""
+    chunks = (rows + LANES - 1) // LANES
+    expert, place = divmod(item, widths * chunks)
+    width, chunk = divmod(place, chunks)
+    begin = chunk * LANES
+    return expert, width, begin, min(LANES, rows - begin), width * rows + begin
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _store(into, tile, expert, start, offset, count):  # type: ignore[no-untyped-def]
+    """Columns of a tile [b, LANES] into those of `into` [E, K, R] from (start, offset) on."""
+    for k in range(tile.shape[0]):
+        line = into[expert, start + k, offset : offset + count]
+        source = tile[k]
+        for lane in range(count):
+            line[lane] = source[lane]
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _load(tile, columns, feedback, expert, start, begin, offset, count):  # type: ignore[no-untyped-def]
+    """Fill a tile [b, LANES] with columns [E, K, N] from (start, begin) on and what they were given [E, b, R]."""
+    for k in range(tile.shape[0]):
+        source = columns[expert, start + k, begin : begin + count]
+        given = feedback[expert, k, offset : offset + count]
+        line = tile[k]
+        for lane in range(count):
+            line[lane] = source[lane] + given[lane]
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _give(into, given, factor, expert, start, column, end):  # type: ignore[no-untyped-def]
+    """Add what a column gives to the later ones up to end."""
+    for k in range(column + 1, end):
+        weight = factor[expert, start + column, start + k]
+        line = into[k]
+        for lane in range(LANES):
+            line[lane] += weight * given[lane]
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -31,10 +74,10 @@ def _owe(into, given, factor, expert, start, first, end, stop):  # type: ignore[
     """Add what four columns, first to end, give to all later ones up to stop."""
     if end - first < 4:
         return  # the last ones, with none behind them
-    one = given[first]
-    two = given[first + 1]
-    three = given[first + 2]
-    four = given[first + 3]
+    given1 = given[first]
+    given2 = given[first + 1]
+    given3 = given[first + 2]
+    given4 = given[first + 3]
     for k in range(first + 4, stop):
         weight1 = factor[expert, start + first, start + k]
         weight2 = factor[expert, start + first + 1, start + k]
@@ -42,7 +85,9 @@ def _owe(into, given, factor, expert, start, first, end, stop):  # type: ignore[
         weight4 = factor[expert, start + first + 3, start + k]
         line = into[k]
         for lane in range(LANES):
-            line[lane] += weight1 * one[lane] + weight2 * two[lane] + weight3 * three[lane] + weight4 * four[lane]
+            line[lane] += (
+                weight1 * given1[lane] + weight2 * given2[lane] + weight3 * given3[lane] + weight4 * given4[lane]
+            )
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -56,36 +101,25 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, keep, first
     """
     rows = columns.shape[2]
     widths = low.shape[1] // rows
-    chunks = (rows + LANES - 1) // LANES
     inputs = feedback.shape[1]
     tile = np.zeros((inputs, LANES), columns.dtype)
     solved = np.zeros((inputs, LANES), columns.dtype)
     for item in range(first, last):
-        expert, place = divmod(item, widths * chunks)
-        width, chunk = divmod(place, chunks)
-        begin = chunk * LANES
-        count = min(LANES, rows - begin)
-        offset = width * rows + begin
+        expert, _, begin, count, offset = _tile(item, widths, rows)
         for k in range(inputs):
             source = feedback[expert, k, offset : offset + count]
             into = tile[k]
             for lane in range(count):
                 into[lane] = source[lane]
-        j = 0
-        while j < inputs:
+        for j in range(0, inputs, 4):
             end = min(j + 4, inputs)
             for i in range(j, end):
                 wanted = tile[i]
                 head = solved[i]
                 for lane in range(LANES):
                     head[lane] = -wanted[lane]
-                for k in range(i + 1, end):
-                    weight = factor[expert, start + i, start + k]
-                    into = tile[k]
-                    for lane in range(LANES):
-                        into[lane] += weight * head[lane]
+                _give(tile, head, factor, expert, start, i, end)
             _owe(tile, solved, factor, expert, start, j, end, inputs)
-            j += 4
         least = low[expert, offset : offset + count]
         largest = high[expert, offset : offset + count]
         total = size[expert, offset : offset + count]
@@ -105,11 +139,7 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, keep, first
         for lane in range(count):
             total[lane] /= inputs
         if keep.shape[1]:
-            for k in range(inputs):
-                into = keep[expert, k, offset : offset + count]
-                moved = solved[k]
-                for lane in range(count):
-                    into[lane] = moved[lane]
+            _store(keep, solved, expert, 0, offset, count)
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -123,14 +153,9 @@ def _grid_errors(  # type: ignore[no-untyped-def]
     widths = top.shape[0]
     rows = errors.shape[2] // widths
     shared = weights.shape[2] == rows
-    chunks = (rows + LANES - 1) // LANES
     lowest = magic - magic
     for item in range(first, last):
-        expert, place = divmod(item, widths * chunks)
-        width, chunk = divmod(place, chunks)
-        begin = chunk * LANES
-        count = min(LANES, rows - begin)
-        offset = width * rows + begin
+        expert, width, begin, count, offset = _tile(item, widths, rows)
         highest = top[width]
         if not shared:
             begin = offset
@@ -177,27 +202,16 @@ def _round_block(  # type: ignore[no-untyped-def]
     """
     rows = columns.shape[2]
     widths = top.shape[0] // rows
-    chunks = (rows + LANES - 1) // LANES
     block = feedback.shape[1]
     target = np.zeros((block, LANES), columns.dtype)
     left = np.zeros((block, LANES), columns.dtype)
     made = np.zeros((block, LANES), np.uint8)
     lowest = magic - magic
     for item in range(first, last):
-        expert, place = divmod(item, widths * chunks)
-        width, chunk = divmod(place, chunks)
-        begin = chunk * LANES
-        count = min(LANES, rows - begin)
-        offset = width * rows + begin
+        expert, width, begin, count, offset = _tile(item, widths, rows)
         highest = top[offset : offset + count]
-        for k in range(block):
-            source = columns[expert, start + k, begin : begin + count]
-            given = feedback[expert, k, offset : offset + count]
-            into = target[k]
-            for lane in range(count):
-                into[lane] = source[lane] + given[lane]
-        j = 0
-        while j < block:
+        _load(target, columns, feedback, expert, start, begin, offset, count)
+        for j in range(0, block, 4):
             end = min(j + 4, block)
             for i in range(j, end):
                 group = group_of[expert, start + i]
@@ -215,18 +229,9 @@ def _round_block(  # type: ignore[no-untyped-def]
                     rest[lane] = source[lane] - (wanted[lane] - zeros[lane]) * steps[lane]
                 for lane in range(count):
                     code[lane] = np.uint8(wanted[lane])
-                for k in range(i + 1, end):
-                    weight = factor[expert, start + i, start + k]
-                    into = target[k]
-                    for lane in range(LANES):
-                        into[lane] += weight * rest[lane]
+                _give(target, rest, factor, expert, start, i, end)
             _owe(target, left, factor, expert, start, j, end, block)
-            j += 4
-        for k in range(block):
-            into = residual[expert, start + k, offset : offset + count]
-            rest = left[k]
-            for lane in range(count):
-                into[lane] = rest[lane]
+        _store(residual, left, expert, start, offset, count)
         for lane in range(count):
             line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
             for k in range(block):
@@ -244,10 +249,9 @@ def _round_nested(  # type: ignore[no-untyped-def]
     """
     rows = columns.shape[2]
     widths = counts.shape[0]
-    chunks = (rows + LANES - 1) // LANES
     block = feedback.shape[1]
     kind = columns.dtype.type
-    none, one, one_half = kind(0), kind(1), kind(0.5)
+    nothing, unit, half_unit = kind(0), kind(1), kind(0.5)
     target = np.zeros((widths, block, LANES), columns.dtype)
     left = np.zeros((widths, block, LANES), columns.dtype)
     made = np.zeros((block, LANES), np.uint8)
@@ -255,19 +259,10 @@ def _round_nested(  # type: ignore[no-untyped-def]
     least = np.zeros(LANES, columns.dtype)
     best = np.zeros(LANES, columns.dtype)
     for item in range(first, last):
-        expert, chunk = divmod(item, chunks)
-        begin = chunk * LANES
-        count = min(LANES, rows - begin)
+        expert, _, begin, count, _ = _tile(item, 1, rows)
         for width in range(widths):
-            offset = width * rows + begin
-            for k in range(block):
-                source = columns[expert, start + k, begin : begin + count]
-                given = feedback[expert, k, offset : offset + count]
-                into = target[width, k]
-                for lane in range(count):
-                    into[lane] = source[lane] + given[lane]
-        j = 0
-        while j < block:
+            _load(target[width], columns, feedback, expert, start, begin, width * rows + begin, count)
+        for j in range(0, block, 4):
             end = min(j + 4, block)
             for i in range(j, end):
                 for width in range(widths):
@@ -289,7 +284,7 @@ def _round_nested(  # type: ignore[no-untyped-def]
                         first_bits = high - two[lane]
                         more_bits = half - three[lane]
                         all_bits = low - four[lane]
-                        upper = one if all_bits < -one_half else none
+                        upper = unit if all_bits < -half_unit else nothing
                         all_bits += upper
                         cost = (
                             counts[0] * (first_bits * first_bits)
@@ -310,21 +305,11 @@ def _round_nested(  # type: ignore[no-untyped-def]
                     rest = left[width, i]
                     for lane in range(count):
                         rest[lane] = source[lane] - ((made[i, lane] >> shift) - zeros[lane]) * steps[lane]
-                    for k in range(i + 1, end):
-                        weight = factor[expert, start + i, start + k]
-                        into = target[width, k]
-                        for lane in range(LANES):
-                            into[lane] += weight * rest[lane]
+                    _give(target[width], rest, factor, expert, start, i, end)
             for width in range(widths):
                 _owe(target[width], left[width], factor, expert, start, j, end, block)
-            j += 4
         for width in range(widths):
-            offset = width * rows + begin
-            for k in range(block):
-                into = residual[expert, start + k, offset : offset + count]
-                rest = left[width, k]
-                for lane in range(count):
-                    into[lane] = rest[lane]
+            _store(residual, left[width], expert, start, width * rows + begin, count)
             for lane in range(count):
                 line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
                 for k in range(block):
@@ -336,17 +321,17 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="moeq-sweep")
 
 
-def _in_threads(kernel: Callable[..., None], items: int, *arguments: Any) -> None:
+def _in_threads(kernel: Callable[..., None], tiles: int, *arguments: Any) -> None:
     """Run a kernel over its tiles, in as many threads as torch has; it lets go of Python meanwhile."""
-    threads = min(torch.get_num_threads(), items)
+    arguments = tuple(value.numpy() if isinstance(value, Tensor) else value for value in arguments)
+    threads = min(torch.get_num_threads(), tiles)
     if threads == 1 or threading.current_thread() is not threading.main_thread():
-        kernel(*arguments, 0, items)
+        kernel(*arguments, 0, tiles)
         return
-    bounds = [items * index // threads for index in range(threads + 1)]
+    bounds = [tiles * index // threads for index in range(threads + 1)]
     pool = _pool(threads)
-    done = [pool.submit(kernel, *arguments, *pair) for pair in pairwise(bounds)]
-    for one in done:
-        one.result()
+    for ended in [pool.submit(kernel, *arguments, *pair) for pair in pairwise(bounds)]:
+        ended.result()
 
 
 def _tiles(experts: int, widths: int, rows: int) -> int:
@@ -359,16 +344,16 @@ def extent(
     """Least (at most 0), largest (at least 0) and mean absolute weight of one group, [E, R] each; with `keep` also
     the weights themselves, [E, g, R] (else without elements).
 
-    columns: [E, K, N]; feedback: [E, g, R] from all columns before `start`; factor: [E, K, K] unit upper triangular.
-    The weights are taken as the feedback of all earlier columns, those of the group included, would move them.
+    columns: [E, K, N]; feedback: [E, g, R] from all columns before `start`; factor: [E, K, K] unit upper triangular;
+    all of one type, float32 or float64, contiguous, in main memory. The weights are taken as the feedback of all
+    earlier columns, those of the group included, would move them.
     """
-    experts, rows = columns.shape[0], columns.shape[2]
-    found = [torch.empty(experts, feedback.shape[2], dtype=columns.dtype) for _ in range(3)]
-    kept = torch.empty(experts, feedback.shape[1] if keep else 0, feedback.shape[2], dtype=columns.dtype)
-    tiles = _tiles(experts, feedback.shape[2] // rows, rows)
-    arrays = [tensor.numpy() for tensor in (columns, feedback, factor)]
-    _in_threads(_solve_extent, tiles, *arrays, start, *(tensor.numpy() for tensor in (*found, kept)))
-    return found[0], found[1], found[2], kept
+    experts, rows, lanes = len(columns), columns.shape[2], feedback.shape[2]
+    low, high, size = columns.new_empty(3, experts, lanes)
+    kept = columns.new_empty(experts, feedback.shape[1] if keep else 0, lanes)
+    tiles = _tiles(experts, lanes // rows, rows)
+    _in_threads(_solve_extent, tiles, columns, feedback, factor, start, low, high, size, kept)
+    return low, high, size, kept
 
 
 def grid_errors(
@@ -377,12 +362,12 @@ def grid_errors(
     """Weighted sum of cubed errors of rounding each row of a group to each of C grids, [C, E, R]; 0 at 1 bit.
 
     weights: [E, g, N], the same at all widths, or [E, g, R]; importance: [E, g]; scale, inverse, zero: [C, E, R]; top:
-    [B] largest codes. All contiguous, in main memory.
+    [B] largest codes. All of one type, float32 or float64, contiguous, in main memory.
     """
     errors = torch.empty_like(scale)
     tiles = _tiles(scale.shape[1], len(top), scale.shape[2] // len(top))
-    arrays = [tensor.numpy() for tensor in (weights, importance, scale, inverse, zero, top)]
-    _in_threads(_grid_errors, tiles, *arrays, _MAGIC[weights.dtype], errors.numpy())
+    magic = _MAGIC[weights.dtype]
+    _in_threads(_grid_errors, tiles, weights, importance, scale, inverse, zero, top, magic, errors)
     return errors
 
 
@@ -391,7 +376,7 @@ def round_block(
     feedback: Tensor,
     factor: Tensor,
     start: int,
-    grids: tuple[Tensor, Tensor, Tensor],
+    grids: Sequence[Tensor],
     top: Tensor,
     group_of: Tensor,
     residual: Tensor,
@@ -402,13 +387,13 @@ def round_block(
 
     columns: [E, K, N]; factor: [E, K, K]; grids: scale, its inverse and zero, [E, G, R]; top: [R] largest code;
     group_of: [E, K] int64; residual: [E, K, R]; codes: uint8 [.., B, .., K] of all experts and rows, filled from
-    expert and row `at` on. All contiguous, in main memory.
+    expert and row `at` on. Floats of one type, float32 or float64; all contiguous, in main memory.
     """
-    tiles = _tiles(columns.shape[0], codes.shape[1], columns.shape[2])
-    arrays = [tensor.numpy() for tensor in (columns, feedback, factor)]
-    more = [tensor.numpy() for tensor in (*grids, top, group_of)]
+    tiles = _tiles(len(columns), codes.shape[1], columns.shape[2])
     magic = _MAGIC[columns.dtype]
-    _in_threads(_round_block, tiles, *arrays, start, *more, magic, residual.numpy(), codes.numpy(), *at)
+    _in_threads(
+        _round_block, tiles, columns, feedback, factor, start, *grids, top, group_of, magic, residual, codes, *at
+    )
 
 
 def round_nested(
@@ -416,18 +401,16 @@ def round_nested(
     feedback: Tensor,
     factor: Tensor,
     start: int,
-    grids: tuple[Tensor, Tensor, Tensor],
+    grids: Sequence[Tensor],
     counts: Tensor,
     residual: Tensor,
     codes: Tensor,
     at: tuple[int, int],
 ) -> None:
-    """As `round_block` for widths 2, 3 and 4 that share their codes: the narrow ones have the leading bits.
+    """As `round_block`, b columns for widths 2, 3 and 4 that share their codes: the narrow ones have the leading bits.
 
     grids: scale, its inverse and zero of the block's one group, [E, R]; counts: [B] what the square of a width's
     distance, in its own codes, counts in the choice of a code.
     """
-    tiles = _tiles(columns.shape[0], 1, columns.shape[2])
-    arrays = [tensor.numpy() for tensor in (columns, feedback, factor)]
-    more = [tensor.numpy() for tensor in (*grids, counts)]
-    _in_threads(_round_nested, tiles, *arrays, start, *more, residual.numpy(), codes.numpy(), *at)
+    tiles = _tiles(len(columns), 1, columns.shape[2])
+    _in_threads(_round_nested, tiles, columns, feedback, factor, start, *grids, counts, residual, codes, *at)

@@ -36,8 +36,8 @@ def side_by_side(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None
         try:
             done = [pool.submit(alone, piece) for piece in pieces]
             wait(done)
-            for one in done:
-                one.result()
+            for ended in done:
+                ended.result()
         finally:
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(threads)

@@ -1,5 +1,7 @@
 """Traces of the Hessian of the Frobenius norm of a matrix, MoPEQ's sensitivity (paper 003, section 3.3, Algorithm 1).
 
+Letters: N output rows, K inputs of a matrix.
+
 L(W) = ||W||_F has the gradient W/||W|| and the Hessian (I - u u^T)/||W|| with u = vec(W)/||W||, whose trace is
 (n - 1)/||W|| for n weights: the sampling of Algorithm 1 estimates what is known exactly.
 """
@@ -25,20 +27,21 @@ class Estimate:
 
 
 def closed_form(weight: Tensor) -> float:
-    """(n - 1)/||W||_F; 0 for a matrix of zeros, whose norm has no Hessian."""
+    """(n - 1)/||W||_F of a matrix [N, K], in float64; 0 for one of zeros, whose norm has no Hessian."""
     norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
     return (weight.numel() - 1) / norm if norm > 0 else 0.0
 
 
 def hutchinson(weight: Tensor, samples: int, distribution: Distribution, generator: torch.Generator) -> Estimate:
-    """Algorithm 1: the mean of v^T H v over random v, with Hessian-vector products from automatic differentiation.
+    """Algorithm 1 on a matrix [N, K]: the mean of v^T H v over random v, in float64, with Hessian-vector products from
+    automatic differentiation.
 
-    v is drawn from {-1, 1} or from the normal distribution. 0 for a matrix of zeros.
+    v is drawn from {-1, 1} or from the normal distribution by a generator on the CPU. 0 for a matrix of zeros.
     """
     point = weight.detach().double().requires_grad_()
     if not bool(point.any()):
         return Estimate(mean=0.0, error=0.0)
-    found = []
+    products = []
     for _ in range(samples):
         if distribution == "rademacher":
             vector = torch.randint(0, 2, point.shape, generator=generator, dtype=torch.float64) * 2 - 1
@@ -48,7 +51,7 @@ def hutchinson(weight: Tensor, samples: int, distribution: Distribution, generat
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(point.norm(), point, create_graph=True)
             (product,) = torch.autograd.grad((gradient * vector).sum(), point)
-        found.append(float((vector * product).sum()))
-    values = torch.tensor(found, dtype=torch.float64)
+        products.append(float((vector * product).sum()))
+    values = torch.tensor(products, dtype=torch.float64)
     error = float(values.std()) / math.sqrt(samples) if samples > 1 else math.inf
     return Estimate(mean=float(values.mean()), error=error)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeq.numerics import knapsack
-from moeq.numerics.knapsack import Floats, Ints, Solution
+from moeq.numerics.knapsack import Floats, Ints, Search, Solution, States
 
 EFFORT = 4_000_000  # states
 BEAMS = (512, 4096)  # states kept in the passes that are not exact
@@ -58,7 +58,7 @@ def solve(losses: Floats, costs: Ints, limit: int, times: Floats, most: float, e
         free = knapsack.solve(losses, costs, limit)
         if float(times[items, free.choices].sum()) <= most * (1 + SLACK):
             return free
-    search = _Search(dual, fastest.choices)
+    search = _Within(dual, fastest.choices)
     for kept in BEAMS:
         search.run(effort, kept)
     proven = search.run(effort)
@@ -89,7 +89,7 @@ class _Dual:
     @classmethod
     def of(cls, losses: Floats, costs: Ints, limit: int, times: Floats, most: float) -> _Dual:
         unit = knapsack.unit_of(costs)
-        scale, second = (float(np.abs(one).max(initial=0)) or 1.0 for one in (losses, times))
+        scale, second = (float(np.abs(table).max(initial=0)) or 1.0 for table in (losses, times))
         value, time = losses / scale, times / second
         cost = (costs - costs.min(1, keepdims=True)) // unit
         room = (limit - knapsack.least_cost(costs)) // unit
@@ -110,15 +110,15 @@ class _Dual:
     def raised(self, effort: int) -> float:
         """The bound with the limit of cost kept exactly, at a few prices of time near the best."""
         items = np.arange(len(self.value))
-        low, price, high, found = 0.0, self.price, np.inf, -np.inf
+        low, price, high, bound = 0.0, self.price, np.inf, -np.inf
         for step in NEARBY:
             inner = knapsack.solve(self.value + price * self.time, self.cost, self.room, effort)
-            found = max(found, inner.bound - price * self.most)
+            bound = max(bound, inner.bound - price * self.most)
             if float(self.time[items, inner.choices].sum()) > self.most:
                 low, price = price, min(price * (1 + step), (price + high) / 2)
             else:
                 high, price = price, max(price * (1 - step), (price + low) / 2)
-        return found
+        return bound
 
 
 def _best_prices(value: Floats, cost: Ints, time: Floats, room: int, most: float) -> tuple[Ints, float, float]:
@@ -132,8 +132,8 @@ def _best_prices(value: Floats, cost: Ints, time: Floats, room: int, most: float
         if price not in seen:
             weighed = value + price * time
             choices, cost_price = knapsack.relaxed(weighed, cost, room)
-            found = float((weighed + cost_price * cost).min(1).sum()) - cost_price * room - price * most
-            seen[price] = found, choices, cost_price
+            least = float((weighed + cost_price * cost).min(1).sum())
+            seen[price] = least - cost_price * room - price * most, choices, cost_price
         return seen[price][0]
 
     high = 1.0
@@ -160,132 +160,46 @@ def _golden(function: Callable[[float], float], low: float, high: float) -> None
             right = low + ratio * (high - low)
 
 
-class _Search:
+class _Within(Search):
     """Deviations from the choices at the best prices; `best` starts as the better of them and the fastest solution."""
 
+    margin = 1 + SLACK
+
     def __init__(self, dual: _Dual, fastest: Ints) -> None:
-        items = np.arange(len(dual.value))
-        self.start, self.price, self.time_price = dual.start, dual.cost_price, dual.price
-        priced = dual.value + self.price * dual.cost + self.time_price * dual.time
-        self.start = np.where(priced[items, self.start] <= priced.min(1), self.start, priced.argmin(1))
-        self.bound = float(priced.min(1).sum() - self.price * dual.room - self.time_price * dual.most)
-        self.moves = dual.cost - dual.cost[items, self.start][:, None]
-        self.delays = dual.time - dual.time[items, self.start][:, None]
-        self.target = dual.room - int(dual.cost[items, self.start].sum())
-        self.time_target = dual.most - float(dual.time[items, self.start].sum())
-        penalty = np.maximum(priced - priced.min(1, keepdims=True), 0.0)
+        items, counted = np.arange(len(dual.value)), (dual.cost, dual.time)
+        prices, limits = (dual.cost_price, dual.price), (dual.room, dual.most)
+        priced = dual.value + dual.cost_price * dual.cost + dual.price * dual.time
+        start = np.where(priced[items, dual.start] <= priced.min(1), dual.start, priced.argmin(1))
         useless = knapsack.dominated(dual.cost, dual.time, dual.value)
-        useless[items, self.start] = True
-        self.penalty = np.where(useless, np.inf, penalty)
-        self.first = self.penalty.min(1)
-        self.order = np.argsort(self.first, kind="stable")
-        self.best = fastest
-        self.excess = float(dual.value[items, fastest].sum()) - self.bound
-        if self.target >= 0 and self.time_target >= 0:
-            excess = self.price * self.target + self.time_price * self.time_target
-            if excess < self.excess:
-                self.best, self.excess = self.start, excess
+        useless[items, start] = True
+        super().__init__(dual.value, counted, limits, prices, start, useless)
+        excess = float(dual.value[items, fastest].sum()) - self.bound
+        own = float(prices[0] * self.targets[0] + prices[1] * self.targets[1])
+        if min(self.targets) < 0 or own >= excess:
+            self.best, self.excess = fastest, excess
+        else:
+            self.excess = own
 
-    def run(self, effort: int, most: int | None = None) -> bool:
-        """Improve `best`; whether it is proven. most: states kept at a time, those with the lowest penalties."""
-        state = _States(np.zeros(1, np.int64), np.zeros(1), np.zeros(1))
-        trail: list[tuple[int, Ints, Ints]] = []
-        firsts = np.append(self.first[self.order], np.inf)
-        reach = self._reach(self.moves), self._reach(self.delays)
-        for rank, item in enumerate(self.order.tolist()):
-            if firsts[rank] >= self.excess:
-                return most is None
-            choices = np.flatnonzero(self.penalty[item] < self.excess)
-            earlier = np.tile(np.arange(len(state.penalties)), len(choices) + 1)
-            chosen = np.repeat(np.append(-1, choices), len(state.penalties))
-            state = state.with_moves(self.moves[item, choices], self.delays[item, choices], self.penalty[item, choices])
-            effort -= len(earlier)
-            if effort < 0:
-                return False
-            trail.append((item, chosen, earlier))
-            self._take_best(state, trail)
-            following = float(firsts[rank + 1])
-            far = tuple(float(one[rank + 1]) if rank + 1 < len(one) else 0.0 for one in reach)
-            keep = self._open(state, following, far[0], far[1])
-            keep = self._useful(state, keep)
-            if most is not None and len(keep) > most:
-                keep = keep[np.argpartition(state.penalties[keep], most)[:most]]
-            state = state.at(keep)
-            trail[-1] = (item, chosen[keep], earlier[keep])
-            if not len(keep):
-                return most is None
-        return most is None
-
-    def _reach(self, moves: Ints | Floats) -> Floats:
-        """The largest move of every item in order and of all that follow, [N]."""
-        own = np.abs(np.where(np.isfinite(self.penalty), moves, 0)).max(1)[self.order]
-        return np.asarray(np.maximum.accumulate(own[::-1])[::-1], np.float64)
-
-    def _take_best(self, state: _States, trail: list[tuple[int, Ints, Ints]]) -> None:
-        left, time_left = self.target - state.shifts, self.time_target - state.delays
-        excess = state.penalties + self.price * left + self.time_price * time_left
-        excess = np.where((left >= 0) & (time_left >= 0), excess, np.inf)
-        index = int(excess.argmin())
-        if excess[index] < self.excess:
-            self.excess, self.best = float(excess[index]), knapsack.traced(self.start, trail, index)
-
-    def _open(self, state: _States, following: float, reach: float, time_reach: float) -> Ints:
-        """States that can still become better than the best one; see `knapsack`.
-
-        following: the least penalty of all deviations that follow; reach, time_reach: the largest of their moves.
-        """
-        room = self.excess - state.penalties
-        allowed = room > following
-        if following > 0 and np.isfinite(following):
-            steps = np.floor(np.maximum(room, 0) / following)
-            for shift, target, price, far in (
-                (state.shifts, self.target, self.price, reach),
-                (state.delays, self.time_target, self.time_price, time_reach),
-            ):
-                distance = np.maximum(shift - target, 0)
-                if price > 0:
-                    distance = np.maximum(distance, target - shift - room / price)
-                allowed &= distance <= steps * far * (1 + SLACK)
-        return np.flatnonzero(allowed)
-
-    def _useful(self, state: _States, keep: Ints) -> Ints:
-        """Of states that cost the same, those that neither take longer nor lose more than another."""
-        losses = state.penalties[keep] - self.price * state.shifts[keep] - self.time_price * state.delays[keep]
-        order = np.lexsort((losses, state.delays[keep], state.shifts[keep]))
+    def useful(self, states: States, keep: Ints) -> Ints:
+        """Of states [S] that cost the same, those that neither take longer nor lose more than another."""
+        costs, times, penalties = states
+        losses = penalties[keep] - self.prices[0] * costs[keep] - self.prices[1] * times[keep]
+        order = np.lexsort((losses, times[keep], costs[keep]))
         keep, losses = keep[order], losses[order]
-        return keep[_improving(state.shifts[keep], losses)]
+        return keep[_improving(costs[keep], losses)]
 
-
-@dataclass(frozen=True)
-class _States:
-    """Cost and time that deviations add so far, and their penalties, all [S]."""
-
-    shifts: Ints
-    delays: Floats
-    penalties: Floats
-
-    def with_moves(self, moves: Ints, delays: Floats, penalties: Floats) -> _States:
-        """Every state as it is, then with each of the moves of an item."""
-        return _States(
-            *(
-                (np.append(0, more)[:, None] + mine).ravel()
-                for mine, more in ((self.shifts, moves), (self.delays, delays), (self.penalties, penalties))
-            )
-        )
-
-    def at(self, keep: Ints) -> _States:
-        return _States(self.shifts[keep], self.delays[keep], self.penalties[keep])
+    def nearest(self, penalties: Floats, keep: Ints, most: int) -> Ints:
+        """`most` of the states [S] with the lowest penalties [S], in any order."""
+        return keep[np.argpartition(penalties, most)[:most]]
 
 
 def _improving(groups: Ints, losses: Floats) -> NDArray[np.bool_]:
     """[S] whether a loss is below all that stand before it in its group; groups rise."""
     if not len(losses):
         return np.zeros(0, bool)
-    starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
-    number = np.cumsum(np.append(True, groups[1:] != groups[:-1])) - 1
+    starts = np.append(True, groups[1:] != groups[:-1])
+    number = np.cumsum(starts) - 1
     low, high = float(losses.min()), float(losses.max())
     lowered = losses - number * (2 * (high - low) + 1.0)  # later groups lie below all of the earlier ones
     before = np.append(np.inf, np.minimum.accumulate(lowered)[:-1])
-    found = lowered < before
-    found[starts] = True
-    return np.asarray(found)
+    return np.asarray((lowered < before) | starts)

@@ -14,7 +14,6 @@ from moeq.quantizers.quantizer import BatchSizes, Quantizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moeq.numerics.factor import Factor
     from moeq.numerics.gptq import Quantized
     from moeq.quantizers.statistics import Statistics
     from moeq.recipe import LossesSection
@@ -23,7 +22,7 @@ LOOP_BYTES = 16 << 20  # a thread's columns, residuals and feedback in the colum
 
 
 def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: LossesSection) -> dict[str, Quantized]:
-    """GPTQ of a batch of experts; what a factorization fell back to is noted of the expert."""
+    """GPTQ of a batch of experts, {projection: [E, N, K]}; what a factorization fell back to is noted of the expert."""
     import torch
 
     from moeq.models.experts import DOWN
@@ -33,11 +32,11 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
     names = [name for name in weights if name != DOWN]
     stack = torch.cat([weights[name] for name in names], 1)
     both = _quantized(stack, torch.stack(first), statistics, settings)
-    found = {DOWN: _quantized(weights[DOWN], torch.stack(second), statistics, settings)}
+    down = _quantized(weights[DOWN], torch.stack(second), statistics, settings)
     rows = stack.shape[1] // len(names)
     every = slice(None)
     parts = {name: select(both, (every, every, slice(i * rows, (i + 1) * rows))) for i, name in enumerate(names)}
-    return parts | found
+    return parts | {DOWN: down}
 
 
 def _quantized(weight: Tensor, hessian: Tensor, statistics: Statistics, settings: LossesSection) -> Quantized:
@@ -51,30 +50,18 @@ def _quantized(weight: Tensor, hessian: Tensor, statistics: Statistics, settings
 
     ordered = [bits for bits in settings.bits if settings.act_order and bits > 1]
     plain = [bits for bits in settings.bits if bits not in ordered]
-    found = []
+    parts = []
     for widths in (ordered, plain):
         if widths:
             order, work = act_order(hessian) if widths is ordered else (None, hessian)
             factor = factorize(work, settings.damping)
-            _note(statistics, factor, settings.damping)
-            importance = _importance(factor, order) if settings.clip == "mse" else None
-            found.append(rounded(weight, factor.unit_upper, settings, widths, importance, order))
-    return found[0] if len(found) == 1 else by_width(found, settings.bits)
-
-
-def _importance(factor: Factor, order: Tensor | None) -> Tensor:
-    """What the square of each column's error counts in clipping, [E, K], columns as they lie."""
-    return factor.pivots if order is None else factor.pivots.gather(1, order.argsort(-1))
-
-
-def _note(statistics: Statistics, factor: Factor, damping: float) -> None:
-    """Record what the factorization of each expert fell back to."""
-    for index, note in enumerate(statistics.notes):
-        note.add(
-            rounded=bool(factor.failed[index]),
-            raised_damping=float(factor.damping[index]) > damping and not bool(factor.failed[index]),
-            float64=bool(factor.float64[index]),
-        )
+            for index, note in enumerate(statistics.notes):
+                note.add(**factor.fallbacks(index, settings.damping))
+            importance = None
+            if settings.clip == "mse":  # columns as they lie
+                importance = factor.pivots if order is None else factor.pivots.gather(1, order.argsort(-1))
+            parts.append(rounded(weight, factor.unit_upper, settings, widths, importance, order))
+    return parts[0] if len(parts) == 1 else by_width(parts, settings.bits)
 
 
 def memory(sizes: BatchSizes) -> list[int]:

@@ -1,6 +1,6 @@
 """Replicas and losses of all experts of one layer, in memory-bounded batches of experts.
 
-Letters: T tokens, E experts, e experts of one batch, H hidden size, I intermediate size, B bit widths.
+Letters: E experts, N output rows, K inputs of a matrix.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def quantize_layer(
 ) -> LayerResult:
     """Replicas of every expert at every width and what each one loses on held-out tokens.
 
-    weights: {projection: [E, rows, inputs]} of the layer's projections; biases: {projection: [E, rows]}, which stay as
-    they are. Of config.methods one at most is stored. Raises QuantizationError naming layer and expert when a loss is
-    not a number, or when a method's result cannot be stored.
+    weights: {projection: [E, N, K]} of the layer's projections; biases: {projection: [E, N]}, which stay as they are.
+    Of config.methods one at most is stored. Raises QuantizationError naming layer and expert when a loss is not a
+    number, or when a method's result cannot be stored.
     """
     layer, quantizers = inputs.layer, [QUANTIZERS.get(method) for method in config.methods]
     kept = [quantizer for quantizer in quantizers if quantizer.stored]
@@ -65,7 +65,7 @@ def quantize_layer(
             math=math,
         )
         candidates: dict[str, Candidate] = {}
-        for quantizer in sorted(quantizers, key=lambda one: not one.stored):
+        for quantizer in sorted(quantizers, key=lambda quantizer: not quantizer.stored):
             candidates[quantizer.name] = _candidate(quantizer, tokens, batch, layer, config)
             if quantizer.stored:
                 _keep(candidates[quantizer.name].packed, slab, stacks)
@@ -111,9 +111,9 @@ def made_on_demand(
 ) -> dict[str, PackedWeight]:
     """Some matrices of one expert at one width, by a method whose replicas are not stored; weights: [N, K] float32."""
     wanted = config.model_copy(update={"bits": [bits]})
-    made = QUANTIZERS.get(method).quantize({name: one[None] for name, one in weights.items()}, None, wanted)
+    made = QUANTIZERS.get(method).quantize({name: matrix[None] for name, matrix in weights.items()}, None, wanted)
     packed = packed_batch(made, config, [bits], method=method, layer=layer, experts=[expert])
-    return {name: one[bits].map(lambda part: part[0]) for name, one in packed.items()}
+    return {name: widths[bits].map(lambda part: part[0]) for name, widths in packed.items()}
 
 
 def expert_batches(layer: ExpertLayer, config: LossesSection, device: torch.device | str = "cpu") -> Iterator[slice]:

@@ -1,12 +1,13 @@
 """What one layer is quantized and measured on: its tokens, as they are routed, and its experts, some at a time.
 
-Letters: T tokens, E experts, e experts of one batch, H hidden size, I intermediate size.
+Letters: T tokens, n some of them, k experts a token, e experts of one batch, H hidden size, N output rows and K inputs
+of a matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
+from moeq.quantizers.training_rows import evenly
 from moeq.recipe import LossesSection
 
 SAMPLE_TOKENS = 1024  # of a layer's tokens, run through every expert for what a rarely routed one borrows
@@ -37,6 +39,7 @@ class RoutedTokens:
 
     @classmethod
     def of(cls, inputs: LayerInputs, config: LossesSection) -> RoutedTokens:
+        """Split by sequence; QuantizationError where one of the two sides has no tokens."""
         hidden = inputs.hidden.float()
         stride = heldout_stride(config.heldout_fraction)
         heldout = (inputs.sequence % stride == stride - 1).to(hidden.device)
@@ -71,12 +74,12 @@ class RoutedTokens:
         """The expert's inputs [n, H]: its own tokens, or all calibration tokens where the recipe says so."""
         side = self.heldout if heldout else ~self.heldout
         chosen = self.experts == expert
-        mine = side if self.everyone and not heldout else chosen.any(1) & side
+        rows = side if self.everyone and not heldout else chosen.any(1) & side
         if self.scores is None:
-            return self.hidden[mine]
+            return self.hidden[rows]
         own = (self.scores * chosen).sum(1)
         scale = torch.where(chosen.any(1), own, self.scores.mean(1))
-        return self.hidden[mine] * scale[mine].unsqueeze(1)
+        return self.hidden[rows] * scale[rows].unsqueeze(1)
 
     def squared_weights(self, expert: int) -> Tensor:
         """Squared weight [n] that multiplies the expert's output at each of its held-out tokens, as `routed` has them.
@@ -84,15 +87,15 @@ class RoutedTokens:
         Without any, the mean over all that the layer's experts were given.
         """
         chosen = self.experts == expert
-        mine = (self.weights * chosen).sum(1).square()[chosen.any(1) & self.heldout]
-        return mine if len(mine) else self.weights.square().mean().reshape(1)
+        squared = (self.weights * chosen).sum(1).square()[chosen.any(1) & self.heldout]
+        return squared if len(squared) else self.weights.square().mean().reshape(1)
 
     @cached_property
     def shared(self) -> Tensor:
         """Mean of x x^T over the calibration tokens, [H, H]."""
-        mine = (~self.heldout).nonzero().squeeze(1)
-        parts = mine.split(part_rows(self.hidden.shape[1]))
-        return sum_of_products(_weighed(self.hidden, self.scores, part) for part in parts) / len(mine)
+        rows = (~self.heldout).nonzero().squeeze(1)
+        parts = rows.split(part_rows(self.hidden.shape[1]))
+        return sum_of_products(_weighed(self.hidden, self.scores, part) for part in parts) / len(rows)
 
 
 def _weighed(hidden: Tensor, scores: Tensor | None, rows: Tensor) -> Tensor:
@@ -106,15 +109,13 @@ def heldout_stride(fraction: float) -> int:
 
 
 def thin(rows: Tensor, count: int) -> Tensor:
-    """At most `count` rows, evenly spaced."""
-    if len(rows) <= count:
-        return rows
-    return rows[torch.arange(count, device=rows.device) * len(rows) // count]
+    """At most `count` of the rows [n, ...], evenly spaced."""
+    return rows if len(rows) <= count else rows[evenly(len(rows), count).to(rows.device)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertBatch:
-    """A batch of experts: matrices [e, rows, inputs] and biases [e, rows] in float32, what else they compute."""
+    """A batch of experts: matrices [e, N, K] and biases [e, N] in float32, what else they compute."""
 
     which: slice
     weights: dict[str, Tensor]
@@ -122,10 +123,17 @@ class ExpertBatch:
     math: ExpertMath
 
     def one(self, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Matrices and biases of one expert of the batch."""
+        """Matrices [N, K] and biases [N] of one expert of the batch."""
         return tuple({name: stack[index] for name, stack in of.items()} for of in (self.weights, self.biases))  # type: ignore[return-value]
 
+    def some(self, which: slice) -> ExpertBatch:
+        """Some of the experts, by their places in the batch: matrices [e, N, K]."""
+        weights, biases = ({name: stack[which] for name, stack in of.items()} for of in (self.weights, self.biases))
+        numbers = self.numbers()[which]
+        return replace(self, which=slice(numbers.start, numbers.stop), weights=weights, biases=biases)
+
     def numbers(self) -> range:
+        """The experts' numbers in the layer."""
         return range(self.which.start, self.which.stop)
 
 
@@ -141,7 +149,7 @@ def row_bytes(layer: ExpertLayer, rows: int) -> int:
 
 
 def sum_of_products(parts: Iterable[Tensor]) -> Tensor:
-    """Sum [K, K] of x x^T over rows that come in parts [n, K], at least one."""
+    """Sum [K, K] of x x^T over rows that come in parts [n, K], at least one part."""
     rest = iter(parts)
     first = next(rest)
     total = first.T @ first

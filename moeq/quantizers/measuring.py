@@ -6,7 +6,7 @@ Letters: n rows of one expert, H hidden size, I intermediate size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def measured(
         "heldout_tokens": exact.own_tokens,
         "measured_on": "heldout" if exact.enough else "borrowed",
     }
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for method, candidate in candidates.items():
         packed, note = candidate.packed, candidate.notes[index]
         for bits in config.bits:
@@ -63,15 +63,16 @@ def measured(
                 name: packed[name][bits].map(lambda part: part[index].to(exact.rows.device))
                 for name in layer.projections
             }
-            beyond = {name: beyond_float16(one.scales) for name, one in stored.items()}
-            values = {name: one.dequantize() for name, one in stored.items()}
+            beyond = {name: beyond_float16(weight.scales) for name, weight in stored.items()}
+            values = {name: weight.dequantize() for name, weight in stored.items()}
             for projection, output in exact.outputs(values, config.per_projection):
                 names = layer.projections if projection == WHOLE else (projection,)
+                lacks = dict.fromkeys(what for name in names for what in beyond[name])
                 row = common | {
                     "projection": projection,
                     "method": method,
                     "bits": bits,
-                    "fallback": "+".join([*note.fallback, *_union(beyond[name] for name in names)]) or "none",
+                    "fallback": "+".join([*note.fallback, *lacks]) or "none",
                     "bytes": sum(stored[name].nbytes for name in names),
                     "hessian_trace": _trace(note, names),
                 }
@@ -82,8 +83,8 @@ def measured(
                         where=f"{layer.name}, expert {expert}, {projection}",
                         do="use dtype: float32 or raise losses.damping",
                     )
-                found.append(row | losses)
-    return found
+                rows.append(row | losses)
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +136,8 @@ class _Exact:
         yield WHOLE, self.math.output(gate(replaced), values[DOWN], bias)
         if per_projection:
             for name in replaced:
-                one = gate({**self.products, name: replaced[name]})
-                yield name, self.math.output(one, self.weights[DOWN], bias)
+                inner = gate({**self.products, name: replaced[name]})
+                yield name, self.math.output(inner, self.weights[DOWN], bias)
             yield DOWN, self.math.output(self.inner, values[DOWN], bias)
 
     def losses(self, output: Tensor) -> dict[str, float] | None:
@@ -151,10 +152,6 @@ class _Exact:
             "relative_loss": loss / self.energy if self.energy > 0 else 0.0,
             "weighted_loss": float((self.squared * errors).mean()),
         }
-
-
-def _union(of: Iterable[list[str]]) -> list[str]:
-    return list(dict.fromkeys(name for names in of for name in names))
 
 
 def _trace(note: Note, names: Sequence[str]) -> float | None:

@@ -4,7 +4,7 @@ A linear needs no rows, only sums over them: H = sum x x^T over calibration rows
 rows, from which the error of its output follows: sum |dW x|^2 = tr(dW H dW^T). Linears that are given the same tensor
 (q, k and v) share both, and one factor.
 
-Letters: T rows of all batches, N output rows, K inputs.
+Letters: B sequences of a batch, S tokens of a sequence, T rows of all batches, N output rows, K inputs.
 """
 
 from __future__ import annotations
@@ -72,19 +72,19 @@ class InputSums:
 def split_rows(inputs: Tensor, batch: Batch, heldout: Tensor) -> tuple[Tensor, Tensor] | None:
     """Calibration rows and held-out rows [T, K] of a linear's inputs, pads taken out; None when no shape fits.
 
-    inputs: [B, ..., S, ..., K], [B*S, ..., K] or, in a batch without pads, [B, anything, K]; heldout: [sequences] bool.
+    inputs: [B, ..., S, ..., K], [B*S, ..., K] or, in a batch without pads, [B, ..., K]; heldout: bool, by the numbers
+    of all sequences.
     """
     rows, length = batch.mask.shape
     if inputs.dim() >= 4 and inputs.shape[0] == rows and length in inputs.shape[1:-1]:
         inputs = inputs.movedim(1 + inputs.shape[1:-1].index(length), 1)
-    mine = heldout[batch.sequences].unsqueeze(1).expand_as(batch.mask)
-    real = batch.mask.bool()
+    keep, held = batch.mask.bool(), heldout[batch.sequences].unsqueeze(1).expand_as(batch.mask)
     if inputs.dim() >= 3 and tuple(inputs.shape[:2]) == (rows, length):
-        keep, held = real, mine
+        pass
     elif inputs.dim() >= 2 and inputs.shape[0] == rows * length:
-        keep, held = real.reshape(-1), mine.reshape(-1)
-    elif inputs.dim() >= 3 and inputs.shape[0] == rows and bool(real.all()):
-        keep, held = real[:, 0], mine[:, 0]
+        keep, held = keep.reshape(-1), held.reshape(-1)
+    elif inputs.dim() >= 3 and inputs.shape[0] == rows and bool(keep.all()):
+        keep, held = keep[:, 0], held[:, 0]
     else:
         return None
     sides = ((keep & ~held).to(inputs.device), (keep & held).to(inputs.device))
@@ -115,17 +115,17 @@ class Listener:
         """The sums of a block's linears, which are forgotten here."""
         self._recent.clear()
         names = [name for name in self._sums if self.modules[name].block == block]
-        found = {name: self._sums.pop(name) for name in names}
-        for name, sums in found.items():
+        taken = {name: self._sums.pop(name) for name in names}
+        for name, sums in taken.items():
             if self._given.pop(name) != sums.additions:
-                found[name] = replace(sums, problem=UNEVEN)
-        return found
+                taken[name] = replace(sums, problem=UNEVEN)
+        return taken
 
     def _see(self, name: str, given: tuple[Any, ...]) -> None:
         """Add up one call's inputs; a linear that is given what another was given before shares that one's sums."""
         inputs: Tensor = given[0]
         seen = self._recent.setdefault(id(current_batch()), [])
-        seen[:] = [one for one in seen if one[0]() is not None]
+        seen[:] = [(ref, version, sums) for ref, version, sums in seen if ref() is not None]
         match = next((sums for ref, version, sums in seen if ref() is inputs and version == inputs._version), None)
         sums = self._sums.get(name)
         if sums is None:
@@ -171,11 +171,9 @@ def quantize_linears(
 
     weight: a module's weight [N, K]. Raises QuantizationError when weights or inputs are not finite.
     """
-    waiting = list(modules)
     order = {id(group): place for place, group in enumerate(sums.values())}
-    waiting.sort(key=lambda one: order.get(id(sums.get(one[0].name)), -1))
     last: tuple[InputSums, float, Factor] | None = None
-    for module, grid in waiting:
+    for module, grid in sorted(modules, key=lambda pair: order.get(id(sums.get(pair[0].name)), -1)):
         group = sums.get(module.name)
         _check_finite(module.name, weight(module.name), group)
         factor = None
@@ -195,32 +193,44 @@ def _check_finite(name: str, weight: Tensor, group: InputSums | None) -> None:
 
 
 def _linear(name: str, weight: Tensor, group: InputSums | None, factor: Factor | None, grid: Grid) -> Result:
-    parts, error, energy = [], 0.0, 0.0
-    measured = group is not None and group.heldout_rows > 0 and not group.problem
-    for start in range(0, len(weight), ROWS_AT_ONCE):
-        exact = weight[start : start + ROWS_AT_ONCE].float()
-        packed = _packed(name, exact, factor, grid)
-        parts.append(packed.map(lambda part: part.cpu()))
-        if measured and group is not None:
-            off = packed.dequantize()[0] - exact
-            error += float(((off @ group.heldout) * off).sum(dtype=torch.float64))
-            energy += float(((exact @ group.heldout) * exact).sum(dtype=torch.float64))
+    def energy(part: Tensor, rows: slice) -> float:
+        return float(((part @ group.heldout) * part).sum(dtype=torch.float64)) if group is not None else 0.0
+
     row = {
-        "relative_error": error / energy if energy > 0 else None,
         "calibration_rows": 0 if group is None else group.calibration_rows,
         "heldout_rows": 0 if group is None else group.heldout_rows,
         "fallback": _fallback(group, factor, grid),
     }
-    return _result(parts, row)
+    measured = group is not None and group.heldout_rows > 0 and not group.problem
+    return _quantized(name, weight, factor, grid, row, energy if measured else None)
 
 
-def _result(parts: list[PackedWeight], row: dict[str, Any]) -> Result:
-    """Rows that were packed apart, as one; what the scales lack is added to the fallback."""
-    packed = joined(parts, 1)
-    beyond = beyond_float16(packed.scales)
+def _quantized(
+    name: str,
+    weight: Tensor,
+    factor: Factor | None,
+    grid: Grid,
+    row: dict[str, Any],
+    energy: Callable[[Tensor, slice], float] | None,
+) -> Result:
+    """A weight packed some rows at a time; what the scales lack is added to the row's fallback.
+
+    energy: of the outputs of some rows' weights, or of their errors [n, K], and which rows these are; None: not known.
+    """
+    parts, error, total = [], 0.0, 0.0
+    for start in range(0, len(weight), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        exact = weight[rows].float()
+        packed = _packed(name, exact, factor, grid)
+        parts.append(packed.map(lambda part: part.cpu()))
+        if energy is not None:
+            error += energy(packed.dequantize()[0] - exact, rows)
+            total += energy(exact, rows)
+    whole = joined(parts, 1)
+    beyond = beyond_float16(whole.scales)
     if beyond:
         row["fallback"] = "+".join([name for name in [row["fallback"]] if name != "none"] + beyond)
-    return Result(packed=packed, row=row)
+    return Result(packed=whole, row={"relative_error": error / total if total > 0 else None, **row})
 
 
 def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str:
@@ -231,12 +241,7 @@ def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str
         return f"rounded+{group.problem}"
     if factor is None:
         return "rounded+no_tokens"
-    found = {
-        "rounded": bool(factor.failed[0]),
-        "raised_damping": float(factor.damping[0]) > grid.damping and not bool(factor.failed[0]),
-        "float64": bool(factor.float64[0]),
-    }
-    return "+".join(name for name, here in found.items() if here) or "none"
+    return "+".join(name for name, so in factor.fallbacks(0, grid.damping).items() if so) or "none"
 
 
 def _packed(name: str, weight: Tensor, factor: Factor | None, grid: Grid) -> PackedWeight:
@@ -254,20 +259,15 @@ def _packed(name: str, weight: Tensor, factor: Factor | None, grid: Grid) -> Pac
 
 @torch.no_grad()
 def quantize_embedding(name: str, weight: Tensor, looked_up: Tensor, grid: Grid) -> Result:
-    """Min-max rounding of an embedding [N, K], row by row; looked_up: [N] how often held-out text looks a row up."""
+    """Min-max rounding of an embedding [N, K], row by row; looked_up: [N] how often held-out text looks a row up.
+
+    Raises QuantizationError when weights are not finite.
+    """
     _check_finite(name, weight, None)
-    parts, error, energy = [], 0.0, 0.0
-    for start in range(0, len(weight), ROWS_AT_ONCE):
-        exact = weight[start : start + ROWS_AT_ONCE].float()
-        packed = _packed(name, exact, None, grid)
-        parts.append(packed.map(lambda part: part.cpu()))
-        times = looked_up[start : start + ROWS_AT_ONCE].to(exact.device, torch.float64)
-        error += float((packed.dequantize()[0] - exact).square().sum(1, dtype=torch.float64) @ times)
-        energy += float(exact.square().sum(1, dtype=torch.float64) @ times)
-    row = {
-        "relative_error": error / energy if energy > 0 else None,
-        "calibration_rows": 0,
-        "heldout_rows": int(looked_up.sum()),
-        "fallback": "none",
-    }
-    return _result(parts, row)
+
+    def energy(part: Tensor, rows: slice) -> float:
+        times = looked_up[rows].to(part.device, torch.float64)
+        return float(part.square().sum(1, dtype=torch.float64) @ times)
+
+    row = {"calibration_rows": 0, "heldout_rows": int(looked_up.sum()), "fallback": "none"}
+    return _quantized(name, weight, None, grid, row, energy)

@@ -100,7 +100,7 @@ class Quantizer:
     @property
     def knows_hessians(self) -> bool:
         """Whether the traces of Hessians stand in its rows of the loss table."""
-        return any(one.needs == "hessians" for one in self.chain())
+        return any(part.needs == "hessians" for part in self.chain())
 
     def refusal(self, settings: LossesSection) -> str | None:
         """What of a section it cannot do, a message that begins with the key."""
@@ -110,8 +110,7 @@ class Quantizer:
         grid = settings.symmetric_range if settings.symmetric else "asymmetric"
         if grid not in self.grids:
             key = "symmetric_range" if settings.symmetric else "symmetric"
-            found = ", ".join(self.grids)
-            return f"{key}: {grid} cannot go with {self.name}, which makes {found} grids"
+            return f"{key}: {grid} cannot go with {self.name}, which makes {', '.join(self.grids)} grids"
         if self.group_sizes is not None and settings.group_size not in self.group_sizes:
             return f"group_size: {self.name} takes {', '.join(map(str, self.group_sizes))}"
         return None
@@ -124,4 +123,4 @@ def on_demand(names: Iterable[str]) -> bool:
 
 def label(name: str) -> str:
     """What reports call a quantizer; its name where the package that brought it is gone."""
-    return next((one.label for one in QUANTIZERS if one.name == name), name)
+    return next((quantizer.label for quantizer in QUANTIZERS if quantizer.name == name), name)

@@ -1,6 +1,6 @@
 """Refining one layer: packed replicas in, packed replicas out, and how the layer's experts move its output.
 
-Letters: T tokens, t some of them, H hidden size, E experts, n experts of one width.
+Letters: T tokens, t some of them, H hidden size, E experts, N output rows, K inputs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.signround_layer import (
+    Layer,
     LayerTokens,
     WidthCodes,
     Widths,
-    add_output,
     quantized_widths,
     sign_round_layer,
 )
@@ -40,7 +40,7 @@ class LayerJob:
     """One layer: what its experts are given, and what they are.
 
     behind: [T, H] what its output should be more than exact experts make it (None: nothing); weights: {projection: [E,
-    rows, inputs]} and biases {projection: [E, rows]}, exact; bits: of every expert, or of each of its matrices, 16 for
+    N, K]} and biases {projection: [E, N]}, exact; bits: of every expert, or of each of its matrices, 16 for
     one that stays as it is.
     """
 
@@ -53,14 +53,17 @@ class LayerJob:
     group_size: int
     symmetric: bool
 
-    def tokens(self) -> LayerTokens:
-        return LayerTokens(
+    def layer(self) -> Layer:
+        """What training leaves as it is."""
+        tokens = LayerTokens(
             hidden=self.inputs.hidden.float(),
             experts=self.inputs.experts,
             weights=self.inputs.weights,
             correction=self.behind,
             scales_inputs=self.inputs.layer.kind.scales_inputs,
         )
+        biases = {name: stack.float() for name, stack in self.biases.items()}
+        return Layer(tokens=tokens, weights=self.weights, biases=biases, math=self.math)
 
 
 @torch.no_grad()
@@ -73,11 +76,8 @@ def refine_layer(
     """
     device = job.inputs.hidden.device
     memory = working_memory(section.working_memory, device)
-    found = sign_round_layer(
-        job.tokens(),
-        job.weights,
-        job.biases,
-        job.math,
+    trained = sign_round_layer(
+        job.layer(),
         bits=job.bits,
         group_size=job.group_size,
         symmetric=job.symmetric,
@@ -85,19 +85,18 @@ def refine_layer(
         start=[_codes(start, job.bits, width, device) for width in quantized_widths(job.bits)],
     )
     packed: dict[int, dict[str, PackedWeight]] = {}
-    for part in found:
+    for part in trained:
         stacks = {}
         for name, codes in part.matrices.items():
             places = [f"{job.inputs.layer.name}, expert {expert}, {name}" for expert in part.experts]
             with stored_as("refine", places.__getitem__):
                 stacks[name] = PackedWeight.of(codes, codes.bits[0], job.symmetric)
         for place, expert in enumerate(part.experts):
-            packed[expert] = {name: _one(stack, place) for name, stack in stacks.items()}
+            packed[expert] = {
+                name: stack.map(lambda part: part[place].cpu().clone())  # noqa: B023
+                for name, stack in stacks.items()
+            }
     return dict(sorted(packed.items()))
-
-
-def _one(stack: PackedWeight, place: int) -> PackedWeight:
-    return stack.map(lambda part: part[place].cpu().clone())
 
 
 def _codes(start: Mapping[int, Packed], bits: tuple[Widths, ...], width: Widths, device: torch.device) -> WidthCodes:
@@ -107,7 +106,7 @@ def _codes(start: Mapping[int, Packed], bits: tuple[Widths, ...], width: Widths,
 
     def stacked(name: str) -> Quantized:
         alone = (start[expert][name].map(lambda part: part.unsqueeze(0).to(device)) for expert in experts)
-        return join([one.unpacked() for one in alone])
+        return join([weight.unpacked() for weight in alone])
 
     return WidthCodes(bits=width, experts=experts, matrices={name: stacked(name) for name in names})
 
@@ -123,17 +122,16 @@ class Change:
             experts=job.inputs.experts[rows],
             weights=job.inputs.weights[rows],
         )
-        self._job = replace(job, inputs=inputs, behind=None, biases={k: v.float() for k, v in job.biases.items()})
-        self._tokens = self._job.tokens()
-        self.total = torch.zeros_like(self._tokens.hidden)
+        self._layer = replace(job, inputs=inputs, behind=None).layer()
+        self.total = torch.zeros_like(self._layer.tokens.hidden)
 
     @torch.no_grad()
     def add(self, expert: int, new: Mapping[str, Tensor]) -> None:
-        """Count one expert's new matrices {projection: [rows, inputs]}; the job still has the exact ones."""
-        old = {name: stack[expert] for name, stack in self._job.weights.items()}
+        """Count one expert's new matrices {projection: [N, K]}; the job still has the exact ones."""
+        old = {name: stack[expert] for name, stack in self._layer.weights.items()}
         for matrices, factor in ((new, 1), (old, -1)):
             there = {name: matrix.to(self.total) for name, matrix in matrices.items()}
-            add_output(self._tokens, expert, there, self._job.biases, self._job.math, total=self.total, factor=factor)
+            self._layer.add_output(expert, there, self.total, factor)
 
 
 def link_of(moved: Tensor, changed: Tensor) -> float | None:

@@ -36,17 +36,17 @@ def rounded(
 
     if not settings.nested or not set(bits) & set(NESTED_BITS):
         return alone(bits)
-    found = [nested.quantize(weight, factor, group_size=group, symmetric=symmetric, importance=importance)]
+    parts = [nested.quantize(weight, factor, group_size=group, symmetric=symmetric, importance=importance)]
     others = [width for width in bits if width not in NESTED_BITS]
     if others:
-        found.append(alone(others))
-    return by_width(found, bits)
+        parts.append(alone(others))
+    return by_width(parts, bits)
 
 
-def by_width(found: Sequence[Quantized], bits: Sequence[int]) -> Quantized:
+def by_width(parts: Sequence[Quantized], bits: Sequence[int]) -> Quantized:
     """Results at some widths each, as one at `bits`."""
-    places = [(one, one.bits.index(width)) for width in bits for one in found if width in one.bits]
+    places = [(part, part.bits.index(width)) for width in bits for part in parts if width in part.bits]
     codes, scale, zero = (
-        torch.stack([getattr(one, part)[:, index] for one, index in places], 1) for part in ("codes", "scale", "zero")
+        torch.stack([getattr(part, name)[:, index] for part, index in places], 1) for name in ("codes", "scale", "zero")
     )
-    return replace(places[0][0], codes=codes, scale=scale, zero=zero, bits=tuple(bits))
+    return replace(parts[0], codes=codes, scale=scale, zero=zero, bits=tuple(bits))

@@ -1,4 +1,7 @@
-"""rtn: rounding to nearest, without calibration: the same codes whenever they are needed."""
+"""rtn: rounding to nearest, without calibration: the same codes whenever they are needed.
+
+Letters: E experts, N output rows, K inputs.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ LARGEST_IN_HEAP = 32 << 20  # glibc maps what is larger by itself, and gives it 
 
 
 def quantize(weights: dict[str, Tensor], statistics: object, settings: LossesSection) -> dict[str, Quantized]:
-    """Codes of the nearest values; with clip mse every weight's error counts alike."""
+    """Codes of the values nearest to {projection: [E, N, K]}; with clip mse every weight's error counts alike."""
     from moeq.quantizers.rounding import rounded
 
-    found = {}
+    made = {}
     for projection, weight in weights.items():
         importance = weight.new_ones(len(weight), weight.shape[2]) if settings.clip == "mse" else None
-        found[projection] = rounded(weight, None, settings, settings.bits, importance)
-    return found
+        made[projection] = rounded(weight, None, settings, settings.bits, importance)
+    return made
 
 
 def memory(sizes: BatchSizes) -> list[int]:
@@ -34,12 +37,12 @@ def memory(sizes: BatchSizes) -> list[int]:
 
     rows, inputs = sizes.layer.shape(DOWN)
     stack = sizes.experts * rows * inputs
-    one = stack * len(sizes.settings.bits)
+    codes = stack * len(sizes.settings.bits)
     share = resolved_group_size(inputs, sizes.settings.group_size) / inputs
-    before = (len(sizes.layer.projections) - 1) * one
+    before = (len(sizes.layer.projections) - 1) * codes
     packing = 20 * stack if sizes.gpu else stack
-    gaps = 0 if sizes.gpu else min(one, LARGEST_IN_HEAP) + min(int(4 * share * one), LARGEST_IN_HEAP)
-    return [before + 4 * stack + int((1 + 5 * share) * one) + gaps, before + one + packing]
+    gaps = 0 if sizes.gpu else min(codes, LARGEST_IN_HEAP) + min(int(4 * share * codes), LARGEST_IN_HEAP)
+    return [before + 4 * stack + int((1 + 5 * share) * codes) + gaps, before + codes + packing]
 
 
 QUANTIZER = Quantizer(

@@ -1,7 +1,11 @@
-"""signround: an expert's matrices trained together on its output, from GPTQ's codes (signround_expert.py)."""
+"""signround: an expert's matrices trained together on its output, from GPTQ's codes (signround_expert.py).
+
+Letters: E experts, N output rows, K inputs.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
@@ -21,17 +25,15 @@ class Settings(BaseModel):
 
 
 def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: LossesSection) -> dict[str, Quantized]:
-    """SignRound of a batch of experts, each of which draws rows of its own whatever the batch."""
+    """SignRound of a batch of experts, {projection: [E, N, K]}, each of which draws its own rows whatever the batch."""
     from moeq.quantizers.memory import working_memory
     from moeq.quantizers.signround_expert import Training, sign_round
-    from moeq.quantizers.training_rows import Rows
 
+    assert statistics.start is not None  # starts_from
     return sign_round(
-        lambda index: Rows(hidden=statistics.rows(index)),
+        statistics.rows,
         statistics.lent,
-        weights,
-        statistics.batch.biases,
-        statistics.batch.math,
+        replace(statistics.batch, weights=weights),
         bits=settings.bits,
         group_size=settings.group_size,
         symmetric=settings.symmetric,
@@ -41,7 +43,6 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
             working_memory=working_memory(settings.working_memory, statistics.lent.device),
         ),
         start=statistics.start,
-        numbers=statistics.batch.numbers(),
     )
 
 

@@ -1,11 +1,11 @@
 """SignRound: all matrices of an expert trained together on the expert's output, by signed gradient descent.
 
 After Cheng et al., arXiv 2309.05516, on the grids and in the storage of GPTQ. Deviations: an expert is trained alone,
-on the tokens routed to it, many experts at once; the start may be any codes, such as GPTQ's; the step that is kept is
+on the tokens routed to it, many experts at once; the start is any codes, such as GPTQ's; the step that is kept is
 the best on fixed rows, not on the step's own.
 
-Letters: E experts, n own rows of one expert, S lent rows, T rows an expert and step, C rows of a check, H hidden size,
-I intermediate size, K inputs, N output rows, G groups, B bit widths.
+Letters: E experts, n own rows of one expert, S lent rows, T rows an expert and step, H hidden size, K inputs, N output
+rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeq.models.experts import DOWN, ExpertMath
-from moeq.numerics import gptq
+from moeq.models.experts import DOWN
 from moeq.numerics.gptq import Quantized
+from moeq.quantizers.layer_data import ExpertBatch
 from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
-from moeq.quantizers.training_rows import SEED_STRIDE, Pool, Pools, Rows, evenly
+from moeq.quantizers.training_rows import SEED_STRIDE, Pool, Pools, evenly
 
 CHECK_ROWS = 512  # of an expert's own rows, and of the lent ones, on which the step to keep is chosen
 CLIP_UNITS = 3.0  # the largest code of 2 bits, up to which clips move as fast as offsets
@@ -33,16 +33,11 @@ WEIGHT_BYTES = 48  # a weight in training: itself, offsets and their bounds, rou
 class Training:
     """How experts are trained.
 
-    rate: the first step of the offsets in units of the grid, falling linearly to zero (None: 1/iterations, with which
-    an offset can come half a unit far); clip_rate: that of the clips (None: the same up to 2 bits, then falling with
-    the square of the largest code, since a clip moves all codes of its group); batch_rows: rows that an expert sees in
-    a step; lend: how many own rows the lent ones count for; working_memory: bytes of the tensors in training (one
-    expert is trained whatever it takes).
+    batch_rows: rows that an expert sees in a step; lend: how many own rows the lent ones count for; working_memory:
+    bytes of the tensors in training (one expert is trained whatever it takes).
     """
 
     iterations: int = 200
-    rate: float | None = None
-    clip_rate: float | None = None
     batch_rows: int = 512
     lend: float = 64
     seed: int = 0
@@ -53,62 +48,46 @@ class Training:
             raise ValueError("iterations and batch_rows must be at least 1, lend at least 0")
 
     def rates(self, iteration: int, top: float) -> tuple[float, float]:
-        """Steps of the offsets and of the clips of a grid whose largest code is `top`."""
-        rate = 1 / self.iterations if self.rate is None else self.rate
-        clip_rate = rate * min(1, CLIP_UNITS / top) ** 2 if self.clip_rate is None else self.clip_rate
+        """Steps of the offsets and of the clips of a grid whose largest code is `top`, falling linearly to zero.
+
+        Offsets start with 1/iterations of a unit of the grid, with which one can come half a unit far; clips with the
+        same up to 2 bits, then less with the square of the largest code, since a clip moves all codes of its group.
+        """
+        rate = 1 / self.iterations
         left = 1 - iteration / self.iterations
-        return rate * left, clip_rate * left
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Experts:
-    """Matrices [E, N, K] and biases [E, N] of the experts trained at once, what else they compute, and their rows."""
-
-    weights: dict[str, Tensor]
-    biases: dict[str, Tensor]
-    math: ExpertMath
-    pools: Pools
+        return rate * left, rate * min(1, CLIP_UNITS / top) ** 2 * left
 
 
 @torch.no_grad()
 def sign_round(
-    rows: Callable[[int], Rows],
+    rows: Callable[[int], Tensor],
     lent: Tensor,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
+    batch: ExpertBatch,
     *,
     bits: Sequence[int],
     group_size: int,
-    symmetric: bool = False,
-    training: Training | None = None,
-    start: dict[str, Quantized] | None = None,
-    numbers: Sequence[int] | None = None,
+    symmetric: bool,
+    training: Training,
+    start: dict[str, Quantized],
 ) -> dict[str, Quantized]:
-    """Codes and grids of all matrices of some experts, each expert trained as a whole at each width.
+    """Codes and grids of all matrices of a batch of experts, each expert trained as a whole at each width.
 
-    rows(index): what an expert is trained on, asked for once, when its turn comes; lent: [S, H] rows of the layer that
-    stand in where own ones are few; weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which stay as they
-    are; start: codes to begin with (None: rounding to nearest), of the same group size and symmetry; numbers: the
-    experts' numbers (None: 0, 1, ...), which with the seed decide what is drawn, so that batching does not.
+    rows(index): [n, H] what an expert is trained on, asked for once, when its turn comes; lent: [S, H] rows of the
+    layer that stand in where own ones are few; start: codes to begin with, of the same group size and symmetry. What is
+    drawn hangs on the experts' numbers and the seed, not on the batch.
 
     On the rows of the check (all of an expert's own and lent rows up to CHECK_ROWS of either, evenly spaced among
-    more) the weighted mean squared error is never above the start's. An expert without any rows keeps its start.
-    Raises ValueError for a start of another group size or without one of the widths.
+    more) the mean squared error, lent rows by their share, is never above the start's. An expert without any rows keeps
+    its start. Raises ValueError for a start of another group size or without one of the widths. Cheng et al., arXiv
+    2309.05516, Algorithm 1.
     """
-    training = training or Training()
-    start = start or {
-        name: gptq.quantize(weight, None, bits=bits, group_size=group_size, symmetric=symmetric)
-        for name, weight in weights.items()
-    }
     check_start(start, bits, group_size)
     parts: list[dict[str, Quantized]] = []
-    for which, pools in _chunks(rows, lent, weights, biases, math, training, numbers):
-        experts = _Experts(weights=_some(weights, which), biases=_some(biases, which), math=math, pools=pools)
+    for which, pools in _chunks(rows, lent, batch, training):
         begin = {name: select(codes, which) for name, codes in start.items()}
-        widths = [_train(experts, begin, width, symmetric, training) for width in bits]
-        parts.append({name: quantized([width[name] for width in widths], bits, group_size) for name in weights})
-    return {name: join([part[name] for part in parts]) for name in weights}
+        widths = [_train(batch.some(which), pools, begin, width, symmetric, training) for width in bits]
+        parts.append({name: quantized([width[name] for width in widths], bits, group_size) for name in batch.weights})
+    return {name: join([part[name] for part in parts]) for name in batch.weights}
 
 
 def check_start(start: dict[str, Quantized], bits: Sequence[int], group_size: int) -> None:
@@ -118,28 +97,16 @@ def check_start(start: dict[str, Quantized], bits: Sequence[int], group_size: in
             raise ValueError(f"the start has groups of {codes.group_size} and {codes.bits} bits")
 
 
-def _some(stacks: dict[str, Tensor], which: slice) -> dict[str, Tensor]:
-    return {name: stack[which].float() for name, stack in stacks.items()}
-
-
 def _chunks(
-    rows: Callable[[int], Rows],
-    lent: Tensor,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
-    training: Training,
-    numbers: Sequence[int] | None,
+    rows: Callable[[int], Tensor], lent: Tensor, batch: ExpertBatch, training: Training
 ) -> Iterator[tuple[slice, Pools]]:
     """Experts that are trained at once within the working memory (at least one), with their rows."""
-    count, hidden, inter = weights[DOWN].shape
-    each = sum(stack[0].numel() for stack in weights.values()) * WEIGHT_BYTES
-    each += 4 * (training.batch_rows + 2 * CHECK_ROWS) * (4 * hidden + (len(weights) + 3) * inter)
+    count, hidden, inter = batch.weights[DOWN].shape
+    each = sum(stack[0].numel() for stack in batch.weights.values()) * WEIGHT_BYTES
+    each += 4 * (training.batch_rows + 2 * CHECK_ROWS) * (4 * hidden + (len(batch.weights) + 3) * inter)
     first, used, pools = 0, 0, list[Pool]()
     for index in range(count):
-        which = slice(index, index + 1)
-        number = index if numbers is None else numbers[index]
-        pool = _pool(rows(index), lent, _some(weights, which), _some(biases, which), math, training, number)
+        pool = _pool(rows(index), lent, batch.some(slice(index, index + 1)), training)
         needed = each + 2 * pool.nbytes
         if pools and used + needed > training.working_memory:
             yield slice(first, index), Pools(pools)
@@ -149,62 +116,49 @@ def _chunks(
     yield slice(first, count), Pools(pools)
 
 
-def _pool(
-    rows: Rows,
-    lent: Tensor,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
-    training: Training,
-    number: int,
-) -> Pool:
+def _pool(rows: Tensor, lent: Tensor, expert: ExpertBatch, training: Training) -> Pool:
     """One expert's own rows and as many of the lent ones as their part of the draws is worth.
 
     Without either it gets a row that counts nothing, which moves nothing.
     """
-    own, usable = len(rows.hidden), len(lent) if training.lend > 0 else 0
+    own, usable = len(rows), len(lent) if training.lend > 0 else 0
     share = own / (own + training.lend) if usable else 1.0
     few = lent[evenly(len(lent), min(usable, max(MIN_LENT, round((1 - share) * usable)))).to(lent.device)]
-    hidden = torch.cat([rows.hidden.float(), few.float()])
-    counts = hidden.new_ones(own) if rows.weights is None else rows.weights.float()
-    counts = torch.cat([counts, (counts.mean() if own else counts.new_ones(())).expand(len(few))])
+    hidden = torch.cat([rows.float(), few.float()])
+    counts = hidden.new_ones(len(hidden))
     if not len(hidden):
         own, hidden, counts = 1, hidden.new_zeros(1, hidden.shape[1]), hidden.new_zeros(1)
-    target = _outputs(hidden.unsqueeze(0), weights, biases, math)[0]
-    if rows.correction is not None:
-        target[: len(rows.correction)] += rows.correction
     return Pool(
         hidden=hidden,
-        target=target,
+        target=_outputs(expert, expert.weights, hidden.unsqueeze(0))[0],
         weights=counts,
         own=own,
         own_share=share,
-        seed=training.seed * SEED_STRIDE + number,
+        seed=training.seed * SEED_STRIDE + expert.which.start,
     )
 
 
-def _outputs(hidden: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor], math: ExpertMath) -> Tensor:
-    """Rows [E, T, H] through their experts, [E, T, H]."""
-    shape = hidden.shape[:2]
+def _outputs(batch: ExpertBatch, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    """Rows [E, T, H] through their experts with other weights, [E, T, H]."""
+    shape, biases, finish = hidden.shape[:2], batch.biases, batch.math.finish
 
     def product(rows: Tensor, name: str) -> Tensor:
         """[E, T, K] by one matrix of every expert, one below the other as gates want them: [E*T, N]."""
         matrix = weights[name].mT
-        found = torch.baddbmm(biases[name].unsqueeze(1), rows, matrix) if name in biases else torch.bmm(rows, matrix)
-        return found.flatten(0, 1)
+        made = torch.baddbmm(biases[name].unsqueeze(1), rows, matrix) if name in biases else torch.bmm(rows, matrix)
+        return made.flatten(0, 1)
 
-    inner = math.gate({name: product(hidden, name) for name in weights if name != DOWN})
+    inner = batch.math.gate({name: product(hidden, name) for name in weights if name != DOWN})
     result = product(inner.unflatten(0, shape), DOWN)
-    finished: Tensor = result if math.finish is None else math.finish(result)
+    finished: Tensor = result if finish is None else finish(result)
     return finished.unflatten(0, shape)  # type: ignore[no-any-return]
 
 
 def _train(
-    experts: _Experts, start: dict[str, Quantized], bits: int, symmetric: bool, training: Training
+    batch: ExpertBatch, pools: Pools, start: dict[str, Quantized], bits: int, symmetric: bool, training: Training
 ) -> dict[str, State]:
     """The best state of every expert that is met in training at one width, {projection: state}."""
-    pools = experts.pools
-    grids = {name: TrainedGrid(weight, start[name], bits, symmetric) for name, weight in experts.weights.items()}
+    grids = {name: TrainedGrid(weight, start[name], bits, symmetric) for name, weight in batch.weights.items()}
     rows, counts = pools.check(CHECK_ROWS)
     draws = pools.draws()
     every = max(1, training.iterations // CHECKS)
@@ -213,29 +167,28 @@ def _train(
     for iteration in range(training.iterations + 1):
         values = {name: grid.round() for name, grid in grids.items()}
         if iteration % every == 0 or iteration == training.iterations:
-            loss = _loss(experts, values, rows, counts)
+            loss = _loss(batch, pools, values, rows, counts)
             better = loss < least if best else torch.ones_like(loss, dtype=torch.bool)
             least = torch.where(better, loss, least) if best else loss
             best = {name: _merge(better, grid.state(), best.get(name)) for name, grid in grids.items()}
         if iteration < training.iterations:
-            gradients = _gradients(experts, values, draws.next(training.batch_rows))
+            gradients = _gradients(batch, pools, values, draws.next(training.batch_rows))
             for grid, gradient in zip(grids.values(), gradients, strict=True):
                 grid.step(gradient, *training.rates(iteration, grid.top))
     return best
 
 
-def _loss(experts: _Experts, values: dict[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+def _loss(batch: ExpertBatch, pools: Pools, values: dict[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
     """Weighted squared error of every expert's output, [E]; rows [E, T] number the pools', counts [E, T] weigh them."""
-    pools = experts.pools
-    error = _outputs(pools.hidden[rows], values, experts.biases, experts.math) - pools.target[rows]
+    error = _outputs(batch, values, pools.hidden[rows]) - pools.target[rows]
     return (error.square().mean(-1) * counts).sum(-1)
 
 
-def _gradients(experts: _Experts, values: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, ...]:
+def _gradients(batch: ExpertBatch, pools: Pools, values: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, ...]:
     """Gradients of every expert's loss on its rows [E, T] in its matrices, in their order."""
     leaves = {name: value.requires_grad_() for name, value in values.items()}
     with torch.enable_grad():
-        loss = _loss(experts, leaves, rows, experts.pools.weights[rows])
+        loss = _loss(batch, pools, leaves, rows, pools.weights[rows])
         return torch.autograd.grad(loss.sum(), list(leaves.values()))
 
 

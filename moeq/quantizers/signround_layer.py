@@ -5,7 +5,7 @@ others of its tokens, and by the next layers (the correction of their tokens). B
 several answer a token; but the codes then belong together.
 
 Letters: E experts, T tokens, t tokens of one step, k experts a token, n rows of one expert, H hidden size, K inputs, N
-output rows, G groups.
+output rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moeq.models.experts import DOWN, ExpertMath
-from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
 from moeq.numerics.widths import FULL
@@ -55,27 +54,43 @@ class WidthCodes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """Everything about the layer that training leaves as it is: matrices [E, N, K] and biases [E, N] of all experts."""
+class Layer:
+    """What training leaves as it is: a layer's tokens, matrices {projection: [E, N, K]} and biases {projection: [E, N]}
+    of all its experts, biases in float32."""
 
     tokens: LayerTokens
     weights: dict[str, Tensor]
     biases: dict[str, Tensor]
     math: ExpertMath
-    rows: list[tuple[Tensor, Tensor]]  # of every expert: its tokens [n] and their routing weights [n]
+
+    def rows(self, expert: int) -> tuple[Tensor, Tensor]:
+        """An expert's tokens [n] and their routing weights [n]."""
+        chosen = self.tokens.experts == expert
+        rows = chosen.any(1).nonzero().squeeze(1)
+        return rows, (self.tokens.weights * chosen).sum(1)[rows].float()
 
     def output(self, expert: int, rows: Tensor, scale: Tensor, matrices: dict[str, Tensor]) -> Tensor:
-        """What an expert adds to the layer's output at some tokens [n], with matrices {projection: [N, K]}."""
+        """What an expert adds to the layer's output, [n, H], at some tokens [n], with matrices {projection: [N, K]}."""
         hidden = self.tokens.hidden[rows]
         scale = scale.unsqueeze(1)
         biases = {name: bias[expert] for name, bias in self.biases.items()}
         inner = self.math.intermediate(hidden * scale if self.tokens.scales_inputs else hidden, matrices, biases)
-        found = self.math.output(inner, matrices[DOWN], biases.get(DOWN))
-        return found if self.tokens.scales_inputs else found * scale
+        output = self.math.output(inner, matrices[DOWN], biases.get(DOWN))
+        return output if self.tokens.scales_inputs else output * scale
 
     def exact(self, expert: int, rows: Tensor, scale: Tensor) -> Tensor:
-        """The same with the expert's own matrices."""
+        """As `output` [n, H], with the expert's own matrices."""
         return self.output(expert, rows, scale, {name: stack[expert].float() for name, stack in self.weights.items()})
+
+    def add_output(self, expert: int, matrices: dict[str, Tensor], total: Tensor, factor: float = 1.0) -> None:
+        """Add `factor` times what an expert with matrices {projection: [N, K]} adds to the layer's output to [T, H]."""
+        for rows, scale in _blocks(self.rows(expert)):
+            total.index_add_(0, rows, self.output(expert, rows, scale, matrices), alpha=factor)
+
+
+def _blocks(rows: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """An expert's tokens and their routing weights, some at a time."""
+    return zip(*(part.split(BLOCK_ROWS) for part in rows), strict=True)
 
 
 class _Run:
@@ -83,7 +98,8 @@ class _Run:
 
     def __init__(
         self,
-        layer: _Layer,
+        layer: Layer,
+        rows: list[tuple[Tensor, Tensor]],
         experts: list[int],
         bits: Sequence[Widths],
         left: Tensor,
@@ -91,42 +107,37 @@ class _Run:
         symmetric: bool,
         training: Training,
     ) -> None:
-        """left: [T, H] what the outputs should be more than exact experts make them."""
-        self.layer, self.training, self.left = layer, training, left
+        """rows: of every expert, `Layer.rows`; left: [T, H] what the outputs should be more than exact experts make
+        them."""
+        self.layer, self.rows, self.training, self.left = layer, rows, training, left
         self.experts = sorted(experts, key=lambda expert: (rising(bits[expert]), expert))
         self.active = (
             torch.isin(layer.tokens.experts, torch.tensor(experts).to(left.device)).any(1).nonzero().squeeze(1)
         )
         self.target = left.clone()  # [T, H] of what these experts add
         for expert in experts:
-            for rows, scale in self._blocks(expert):
-                self.target.index_add_(0, rows, layer.exact(expert, rows, scale))
+            for some, scale in _blocks(rows[expert]):
+                self.target.index_add_(0, some, layer.exact(expert, some, scale))
         self.grids: list[dict[str, TrainedGrid]] = []  # width by width, as `experts` are
         for part in sorted(start, key=lambda part: rising(part.bits)):
             chosen = [expert for expert in self.experts if bits[expert] == part.bits]
             places = [part.experts.index(expert) for expert in chosen]
             if chosen:
+                widths = dict(zip(layer.weights, of_each(part.bits, layer.weights), strict=True))
                 self.grids.append(
                     {
                         name: TrainedGrid(
-                            stack[chosen].float(), select(part.matrices[name], places), bits_of, symmetric
+                            stack[chosen].float(), select(part.matrices[name], places), widths[name], symmetric
                         )
-                        for (name, stack), bits_of in zip(
-                            layer.weights.items(), of_each(part.bits, layer.weights), strict=True
-                        )
+                        for name, stack in layer.weights.items()
                     }
                 )
         self.deck = Deck(len(self.active), training.seed * SEED_STRIDE + experts[0])
 
-    def _blocks(self, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """An expert's tokens and their routing weights, some at a time."""
-        rows, scale = self.layer.rows[expert]
-        yield from zip(rows.split(BLOCK_ROWS), scale.split(BLOCK_ROWS), strict=True)
-
     def train(self) -> dict[int, dict[str, State]]:
         """The best states met in training, {expert: {projection: state [1, ...]}}."""
         check = self.active[evenly(len(self.active), min(len(self.active), CHECK_TOKENS)).to(self.active.device)]
-        pairs = sum(len(self.layer.rows[expert][0]) for expert in self.experts)
+        pairs = sum(len(self.rows[expert][0]) for expert in self.experts)
         count = round(self.training.batch_rows * len(self.experts) * len(self.active) / max(pairs, 1))
         every = max(1, self.training.iterations // CHECKS)
         least = float("inf")
@@ -169,74 +180,60 @@ class _Run:
             matrices = {
                 name: decode(codes[0], scale[0], zero[0], group_size) for name, (codes, scale, zero) in own.items()
             }
-            for rows, scale in self._blocks(expert):
+            for rows, scale in _blocks(self.rows[expert]):
                 missing = self.layer.exact(expert, rows, scale) - self.layer.output(expert, rows, scale, matrices)
                 self.left.index_add_(0, rows, missing)
 
 
 def _by_expert(values: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Stacks of each width as {projection: [N, K]} of each expert."""
-    found = []
-    for of in values:
-        parts = {name: stack.unbind(0) for name, stack in of.items()}
-        found += [dict(zip(parts, own, strict=True)) for own in zip(*parts.values(), strict=True)]
-    return found
+    return [dict(zip(of, own, strict=True)) for of in values for own in zip(*of.values(), strict=True)]
 
 
 def _apart(best: list[dict[str, State]]) -> list[dict[str, State]]:
     """States of each width as those of each expert, [1, ...]."""
+
+    def alone(state: State, index: int) -> State:
+        codes, scale, zero = (part[index : index + 1] for part in state)
+        return codes, scale, zero
+
     return [
-        {name: _one(state, index) for name, state in of.items()} for of in best for index in range(len(of[DOWN][0]))
+        {name: alone(state, index) for name, state in of.items()} for of in best for index in range(len(of[DOWN][0]))
     ]
-
-
-def _one(state: State, index: int) -> State:
-    codes, scale, zero = (part[index : index + 1] for part in state)
-    return codes, scale, zero
 
 
 @torch.no_grad()
 def sign_round_layer(
-    tokens: LayerTokens,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
+    layer: Layer,
     *,
     bits: Sequence[Widths],
     group_size: int,
-    symmetric: bool = False,
-    training: Training | None = None,
-    start: Sequence[WidthCodes] | None = None,
+    symmetric: bool,
+    training: Training,
+    start: Sequence[WidthCodes],
 ) -> list[WidthCodes]:
     """Codes and grids of a layer's experts, each at its own width, width by width in ascending order.
 
-    weights: {projection: [E, N, K]}; biases: {projection: [E, N]}, which stay as they are; bits: of every expert, or of
-    each of its matrices, 16 for one that is not quantized; start: the codes to begin with, as they are returned (None:
-    rounding to nearest).
+    bits: of every expert, or of each of its matrices, 16 for one that is not quantized; start: the codes to begin with,
+    as they are returned.
+
     Training.batch_rows is the mean over experts; lend is not used: an expert without tokens keeps its start. As many
     experts as fit into the working memory are trained at once; the next ones then answer for what these get wrong. On
     evenly spaced tokens the output's mean squared error is never above the start's. Raises ValueError for a start of
     another group size or of other experts.
     """
-    training = training or Training()
-    start = _rounded(weights, bits, group_size, symmetric) if start is None else start
     _check_start(start, bits, group_size)
-    layer = _Layer(
-        tokens=tokens,
-        weights=weights,
-        biases={name: stack.float() for name, stack in biases.items()},
-        math=math,
-        rows=[_rows(tokens, expert) for expert in range(len(bits))],
-    )
-    left = torch.zeros_like(tokens.hidden) if tokens.correction is None else tokens.correction.float().clone()
-    found: dict[Widths, list[tuple[int, dict[str, State]]]] = {width: [] for width in quantized_widths(bits)}
+    rows = [layer.rows(expert) for expert in range(len(bits))]
+    hidden, correction = layer.tokens.hidden, layer.tokens.correction
+    left = torch.zeros_like(hidden) if correction is None else correction.float().clone()
+    trained: dict[Widths, list[tuple[int, dict[str, State]]]] = {width: [] for width in quantized_widths(bits)}
     for chunk in _chunks(layer, bits, training):
-        run = _Run(layer, chunk, bits, left, start, symmetric, training)
+        run = _Run(layer, rows, chunk, bits, left, start, symmetric, training)
         states = run.train()
         run.hand_on(states, group_size)
         for expert in chunk:
-            found[bits[expert]].append((expert, states[expert]))
-    return [_codes(width, own, group_size) for width, own in found.items()]
+            trained[bits[expert]].append((expert, states[expert]))
+    return [_codes(width, own, group_size) for width, own in trained.items()]
 
 
 def rising(widths: Widths) -> tuple[int, ...]:
@@ -254,26 +251,6 @@ def of_each(widths: Widths, names: Collection[str]) -> tuple[int, ...]:
     return (widths,) * len(names) if isinstance(widths, int) else widths
 
 
-def _rounded(weights: dict[str, Tensor], bits: Sequence[Widths], group_size: int, symmetric: bool) -> list[WidthCodes]:
-    """Every expert rounded to nearest."""
-    found = []
-    for width in quantized_widths(bits):
-        experts = [expert for expert, own in enumerate(bits) if own == width]
-        found.append(
-            WidthCodes(
-                bits=width,
-                experts=tuple(experts),
-                matrices={
-                    name: gptq.quantize(
-                        stack[experts].float(), None, bits=[own], group_size=group_size, symmetric=symmetric
-                    )
-                    for (name, stack), own in zip(weights.items(), of_each(width, weights), strict=True)
-                },
-            )
-        )
-    return found
-
-
 def _check_start(start: Sequence[WidthCodes], bits: Sequence[Widths], group_size: int) -> None:
     there = {expert: part.bits for part in start for expert in part.experts}
     if there != {expert: width for expert, width in enumerate(bits) if width != FULL}:
@@ -283,42 +260,19 @@ def _check_start(start: Sequence[WidthCodes], bits: Sequence[Widths], group_size
             check_start({name: codes}, [own], group_size)
 
 
-def add_output(
-    tokens: LayerTokens,
-    expert: int,
-    matrices: dict[str, Tensor],
-    biases: dict[str, Tensor],
-    math: ExpertMath,
-    *,
-    total: Tensor,
-    factor: float = 1.0,
-) -> None:
-    """Add `factor` times what one expert with matrices {projection: [N, K]} adds to the layer's output, [T, H]."""
-    layer = _Layer(tokens=tokens, weights={}, biases=biases, math=math, rows=[])
-    rows, scale = _rows(tokens, expert)
-    for some, own in zip(rows.split(BLOCK_ROWS), scale.split(BLOCK_ROWS), strict=True):
-        total.index_add_(0, some, layer.output(expert, some, own, matrices), alpha=factor)
-
-
-def _codes(width: Widths, found: list[tuple[int, dict[str, State]]], group_size: int) -> WidthCodes:
-    names = found[0][1]
+def _codes(width: Widths, trained: list[tuple[int, dict[str, State]]], group_size: int) -> WidthCodes:
+    names = trained[0][1]
     return WidthCodes(
         bits=width,
-        experts=tuple(expert for expert, _ in found),
+        experts=tuple(expert for expert, _ in trained),
         matrices={
-            name: join([quantized([states[name]], (own,), group_size) for _, states in found])
+            name: join([quantized([states[name]], (own,), group_size) for _, states in trained])
             for name, own in zip(names, of_each(width, names), strict=True)
         },
     )
 
 
-def _rows(tokens: LayerTokens, expert: int) -> tuple[Tensor, Tensor]:
-    chosen = tokens.experts == expert
-    rows = chosen.any(1).nonzero().squeeze(1)
-    return rows, (tokens.weights * chosen).sum(1)[rows].float()
-
-
-def _chunks(layer: _Layer, bits: Sequence[Widths], training: Training) -> Iterator[list[int]]:
+def _chunks(layer: Layer, bits: Sequence[Widths], training: Training) -> Iterator[list[int]]:
     """Experts to be quantized, as many at once as the working memory allows."""
     each = sum(stack[0].numel() for stack in layer.weights.values()) * WEIGHT_BYTES
     step = max(1, training.working_memory // each)

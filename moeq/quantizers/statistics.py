@@ -23,9 +23,9 @@ class Note:
     fallback: list[str] = field(default_factory=list)
     hessian_trace: tuple[float, float] | None = None
 
-    def add(self, **found: bool) -> None:
-        """Add the names of what was found."""
-        self.fallback += [name for name, here in found.items() if here and name not in self.fallback]
+    def add(self, **fallbacks: bool) -> None:
+        """Add the names of those that there were."""
+        self.fallback += [name for name, so in fallbacks.items() if so and name not in self.fallback]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +55,18 @@ class Statistics:
         """Of every expert: what its first matrices are given, [H, H], and its down projection, [I, I]; fills notes.
 
         H_e <- (n_e*H_e + lambda*H_layer) / (n_e + lambda), H as means over tokens; for down, H_layer runs a sample of
-        the layer's tokens through the expert itself.
+        the layer's tokens through the expert itself. GPTQ's Hessian but for a factor of 2 (Frantar et al., arXiv
+        2210.17323, section 3.1).
         """
         first, second = list[Tensor](), list[Tensor]()
         lend = self.settings.borrow_tokens
         for index, note in enumerate(self.notes):
-            mine = self.rows(index)
-            own, borrowed = (self._inner_products(index, rows) for rows in (mine, self.lent))
-            total = max(len(mine) + lend, 1e-9)
-            first.append((mine.T @ mine + lend * self.tokens.shared) / total)
+            rows = self.rows(index)
+            own, borrowed = (self._inner_products(index, part) for part in (rows, self.lent))
+            total = max(len(rows) + lend, 1e-9)
+            first.append((rows.T @ rows + lend * self.tokens.shared) / total)
             second.append((own + lend * borrowed / len(self.lent)) / total)
-            note.add(borrowed_hessian=len(mine) < self.settings.min_tokens, left_out_tokens=self.tokens.left_out > 0)
+            note.add(borrowed_hessian=len(rows) < self.settings.min_tokens, left_out_tokens=self.tokens.left_out > 0)
             note.hessian_trace = (float(first[-1].diagonal().sum()), float(second[-1].diagonal().sum()))
         return first, second
 

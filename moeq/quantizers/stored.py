@@ -41,14 +41,14 @@ def packed_batch(
     made: {projection: codes [e, B, N, K]}, emptied; experts: their numbers. Raises QuantizationError naming method,
     layer, expert, matrix and width where a packed weight would not stand for exactly what was made.
     """
-    found: Packed = {}
+    packed: Packed = {}
     for projection in list(made):
         quantized = made.pop(projection)
-        found[projection] = {}
+        packed[projection] = {}
         for width in bits:
             places = [
                 f"{layer.name}, expert {expert}, {projection}, {width} bit{'s' * (width > 1)}" for expert in experts
             ]
             with stored_as(method, places.__getitem__):
-                found[projection][width] = PackedWeight.of(quantized, width, config.symmetric, config.nested)
-    return found
+                packed[projection][width] = PackedWeight.of(quantized, width, config.symmetric, config.nested)
+    return packed

@@ -7,7 +7,7 @@ passes over the weights, nothing kept between steps but v, a and b. Deviations: 
 (symmetric, and the sign grid of 1 bit) has one clip, s = scale*a; scales are rounded to float16 in every step, as they
 will be stored.
 
-Axes: E experts, N output rows, G groups, g inputs of a group; K inputs, G*g - K of them padding (zeros).
+Letters: E experts, N output rows, G groups, g inputs of a group; K inputs, G*g - K of them padding (zeros).
 """
 
 from __future__ import annotations

@@ -16,21 +16,8 @@ SEED_STRIDE = 1_000_003  # keeps the draws of one seed's experts apart from thos
 
 
 def evenly(length: int, count: int) -> Tensor:
-    """`count` of `length` indices, evenly spaced."""
+    """`count` of `length` indices, evenly spaced, int64 [count]."""
     return torch.arange(count) * length // max(count, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """What one expert is trained on: inputs [n, H] float32.
-
-    weights: [n] what an error counts for (None: 1), such as the squared routing weight; correction: [n, H] added to
-    the exact output to give the target (None: nothing), such as the error that earlier layers left behind.
-    """
-
-    hidden: Tensor
-    weights: Tensor | None = None
-    correction: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +68,9 @@ class Pools:
         size = max(len(rows) for rows, _ in chosen)
         index = torch.zeros(len(chosen), size, dtype=torch.int64)
         weights = torch.zeros(len(chosen), size)
-        for expert, (mine, shares) in enumerate(chosen):
-            index[expert, : len(mine)] = mine
-            weights[expert, : len(mine)] = shares
+        for expert, (places, shares) in enumerate(chosen):
+            index[expert, : len(places)] = places
+            weights[expert, : len(places)] = shares
         index, weights = index.to(self.hidden.device), weights.to(self.hidden.device)
         return index, weights * self.weights[index]
 
@@ -101,7 +88,7 @@ class Deck:
         self._waiting = torch.empty(0, dtype=torch.int64)
 
     def next(self, count: int) -> Tensor:
-        """The next `count` indices."""
+        """The next `count` indices, int64 [count]."""
         while len(self._waiting) < count:
             self._waiting = torch.cat([self._waiting, torch.randperm(self._length, generator=self._generator)])
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -121,6 +108,6 @@ class Draws:
         """`count` rows of every expert, [E, T] on the pools' device."""
         rows = []
         for pool, start, (own, lent) in zip(self._pools.parts, self._pools.starts, self._decks, strict=True):
-            mine = round(count * pool.own_share)
-            rows.append(start + torch.cat([own.next(mine), pool.own + lent.next(count - mine)]))
+            share = round(count * pool.own_share)
+            rows.append(start + torch.cat([own.next(share), pool.own + lent.next(count - share)]))
         return torch.stack(rows).to(self._pools.hidden.device)

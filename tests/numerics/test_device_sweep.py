@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the gpu extra is not installed")
 SCRIPT = """
 import sys
 import torch
-from moeq.numerics import gptq
+from moeq.numerics import device_sweep, gptq_cpu, gptq_device
 from moeq.numerics.factor import act_order, factorize
 
 group, ordered = int(sys.argv[1]), sys.argv[2] == "ordered"
@@ -23,13 +23,12 @@ weight = torch.randn(2, 40, 200, generator=generator)
 weight[1, 3] = 0
 order, hessian = act_order(hessian) if ordered else (None, hessian)
 factor = factorize(hessian).unit_upper
-options = {"bits": (1, 2, 3, 4), "group_size": group, "order": order}
-assert gptq._has_kernel(weight)
+assert gptq_device.has_kernel(weight)
 calls = []
-kernel = gptq._device_sweep().round_block
-gptq._device_sweep().round_block = lambda *given: (calls.append(1), kernel(*given))
-expected = gptq._on_cpu(weight, factor, (1, 2, 3, 4), 200 if group == -1 else group, False, order, None)
-found = gptq._on_device(weight, factor, (1, 2, 3, 4), 200 if group == -1 else group, False, order, None)
+kernel = device_sweep.round_block
+device_sweep.round_block = lambda *given: (calls.append(1), kernel(*given))
+arguments = (weight, factor, (1, 2, 3, 4), 200 if group == -1 else group, False, order, None)
+expected, found = gptq_cpu.codes_and_grids(*arguments), gptq_device.codes_and_grids(*arguments)
 assert calls
 assert torch.equal(expected[0], found[0])
 for one, other in zip(expected[1:], found[1:]):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeq.numerics import gptq, grids
+from moeq.numerics import gptq, gptq_cpu, gptq_device, grids, group_grids
 from moeq.numerics.factor import act_order, factorize
 from moeq.numerics.packed import PackedWeight
 
@@ -191,9 +191,8 @@ def test_act_order_equals_the_oracle(inputs: int, rows: int, group: int, experts
             assert torch.equal(found.codes[expert, index], codes), bits
 
 
-def clipped_in_torch(weight: Tensor, importance: Tensor, extent: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, ...]:
-    widths = extent[0].shape[1]
-    return grids.fit_clipped_grid(weight.unsqueeze(2).expand(-1, -1, widths, -1), importance, *rest)
+def clipped_in_torch(weight: Tensor, ends: list[Tensor], bits: Any, symmetric: Any, importance: Tensor) -> Any:
+    return grids.fit_clipped_grid(weight.unsqueeze(2).expand(-1, -1, len(bits), -1), importance, bits, symmetric)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -209,10 +208,10 @@ def test_the_compiled_loop_equals_the_one_in_torch(
     factor = factored.unit_upper
     options = {"bits": BITS, "group_size": group, "order": order, "importance": factored.pivots if clip else None}
     whole = gptq.quantize(weight, factor, **options)
-    monkeypatch.setattr(gptq, "LANES_AT_ONCE", 60)
+    monkeypatch.setattr(gptq_cpu, "LANES_AT_ONCE", 60)
     in_pieces = gptq.quantize(weight, factor, **options)
-    monkeypatch.setattr(gptq, "_on_cpu", gptq._on_device)
-    monkeypatch.setattr(gptq, "_clipped", clipped_in_torch)
+    monkeypatch.setattr(gptq, "gptq_cpu", gptq_device)
+    monkeypatch.setattr(group_grids, "_clipped", clipped_in_torch)
     in_torch = gptq.quantize(weight, factor, **options)
     for other in (in_pieces, in_torch):
         assert torch.equal(whole.codes, other.codes)

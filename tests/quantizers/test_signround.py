@@ -19,9 +19,10 @@ from moeq.numerics.factor import factorize
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.grids import decode
 from moeq.numerics.packed import PackedWeight
+from moeq.quantizers.layer_data import ExpertBatch
 from moeq.quantizers.signround_expert import Training, sign_round
 from moeq.quantizers.trained_grid import TrainedGrid
-from moeq.quantizers.training_rows import Pool, Pools, Rows
+from moeq.quantizers.training_rows import Pool, Pools
 
 EXPERTS, HIDDEN, INTER = 3, 40, 24
 GROUP = 16  # the last group of either side is shorter
@@ -74,11 +75,18 @@ def started(weights: dict[str, Tensor], hidden: list[Tensor], method: str, bits:
 
 
 def trained(
-    weights: dict[str, Tensor], hidden: list[Tensor], bits: list[int], **options: object
+    weights: dict[str, Tensor], hidden: list[Tensor], bits: list[int], first: int = 0, **options: object
 ) -> dict[str, Quantized]:
-    options = {"group_size": GROUP, "training": QUICK} | options
+    start = started(weights, hidden, "rtn", bits)
+    defaults = {"group_size": GROUP, "training": QUICK, "symmetric": False, "start": start}
     lent = torch.empty(0, HIDDEN)
-    return sign_round(lambda index: Rows(hidden=hidden[index]), lent, weights, {}, SILU, bits=bits, **options)  # type: ignore[arg-type]
+    return sign_round(hidden.__getitem__, lent, batch(weights, first), bits=bits, **defaults | options)  # type: ignore[arg-type]
+
+
+def batch(weights: dict[str, Tensor], first: int = 0) -> ExpertBatch:
+    """Experts whose numbers begin with `first`."""
+    which = slice(first, first + len(weights[DOWN]))
+    return ExpertBatch(which=which, weights=weights, biases={}, math=SILU)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -156,52 +164,20 @@ def test_gradients_by_hand_are_those_of_straight_through_rounding(bits: int, sym
         assert float(agree.float().mean()) > 0.99, name
 
 
-def test_recovers_planted_codes() -> None:
-    """Outputs are those of some codes; the weights lie up to 0.8 of a step from these."""
-    weights, hidden = problem(rows=400)
-    planted = started(weights, hidden, "rtn", [2])
-    generator = torch.Generator().manual_seed(4)
-    on_grid = values(planted, 2)
-    off, start = {}, {}
-    for name, quantized in planted.items():
-        noise = 1.6 * torch.rand(on_grid[name].shape, generator=generator) - 0.8
-        step = quantized.scale[:, 0].repeat_interleave(GROUP, -1)[..., : noise.shape[-1]]
-        zero = quantized.zero[:, 0].repeat_interleave(GROUP, -1)[..., : noise.shape[-1]]
-        off[name] = on_grid[name] + noise * step
-        codes = (off[name] / step + zero).round().clamp(0, 3).to(torch.uint8)
-        start[name] = replace(quantized, codes=codes.unsqueeze(1))
-
-    def rows(index: int) -> Rows:
-        return Rows(
-            hidden=hidden[index], correction=output(on_grid, index, hidden[index]) - output(off, index, hidden[index])
-        )
-
-    training = replace(QUICK, iterations=300, clip_rate=0.0)
-    found = sign_round(
-        rows, torch.empty(0, HIDDEN), off, {}, SILU, bits=[2], group_size=GROUP, training=training, start=start
-    )
-    for name in GATED:
-        before, after = (float((q[name].codes == planted[name].codes).float().mean()) for q in (start, found))
-        assert before < 0.8
-        assert after > before + 0.05, name
-    after, before = (sum(losses(on_grid, codes, hidden, 2)) for codes in (found, start))
-    assert after < 0.25 * before
-
-
 def test_an_expert_without_rows_keeps_its_start_and_with_lent_ones_is_trained_on_them() -> None:
     weights, hidden = problem()
     start = started(weights, hidden, "rtn", [2])
     lent = hidden[1][:100]
     few = [hidden[0], hidden[1][:0], hidden[2]]
-    arguments = {"bits": [2], "group_size": GROUP, "start": start}
+    arguments = {"bits": [2], "group_size": GROUP, "symmetric": False, "start": start}
     options = {"training": QUICK} | arguments
-    alone = sign_round(lambda index: Rows(hidden=few[index]), lent, weights, {}, SILU, **options)  # type: ignore[arg-type]
+    alone = sign_round(few.__getitem__, lent, batch(weights), **options)  # type: ignore[arg-type]
     for name in GATED:
         assert torch.equal(alone[name].codes[1], start[name].codes[1])
         assert torch.equal(alone[name].scale[1], start[name].scale[1])
         assert not torch.equal(alone[name].codes[0], start[name].codes[0])
     options = {"training": replace(QUICK, lend=8)} | arguments
-    found = sign_round(lambda index: Rows(hidden=few[index]), lent, weights, {}, SILU, **options)  # type: ignore[arg-type]
+    found = sign_round(few.__getitem__, lent, batch(weights), **options)  # type: ignore[arg-type]
     on_lent = [lent] * EXPERTS
     assert losses(weights, found, on_lent, 2)[1] < 0.8 * losses(weights, start, on_lent, 2)[1]
 
@@ -216,29 +192,8 @@ def test_batches_of_experts_and_numbers() -> None:
         assert torch.equal(whole[name].codes, again[name].codes)
         assert float((whole[name].codes == single[name].codes).float().mean()) > 0.95
         assert not torch.equal(whole[name].codes, other[name].codes)
-    last = sign_round(
-        lambda index: Rows(hidden=hidden[2]), torch.empty(0, HIDDEN), {n: w[2:] for n, w in weights.items()}, {}, SILU,
-        bits=[2], group_size=GROUP, training=QUICK, numbers=[2],
-    )  # fmt: skip
+    last = trained({name: stack[2:] for name, stack in weights.items()}, hidden[2:], [2], first=2)
     assert float((last[DOWN].codes[0] == whole[DOWN].codes[2]).float().mean()) > 0.95
-
-
-def test_rows_of_no_weight_do_not_matter() -> None:
-    weights, hidden = problem()
-    counts = torch.ones(len(hidden[0]))
-    counts[::2] = 0
-
-    def run(factor: float) -> dict[str, Quantized]:
-        changed = [rows * (1 + (factor - 1) * (1 - counts)).unsqueeze(1) for rows in hidden]
-        lent = torch.empty(0, HIDDEN)
-        return sign_round(
-            lambda index: Rows(hidden=changed[index], weights=counts), lent, weights, {}, SILU,
-            bits=[2], group_size=GROUP, training=QUICK,
-        )  # fmt: skip
-
-    first, second = run(1.0), run(-3.0)
-    for name in GATED:
-        assert torch.equal(first[name].codes, second[name].codes)
 
 
 def test_all_widths_at_once_are_each_width_alone() -> None:
@@ -293,8 +248,9 @@ def test_experts_with_biases_other_gates_and_norms(family: str) -> None:
 
     start = {name: gptq.quantize(stack, None, bits=[2], group_size=GROUP) for name, stack in weights.items()}
     found = sign_round(
-        lambda index: Rows(hidden=hidden), hidden[:0], weights, biases, own,
-        bits=[2], group_size=GROUP, training=replace(QUICK, batch_rows=192), start=start,
+        lambda _: hidden, hidden[:0],
+        ExpertBatch(which=slice(0, layer.num_experts), weights=weights, biases=biases, math=own),
+        bits=[2], group_size=GROUP, symmetric=False, training=replace(QUICK, batch_rows=192), start=start,
     )  # fmt: skip
     with torch.no_grad():
         before, after = (sum(loss(codes, expert) for expert in range(layer.num_experts)) for codes in (start, found))

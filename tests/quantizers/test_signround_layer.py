@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,16 @@ from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.numerics import gptq
 from moeq.numerics.grids import decode
+from moeq.quantizers import signround_expert
 from moeq.quantizers.signround_expert import Training
-from moeq.quantizers.signround_layer import LayerTokens, WidthCodes, add_output, sign_round_layer
+from moeq.quantizers.signround_layer import (
+    Layer,
+    LayerTokens,
+    WidthCodes,
+    of_each,
+    quantized_widths,
+    sign_round_layer,
+)
 
 EXPERTS, HIDDEN, INTER, TOKENS = 5, 40, 24, 300
 GROUP = 16
@@ -73,6 +82,27 @@ def rounded(weights: dict[str, Tensor], bits: list[int]) -> dict[str, Tensor]:
     return changed
 
 
+def trained(tokens: LayerTokens, weights: dict[str, Tensor], bits: list[Any], **options: Any) -> list[WidthCodes]:
+    """A layer's training, from rounding to nearest unless a start is given."""
+    defaults = {"group_size": GROUP, "symmetric": False, "training": QUICK}
+    options = defaults | {"start": start(weights, bits, options.get("group_size", GROUP))} | options
+    layer = Layer(tokens=tokens, weights=weights, biases={}, math=SILU)
+    return sign_round_layer(layer, bits=bits, **options)
+
+
+def start(weights: dict[str, Tensor], bits: list[Any], group_size: int) -> list[WidthCodes]:
+    """Every expert rounded to nearest."""
+    codes = []
+    for width in quantized_widths(bits):
+        experts = [expert for expert, own in enumerate(bits) if own == width]
+        matrices = {
+            name: gptq.quantize(stack[experts], None, bits=[own], group_size=group_size)
+            for (name, stack), own in zip(weights.items(), of_each(width, weights), strict=True)
+        }
+        codes.append(WidthCodes(bits=width, experts=tuple(experts), matrices=matrices))
+    return codes
+
+
 def error(tokens: LayerTokens, exact: dict[str, Tensor], changed: dict[str, Tensor]) -> float:
     wanted = output(tokens, exact) + (0 if tokens.correction is None else tokens.correction)
     return float((output(tokens, changed) - wanted).square().mean())
@@ -81,7 +111,7 @@ def error(tokens: LayerTokens, exact: dict[str, Tensor], changed: dict[str, Tens
 @pytest.mark.parametrize("scales_inputs", [False, True])
 def test_mixed_widths_lose_less_together_than_rounded(scales_inputs: bool) -> None:
     weights, tokens = problem(scales_inputs)
-    found = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
+    found = trained(tokens, weights, BITS)
     assert [(part.bits, part.experts) for part in found] == [(1, (4,)), (2, (0, 3)), (3, (1,))]
     changed, before = replaced(weights, found), rounded(weights, BITS)
     assert error(tokens, weights, changed) < 0.6 * error(tokens, weights, before)
@@ -94,7 +124,7 @@ def test_mixed_widths_lose_less_together_than_rounded(scales_inputs: bool) -> No
 def test_matrices_of_several_widths_lose_less_together_than_rounded() -> None:
     weights, tokens = problem()
     bits = [(2, 3, 1), 3, 16, (2, 3, 1), (1, 2, 4)]
-    found = sign_round_layer(tokens, weights, {}, SILU, bits=bits, group_size=GROUP, training=QUICK)
+    found = trained(tokens, weights, bits)
     assert [(part.bits, part.experts) for part in found] == [((1, 2, 4), (4,)), ((2, 3, 1), (0, 3)), (3, (1,))]
     rows = {name: [one if isinstance(one, int) else one[place] for one in bits] for place, name in enumerate(GATED)}
     before = {name: rounded({name: stack}, rows[name])[name] for name, stack in weights.items()}
@@ -103,11 +133,11 @@ def test_matrices_of_several_widths_lose_less_together_than_rounded() -> None:
     for name in GATED:
         assert torch.equal(changed[name][2], weights[name][2])
         assert torch.equal(changed[name][IDLE], before[name][IDLE])
-    again = sign_round_layer(tokens, weights, {}, SILU, bits=bits, group_size=GROUP, training=QUICK, start=found)
+    again = trained(tokens, weights, bits, start=found)
     assert error(tokens, weights, replaced(weights, again)) <= error(tokens, weights, changed) * (1 + 1e-5)
     other = [(2, 3, 2), *bits[1:]]
     with pytest.raises(ValueError, match="other experts or widths"):
-        sign_round_layer(tokens, weights, {}, SILU, bits=other, group_size=GROUP, training=QUICK, start=found)
+        trained(tokens, weights, other, start=found)
 
 
 def test_what_earlier_layers_left_behind_is_made_up_for() -> None:
@@ -121,19 +151,52 @@ def test_what_earlier_layers_left_behind_is_made_up_for() -> None:
     asked = replace(tokens, correction=correction)
     kept = correction.clone()
     training = replace(QUICK, iterations=120)
-    plain = sign_round_layer(tokens, weights, {}, SILU, bits=bits, group_size=GROUP, training=training)
-    found = sign_round_layer(asked, weights, {}, SILU, bits=bits, group_size=GROUP, training=training)
+    plain = trained(tokens, weights, bits, training=training)
+    found = trained(asked, weights, bits, training=training)
     assert torch.equal(correction, kept)
     errors = [error(asked, weights, replaced(weights, part)) for part in (plain, found)]
     assert errors[1] < 0.7 * errors[0]
+
+
+def test_recovers_planted_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are those of some codes, one expert a token; the weights lie up to 0.8 of a step from these."""
+    monkeypatch.setattr(signround_expert, "CLIP_UNITS", 0)  # the planted grid stays
+    weights, tokens = problem()
+    bits, generator = [2] * EXPERTS, torch.Generator().manual_seed(4)
+    hidden = tokens.hidden.repeat(6, 1)
+    hidden += 0.3 * torch.randn(hidden.shape, generator=generator)
+    (planted,) = start(weights, bits, GROUP)
+    on_grid = replaced(weights, [planted])
+    off, moved = {}, {}
+    for name, codes in planted.matrices.items():
+        noise = 1.6 * torch.rand(on_grid[name].shape, generator=generator) - 0.8
+        step, zero = (
+            part[:, 0].repeat_interleave(GROUP, -1)[..., : noise.shape[-1]] for part in (codes.scale, codes.zero)
+        )
+        off[name] = on_grid[name] + noise * step
+        nearest = (off[name] / step + zero).round().clamp(0, 3).to(torch.uint8)
+        moved[name] = replace(codes, codes=nearest.unsqueeze(1))
+    experts = (torch.arange(len(hidden)) % EXPERTS).unsqueeze(1)
+    asked = LayerTokens(hidden=hidden, experts=experts, weights=torch.ones_like(experts, dtype=torch.float32))
+    asked = replace(asked, correction=output(asked, on_grid) - output(asked, off))
+    before = [replace(planted, matrices=moved)]
+    after = trained(asked, off, bits, start=before, training=replace(QUICK, iterations=300, batch_rows=64))
+    for name in GATED:
+        right = [
+            float((part[0].matrices[name].codes == planted.matrices[name].codes).float().mean())
+            for part in (before, after)
+        ]
+        assert right[0] < 0.8
+        assert right[1] > right[0] + 0.05, name
+    assert error(asked, off, replaced(off, after)) < 0.25 * error(asked, off, replaced(off, before))
 
 
 def test_one_expert_at_a_time_answers_for_those_before() -> None:
     """Within little memory the sum still gets better than each alone would make it, and nothing is lost."""
     weights, tokens = problem()
     small = replace(QUICK, working_memory=1)
-    found = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=small)
-    together = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
+    found = trained(tokens, weights, BITS, training=small)
+    together = trained(tokens, weights, BITS)
     assert [part.experts for part in found] == [part.experts for part in together]
     errors = [error(tokens, weights, replaced(weights, part)) for part in (found, together)]
     assert errors[0] < 0.6 * error(tokens, weights, rounded(weights, BITS))
@@ -142,12 +205,7 @@ def test_one_expert_at_a_time_answers_for_those_before() -> None:
 
 def test_the_same_seed_gives_the_same_codes() -> None:
     weights, tokens = problem()
-    runs = [
-        sign_round_layer(
-            tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=replace(QUICK, iterations=20, seed=seed)
-        )
-        for seed in (0, 0, 1)
-    ]
+    runs = [trained(tokens, weights, BITS, training=replace(QUICK, iterations=20, seed=seed)) for seed in (0, 0, 1)]
     first, again, other = ([part.matrices[DOWN].codes for part in run] for run in runs)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
@@ -156,25 +214,24 @@ def test_the_same_seed_gives_the_same_codes() -> None:
 def test_a_layer_without_any_tokens_keeps_its_start() -> None:
     weights, tokens = problem()
     none = replace(tokens, experts=torch.full_like(tokens.experts, EXPERTS))
-    found = sign_round_layer(none, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
+    found = trained(none, weights, BITS)
     changed, before = replaced(weights, found), rounded(weights, BITS)
     assert all(torch.equal(changed[name], before[name]) for name in GATED)
 
 
 def test_a_start_of_other_widths_or_groups_is_refused() -> None:
     weights, tokens = problem()
-    start = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=8, training=replace(QUICK, iterations=1))
-    options = {"group_size": GROUP, "training": QUICK, "start": start}
+    other = trained(tokens, weights, BITS, group_size=8, training=replace(QUICK, iterations=1))
     with pytest.raises(ValueError, match="the start has groups of 8"):
-        sign_round_layer(tokens, weights, {}, SILU, bits=BITS, **options)
+        trained(tokens, weights, BITS, start=other)
     with pytest.raises(ValueError, match="of other experts or widths"):
-        sign_round_layer(tokens, weights, {}, SILU, bits=[2, *BITS[1:4], 2], **options)
+        trained(tokens, weights, [2, *BITS[1:4], 2], start=other)
 
 
 def test_training_goes_on_from_where_another_ended() -> None:
     weights, tokens = problem()
-    first = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK)
-    again = sign_round_layer(tokens, weights, {}, SILU, bits=BITS, group_size=GROUP, training=QUICK, start=first)
+    first = trained(tokens, weights, BITS)
+    again = trained(tokens, weights, BITS, start=first)
     errors = [error(tokens, weights, replaced(weights, part)) for part in (first, again)]
     assert errors[1] < 0.97 * errors[0]
 
@@ -184,5 +241,5 @@ def test_one_experts_part_of_the_output() -> None:
     total = torch.zeros_like(tokens.hidden)
     for expert in range(EXPERTS):
         own = {name: stack[expert] for name, stack in weights.items()}
-        add_output(tokens, expert, own, {}, SILU, total=total, factor=2)
+        Layer(tokens=tokens, weights=weights, biases={}, math=SILU).add_output(expert, own, total, factor=2)
     torch.testing.assert_close(total, 2 * output(tokens, weights), rtol=1e-4, atol=1e-4)

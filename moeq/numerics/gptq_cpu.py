@@ -1,0 +1,147 @@
+"""GPTQ's loop over columns on a CPU: matrix products between blocks, the compiled loop of sweep.py inside of them.
+
+A few rows of a few experts at a time (rows are independent), so that what the blocks give to each other stays in the
+cache.
+
+Letters: E experts, K inputs, B bit widths, N output rows, R = B*N, G groups.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeq.numerics import sweep
+from moeq.numerics.factor import feedback
+from moeq.numerics.grids import Symmetry, extent, inverse_scale, max_codes
+from moeq.numerics.group_grids import group_grid, stacked, static_grids
+from moeq.numerics.sweep import BLOCK
+from moeq.numerics.threads import side_by_side
+
+LANES_AT_ONCE = 2048  # rows times widths that a thread works on together
+SPAN = 256  # columns whose feedback from all columns before them is one matrix product
+
+
+def codes_and_grids(
+    weight: Tensor,
+    factor: Tensor,
+    bits: Sequence[int],
+    group: int,
+    symmetric: Symmetry,
+    order: Tensor | None,
+    importance: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [E, B, N, K] in the order of rounding, scale and zero [E, B, N, G]; arguments as of `gptq.quantize`.
+
+    weight: [E, N, K]; factor: [E, K, K]; group: inputs of one; order: [E, K]; importance: [E, K] in factor's dtype.
+    """
+    experts, rows, inputs = weight.shape
+    factor = factor.contiguous()
+    codes = torch.empty(experts, len(bits), rows, inputs, dtype=torch.uint8)
+    scale, zero = factor.new_empty(2, experts, len(bits), rows, -(-inputs // group))
+    chunks = max(1, round(rows * len(bits) / LANES_AT_ONCE))
+    step = -(-rows // (chunks * sweep.LANES)) * sweep.LANES
+    some = max(1, LANES_AT_ONCE // (len(bits) * rows))
+    spaces = threading.local()
+
+    def piece(at: tuple[int, int]) -> None:
+        which, part = slice(at[0], at[0] + some), slice(at[1], at[1] + step)
+        columns = weight[which, part].to(factor.dtype).transpose(1, 2).contiguous()
+        size = columns.numel() * len(bits)
+        if not hasattr(spaces, "residual") or spaces.residual.numel() < size:
+            spaces.residual = torch.empty(size, dtype=factor.dtype)
+        residual = spaces.residual[:size].view(*columns.shape[:2], -1)
+        counts = None if importance is None else importance[which]
+        work = _Rows(columns, factor[which], bits, residual, codes, at)
+        if order is None:
+            grids = work.by_group(group, symmetric, counts)
+        else:
+            grids = work.in_order(order[which], group, symmetric, counts)
+        scale[which, :, part], zero[which, :, part] = grids
+
+    side_by_side(piece, [(first, start) for first in range(0, experts, some) for start in range(0, rows, step)])
+    return codes, scale, zero
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of some experts, columns [E, K, N] with their factor [E, K, K], whose residual [E, K, R] is filled, and
+    the codes of all of them from expert and row `at` on.
+
+    Both ways of rounding give scale and zero [E, B, N, G].
+    """
+
+    columns: Tensor
+    factor: Tensor
+    bits: Sequence[int]
+    residual: Tensor
+    codes: Tensor
+    at: tuple[int, int]
+
+    def in_order(
+        self, order: Tensor, group: int, symmetric: Symmetry, importance: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Round the columns in an order [E, K], on the grids of the untouched weights."""
+        static = stacked(static_grids(self.columns, self.bits, group, symmetric, importance))
+        columns = self.columns.gather(1, order.unsqueeze(2).expand_as(self.columns)).contiguous()
+        scale, zero = (part.permute(0, 3, 1, 2).flatten(2).contiguous() for part in static)
+        grids = (scale, inverse_scale(scale), zero)
+        replace(self, columns=columns)._round(None, 0, columns.shape[1], grids, (order // group).contiguous())
+        return static
+
+    def by_group(self, group: int, symmetric: Symmetry, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Round the columns as they lie, on grids that are taken when their group comes."""
+        experts, inputs, rows = self.columns.shape
+        widths = len(self.bits)
+        first_group = torch.zeros(experts, inputs, dtype=torch.long)
+        grids = []
+        span = max(group, SPAN // group * group)
+        for far in range(0, inputs, span):
+            from_far = feedback(self.factor, self.residual, 0, far, min(far + span, inputs))
+            for start in range(far, min(far + span, inputs), group):
+                stop = min(start + group, inputs)
+                given = self._with_near(from_far, far, start, stop)
+                if start:
+                    keep = importance is not None
+                    *ends, moved = sweep.extent(self.columns, given, self.factor, start, keep=keep)
+                    ends = [end.unflatten(1, (widths, rows)) for end in ends]
+                else:
+                    moved = self.columns[:, :stop]
+                    ends = [end.unsqueeze(1).expand(-1, widths, -1) for end in extent(moved)]
+                counts = None if importance is None else importance[:, start:stop]
+                scale, zero = group_grid(moved, ends, self.bits, symmetric, counts)
+                grids.append((scale, zero))
+                own = [part.reshape(experts, 1, -1).contiguous() for part in (scale, inverse_scale(scale), zero)]
+                self._round(given, start, stop, own, first_group)
+        return stacked(grids)
+
+    def _round(self, given: Tensor | None, start: int, stop: int, grids: Sequence[Tensor], group_of: Tensor) -> None:
+        """Round the columns from start to stop, block by block; arguments as of `sweep.round_block`.
+
+        given: what the columns before `start` give to them, [E, stop - start, R]; None: there are none.
+        """
+        top = max_codes(self.bits, self.columns).expand(-1, self.columns.shape[2]).reshape(-1)
+        for far in range(start, stop, SPAN):
+            end = min(far + SPAN, stop)
+            from_far = self._with_near(given, start, far, end)
+            for begin in range(far, end, BLOCK):
+                nearer = self._with_near(from_far, far, begin, min(begin + BLOCK, end))
+                sweep.round_block(
+                    self.columns, nearer, self.factor, begin, grids, top, group_of, self.residual, self.codes, self.at
+                )
+
+    def _with_near(self, given: Tensor | None, first: int, start: int, stop: int) -> Tensor:
+        """What all columns before `start` give to those from start to stop, [E, stop - start, R].
+
+        given: what those before `first` give to the columns from `first` on, which is added to; None: there are none.
+        """
+        if given is None:
+            return feedback(self.factor, self.residual, first, start, stop)
+        part = given[:, start - first : stop - first]
+        if first < start:
+            part.baddbmm_(self.factor[:, first:start, start:stop].mT, self.residual[:, first:start])
+        return part.contiguous()
