@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts import evaluation, replicas
-from moeq.artifacts import losses as loss_table
 from moeq.artifacts.assignment import count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
-from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, read_record
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.trace import NAME as TRACE
@@ -25,6 +23,7 @@ from moeq.integers.artifacts import integer_report, reparam
 from moeq.integers.artifacts.integer import NAME as INTEGER
 from moeq.integers.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.models.source import open_source, read_header
+from moeq.preflight import check_file
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.tables import human_bytes
@@ -40,8 +39,7 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
     Raises ArtifactError (or the error of the kind that it turns out to be) for what is damaged or unknown.
     """
-    if not path.exists():
-        raise ArtifactError("no such file or directory", where=str(path), do="give a path that moeq wrote")
+    check_file(path)
     if path.is_dir():
         if (path / MANIFEST).is_file():
             return check_checkpoint(path, reporter)
@@ -299,10 +297,13 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
             return _trace(path)
         headers = read_header(path)
         return {"kind": "safetensors", "tensors": len(headers), "tensor_bytes": sum(h.bytes for h in headers.values())}
-    if path.name == SENSITIVITIES:
-        table = loss_table.read_parquet(path)
-        return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
     if path.suffix == ".parquet":
+        from moeq.artifacts import losses as loss_table
+        from moeq.artifacts import sensitivities
+
+        if path.name == sensitivities.NAME:
+            table = loss_table.read_parquet(path)
+            return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
         from moeq.stages import losses
 
         return {"kind": "loss table", **losses.summarize(loss_table.read_losses(path))}

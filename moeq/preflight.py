@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from moeq.errors import CorpusError, EvaluationError, ModelError, RecipeError, StorageError
+from moeq.errors import ArtifactError, CorpusError, EvaluationError, ModelError, RecipeError, StorageError
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
 
@@ -52,6 +52,12 @@ def check_directory(path: Path) -> None:
     """RecipeError where there is nothing of that name."""
     if not path.exists():
         raise RecipeError("no such directory", where=str(path), do="give a checkpoint's directory")
+
+
+def check_file(path: Path) -> None:
+    """ArtifactError where there is neither a file nor a directory of that name."""
+    if not path.exists():
+        raise ArtifactError("no such file or directory", where=str(path), do="give a path that moeq wrote")
 
 
 def check_absent(out: Path) -> None:

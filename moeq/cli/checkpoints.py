@@ -17,6 +17,9 @@ def inspect(
     json: JsonOption = False,
 ) -> None:
     """Say what a file or directory is; check a checkpoint's bytes and digests against its manifest."""
+    from moeq import preflight
+
+    preflight.check_file(path)
     from moeq import inspection, terminal
     from moeq.progress import Reporter
 

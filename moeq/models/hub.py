@@ -30,6 +30,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from moeq.errors import MoeqError
+from moeq.models import offline
 
 Kind = Literal["model", "dataset"]
 KEPT = "what is already downloaded is kept"
@@ -103,11 +104,7 @@ def explain(problem: BaseException, name: str, kind: Kind, revision: str | None)
     names = {parent.__name__ for one in chain for parent in type(one).__mro__}
     reason = _reason(chain[-1])
     if any(isinstance(one, OfflineModeIsEnabled) for one in chain) or constants.is_offline_mode():
-        at = f" at revision {revision}" if revision else ""
-        return (
-            f"neither here nor to be had from the hub: not in the cache{at}, or not whole, and HF_HUB_OFFLINE is set",
-            "check the name, unset HF_HUB_OFFLINE, or download it where there is a network",
-        )
+        return offline.explain(revision)
     full = next((one for one in chain if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)), None)
     if full is not None or any("ot enough free disk space" in str(one) for one in chain):
         return (
