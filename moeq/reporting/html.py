@@ -30,7 +30,7 @@ class Row:
     kind: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     """One section of the page: anchor, heading, and its parts in order."""
 
@@ -64,6 +64,11 @@ def paragraph(*content: str, kind: str = "") -> Raw:
     return element("p", *content, class_=kind) if kind else element("p", *content)
 
 
+def lead(text: str) -> Raw:
+    """What a page or a section begins with."""
+    return paragraph(text, kind="lead")
+
+
 def items(texts: Iterable[str]) -> Raw:
     return element("ul", *(element("li", text) for text in texts))
 
@@ -90,9 +95,9 @@ def _alignment(index: int, texts: int) -> dict[str, str]:
 
 
 def _cells(values: Sequence[str], texts: int) -> Raw:
-    first, *others = values
-    cells = (element("td", value, **_alignment(index, texts)) for index, value in enumerate(others, 1))
-    return join([element("th", first, scope="row"), *cells])
+    name, *figures = values
+    cells = (element("td", value, **_alignment(index, texts)) for index, value in enumerate(figures, 1))
+    return join([element("th", name, scope="row"), *cells])
 
 
 def figure(drawing: Drawing, caption: str) -> Raw:
@@ -101,9 +106,5 @@ def figure(drawing: Drawing, caption: str) -> Raw:
     return element("figure", box, element("figcaption", caption), style=f"width:{drawing.width:g}px")
 
 
-def details(summary: str, *content: str) -> Raw:
-    return element("details", element("summary", summary), *content)
-
-
-def section(one: Section) -> Raw:
-    return element("section", element("h2", one.title), *one.parts, id=one.anchor)
+def details(summary: str, *content: str, **attributes: str) -> Raw:
+    return element("details", element("summary", summary), *content, **attributes)
