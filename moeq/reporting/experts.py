@@ -156,6 +156,8 @@ def sensitivity(inputs: ReportInputs) -> Section:
 def bits(inputs: ReportInputs) -> Section:
     """Which expert got which width, and where it lives: by the recipe's assignment, then by every other one."""
     assignment = inputs.assignment
+    average = assignment.average_bits()
+    mean = formats.bits(None if average is None else float(average))
     by_bits = _counts(assignment)
     what = "matrices" if assignment.is_mixed else "experts"
     text = ", ".join(f"{count:,} at {width}" for width, count in by_bits.items())
@@ -169,8 +171,6 @@ def bits(inputs: ReportInputs) -> Section:
         ),
         figure(bars, f"How many {what} got each width: one bar would be a uniform assignment."),
     ]
-    average = assignment.average_bits()
-    mean = formats.bits(None if average is None else float(average))
     parts = [
         lead(f"{assignment.name}: {assignment.method}, {mean} bits on average, codes only."),
         element("div", *shown, class_="figures"),
