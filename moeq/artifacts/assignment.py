@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     field_validator,
@@ -24,7 +22,7 @@ from pydantic import (
 )
 
 from moeq.artifacts.files import write_json
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 from moeq.numerics.widths import FULL as FULL
 
 SCHEMA_VERSION = 1
@@ -76,14 +74,13 @@ def count_matrices(experts: Iterable[Width]) -> dict[str, dict[str, int]]:
     return {name: {str(bits): counts[bits] for bits in sorted(counts)} for name, counts in found.items()}
 
 
-class ExpertChoice(BaseModel):
+class ExpertChoice(Frozen):
     """quantizer: the method whose replica at `bits` is taken; None: as the parameter `quantizer` says.
 
     projections: the width of every matrix where they differ; `bits` is then the widest of them, and matrices of other
     widths are of the method that the parameter `quantizer` says.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     tier: Tier
     bits: int
     projections: dict[str, int] | None = None
@@ -130,20 +127,18 @@ class ExpertChoice(BaseModel):
         return self.bits if self.projections is None else MIXED
 
 
-class LayerAssignment(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class LayerAssignment(Frozen):
     name: str
     experts: tuple[ExpertChoice, ...]
 
 
-class Assignment(BaseModel):
+class Assignment(Frozen):
     """Every expert's tier and width, and how they were decided."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     name: str
     method: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field({})
     group_size: int
     symmetric: bool = False
     nested: bool = False

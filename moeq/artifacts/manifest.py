@@ -11,12 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from moeq.artifacts.assignment import WIDTHS, Tier, Width
 from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import PlainName, inside, tensor_bytes
-from moeq.artifacts.stage import ModelStamp, read_model
+from moeq.artifacts.stage import Frozen, ModelStamp, read_model
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
 from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
@@ -51,8 +51,7 @@ LAYOUT_TEXT = (
 )
 
 
-class TensorStamp(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class TensorStamp(Frozen):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -70,7 +69,7 @@ def _check_sum(tensors: tuple[TensorStamp, ...], stated: int) -> None:
         raise ValueError(f"tensors of {found} bytes, stated are {stated}")
 
 
-class Replica(BaseModel):
+class Replica(Frozen):
     """One stored copy of an expert. `index`: position of the expert on the tensors' first axis, None when its own.
 
     projections: the widths of its matrices where they differ, which only a placed replica's do; `bits` is the widest.
@@ -82,7 +81,6 @@ class Replica(BaseModel):
     `sha256` are then that one's.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     bits: int
     projections: dict[str, int] | None = None
     placed: bool
@@ -107,10 +105,9 @@ class Replica(BaseModel):
         return self.bits if self.projections is None else self.projections
 
 
-class PlacedExpert(BaseModel):
+class PlacedExpert(Frozen):
     """bits: of the placed replica, of its widest matrix where they differ."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     expert: int
     tier: Tier
     bits: int
@@ -123,11 +120,10 @@ class PlacedExpert(BaseModel):
         return next((replica.widths for replica in self.replicas if replica.placed), self.bits)
 
 
-class PlacedLayer(BaseModel):
+class PlacedLayer(Frozen):
     """One MoE layer. `kind`: how the family keeps and calls its experts (llama4: the routing weight multiplies an
     expert's input; all others: its output)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     num_experts: int
     hidden_size: int
@@ -149,13 +145,12 @@ class PlacedLayer(BaseModel):
         return self
 
 
-class PlacedModule(BaseModel):
+class PlacedModule(Frozen):
     """A packed module outside of the experts: a linear, or an embedding of `rows` vectors, with a grid of its own.
 
     kind: attention, dense, shared, embeddings or head; tied: a head that uses the same tensors.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     kind: str
     bits: int
@@ -177,10 +172,9 @@ class PlacedModule(BaseModel):
         return self
 
 
-class Totals(BaseModel):
+class Totals(Frozen):
     """Bytes of tensors (safetensors headers apart). `packed_module_bytes`: of non_expert_bytes, the packed modules."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     placed_expert_bytes: int
     other_replica_bytes: int
     non_expert_bytes: int
@@ -189,20 +183,18 @@ class Totals(BaseModel):
     bytes_by_tier: dict[str, int]
 
 
-class CodeFile(BaseModel):
+class CodeFile(Frozen):
     """A Python file of the checkpoint, which `trust_remote_code=True` runs. origin: `moeq` is the hook that brings moeq
     in; `model` is code of the original model's own, which whoever made the checkpoint trusted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     file: PlainName
     sha256: str
     origin: Literal["moeq", "model"]
 
 
-class PlacementManifest(BaseModel):
+class PlacementManifest(Frozen):
     """code: every Python file of the checkpoint; empty in those made before moeq wrote it down."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     moeq_version: str = __version__
     model: ModelStamp

@@ -22,13 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from safetensors import safe_open
 
 from moeq.artifacts.digests import digest_of_chunks, digest_of_part, remember
 from moeq.artifacts.files import digest_of, held, make_directory, read_json, write_json, write_text
 from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
-from moeq.artifacts.stage import check_schema_version, read_model
+from moeq.artifacts.stage import Frozen, check_schema_version, read_model
 from moeq.artifacts.tensor_files import dtype_name, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
 
@@ -44,10 +44,9 @@ RUNS = "runs"
 SHORT = 16  # hexadecimal digits of a digest in a name
 
 
-class Made(BaseModel):
+class Made(Frozen):
     """A method at a width: the names of its replicas (None: made when they are needed) and of its loss rows."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     method: str
     bits: int
     entry: PlainName | None
@@ -57,13 +56,12 @@ class Made(BaseModel):
 MadeType = TypeVar("MadeType", bound=Made)
 
 
-class ReplicaIndex(BaseModel):
+class ReplicaIndex(Frozen):
     """What a run has in the store (replicas.json of the losses stage).
 
     layers: {entry: SHA-256 of its tensors} of every layer; empty until all layers are made.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     set: PlainName
     made: tuple[Made, ...]
@@ -149,10 +147,9 @@ def rows_file(directory: Path, layer: int, name: str) -> Path:
     return directory / ROWS / f"layer-{layer:03d}.{name}.json"
 
 
-class _ProjectionText(BaseModel):
+class _ProjectionText(Frozen, strict=True):
     """What a layer's file says of one projection of an entry."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     inputs: int = Field(ge=1)
     group_size: int = Field(ge=-1)
     symmetric: bool
@@ -166,10 +163,9 @@ class _ProjectionText(BaseModel):
         return group_size
 
 
-class _EntryText(BaseModel):
+class _EntryText(Frozen, strict=True):
     """What a layer's file says of an entry."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     bits: int = Field(ge=1, le=8)
     projections: dict[str, _ProjectionText]
     sha256: str

@@ -25,25 +25,28 @@ RECORD = "stage.json"
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class ModelStamp(BaseModel):
-    """Which model an artifact belongs to: name as given, revision (hub commit or None), digest of its files."""
+class Frozen(BaseModel):
+    """An artifact in JSON, or a part of one: it has no other keys, and none of them changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelStamp(Frozen):
+    """Which model an artifact belongs to: name as given, revision (hub commit or None), digest of its files."""
+
     name: str
     revision: str | None = None
     digest: str
 
 
-class FileStamp(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class FileStamp(Frozen):
     bytes: int
     sha256: str
 
 
-class StageRecord(BaseModel):
+class StageRecord(Frozen):
     """The record of one finished stage."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     stage: str
     moeq_version: str = __version__

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from moeq.artifacts.files import canonical_json
 from moeq.artifacts.reading import TensorHeader, parse_json, safetensors_header
-from moeq.artifacts.stage import ModelStamp, check_schema_version
+from moeq.artifacts.stage import Frozen, ModelStamp, check_schema_version
 from moeq.artifacts.tensor_files import write_in_chunks
 from moeq.errors import ArtifactError
 from moeq.version import __version__
@@ -148,18 +148,16 @@ def _problem_with(trace: RoutingTrace) -> str | None:
     return None
 
 
-class LayerHeader(BaseModel):
+class LayerHeader(Frozen):
     """One MoE layer of the model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     num_experts: int = Field(ge=1, le=MOST_EXPERTS)
 
 
-class Header(BaseModel):
+class Header(Frozen):
     """What a trace's file says of itself; sha256: of every tensor's bytes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     moeq_version: str = __version__
     model: ModelStamp | None
