@@ -66,12 +66,11 @@ def count_widths(experts: Iterable[Width]) -> dict[str, int]:
 
 def count_matrices(experts: Iterable[Width]) -> dict[str, dict[str, int]]:
     """{projection: {width: number of matrices}} of the experts whose matrices differ in width."""
-    found: dict[str, Counter[int]] = {}
+    counts_by_projection: dict[str, Counter[int]] = {}
     for widths in experts:
-        if not isinstance(widths, int):
-            for projection, bits in widths.items():
-                found.setdefault(projection, Counter())[bits] += 1
-    return {name: {str(bits): counts[bits] for bits in sorted(counts)} for name, counts in found.items()}
+        for projection, bits in ({} if isinstance(widths, int) else widths).items():
+            counts_by_projection.setdefault(projection, Counter())[bits] += 1
+    return {name: {str(bits): counts[bits] for bits in sorted(counts)} for name, counts in counts_by_projection.items()}
 
 
 class ExpertChoice(Frozen):
@@ -111,10 +110,10 @@ class ExpertChoice(Frozen):
     @model_serializer(mode="wrap")
     def _without_absent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Files of experts of one width are as they were before projections had their own."""
-        found: dict[str, Any] = dump(self)
+        dumped: dict[str, Any] = dump(self)
         if self.projections is None:
-            found.pop("projections", None)
-        return found
+            dumped.pop("projections", None)
+        return dumped
 
     @property
     def widths(self) -> Width:

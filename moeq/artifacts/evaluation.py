@@ -58,8 +58,8 @@ class EvalRow(Frozen):
 
     def image_figures(self) -> dict[str, float]:
         """What only image classifiers have, by name; nothing of language models."""
-        found = {"cross_entropy": self.cross_entropy, "logit_error": self.logit_error}
-        return {name: value for name, value in found.items() if value is not None}
+        figures = {"cross_entropy": self.cross_entropy, "logit_error": self.logit_error}
+        return {name: value for name, value in figures.items() if value is not None}
 
     @property
     def total_bytes(self) -> int | None:

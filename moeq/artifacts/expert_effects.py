@@ -65,11 +65,11 @@ def read_measured(directory: Path, inputs: str) -> Measured:
     path = directory / MEASURED
     if path.is_file():
         try:
-            found = read_model(path, Measured, SCHEMA_VERSION, remedy=REMEDY)
+            measured = read_model(path, Measured, SCHEMA_VERSION, remedy=REMEDY)
         except ArtifactError:
             return Measured(inputs=inputs)
-        if found.inputs == inputs:
-            return found
+        if measured.inputs == inputs:
+            return measured
     return Measured(inputs=inputs)
 
 

@@ -64,9 +64,9 @@ class TensorStamp(Frozen):
 
 def _check_sum(tensors: tuple[TensorStamp, ...], stated: int) -> None:
     """ValueError unless the tensors have the bytes that their replica states."""
-    found = sum(tensor_bytes(stamp.dtype, stamp.shape) for stamp in tensors)
-    if not tensors or found != stated:
-        raise ValueError(f"tensors of {found} bytes, stated are {stated}")
+    counted = sum(tensor_bytes(stamp.dtype, stamp.shape) for stamp in tensors)
+    if not tensors or counted != stated:
+        raise ValueError(f"tensors of {counted} bytes, stated are {stated}")
 
 
 class Replica(Frozen):
@@ -139,7 +139,7 @@ class PlacedLayer(Frozen):
         numbers = tuple(placed.expert for placed in self.experts)
         if len(numbers) != self.num_experts or numbers != tuple(range(len(numbers))):
             raise ValueError(f"num_experts is {self.num_experts}, {len(numbers)} experts follow")
-        for replica in (one for placed in self.experts for one in placed.replicas):
+        for replica in (replica for placed in self.experts for replica in placed.replicas):
             if not {replica.bits, *(replica.projections or {}).values()} <= set(WIDTHS):
                 raise ValueError(f"bits of a replica must be one of {WIDTHS}")
         return self
@@ -219,8 +219,9 @@ class PlacementManifest(Frozen):
 
     def files(self) -> set[str]:
         """Names of the files that hold what the manifest describes."""
-        of_experts = {one.file for layer in self.layers for expert in layer.experts for one in expert.replicas}
-        return of_experts | {module.file for module in self.others} | {one.file for one in self.code}
+        experts = (expert for layer in self.layers for expert in layer.experts)
+        of_experts = {replica.file for expert in experts for replica in expert.replicas}
+        return of_experts | {module.file for module in self.others} | {code.file for code in self.code}
 
 
 def layout(group_size: int, symmetric: bool, nested: bool = False, mixed: bool = False) -> dict[str, Any]:
@@ -244,22 +245,22 @@ def write_manifest(directory: Path, manifest: PlacementManifest) -> None:
 def manifest_json(manifest: PlacementManifest) -> dict[str, Any]:
     """What placement.json holds; without what is empty (packed modules outside of the experts, code), as older versions
     write and read it."""
-    found = manifest.model_dump(mode="json", exclude_none=True)
+    written = manifest.model_dump(mode="json", exclude_none=True)
     if not manifest.others:
-        del found["others"], found["totals"]["packed_module_bytes"]
+        del written["others"], written["totals"]["packed_module_bytes"]
     if not manifest.code:
-        del found["code"]
-    return found
+        del written["code"]
+    return written
 
 
 def read_manifest(directory: Path) -> PlacementManifest:
     """Read and validate a checkpoint's manifest; ArtifactError also where it names files outside of the directory, and
     for a layout that this moeq does not read."""
     manifest = read_model(directory / NAME, PlacementManifest, SCHEMA_VERSION, remedy=REMEDY)
-    found = (manifest.layout["name"], manifest.layout["version"])
+    stated = (manifest.layout["name"], manifest.layout["version"])
     known = (LAYOUT, NESTED_VERSION if manifest.layout.get("nested") else LAYOUT_VERSION)
-    if found != known:
-        what = f"layout {shown(found[0])} {shown(found[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
+    if stated != known:
+        what = f"stated {shown(stated[0])} {shown(stated[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
         raise ArtifactError(what, where=str(directory / NAME), do="install the moeq that wrote it, or export again")
     try:
         for name in sorted(manifest.files()):

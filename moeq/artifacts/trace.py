@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from moeq.artifacts.files import canonical_json
 from moeq.artifacts.reading import TensorHeader, parse_json, safetensors_header
 from moeq.artifacts.stage import Frozen, ModelStamp, check_schema_version
 from moeq.artifacts.tensor_files import write_in_chunks
@@ -193,9 +192,8 @@ def write_trace(path: Path, trace: RoutingTrace) -> None:
         "prefill": trace.prefill,
         "domain": np.array([names.index(domain) for domain in trace.domains], dtype=np.int32),
     }
-    arrays |= {
-        name: array for name, array in (("weights", trace.weights), ("images", trace.images)) if array is not None
-    }
+    optional = {"weights": trace.weights, "images": trace.images}
+    arrays |= {name: array for name, array in optional.items() if array is not None}
     data = {name: _bytes(array) for name, array in arrays.items()}
     header = Header(
         model=trace.model,
@@ -211,7 +209,7 @@ def write_trace(path: Path, trace: RoutingTrace) -> None:
         path,
         {name: (_DTYPES[name][0], array.shape, array.nbytes) for name, array in arrays.items()},
         lambda name: (bytes(data[name][at : at + CHUNK_BYTES]) for at in range(0, len(data[name]), CHUNK_BYTES)),
-        {HEADER: json.dumps(json.loads(canonical_json(header.model_dump(mode="json"))), separators=(",", ":"))},
+        {HEADER: json.dumps(header.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))},
     )
 
 
@@ -278,10 +276,10 @@ def _read_header(path: Path, metadata: Mapping[str, str]) -> Header:
     if HEADER not in metadata:
         raise ArtifactError("not a routing trace", where=str(path), do="give a trace.safetensors of `moeq profile`")
     try:
-        found = parse_json(metadata[HEADER])
-        version = found.get("schema_version") if isinstance(found, dict) else None
+        stated = parse_json(metadata[HEADER])
+        version = stated.get("schema_version") if isinstance(stated, dict) else None
         check_schema_version(version, SCHEMA_VERSION, path, remedy=REMEDY)
-        return Header.model_validate(found)
+        return Header.model_validate(stated)
     except ValidationError as error:
         first = error.errors()[0]
         where = f"{path}: {HEADER}.{'.'.join(map(str, first['loc']))}"
