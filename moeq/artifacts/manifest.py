@@ -260,7 +260,7 @@ def read_manifest(directory: Path) -> PlacementManifest:
     stated = (manifest.layout["name"], manifest.layout["version"])
     known = (LAYOUT, NESTED_VERSION if manifest.layout.get("nested") else LAYOUT_VERSION)
     if stated != known:
-        what = f"stated {shown(stated[0])} {shown(stated[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
+        what = f"layout {shown(stated[0])} {shown(stated[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
         raise ArtifactError(what, where=str(directory / NAME), do="install the moeq that wrote it, or export again")
     try:
         for name in sorted(manifest.files()):
