@@ -56,11 +56,11 @@ def generate(
     with torch.no_grad(), quiet_transformers():
         tensor = torch.tensor([ids], device=target)
         check_tokens(model, tensor)
-        found = model.generate(tensor, attention_mask=torch.ones_like(tensor), pad_token_id=pad, **options)[0]
+        generated = model.generate(tensor, attention_mask=torch.ones_like(tensor), pad_token_id=pad, **options)[0]
     seconds = time.monotonic() - started
-    new = found[len(ids) :].tolist()
+    new = generated[len(ids) :].tolist()
     return {
-        "text": tokenizer.decode(found.tolist(), skip_special_tokens=True),
+        "text": tokenizer.decode(generated.tolist(), skip_special_tokens=True),
         "continuation": tokenizer.decode(new, skip_special_tokens=True),
         "prompt_tokens": len(ids),
         "new_tokens": len(new),

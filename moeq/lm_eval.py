@@ -47,14 +47,14 @@ def _checked(own: dict[str, Any]) -> dict[str, Any]:
     """Settings with a batch size; RecipeError for a value that cannot be."""
     from moeq.models.loading import DTYPES
 
-    found = own | {"batch_size": count("--batch_size", own.get("batch_size", 1), "auto")}
+    checked = own | {"batch_size": count("--batch_size", own.get("batch_size", 1), "auto")}
     if "max_length" in own:
-        found["max_length"] = count("max_length", own["max_length"])
+        checked["max_length"] = count("max_length", own["max_length"])
     choices = {"dtype": ("auto", *DTYPES), "truncate": (True, False), "trust_remote_code": (True, False)}
     for name, allowed in choices.items():
         if own.get(name, allowed[0]) not in allowed:
             raise RecipeError(f"{name}={own[name]}", where="--model_args", do=f"give {', '.join(map(str, allowed))}")
-    return found
+    return checked
 
 
 def register() -> None:

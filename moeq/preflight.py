@@ -36,7 +36,7 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
     if command in EVALUATED and section.tasks:
         check_tasks(section.include_path)
     if command in ESTIMATED:
-        named = [recipe.estimate.hardware, recipe.assign.hardware, *(one.hardware for one in section.compare)]
+        named = [recipe.estimate.hardware, recipe.assign.hardware, *(compared.hardware for compared in section.compare)]
         check_hardware([name for name in named if name is not None])
 
 
