@@ -100,11 +100,11 @@ class ExpertChoice(Frozen):
         for name, bits in self.projections.items():
             if bits not in WIDTHS:
                 raise ValueError(f"{name} has {bits} bits, must be one of {WIDTHS}")
-        if len(set(self.projections.values())) < 2:
+        widths = set(self.projections.values())
+        if len(widths) < 2:
             raise ValueError("projections must have several widths; where all are equal, `bits` alone says it")
-        if self.bits != max(self.projections.values()):
-            widest = max(self.projections.values())
-            raise ValueError(f"bits is {self.bits}, must be the widest of the projections, {widest}")
+        if self.bits != max(widths):
+            raise ValueError(f"bits is {self.bits}, must be the widest of the projections, {max(widths)}")
         return self
 
     @model_serializer(mode="wrap")

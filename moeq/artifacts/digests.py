@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.storage import storage_errors
+from moeq.errors import StorageError
 from moeq.progress import Reporter
 
 CACHE_VARIABLE = "MOEQ_CACHE"
@@ -137,14 +138,10 @@ def digests_of_files(
     with storage_errors(files[0] if files else Path(), "read"):
         unknown = [path for path in files if not cached or remembered(path) is None]
         blocks = sum(path.stat().st_size // BLOCK_BYTES for path in unknown)
-    with _bar(reporter, title, blocks) as advance, ThreadPoolExecutor(_cores()) as pool:
-        return dict(
-            zip(files, pool.map(lambda path: digest_of_file(path, cached=cached, advance=advance), files), strict=True)
-        )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with _bar(reporter, title, blocks) as advance, ThreadPoolExecutor(cores) as pool:
+        digests = pool.map(lambda path: digest_of_file(path, cached=cached, advance=advance), files)
+        return dict(zip(files, digests, strict=True))
 
 
 @contextmanager
@@ -164,11 +161,8 @@ def _bar(reporter: Reporter | None, title: str, blocks: int) -> Iterator[Callabl
 
 def remember(path: Path, digest: str, part: str = "") -> None:
     """Keep what the writer of a file found while it wrote it."""
-    with contextlib.suppress(OSError):
-        before = path.stat()
-        _settle(before)
-        if _key(path.stat()) == _key(before):
-            _remember(before, part, digest)
+    with contextlib.suppress(StorageError):
+        digest_of_part(path, part, lambda: digest)
 
 
 def remembered(path: Path, part: str = "") -> str | None:
