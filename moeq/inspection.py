@@ -51,11 +51,16 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
         if (path / RECORD).is_file():
             return _stage(path, reporter)
         if (path / "config.json").is_file():
-            from moeq.exporters.readers import holds_gguf
-
-            return (_gguf if holds_gguf(path) else _model)(path, reporter, trust_remote_code)
+            return _weights(path, reporter, trust_remote_code)
         raise ArtifactError("neither a checkpoint, a run, a stage nor a model", where=str(path), do="give another path")
     return _file(path, reporter)
+
+
+def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
+    """Describe a directory of weights, of GGUF or of safetensors."""
+    from moeq.exporters.readers import holds_gguf
+
+    return (_gguf if holds_gguf(path) else _model)(path, reporter, trust_remote_code)
 
 
 def _integer(path: Path) -> dict[str, Any]:
@@ -110,12 +115,6 @@ def _packed_modules(manifest: PlacementManifest) -> dict[str, Any]:
         size = human_bytes(sum(module.bytes for module in modules))
         classes[kind] = f"{len(modules)} at {modules[0].bits} bits, {size}"
     return {"packed_module_bytes": manifest.totals.packed_module_bytes, "packed_modules": classes}
-
-
-def _listed(path: Path, reporter: Reporter) -> dict[str, str]:
-    """That the files are as SHA256SUMS has them; nothing where there is none. ArtifactError where one is not."""
-    sums = check_sums(path, reporter=reporter)
-    return {} if sums is None else {"checked_files": sums.text}
 
 
 def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
@@ -190,6 +189,7 @@ def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
 def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
     record = read_record(path, path.name)
     edited = _checked_stage(path, record, reporter)
+    sums = check_sums(path, reporter=reporter)
     return {
         "kind": f"artifact of moeq {record.stage}",
         "model": record.model.name,
@@ -198,7 +198,7 @@ def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
         "files": {name: human_bytes(stamp.bytes) for name, stamp in record.files.items()},
         "summary": record.summary,
         "check": "every SHA-256 equals the record" + (f", but of {edited}, which was edited" if edited else ""),
-        **_listed(path, reporter),
+        **({} if sums is None else {"checked_files": sums.text}),
     }
 
 
@@ -206,10 +206,9 @@ def _model(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str,
     from moeq.models import loading
 
     source = open_source(str(path))
-    listed = _listed(path, reporter)
+    sums = check_sums(path, reporter=reporter)
     skeleton, layers = loading.describe(source, trust_remote_code)
     keys = loading.expert_keys(source, skeleton, layers)
-    code = {file.name: f"SHA-256 {digest_of_file(file)}" for file in sorted(path.glob("*.py"))}  # run with trust
     expert_bytes = sum(source.tensors[key].bytes for key in keys)
     return {
         "kind": f"transformers model ({source.config['model_type']})",
@@ -219,10 +218,16 @@ def _model(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str,
         "dtype": str(loading.source_dtype(source)).removeprefix("torch."),
         "expert_bytes": expert_bytes,
         "non_expert_bytes": sum(header.bytes for header in source.tensors.values()) - expert_bytes,
-        "digest": source.stamp(source.file_digests(cached=bool(listed), reporter=reporter)).digest,
-        **listed,
-        **({"code": code} if code else {}),
+        "digest": source.stamp(source.file_digests(cached=sums is not None, reporter=reporter)).digest,
+        **({} if sums is None else {"checked_files": sums.text}),
+        **_own_code(path),
     }
+
+
+def _own_code(path: Path) -> dict[str, Any]:
+    """Python files of a model, which loading it with trust runs; nothing where there are none."""
+    hashes = {file.name: f"SHA-256 {digest_of_file(file)}" for file in sorted(path.glob("*.py"))}
+    return {"code": hashes} if hashes else {}
 
 
 def _trace(path: Path) -> dict[str, Any]:
@@ -247,20 +252,20 @@ def _gguf(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, 
     from moeq.exporters.gguf_families import stack_name
     from moeq.exporters.readers.gguf import open_gguf
 
-    model = open_gguf(path, trust_remote_code)
-    listed = _listed(path, reporter)
-    stacks = {stack_name(layer, part) for layer in model.layers for part in layer.projections}
-    sizes = {name: tensor.bytes for name, tensor in model.file.tensors.items()}
-    types = Counter(model.file.tensors[name].type.name for name in sorted(stacks))
+    found = open_gguf(path, trust_remote_code)
+    sums = check_sums(path, reporter=reporter)
+    stacks = {stack_name(layer, part) for layer in found.layers for part in layer.projections}
+    sizes = {name: tensor.bytes for name, tensor in found.file.tensors.items()}
+    types = Counter(found.file.tensors[name].type.name for name in sorted(stacks))
     return {
-        "kind": f"GGUF ({model.family.arch})",
-        "model": str(model.file.fields.get("general.name", ""))[:200],
-        "moe_layers": len(model.layers),
+        "kind": f"GGUF ({found.family.arch})",
+        "model": str(found.file.fields.get("general.name", ""))[:200],
+        "moe_layers": len(found.layers),
         "experts": ", ".join(f"{count} stacks of {kind}" for kind, count in types.items()),
         "expert_bytes": sum(size for name, size in sizes.items() if name in stacks),
         "non_expert_bytes": sum(size for name, size in sizes.items() if name not in stacks),
         "check": "every tensor of the model is there, in its shape, and no other",
-        **listed,
+        **({} if sums is None else {"checked_files": sums.text}),
     }
 
 

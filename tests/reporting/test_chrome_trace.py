@@ -10,9 +10,9 @@ from moeq.estimator.timeline import Interval
 from moeq.reporting.chrome_trace import chrome_trace
 
 STEP = [
-    Interval("ndp", "ndp_experts", 0, 3, 2e-3, 5e-4),
-    Interval("gpu", "dense", 0, None, 0.0, 2e-3),
-    Interval("to_gpu", "fetch", 1, 0, 3e-3, 1e-6),
+    Interval(resource="ndp", name="ndp_experts", layer=0, expert=3, start_seconds=2e-3, seconds=5e-4),
+    Interval(resource="gpu", name="dense", layer=0, expert=None, start_seconds=0.0, seconds=2e-3),
+    Interval(resource="to_gpu", name="fetch", layer=1, expert=0, start_seconds=3e-3, seconds=1e-6),
 ]
 
 
