@@ -25,7 +25,7 @@ from moeq.integers.artifacts import integer_report, reparam
 from moeq.integers.artifacts.integer import NAME as INTEGER
 from moeq.integers.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.models.source import open_source, read_header
-from moeq.preflight import check_file
+from moeq.preflight import check_path
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.tables import human_bytes
@@ -38,7 +38,7 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
     Raises ArtifactError (or the error of the kind that it turns out to be) for what is damaged or unknown.
     """
-    check_file(path)
+    check_path(path)
     if path.is_dir():
         if (path / MANIFEST).is_file():
             return check_checkpoint(path, reporter)

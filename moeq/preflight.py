@@ -54,7 +54,7 @@ def check_directory(path: Path) -> None:
         raise RecipeError("no such directory", where=str(path), do="give a checkpoint's directory")
 
 
-def check_file(path: Path) -> None:
+def check_path(path: Path) -> None:
     """ArtifactError where there is neither a file nor a directory of that name."""
     if not path.exists():
         raise ArtifactError("no such file or directory", where=str(path), do="give a path that moeq wrote")

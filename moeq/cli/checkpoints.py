@@ -19,7 +19,7 @@ def inspect(
     """Say what a file or directory is; check a checkpoint's bytes and digests against its manifest."""
     from moeq import preflight
 
-    preflight.check_file(path)
+    preflight.check_path(path)
     from moeq import inspection, terminal
     from moeq.progress import Reporter
 
