@@ -156,11 +156,13 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
     of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
     whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
+    errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
+    accuracy = f" acc: standard error {100 * max(errors):.1f} points." if errors else ""
     console.print(
         "* exported. bits: codes of the experts; all bits: of a weight of all tensors, scales and zero points "
         f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}. "
         "speed-up: estimated decode speed over MoNDE by "
-        f"its bandwidth rule / cost-optimal, for {of}.{_error_note(rows)}",
+        f"its bandwidth rule / cost-optimal, for {of}.{accuracy}",
         style="dim",
     )
     for line in _translation_lines(outcomes):
@@ -195,11 +197,6 @@ def _others_packed(rows: list[dict[str, Any]]) -> bool:
     """Whether more than the experts was packed: the rest of the checkpoint has not one size."""
     known = [row["total_bytes"] - row["expert_bytes"] for row in rows if row["total_bytes"] is not None]
     return len(known) == len(rows) and len(set(known)) > 1
-
-
-def _error_note(rows: list[dict[str, Any]]) -> str:
-    errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
-    return f" acc: standard error {100 * max(errors):.1f} points." if errors else ""
 
 
 def _number(value: float | None, form: str) -> str:
@@ -238,8 +235,13 @@ def print_plan(plan: Plan) -> None:
         f"the run leaves {human_bytes(sum(need.written for need in plan.stages))} there",
         markup=False,
     )
-    if plan.rates is not None:
-        console.print(_rates_line(plan.rates), style="dim")
+    if (rates := plan.rates) is not None:
+        console.print(
+            f"measured: products {rates['matrix_flops'] / 1e9:.3g} GFLOP/s, losses {rates['losses_flops'] / 1e9:.3g} "
+            f"GFLOP/s, unpacking {rates['dequantized_weights'] / 1e6:.3g} M weights/s, disk reads "
+            f"{human_bytes(rates['read_bytes'])}/s, writes {human_bytes(rates['write_bytes'])}/s",
+            style="dim",
+        )
     for note in plan.notes:
         console.print(f"note: {note}", style="dim", markup=False)
     if plan.fits:
@@ -269,14 +271,6 @@ def _plan_table(plan: Plan) -> Table:
             style="bold red" if lacking else None,
         )
     return table
-
-
-def _rates_line(rates: dict[str, float]) -> str:
-    return (
-        f"measured: products {rates['matrix_flops'] / 1e9:.3g} GFLOP/s, losses {rates['losses_flops'] / 1e9:.3g} "
-        f"GFLOP/s, unpacking {rates['dequantized_weights'] / 1e6:.3g} M weights/s, disk reads "
-        f"{human_bytes(rates['read_bytes'])}/s, writes {human_bytes(rates['write_bytes'])}/s"
-    )
 
 
 def print_prices(prices: list[dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,13 +30,6 @@ def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda 
     reporter = Reporter(quiet=asked.quiet or asked.json)
     tasks = asked.task_names
     contexts = check(asked)
-    settings = loaded.Settings(
-        dtype=asked.dtype,
-        device=asked.device,
-        batch_size=asked.rows or 16,
-        truncate=asked.truncate,
-        trust_remote_code=asked.trust_remote_code,
-    )
     subjects = open_subjects(asked.recipe, contexts, asked.trust_remote_code)
     measured = [subject for subject in subjects if isinstance(subject, Subject)]
     if (tasks or asked.text) and not measured:
@@ -47,7 +39,14 @@ def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda 
         loaded.check(subject)
         _check_window(asked, subject)
     manager = open_tasks(tasks, None if asked.include_path is None else str(asked.include_path)) if tasks else None
-    settings = replace(settings, images=manager is not None and _check_images(asked, measured, manager))
+    settings = loaded.Settings(
+        dtype=asked.dtype,
+        device=asked.device,
+        batch_size=asked.rows or 16,
+        truncate=asked.truncate,
+        trust_remote_code=asked.trust_remote_code,
+        images=manager is not None and _check_images(asked, measured, manager),
+    )
     rows = _rows(asked, subjects, settings, manager, reporter)
     whole = document.document(rows, _described(asked, settings))
     show(whole)  # before a full disk can lose it

@@ -54,7 +54,9 @@ class ExpertMap:
         return any(np.isfinite(row).any() for row in self.values)
 
     def draw(self, room: int = maps.WHOLE) -> Drawing:
-        label = f"{self.title}: map of {size_of(self.values)}. {self._range()}"
+        layers, experts = len(self.values), max(map(len, self.values))
+        size = f"{formats.count(layers, 'layer')} by {formats.count(experts, 'expert')}"
+        label = f"{self.title}: map of {size}. {self._range()}"
         if self.quantity is None:
             return width_map(self.key, label, self.values, self.hot, self.title, room, self.present)
         return value_map(self.key, label, self.values, self.quantity, self.title, room, self.scale)
@@ -233,7 +235,3 @@ def gallery(summary: str, drawn: Sequence[ExpertMap]) -> list[Raw]:
     cells = sum(len(row) for expert_map in drawn for row in expert_map.values)
     shown = {} if cells > OPEN_CELLS else {"open": "open"}
     return [details(summary, figures(drawn), **shown)] if drawn else []
-
-
-def size_of(rows: Sequence[np.ndarray]) -> str:
-    return f"{formats.count(len(rows), 'layer')} by {formats.count(max(len(row) for row in rows), 'expert')}"

@@ -25,20 +25,17 @@ def low_precision(report: LowPrecisionReport) -> Section:
     )
     parts = [lead(text)]
     for number, sweep in enumerate(report.sweeps):
-        parts += [figure(share_chart(sweep, number), _caption(sweep)), _table(sweep)]
+        caption = (
+            f"{_title(sweep)} ({sweep.quantizer}), on {formats.count(sweep.sequences, 'sequence')} of the evaluation "
+            "text. Band: the range of the random orders, line: their mean."
+        )
+        parts += [figure(share_chart(sweep, number), caption), _table(sweep)]
     return Section("low-precision", "Share of experts at a low width", parts)
 
 
 def _title(sweep: Sweep) -> str:
     high = "full precision" if sweep.high_bits == FULL else formats.count(sweep.high_bits, "bit")
     return f"{formats.count(sweep.low_bits, 'bit')} among experts at {high}"
-
-
-def _caption(sweep: Sweep) -> str:
-    return (
-        f"{_title(sweep)} ({sweep.quantizer}), on {formats.count(sweep.sequences, 'sequence')} of the evaluation text. "
-        "Band: the range of the random orders, line: their mean."
-    )
 
 
 def share_chart(sweep: Sweep, number: int) -> Drawing:

@@ -200,8 +200,8 @@ def _changes(inputs: ReportInputs, measures: Sequence[str]) -> Raw:
         change = row.changes.get(measure)
         if change is None:
             return formats.MISSING
-        return _with_note(formats.difference(change.difference), f"{formats.interval(change.low, change.high)}, "
-                          f"p = {formats.p_value(change.p)}")  # fmt: skip
+        note = f"{formats.interval(change.low, change.high)}, p = {change.p:.3f}"
+        return _with_note(formats.difference(change.difference), note)
 
     return _by(
         "Difference from the original on the same items, with the 95 % interval and the two-sided p value of a paired "
