@@ -75,7 +75,7 @@ def draw(
 ) -> Drawing:
     """SVG of a figure of width x height points that `fill` draws on.
 
-    name makes its ids unique on the page;
+    name makes its ids unique on the page; shrinks: whether a narrow page may draw it a fifth smaller.
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
