@@ -36,9 +36,8 @@ def make_model(pretrained: str | None = None, **given: Any) -> Any:
     opened = open_subjects([pretrained], contexts, settings.trust_remote_code)
     subject = opened[-1]
     if len(opened) != 1 + len(contexts) or not isinstance(subject, Subject):
-        raise EvaluationError(
-            "is no single model", where=pretrained, do="give a run, one of its assignments or a checkpoint"
-        )
+        do = "give a run, one of its assignments or a checkpoint"
+        raise EvaluationError("is no single model", where=pretrained, do=do)
     loaded.check(subject)
     return loaded.lm_of(loaded.load(subject, settings), subject, settings)
 

@@ -75,9 +75,8 @@ def check_device(name: str) -> None:
 def check_tasks(include_path: str | Path | None) -> None:
     """EvaluationError for a folder of tasks that is not there."""
     if include_path is not None and not Path(include_path).expanduser().is_dir():
-        raise EvaluationError(
-            "no such folder of tasks", where=str(include_path), do="correct --include-path (eval.include_path)"
-        )
+        do = "correct --include-path (eval.include_path)"
+        raise EvaluationError("no such folder of tasks", where=str(include_path), do=do)
 
 
 def check_texts(source: str | Sequence[str]) -> None:

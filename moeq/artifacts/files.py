@@ -281,9 +281,8 @@ def _lock(stream: IO[str], directory: Path) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise StorageError(
-            "another moeq run is working here", where=str(directory), do="wait for it or choose another --out"
-        ) from None
+        do = "wait for it or choose another --out"
+        raise StorageError("another moeq run is working here", where=str(directory), do=do) from None
 
 
 @contextmanager

@@ -73,11 +73,8 @@ class ReplicaIndex(Frozen):
             if (made.method, made.bits) == (method, bits) and made.entry is not None:
                 return made.entry
         widths = [made.bits for made in self.made if made.method == method and made.entry is not None]
-        raise ArtifactError(
-            f"no {bits}-bit replica by {method} (there are {widths})",
-            where=INDEX,
-            do="add the width to losses.bits and the method to losses.methods",
-        )
+        do = "add the width to losses.bits and the method to losses.methods"
+        raise ArtifactError(f"no {bits}-bit replica by {method} (there are {widths})", where=INDEX, do=do)
 
     def entries(self) -> list[str]:
         """Names of all replicas that the store keeps for the run."""
@@ -92,11 +89,8 @@ def read_index(directory: Path) -> ReplicaIndex:
     """The index of a run's losses directory; ArtifactError when it is missing, damaged or of another version."""
     path = directory / INDEX
     if not path.is_file():
-        raise ArtifactError(
-            f"no index of replicas: losses of schema version 1 or none, this moeq reads {SCHEMA_VERSION}",
-            where=str(path),
-            do=REMEDY,
-        )
+        what = f"no index of replicas: losses of schema version 1 or none, this moeq reads {SCHEMA_VERSION}"
+        raise ArtifactError(what, where=str(path), do=REMEDY)
     return read_model(path, ReplicaIndex, SCHEMA_VERSION, remedy=REMEDY)
 
 

@@ -63,9 +63,8 @@ class StageRecord(Frozen):
 def check_schema_version(version: Any, expected: int | str, path: Path, *, remedy: str) -> None:
     """ArtifactError when an artifact was written under another schema version."""
     if version != expected:
-        raise ArtifactError(
-            f"schema version {version!r}, this moeq ({__version__}) reads {expected}", where=str(path), do=remedy
-        )
+        what = f"schema version {version!r}, this moeq ({__version__}) reads {expected}"
+        raise ArtifactError(what, where=str(path), do=remedy)
 
 
 def read_model(path: Path, model: type[Model], schema_version: int, *, remedy: str) -> Model:

@@ -295,13 +295,10 @@ def _check_tensors(path: Path, tensors: Mapping[str, TensorHeader], header: Head
     for name, tensor in tensors.items():
         if name not in _DTYPES:
             raise ArtifactError(f"a tensor {name!r}, which no trace has", where=str(path), do=REMEDY)
-        axes = 3 if name in ("experts", "weights") else 1
-        if tensor.dtype != _DTYPES[name][0] or len(tensor.shape) != axes:
-            raise ArtifactError(
-                f"{name} is {tensor.dtype} of {len(tensor.shape)} axes, not {_DTYPES[name][0]} of {axes}",
-                where=str(path),
-                do=REMEDY,
-            )
+        dtype, axes = _DTYPES[name][0], 3 if name in ("experts", "weights") else 1
+        if tensor.dtype != dtype or len(tensor.shape) != axes:
+            what = f"{name} is {tensor.dtype} of {len(tensor.shape)} axes, not {dtype} of {axes}"
+            raise ArtifactError(what, where=str(path), do=REMEDY)
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

@@ -108,9 +108,8 @@ def _runtime(loaded: Loaded, subject: Subject, options: ContextOptions) -> Conte
     if options.selector and options.gpu_experts < layers[0].num_experts:
         losses = replicas.losses(WIDTHS)
         if losses is None:
-            raise EvaluationError(
-                "does not say what its replicas lose", where=subject.name, do="export it again, or set selector=false"
-            )
+            do = "export it again, or set selector=false"
+            raise EvaluationError("does not say what its replicas lose", where=subject.name, do=do)
     return ContextAwareModel(
         loaded.model,
         layers,

@@ -61,11 +61,8 @@ def _check_images(asked: EvalOptions, subjects: Sequence[Subject], manager: Any)
     for subject in subjects:
         tasks = image_tasks(manager, asked.task_names, with_images=has_processor(subject.source.path))
         if tasks and subject.context is not None:
-            raise EvaluationError(
-                "has images, for which precision does not follow the context yet",
-                where=f"task {next(iter(tasks))}",
-                do="leave --context-aware out, or take tasks of text",
-            )
+            what, do = "has images, for which precision does not follow the context yet", "leave --context-aware out"
+            raise EvaluationError(what, where=f"task {next(iter(tasks))}", do=f"{do}, or take tasks of text")
         if tasks and not some:
             check_images(tasks, asked.limit)
         some = some or bool(tasks)

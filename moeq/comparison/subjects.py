@@ -86,9 +86,8 @@ def open_subjects(words: Sequence[str], contexts: Sequence[ContextOptions], trus
             rows += [_by_context(able, options) for options in contexts if not _has(rows, able, options)]
     subjects = [row for row in rows if isinstance(row, Subject)]
     if contexts and all(subject.context is None for subject in subjects):
-        raise EvaluationError(
-            "no replicas of its experts", where=words[0], do="--context-aware needs a run, or a checkpoint with them"
-        )
+        do = "--context-aware needs a run, or a checkpoint with them"
+        raise EvaluationError("no replicas of its experts", where=words[0], do=do)
     check_once([subject.name for subject in subjects], "name every subject once")
     return rows
 
