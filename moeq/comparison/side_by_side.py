@@ -61,8 +61,9 @@ def _check_images(asked: EvalOptions, subjects: Sequence[Subject], manager: Any)
     for subject in subjects:
         tasks = image_tasks(manager, asked.task_names, with_images=has_processor(subject.source.path))
         if tasks and subject.context is not None:
-            what, do = "has images, for which precision does not follow the context yet", "leave --context-aware out"
-            raise EvaluationError(what, where=f"task {next(iter(tasks))}", do=f"{do}, or take tasks of text")
+            what = "has images, for which precision does not follow the context yet"
+            do = "leave --context-aware out, or take tasks of text"
+            raise EvaluationError(what, where=f"task {next(iter(tasks))}", do=do)
         if tasks and not some:
             check_images(tasks, asked.limit)
         some = some or bool(tasks)

@@ -79,13 +79,8 @@ def table(reading: str, head: Sequence[str], rows: Sequence[Sequence[str] | Row]
     The first `texts` columns are text, the others figures.
     """
     top = (element("th", name, scope="col", **_alignment(index, texts)) for index, name in enumerate(head))
-    body = (
-        element("tr", _cells(row.cells, texts), class_=row.kind)
-        if isinstance(row, Row)
-        else element("tr", _cells(row, texts))
-        for row in rows
-    )
-    inner = element("table", element("thead", element("tr", *top)), element("tbody", *body))
+    body = element("tbody", *(_row(row, texts) for row in rows))
+    inner = element("table", element("thead", element("tr", *top)), body)
     box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=reading)
     return join([paragraph(reading, kind="reading"), box])
 
@@ -94,10 +89,11 @@ def _alignment(index: int, texts: int) -> dict[str, str]:
     return {} if index < texts else {"class_": "number"}
 
 
-def _cells(values: Sequence[str], texts: int) -> Raw:
-    name, *figures = values
+def _row(row: Sequence[str] | Row, texts: int) -> Raw:
+    name, *figures = row.cells if isinstance(row, Row) else row
     cells = (element("td", value, **_alignment(index, texts)) for index, value in enumerate(figures, 1))
-    return join([element("th", name, scope="row"), *cells])
+    attributes = {"class_": row.kind} if isinstance(row, Row) else {}
+    return element("tr", element("th", name, scope="row"), *cells, **attributes)
 
 
 def figure(drawing: Drawing, caption: str) -> Raw:
