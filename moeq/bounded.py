@@ -40,17 +40,17 @@ def read_bounded(path: Path, most: int) -> bytes:
     Pipes, devices and folders are refused at once: opening does not wait for a writer.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
-        found = os.fstat(stream.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("not a regular file")
-        if found.st_size > most:
-            raise ValueError(f"{found.st_size} bytes, at most {most} are read")
-        return stream.read(found.st_size)
+        if status.st_size > most:
+            raise ValueError(f"{status.st_size} bytes, at most {most} are read")
+        return stream.read(status.st_size)
 
 
 def shortened(text: str, most: int = SHOWN) -> str:
     """A text that fits into a message, without control characters."""
-    text = CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text[: most + 1])
+    text = CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text[: most + 1])
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -189,9 +189,9 @@ def _scalar(event: Any, line: int) -> Any:
     text = event.value
     if len(text) > SCALAR_CHARACTERS:
         raise YamlError(f"a text of {len(text)} characters, at most {SCALAR_CHARACTERS} are read", line)
-    found = CONTROL.search(text)
-    if found is not None:
-        raise YamlError(f"a control character (U+{ord(found[0]):04X})", line)
+    control = CONTROL.search(text)
+    if control is not None:
+        raise YamlError(f"a control character (U+{ord(control[0]):04X})", line)
     tag = event.tag
     if tag in (None, "!"):
         tag = _RESOLVER.resolve(yaml.ScalarNode, text, event.implicit)  # type: ignore[no-untyped-call]

@@ -39,7 +39,7 @@ class _Sweep:
 
     @property
     def freed_bytes(self) -> int:
-        return sum(one["bytes"] for one in self.freed)
+        return sum(item["bytes"] for item in self.freed)
 
     def drop(self, path: Path, what: str, size: int, act: Callable[[], object]) -> None:
         self.freed.append({"path": str(path), "what": what, "bytes": size})
@@ -89,15 +89,15 @@ def collect(runs: Sequence[Path], store: Path | None, *, dry_run: bool) -> dict[
 
 def _stores(runs: Sequence[Path], store: Path | None) -> list[Path]:
     """The stores to clean: the one that is named, those that the runs use, and their own."""
-    found = [] if store is None else [store]
+    stores = [] if store is None else [store]
     for run in runs:
         if not (run / RECIPE_COPY).is_file():
             raise ArtifactError("not a run directory", where=str(run), do="give the --out of a run")
         wanted = (store_folder(load_recipe(run / RECIPE_COPY), run), run / STORE)
-        found += [folder for folder in wanted if (folder / replicas.MARKER).is_file()]
-    for folder in found:
+        stores += [folder for folder in wanted if (folder / replicas.MARKER).is_file()]
+    for folder in stores:
         replicas.check_store(folder)
-    return sorted({folder.resolve() for folder in found})
+    return sorted({folder.resolve() for folder in stores})
 
 
 def _clean_store(store: Path, indices: Sequence[ReplicaIndex], sweep: _Sweep) -> None:
@@ -107,12 +107,12 @@ def _clean_store(store: Path, indices: Sequence[ReplicaIndex], sweep: _Sweep) ->
     for path in sorted(store.glob(f"*{PARTIAL}")) + sorted((store / replicas.RUNS).glob(f"*{PARTIAL}")):
         sweep.delete(path, "partial file")
     for folder in sorted(path for path in store.iterdir() if path.is_dir() and SET.fullmatch(path.name)):
-        mine = [index for index in indices if index.set == folder.name]
-        if not mine:
+        own = [index for index in indices if index.set == folder.name]
+        if not own:
             sweep.delete(folder, "replicas and losses of other inputs")
             continue
         before, freed = _bytes(folder), sweep.freed_bytes
-        _clean_set(folder, mine, sweep)
+        _clean_set(folder, own, sweep)
         sweep.kept_bytes += before - (sweep.freed_bytes - freed)
 
 
@@ -157,4 +157,4 @@ def _clean_run(run: Path, sweep: _Sweep) -> None:
 
 def _bytes(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
-    return sum(one.stat().st_size for one in files if one.is_file())
+    return sum(file.stat().st_size for file in files if file.is_file())

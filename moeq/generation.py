@@ -31,9 +31,8 @@ def generate(
     check_checkpoint(checkpoint)
     source = open_source(str(checkpoint))
     if takes_images(model_class(source, load_config(source, trust_remote_code), trust_remote_code)):
-        raise ModelError(
-            "an image classifier continues no text", where=str(checkpoint), do="use transformers to run it"
-        )
+        what = "an image classifier continues no text"
+        raise ModelError(what, where=str(checkpoint), do="use transformers to run it")
     target = resolve_device(device)
     tokenizer = load_tokenizer(source, trust_remote_code)
     model: Any = load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target, trust_remote_code)
@@ -43,10 +42,8 @@ def generate(
         raise EvaluationError("the prompt has no tokens", do="give some text")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and len(ids) + max_new_tokens > positions:
-        raise EvaluationError(
-            f"{len(ids)} + {max_new_tokens} tokens are more than the model's {positions} positions",
-            do="shorten the prompt or lower --max-new-tokens",
-        )
+        what = f"{len(ids)} + {max_new_tokens} tokens are more than the model's {positions} positions"
+        raise EvaluationError(what, do="shorten the prompt or lower --max-new-tokens")
     torch.manual_seed(seed)
     options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
     if temperature > 0:
@@ -56,11 +53,11 @@ def generate(
     with torch.no_grad(), quiet_transformers():
         tensor = torch.tensor([ids], device=target)
         check_tokens(model, tensor)
-        found = model.generate(tensor, attention_mask=torch.ones_like(tensor), pad_token_id=pad, **options)[0]
+        generated = model.generate(tensor, attention_mask=torch.ones_like(tensor), pad_token_id=pad, **options)[0]
     seconds = time.monotonic() - started
-    new = found[len(ids) :].tolist()
+    new = generated[len(ids) :].tolist()
     return {
-        "text": tokenizer.decode(found.tolist(), skip_special_tokens=True),
+        "text": tokenizer.decode(generated.tolist(), skip_special_tokens=True),
         "continuation": tokenizer.decode(new, skip_special_tokens=True),
         "prompt_tokens": len(ids),
         "new_tokens": len(new),

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moeq.artifacts import evaluation, replicas
-from moeq.artifacts import losses as loss_table
-from moeq.artifacts.assignment import count_matrices, count_widths, read_assignment
+from moeq.artifacts.assignment import Width, count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
-from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, read_record
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.trace import NAME as TRACE
@@ -25,12 +25,10 @@ from moeq.integers.artifacts import integer_report, reparam
 from moeq.integers.artifacts.integer import NAME as INTEGER
 from moeq.integers.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.models.source import open_source, read_header
+from moeq.preflight import check_path
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.tables import human_bytes
-
-if TYPE_CHECKING:
-    from moeq.verification.manifest_files import Checked
 
 QUIET = Reporter(quiet=True)
 
@@ -40,8 +38,7 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
     Raises ArtifactError (or the error of the kind that it turns out to be) for what is damaged or unknown.
     """
-    if not path.exists():
-        raise ArtifactError("no such file or directory", where=str(path), do="give a path that moeq wrote")
+    check_path(path)
     if path.is_dir():
         if (path / MANIFEST).is_file():
             return check_checkpoint(path, reporter)
@@ -77,23 +74,17 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
     from moeq.verification.manifest_files import check_code, check_native
 
     checked = check_native(directory, reporter)
-    return _checkpoint_summary(checked, check_code(directory, checked.manifest))
-
-
-def _checkpoint_summary(checked: Checked, code: dict[str, str]) -> dict[str, Any]:
     manifest = checked.manifest
-    flat = [expert for layer in manifest.layers for expert in layer.experts]
-    widths = [expert.widths for expert in flat]
-    matrices = count_matrices(widths)
+    code = check_code(directory, manifest)
+    widths = [expert.widths for layer in manifest.layers for expert in layer.experts]
     return {
         "kind": "moeq checkpoint",
         "model": manifest.model.name,
         "assignment": manifest.assignment["name"],
         "method": manifest.assignment["method"],
         "layers": len(manifest.layers),
-        "experts": len(flat),
-        "experts_by_bits": count_widths(widths),
-        **({"mixed_experts_matrices_by_bits": matrices} if matrices else {}),
+        "experts": len(widths),
+        **_by_bits(widths),
         "group_size": manifest.layout["group_size"],
         "placed_expert_bytes": manifest.totals.placed_expert_bytes,
         "other_replica_bytes": manifest.totals.other_replica_bytes,
@@ -107,15 +98,23 @@ def _checkpoint_summary(checked: Checked, code: dict[str, str]) -> dict[str, Any
     }
 
 
+def _by_bits(widths: Sequence[Width]) -> dict[str, Any]:
+    """How many experts have which width, and how many matrices of those whose matrices differ."""
+    matrices = count_matrices(widths)
+    mixed = {"mixed_experts_matrices_by_bits": matrices} if matrices else {}
+    return {"experts_by_bits": count_widths(widths), **mixed}
+
+
 def _packed_modules(manifest: PlacementManifest) -> dict[str, Any]:
     """Packed modules outside of the experts by class; nothing where there are none."""
     if not manifest.others:
         return {}
-    found: dict[str, str] = {}
+    classes: dict[str, str] = {}
     for kind in dict.fromkeys(module.kind for module in manifest.others):
-        mine = [module for module in manifest.others if module.kind == kind]
-        found[kind] = f"{len(mine)} at {mine[0].bits} bits, {human_bytes(sum(module.bytes for module in mine))}"
-    return {"packed_module_bytes": manifest.totals.packed_module_bytes, "packed_modules": found}
+        modules = [module for module in manifest.others if module.kind == kind]
+        size = human_bytes(sum(module.bytes for module in modules))
+        classes[kind] = f"{len(modules)} at {modules[0].bits} bits, {size}"
+    return {"packed_module_bytes": manifest.totals.packed_module_bytes, "packed_modules": classes}
 
 
 def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
@@ -124,23 +123,23 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
     Files that may be edited may have been, but must be valid.
     """
     recipe = load_recipe(path / "recipe.yaml")
-    found: dict[str, Any] = {"kind": "moeq run", "recipe": recipe.name}
+    about: dict[str, Any] = {"kind": "moeq run", "recipe": recipe.name}
     for name in STAGES:
         directory = path / DIRECTORIES.get(name, name)
         if not (directory / RECORD).is_file():
-            found[name] = "not run"
+            about[name] = "not run"
             continue
         record = read_record(directory, name)
         edited = _checked_stage(directory, record, reporter)
-        found[name] = f"{record.digest[:16]}, {edited} edited by hand since" if edited else record.digest[:16]
+        about[name] = f"{record.digest[:16]}, {edited} edited by hand since" if edited else record.digest[:16]
         if name == "losses":
             _check_replicas(directory, store_folder(recipe, path), reporter)
     for directory in sorted(path.glob("checkpoint-*")):
         if (directory / RECORD).is_file():
             sums = check_sums(directory, reporter=reporter)
             check_files(directory, read_record(directory, "export"), {} if sums is None else sums.files, reporter)
-            found[directory.name] = "there are no digests" if sums is None else sums.text
-    return found
+            about[directory.name] = "there are no digests" if sums is None else sums.text
+    return about
 
 
 def _checked_stage(directory: Path, record: StageRecord, reporter: Reporter) -> str:
@@ -227,24 +226,24 @@ def _model(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str,
 
 def _own_code(path: Path) -> dict[str, Any]:
     """Python files of a model, which loading it with trust runs; nothing where there are none."""
-    found = {file.name: f"SHA-256 {digest_of_file(file)}" for file in sorted(path.glob("*.py"))}
-    return {"code": found} if found else {}
+    hashes = {file.name: f"SHA-256 {digest_of_file(file)}" for file in sorted(path.glob("*.py"))}
+    return {"code": hashes} if hashes else {}
 
 
 def _trace(path: Path) -> dict[str, Any]:
-    found = read_trace(path)
+    trace = read_trace(path)
     return {
         "kind": "routing trace",
-        "model": found.model.name if found.model is not None else None,
-        "layers": found.num_layers,
-        "experts_a_layer": sorted(set(found.num_experts)),
-        "experts_a_token": found.top_k,
-        "sequences": found.num_sequences,
-        "sequences_by_domain": dict(Counter(found.domains)),
-        "tokens": found.num_tokens,
-        "prefill_tokens": int(found.prefill.sum()),
-        **({} if found.images is None else {"image_tokens": int(found.images.sum())}),
-        "routing_weights": found.weights is not None,
+        "model": trace.model.name if trace.model is not None else None,
+        "layers": trace.num_layers,
+        "experts_a_layer": sorted(set(trace.num_experts)),
+        "experts_a_token": trace.top_k,
+        "sequences": trace.num_sequences,
+        "sequences_by_domain": dict(Counter(trace.domains)),
+        "tokens": trace.num_tokens,
+        "prefill_tokens": int(trace.prefill.sum()),
+        **({} if trace.images is None else {"image_tokens": int(trace.images.sum())}),
+        "routing_weights": trace.weights is not None,
         "check": "every SHA-256 equals the header",
     }
 
@@ -299,19 +298,20 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
             return _trace(path)
         headers = read_header(path)
         return {"kind": "safetensors", "tensors": len(headers), "tensor_bytes": sum(h.bytes for h in headers.values())}
-    if path.name == SENSITIVITIES:
-        table = loss_table.read_parquet(path)
-        return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
     if path.suffix == ".parquet":
+        from moeq.artifacts import losses as loss_table
+        from moeq.artifacts import sensitivities
+
+        if path.name == sensitivities.NAME:
+            table = loss_table.read_parquet(path)
+            return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
         from moeq.stages import losses
 
         return {"kind": "loss table", **losses.summarize(loss_table.read_losses(path))}
     if path.suffix in {".yaml", ".yml"}:
         recipe = load_recipe(path)
-        return {
-            "kind": "recipe",
-            **recipe.model_dump(mode="json", include={"name", "model", "assign"}, exclude_none=True),
-        }
+        told = recipe.model_dump(mode="json", include={"name", "model", "assign"}, exclude_none=True)
+        return {"kind": "recipe", **told}
     if path.name == MANIFEST:
         return check_checkpoint(path.parent, reporter)
     if path.name == INTEGER:
@@ -321,16 +321,13 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         if isinstance(data, dict) and {"layers", "method"} <= set(data):
             assignment = read_assignment(path)
             average = assignment.average_bits()
-            flat = [one for widths in assignment.expert_widths() for one in widths]
-            matrices = count_matrices(flat)
             return {
                 "kind": "assignment",
                 "name": assignment.name,
                 "method": assignment.method,
                 "layers": len(assignment.layers),
                 "average_bits": None if average is None else float(average),
-                "experts_by_bits": count_widths(flat),
-                **({"mixed_experts_matrices_by_bits": matrices} if matrices else {}),
+                **_by_bits(list(chain.from_iterable(assignment.expert_widths()))),
             }
         if path.name == integer_report.NAME:
             return _integer_figures(path)
@@ -339,10 +336,8 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         if path.name == evaluation.NAME:
             report = evaluation.read_eval(path)
             columns = {"name", "average_bits", "expert_bytes", "perplexity", "accuracy"}
-            return {
-                "kind": "evaluation",
-                "rows": [row.model_dump(include=columns) | row.image_figures() for row in report.rows],
-            }
+            rows = [row.model_dump(include=columns) | row.image_figures() for row in report.rows]
+            return {"kind": "evaluation", "rows": rows}
         if isinstance(data, dict) and data.get("kind") == document.KIND:
             return document.summary(path)
         if isinstance(data, dict) and "schema_version" in data:

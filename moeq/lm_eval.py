@@ -36,9 +36,8 @@ def make_model(pretrained: str | None = None, **given: Any) -> Any:
     opened = open_subjects([pretrained], contexts, settings.trust_remote_code)
     subject = opened[-1]
     if len(opened) != 1 + len(contexts) or not isinstance(subject, Subject):
-        raise EvaluationError(
-            "is no single model", where=pretrained, do="give a run, one of its assignments or a checkpoint"
-        )
+        do = "give a run, one of its assignments or a checkpoint"
+        raise EvaluationError("is no single model", where=pretrained, do=do)
     loaded.check(subject)
     return loaded.lm_of(loaded.load(subject, settings), subject, settings)
 
@@ -47,14 +46,14 @@ def _checked(own: dict[str, Any]) -> dict[str, Any]:
     """Settings with a batch size; RecipeError for a value that cannot be."""
     from moeq.models.loading import DTYPES
 
-    found = own | {"batch_size": count("--batch_size", own.get("batch_size", 1), "auto")}
+    checked = own | {"batch_size": count("--batch_size", own.get("batch_size", 1), "auto")}
     if "max_length" in own:
-        found["max_length"] = count("max_length", own["max_length"])
+        checked["max_length"] = count("max_length", own["max_length"])
     choices = {"dtype": ("auto", *DTYPES), "truncate": (True, False), "trust_remote_code": (True, False)}
     for name, allowed in choices.items():
         if own.get(name, allowed[0]) not in allowed:
             raise RecipeError(f"{name}={own[name]}", where="--model_args", do=f"give {', '.join(map(str, allowed))}")
-    return found
+    return checked
 
 
 def register() -> None:

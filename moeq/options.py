@@ -82,20 +82,19 @@ class RunOptions:
 
     def changes(self) -> list[str]:
         """What the options change of any recipe, as --set says it; the native format is always written."""
-        found = [
-            f"{one.metadata['sets']}={getattr(self, one.name)}" for one in self._given() if one.metadata.get("sets")
-        ]
+        keys = {option.name: option.metadata["sets"] for option in self._given() if option.metadata.get("sets")}
+        changes = [*self.set_, *(f"{key}={getattr(self, name)}" for name, key in keys.items())]
         others = [name for name in self.format if name != "moeq"]
-        return [*self.set_, *found, *([f"export.formats=[{', '.join(others)}]"] if self.format else [])]
+        return [*changes, *([f"export.formats=[{', '.join(others)}]"] if self.format else [])]
 
     def given(self, mark: str) -> list[str]:
         """The options with a mark that were given, as they are written."""
-        return [_flag(one) for one in self._given() if mark in one.metadata.get("marks", ())]
+        return [_flag(option) for option in self._given() if mark in option.metadata.get("marks", ())]
 
     def _given(self) -> Iterator[Field[Any]]:
         """Fields that are not at their defaults."""
         defaults = type(self)()
-        return (one for one in fields(self) if getattr(self, one.name) != getattr(defaults, one.name))
+        return (field for field in fields(self) if getattr(self, field.name) != getattr(defaults, field.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +129,15 @@ def takes_options(*rare: str) -> Callable[[Callable[[Whole], None]], Callable[..
 
 def _parameters(whole: type[RunOptions], rare: tuple[str, ...]) -> list[Parameter]:
     """What Typer makes options of, in the order of their help."""
-    hints, found = get_type_hints(whole, include_extras=True), []
-    for one in sorted(fields(whole), key=lambda one: LAST.index(one.name) if one.name in LAST else -1):
-        hint, default = hints[one.name], None if one.default is MISSING else one.default
-        if "typer" in one.metadata:
-            hint = Annotated[hint, one.metadata["typer"](*([] if default is True else [_flag(one)]))]
+    hints, parameters = get_type_hints(whole, include_extras=True), []
+    for option in sorted(fields(whole), key=lambda option: LAST.index(option.name) if option.name in LAST else -1):
+        hint, default = hints[option.name], None if option.default is MISSING else option.default
+        if "typer" in option.metadata:
+            hint = Annotated[hint, option.metadata["typer"](*([] if default is True else [_flag(option)]))]
         offered = any(isinstance(part, ParameterInfo) for part in get_args(hint))
-        if offered and (one.name not in RARE or one.name in rare):
-            found.append(Parameter(one.name, Parameter.KEYWORD_ONLY, annotation=hint, default=default))
-    return found
+        if offered and (option.name not in RARE or option.name in rare):
+            parameters.append(Parameter(option.name, Parameter.KEYWORD_ONLY, annotation=hint, default=default))
+    return parameters
 
 
 def _flag(option: Field[Any]) -> str:

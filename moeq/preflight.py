@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from moeq.errors import CorpusError, EvaluationError, ModelError, RecipeError, StorageError
+from moeq.errors import ArtifactError, CorpusError, EvaluationError, ModelError, RecipeError, StorageError
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
 
@@ -36,7 +36,7 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
     if command in EVALUATED and section.tasks:
         check_tasks(section.include_path)
     if command in ESTIMATED:
-        named = [recipe.estimate.hardware, recipe.assign.hardware, *(one.hardware for one in section.compare)]
+        named = [recipe.estimate.hardware, recipe.assign.hardware, *(compared.hardware for compared in section.compare)]
         check_hardware([name for name in named if name is not None])
 
 
@@ -54,6 +54,12 @@ def check_directory(path: Path) -> None:
         raise RecipeError("no such directory", where=str(path), do="give a checkpoint's directory")
 
 
+def check_path(path: Path) -> None:
+    """ArtifactError where there is neither a file nor a directory of that name."""
+    if not path.exists():
+        raise ArtifactError("no such file or directory", where=str(path), do="give a path that moeq wrote")
+
+
 def check_absent(out: Path) -> None:
     """RecipeError where a directory that is to be written is there."""
     if out.exists():
@@ -69,9 +75,8 @@ def check_device(name: str) -> None:
 def check_tasks(include_path: str | Path | None) -> None:
     """EvaluationError for a folder of tasks that is not there."""
     if include_path is not None and not Path(include_path).expanduser().is_dir():
-        raise EvaluationError(
-            "no such folder of tasks", where=str(include_path), do="correct --include-path (eval.include_path)"
-        )
+        do = "correct --include-path (eval.include_path)"
+        raise EvaluationError("no such folder of tasks", where=str(include_path), do=do)
 
 
 def check_texts(source: str | Sequence[str]) -> None:

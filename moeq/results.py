@@ -20,9 +20,9 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
     report, estimates, weights = evaluate.load(context), estimate.load(context), others.weights(context)
     original = report.row(evaluate.ORIGINAL)
     rows = []
-    for row in sorted(report.rows, key=lambda one: -one.expert_bytes):
-        one = estimates.of(row.name)
-        speed = {} if one is None else estimate.decode_speedups(one)
+    for row in sorted(report.rows, key=lambda row: -row.expert_bytes):
+        estimated = estimates.of(row.name)
+        speed = {} if estimated is None else estimate.decode_speedups(estimated)
         change = None
         if row.perplexity is not None and original is not None and original.perplexity:
             change = row.perplexity / original.perplexity - 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from moeq.models.support import Support
     from moeq.pipeline import Outcome
     from moeq.planning.result import Plan
-    from moeq.verification.against import Distance
     from moeq.verification.verify import Verdict
 
 BESIDE = 108  # columns from which the final table has sizes beside quality
@@ -28,12 +28,20 @@ SIGNIFICANT = 0.05  # p below which a difference is bold
 SMALL = 56  # columns below which it leaves out the speed-up, too
 
 
+def _table(name: str, figures: Iterable[str] = (), **first: Any) -> Table:
+    """An empty table; its first column is text, the others figures, none of which is broken."""
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column(name, **first)
+    for title in figures:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
 def print_families(rows: list[Support]) -> None:
     """Families as a table; in a narrow window without the class and the way in which experts are kept."""
     console = Console(highlight=False)
     wide = console.width >= WIDE
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("model_type", no_wrap=True)
+    table = _table("model_type", no_wrap=True)
     for title in ("class", "experts") if wide else ():
         table.add_column(title, overflow="fold")
     for title in ("streams", "quantizes"):
@@ -55,8 +63,7 @@ def print_families(rows: list[Support]) -> None:
 def print_verdict(verdict: Verdict) -> None:
     """What verify found: the layers, the worst first, the logits, what is wrong, and one line that says it all."""
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("layer", overflow="fold")
+    table = _table("layer", overflow="fold")
     for title in ("compared", "error", "worst expert"):
         table.add_column(title, justify="left" if title == "compared" else "right", overflow="fold")
     for check in sorted(verdict.layers, key=lambda check: -check.worst):
@@ -69,29 +76,23 @@ def print_verdict(verdict: Verdict) -> None:
     complaints = [
         f"{len(keys)} {problem.replace('_', ' ')}" for problem, keys in (verdict.loading or {}).items() if keys
     ]
-    said = (
-        "says nothing of keys" if verdict.loading is None else ", ".join(complaints) or "no key missing or unexpected"
-    )
+    keys = "says nothing of keys" if verdict.loading is None else "no key missing or unexpected"
     console.print(f"files    {verdict.files}")
-    console.print(f"loader   {versions}: {said}")
+    console.print(f"loader   {versions}: {', '.join(complaints) or keys}")
     how = "median position, activations of 8 bits" if verdict.rounds else verdict.dtype
     console.print(f"logits   {verdict.logits_error:.2g} relative, tolerance {verdict.tolerance:g} ({how})")
-    if verdict.distance is not None:
-        _print_distance(console, verdict.distance)
+    if (distance := verdict.distance) is not None:
+        console.print(
+            f"against  {distance.model}: KL {distance.kl:.3g} nats a token, logits {distance.logits_error:.2g}, "
+            f"experts' weights {distance.weights_error:.2g} relative; {distance.equal} other tensors equal byte for "
+            f"byte, {len(distance.changed)} not",
+            markup=False,
+        )
     for problem in verdict.problems:
         console.print(f"wrong    {problem}", style="red", markup=False)
     judged = f"{sum(check.error is not None for check in verdict.layers)} of {len(verdict.layers)} layers compared"
     how = "loads right" if not verdict.problems else "does not load right"
     console.print(f"{verdict.checkpoint} {how} with {verdict.target}; {judged}.", markup=False)
-
-
-def _print_distance(console: Console, distance: Distance) -> None:
-    console.print(
-        f"against  {distance.model}: KL {distance.kl:.3g} nats a token, logits {distance.logits_error:.2g}, "
-        f"experts' weights {distance.weights_error:.2g} relative; {distance.equal} other tensors equal byte for byte, "
-        f"{len(distance.changed)} not",
-        markup=False,
-    )
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
@@ -155,11 +156,13 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
     of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
     whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
+    errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
+    accuracy = f" acc: standard error {100 * max(errors):.1f} points." if errors else ""
     console.print(
         "* exported. bits: codes of the experts; all bits: of a weight of all tensors, scales and zero points "
         f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}. "
         "speed-up: estimated decode speed over MoNDE by "
-        f"its bandwidth rule / cost-optimal, for {of}.{_error_note(rows)}",
+        f"its bandwidth rule / cost-optimal, for {of}.{accuracy}",
         style="dim",
     )
     for line in _translation_lines(outcomes):
@@ -170,26 +173,20 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
 
 def _translation_lines(outcomes: list[Outcome]) -> list[str]:
     """BLEU and chrF of every variant with the change against the original; none where nothing was translated."""
-    summary: dict[str, Any] = next((one.record.summary for one in outcomes if one.stage == "eval"), {})
+    summaries: dict[str, dict[str, Any]] = {outcome.stage: outcome.record.summary for outcome in outcomes}
     lines = []
-    for name, found in summary.get("translation", {}).items():
-        figures = (
-            f"{title} {found[metric]:.2f}{_signed(found.get(f'{metric}_difference'))}"
-            for metric, title in (("bleu", "BLEU"), ("chrf", "chrF"))
-        )
+    for name, scores in summaries.get("eval", {}).get("translation", {}).items():
+        figures = []
+        for metric, title in (("bleu", "BLEU"), ("chrf", "chrF")):
+            difference = scores.get(f"{metric}_difference")
+            change = "" if difference is None else f" ({difference:+.3f})"
+            figures.append(f"{title} {scores[metric]:.2f}{change}")
         lines.append(f"{name}: {', '.join(figures)}")
     return lines
 
 
-def _signed(difference: float | None) -> str:
-    return "" if difference is None else f" ({difference:+.3f})"
-
-
 def _final_table(rows: list[dict[str, Any]], columns: Sequence[_Column]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("assignment", overflow="fold")
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
+    table = _table("assignment", (column.title for column in columns), overflow="fold")
     for row in rows:
         name = f"{row['name']} *" if row["exported"] else row["name"]
         table.add_row(name, *(column.cell(row) for column in columns), style="bold" if row["exported"] else None)
@@ -200,11 +197,6 @@ def _others_packed(rows: list[dict[str, Any]]) -> bool:
     """Whether more than the experts was packed: the rest of the checkpoint has not one size."""
     known = [row["total_bytes"] - row["expert_bytes"] for row in rows if row["total_bytes"] is not None]
     return len(known) == len(rows) and len(set(known)) > 1
-
-
-def _error_note(rows: list[dict[str, Any]]) -> str:
-    errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
-    return f" acc: standard error {100 * max(errors):.1f} points." if errors else ""
 
 
 def _number(value: float | None, form: str) -> str:
@@ -243,8 +235,13 @@ def print_plan(plan: Plan) -> None:
         f"the run leaves {human_bytes(sum(need.written for need in plan.stages))} there",
         markup=False,
     )
-    if plan.rates is not None:
-        console.print(_rates_line(plan.rates), style="dim")
+    if (rates := plan.rates) is not None:
+        console.print(
+            f"measured: products {rates['matrix_flops'] / 1e9:.3g} GFLOP/s, losses {rates['losses_flops'] / 1e9:.3g} "
+            f"GFLOP/s, unpacking {rates['dequantized_weights'] / 1e6:.3g} M weights/s, disk reads "
+            f"{human_bytes(rates['read_bytes'])}/s, writes {human_bytes(rates['write_bytes'])}/s",
+            style="dim",
+        )
     for note in plan.notes:
         console.print(f"note: {note}", style="dim", markup=False)
     if plan.fits:
@@ -253,16 +250,13 @@ def print_plan(plan: Plan) -> None:
 
 
 def _plan_table(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("stage")
     gpu, timed = plan.machine.gpu is not None, plan.rates is not None
     titles = ["memory", *(["GPU"] if gpu else []), "reads", "writes", "temp", *(["time"] if timed else [])]
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _table("stage", titles)
     table.add_column("", no_wrap=True)
     short: dict[str, list[str]] = {}
-    for one in plan.shortages:
-        short.setdefault(one.stage, []).append(one.resource.removesuffix(" memory"))
+    for shortage in plan.shortages:
+        short.setdefault(shortage.stage, []).append(shortage.resource.removesuffix(" memory"))
     for need in plan.stages:
         lacking = short.get(need.stage, [])
         table.add_row(
@@ -279,21 +273,10 @@ def _plan_table(plan: Plan) -> Table:
     return table
 
 
-def _rates_line(rates: dict[str, float]) -> str:
-    return (
-        f"measured: products {rates['matrix_flops'] / 1e9:.3g} GFLOP/s, losses {rates['losses_flops'] / 1e9:.3g} "
-        f"GFLOP/s, unpacking {rates['dequantized_weights'] / 1e6:.3g} M weights/s, disk reads "
-        f"{human_bytes(rates['read_bytes'])}/s, writes {human_bytes(rates['write_bytes'])}/s"
-    )
-
-
 def print_prices(prices: list[dict[str, Any]]) -> None:
     """What the restriction of every target costs in objective."""
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("target", no_wrap=True)
-    for title in ("bits", "experts", "objective", "times"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _table("target", ("bits", "experts", "objective", "times"), no_wrap=True)
     table.add_column("", overflow="fold")
     for row in prices:
         table.add_row(
@@ -309,15 +292,12 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
     console.print("times: the least objective within the target, over that of any mix on the same budget.", style="dim")
 
 
-def print_frontier(found: dict[str, Any], plot: Path) -> None:
+def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
     """Objective and bytes of every method; dominated points are dim."""
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("method", no_wrap=True)
-    for title in ("bits", "experts", "objective"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _table("method", ("bits", "experts", "objective"), no_wrap=True)
     table.add_column("")
-    for point in sorted(found["points"], key=lambda one: (one["expert_bytes"], one["objective"])):
+    for point in sorted(frontier["points"], key=itemgetter("expert_bytes", "objective")):
         table.add_row(
             point["method"],
             f"{point['average_bits']:.3g}",
@@ -330,21 +310,18 @@ def print_frontier(found: dict[str, Any], plot: Path) -> None:
     console.print(f"plot       {plot}", soft_wrap=True, markup=False)
 
 
-def print_comparison(found: dict[str, Any]) -> None:
+def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = Console(highlight=False)
-    shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    shown.add_column("", overflow="fold")
-    for title in ("value", "difference", "95 %", "p"):
-        shown.add_column(title, justify="right", no_wrap=True)
-    for measure in dict.fromkeys(name for row in found["table"] for name in row["cells"]):
-        rows = [(row["name"], row["cells"][measure]) for row in found["table"] if measure in row["cells"]]
+    table = _table("", ("value", "difference", "95 %", "p"), overflow="fold")
+    for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
+        rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
         metric = rows[0][1]["metric"]
-        shown.add_row(measure if metric == measure else f"{measure}, {metric}", style="bold")
+        table.add_row(measure if metric == measure else f"{measure}, {metric}", style="bold")
         for name, cell in rows:
-            shown.add_row(f"  {name}", *_measured(cell))
-    console.print(shown)
-    how = found["differences"]
+            table.add_row(f"  {name}", *_measured(cell))
+    console.print(table)
+    how = results["differences"]
     console.print(
         f"differences from {how['from']}: {how['how']}, {how['resamples']} resamples, seed {how['seed']}; "
         "value \u00b1 standard error.",
@@ -352,7 +329,7 @@ def print_comparison(found: dict[str, Any]) -> None:
         markup=False,
     )
     notes: dict[str, list[str]] = {}
-    for row in found["rows"]:
+    for row in results["rows"]:
         for note in _notes(row):
             notes.setdefault(note, []).append(row["name"])
     for note, names in notes.items():
@@ -361,17 +338,16 @@ def print_comparison(found: dict[str, Any]) -> None:
 
 def _notes(row: dict[str, Any]) -> list[str]:
     """What must be known of how a row was measured."""
-    text, found = row["perplexity"], []
-    if text is not None:
-        found.append(
-            f"perplexity of {text['tokens']:,} tokens of {text['documents']:,} "
-            f"{'document' if text['documents'] == 1 else 'documents'}, "
-            f"window {text['window']}, stride {text['stride']}, errors over {text['unit']}s; "
-            f"counted: {text['counted']}"
-        )
-    for kind, count in row["cut_requests"].items():
-        found.append(f"{count:,} requests ({kind}) were cut from the left")
-    return found
+    text, cut = row["perplexity"], row["cut_requests"]
+    notes = [f"{count:,} requests ({kind}) were cut from the left" for kind, count in cut.items()]
+    if text is None:
+        return notes
+    documents = f"{text['documents']:,} {'document' if text['documents'] == 1 else 'documents'}"
+    return [
+        f"perplexity of {text['tokens']:,} tokens of {documents}, window {text['window']}, stride {text['stride']}, "
+        f"errors over {text['unit']}s; counted: {text['counted']}",
+        *notes,
+    ]
 
 
 def _measured(cell: dict[str, Any]) -> list[str]:
@@ -390,15 +366,13 @@ def _measured(cell: dict[str, Any]) -> list[str]:
     ]
 
 
-def print_freed(found: dict[str, Any]) -> None:
+def print_freed(cleaned: dict[str, Any]) -> None:
     """What `moeq gc` dropped, or would drop."""
     console = Console(highlight=False)
-    for one in found["freed"]:
-        console.print(f"{one['path']}: {one['what']}, {human_bytes(one['bytes'])}", soft_wrap=True, markup=False)
-    verb = "would free" if found["dry_run"] else "freed"
-    console.print(
-        f"{verb} {human_bytes(found['freed_bytes'])}, {human_bytes(found['kept_bytes'])} of replicas stay", style="bold"
-    )
+    for item in cleaned["freed"]:
+        console.print(f"{item['path']}: {item['what']}, {human_bytes(item['bytes'])}", soft_wrap=True, markup=False)
+    freed = f"{'would free' if cleaned['dry_run'] else 'freed'} {human_bytes(cleaned['freed_bytes'])}"
+    console.print(f"{freed}, {human_bytes(cleaned['kept_bytes'])} of replicas stay", style="bold")
 
 
 def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
@@ -426,9 +400,9 @@ def _print_entries(console: Console, entries: list[dict[str, Any]], indent: int)
         for head, column in zip(heads, zip(*rows, strict=False), strict=False)
     ]
     if all(list(entry) == keys for entry in entries) and indent + sum(least) + 2 * len(keys) <= console.width:
-        table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-        for head, width in zip(heads, least, strict=True):
-            table.add_column(head, min_width=width, justify="left" if head == heads[0] else "right")
+        table = _table(heads[0], min_width=least[0])
+        for head, width in zip(heads[1:], least[1:], strict=True):
+            table.add_column(head, min_width=width, justify="right")
         for row in rows:
             table.add_row(*map(Text, row))
         console.print(Padding(table, (0, 0, 0, indent), expand=False))

@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     field_validator,
@@ -24,7 +22,7 @@ from pydantic import (
 )
 
 from moeq.artifacts.files import write_json
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 from moeq.numerics.widths import FULL as FULL
 
 SCHEMA_VERSION = 1
@@ -68,22 +66,20 @@ def count_widths(experts: Iterable[Width]) -> dict[str, int]:
 
 def count_matrices(experts: Iterable[Width]) -> dict[str, dict[str, int]]:
     """{projection: {width: number of matrices}} of the experts whose matrices differ in width."""
-    found: dict[str, Counter[int]] = {}
+    counts_by_projection: dict[str, Counter[int]] = {}
     for widths in experts:
-        if not isinstance(widths, int):
-            for projection, bits in widths.items():
-                found.setdefault(projection, Counter())[bits] += 1
-    return {name: {str(bits): counts[bits] for bits in sorted(counts)} for name, counts in found.items()}
+        for projection, bits in ({} if isinstance(widths, int) else widths).items():
+            counts_by_projection.setdefault(projection, Counter())[bits] += 1
+    return {name: {str(bits): counts[bits] for bits in sorted(counts)} for name, counts in counts_by_projection.items()}
 
 
-class ExpertChoice(BaseModel):
+class ExpertChoice(Frozen):
     """quantizer: the method whose replica at `bits` is taken; None: as the parameter `quantizer` says.
 
     projections: the width of every matrix where they differ; `bits` is then the widest of them, and matrices of other
     widths are of the method that the parameter `quantizer` says.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     tier: Tier
     bits: int
     projections: dict[str, int] | None = None
@@ -104,20 +100,20 @@ class ExpertChoice(BaseModel):
         for name, bits in self.projections.items():
             if bits not in WIDTHS:
                 raise ValueError(f"{name} has {bits} bits, must be one of {WIDTHS}")
-        if len(set(self.projections.values())) < 2:
+        widths = set(self.projections.values())
+        if len(widths) < 2:
             raise ValueError("projections must have several widths; where all are equal, `bits` alone says it")
-        if self.bits != max(self.projections.values()):
-            widest = max(self.projections.values())
-            raise ValueError(f"bits is {self.bits}, must be the widest of the projections, {widest}")
+        if self.bits != max(widths):
+            raise ValueError(f"bits is {self.bits}, must be the widest of the projections, {max(widths)}")
         return self
 
     @model_serializer(mode="wrap")
     def _without_absent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Files of experts of one width are as they were before projections had their own."""
-        found: dict[str, Any] = dump(self)
+        dumped: dict[str, Any] = dump(self)
         if self.projections is None:
-            found.pop("projections", None)
-        return found
+            dumped.pop("projections", None)
+        return dumped
 
     @property
     def widths(self) -> Width:
@@ -130,20 +126,18 @@ class ExpertChoice(BaseModel):
         return self.bits if self.projections is None else MIXED
 
 
-class LayerAssignment(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class LayerAssignment(Frozen):
     name: str
     experts: tuple[ExpertChoice, ...]
 
 
-class Assignment(BaseModel):
+class Assignment(Frozen):
     """Every expert's tier and width, and how they were decided."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     name: str
     method: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field({})
     group_size: int
     symmetric: bool = False
     nested: bool = False

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.storage import storage_errors
+from moeq.errors import StorageError
 from moeq.progress import Reporter
 
 CACHE_VARIABLE = "MOEQ_CACHE"
@@ -118,14 +119,14 @@ def digest_of_file(path: Path, *, cached: bool = False, advance: Callable[[], No
 def digest_of_part(path: Path, part: str, read: Callable[[], str], *, cached: bool = False) -> str:
     """The digest of a part of a file ("": of the whole) that `read` takes, remembered for this very file."""
     with storage_errors(path, "read"):
-        found = path.stat()
+        before = path.stat()
         known = remembered(path, part) if cached else None
         if known is not None:
             return known
-        _settle(found)
+        _settle(before)
         digest = read()
-        if _key(path.stat()) == _key(found):
-            _remember(found, part, digest)
+        if _key(path.stat()) == _key(before):
+            _remember(before, part, digest)
     return digest
 
 
@@ -133,18 +134,14 @@ def digests_of_files(
     paths: Iterable[Path], *, cached: bool = False, reporter: Reporter | None = None, title: str = "hashing"
 ) -> dict[Path, str]:
     """Digests of files, on all cores; what may take seconds shows progress."""
-    found = list(dict.fromkeys(paths))
-    with storage_errors(found[0] if found else Path(), "read"):
-        unknown = [path for path in found if not cached or remembered(path) is None]
+    files = list(dict.fromkeys(paths))
+    with storage_errors(files[0] if files else Path(), "read"):
+        unknown = [path for path in files if not cached or remembered(path) is None]
         blocks = sum(path.stat().st_size // BLOCK_BYTES for path in unknown)
-    with _bar(reporter, title, blocks) as advance, ThreadPoolExecutor(_cores()) as pool:
-        return dict(
-            zip(found, pool.map(lambda path: digest_of_file(path, cached=cached, advance=advance), found), strict=True)
-        )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with _bar(reporter, title, blocks) as advance, ThreadPoolExecutor(cores) as pool:
+        digests = pool.map(lambda path: digest_of_file(path, cached=cached, advance=advance), files)
+        return dict(zip(files, digests, strict=True))
 
 
 @contextmanager
@@ -164,22 +161,19 @@ def _bar(reporter: Reporter | None, title: str, blocks: int) -> Iterator[Callabl
 
 def remember(path: Path, digest: str, part: str = "") -> None:
     """Keep what the writer of a file found while it wrote it."""
-    with contextlib.suppress(OSError):
-        found = path.stat()
-        _settle(found)
-        if _key(path.stat()) == _key(found):
-            _remember(found, part, digest)
+    with contextlib.suppress(StorageError):
+        digest_of_part(path, part, lambda: digest)
 
 
 def remembered(path: Path, part: str = "") -> str | None:
     """The digest that was taken of this very file, None where there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    if found.st_size < SMALL_BYTES:
+    if status.st_size < SMALL_BYTES:
         return None
-    key = _key(found)
+    key = _key(status)
     if (key, part) not in _known:
         stored = _read_shard(_shard(key)).get(_entry(key, part))
         if stored is not None:
@@ -198,21 +192,21 @@ def linking(path: Path) -> Iterator[None]:
         remember(path, known)
 
 
-def _key(found: os.stat_result) -> Key:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def _key(status: os.stat_result) -> Key:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _settle(found: os.stat_result) -> None:
+def _settle(status: os.stat_result) -> None:
     """Wait until another change of a file would have another ctime."""
-    left = found.st_ctime_ns + TICK_NS - time.time_ns()
-    if found.st_size >= SMALL_BYTES and 0 < left <= TICK_NS:
+    left = status.st_ctime_ns + TICK_NS - time.time_ns()
+    if status.st_size >= SMALL_BYTES and 0 < left <= TICK_NS:
         time.sleep(left / 1e9)
 
 
-def _remember(found: os.stat_result, part: str, digest: str) -> None:
-    if found.st_size < SMALL_BYTES or not stat.S_ISREG(found.st_mode) or found.st_ctime_ns > time.time_ns():
+def _remember(status: os.stat_result, part: str, digest: str) -> None:
+    if status.st_size < SMALL_BYTES or not stat.S_ISREG(status.st_mode) or status.st_ctime_ns > time.time_ns():
         return  # cheap to read again; or a clock that cannot be trusted
-    key = _key(found)
+    key = _key(status)
     if _known.get((key, part)) == digest:
         return
     _known[key, part] = digest
@@ -238,10 +232,10 @@ def _shard(key: Key) -> Path:
 def _read_shard(path: Path) -> Mapping[str, str]:
     """What a file of the cache holds; nothing where it is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        digests = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and all(map(_is_digest, found.values())) else {}
+    return digests if isinstance(digests, dict) and all(map(_is_digest, digests.values())) else {}
 
 
 def _is_digest(value: Any) -> bool:

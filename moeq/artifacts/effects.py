@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from moeq.artifacts.files import write_json
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 
 SCHEMA_VERSION = 1
 NAME = "layer_effects.json"
 REMEDY = "run `moeq losses` again"
 
 
-class LayerEffects(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class LayerEffects(Frozen):
     schema_version: int = SCHEMA_VERSION
     bits: int
     method: str

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import write_json
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 
 SCHEMA_VERSION = 1
 NAME = "eval.json"
@@ -16,10 +16,9 @@ SAMPLES = "samples.json"  # every item of every variant, beside it
 REMEDY = "run `moeq eval` again"
 
 
-class Change(BaseModel):
+class Change(Frozen):
     """A measure minus the first one's on the same items: 95 % interval and two-sided p of a paired bootstrap."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     difference: float
     low: float
     high: float
@@ -30,7 +29,7 @@ class Change(BaseModel):
     seed: int
 
 
-class EvalRow(BaseModel):
+class EvalRow(Frozen):
     """One evaluated variant. `assignment` is None for the original; accuracy is the mean over tasks, with its error.
 
     changes: {task, average or perplexity: how it differs from the original's}.
@@ -41,7 +40,6 @@ class EvalRow(BaseModel):
     then has the accuracy by domain.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     exported: bool
     assignment: Assignment | None
@@ -54,14 +52,14 @@ class EvalRow(BaseModel):
     accuracy: float | None
     accuracy_stderr: float | None = None
     tasks: dict[str, dict[str, float]]
-    changes: dict[str, Change] = {}
+    changes: dict[str, Change] = Field({})
     cross_entropy: float | None = None
     logit_error: float | None = None
 
     def image_figures(self) -> dict[str, float]:
         """What only image classifiers have, by name; nothing of language models."""
-        found = {"cross_entropy": self.cross_entropy, "logit_error": self.logit_error}
-        return {name: value for name, value in found.items() if value is not None}
+        figures = {"cross_entropy": self.cross_entropy, "logit_error": self.logit_error}
+        return {name: value for name, value in figures.items() if value is not None}
 
     @property
     def total_bytes(self) -> int | None:
@@ -78,10 +76,9 @@ class EvalRow(BaseModel):
         return None if self.total_bytes is None else 8 * self.total_bytes / weights
 
 
-class Score(BaseModel):
+class Score(Frozen):
     """A score with its interval of 95 %, and how far it is from the baseline's (None: it is the baseline)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     score: float
     low: float
     high: float
@@ -90,33 +87,30 @@ class Score(BaseModel):
     difference_high: float | None = None
 
 
-class TranslationScore(BaseModel):
+class TranslationScore(Frozen):
     """BLEU and chrF (0 to 100) of one variant with a number of beams."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     beams: int
     bleu: Score
     chrf: Score
 
 
-class Translation(BaseModel):
+class Translation(Frozen):
     """Translation quality of every variant; signatures: how sacrebleu counted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     sentences: int
     baseline: str
     signatures: dict[str, str]
     scores: tuple[TranslationScore, ...]
 
 
-class EvalReport(BaseModel):
+class EvalReport(Frozen):
     """`export_logit_error`: relative error of the exported checkpoint's logits against the dequantized weights'.
 
     tokens: that perplexity was measured on; images: that a classifier was measured on.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     rows: tuple[EvalRow, ...]
     tokens: int

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from moeq.artifacts.files import write_json
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 from moeq.errors import ArtifactError
 
 SCHEMA_VERSION = 1
@@ -25,10 +23,9 @@ MEASURED = ".expert_effects.json"
 REMEDY = "run `moeq losses` again"
 
 
-class ExpertEffects(BaseModel):
+class ExpertEffects(Frozen):
     """divergence, is_measured: [E] a layer; fit: of every layer, in nats a token for what was expected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     bits: int
     method: str
@@ -40,10 +37,9 @@ class ExpertEffects(BaseModel):
     fit: tuple[float, ...]
 
 
-class Measured(BaseModel):
+class Measured(Frozen):
     """The first experts of the order; inputs: digest of all that decides the order and their values."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     inputs: str
     seconds: float = 0.0
@@ -69,11 +65,11 @@ def read_measured(directory: Path, inputs: str) -> Measured:
     path = directory / MEASURED
     if path.is_file():
         try:
-            found = read_model(path, Measured, SCHEMA_VERSION, remedy=REMEDY)
+            measured = read_model(path, Measured, SCHEMA_VERSION, remedy=REMEDY)
         except ArtifactError:
             return Measured(inputs=inputs)
-        if found.inputs == inputs:
-            return found
+        if measured.inputs == inputs:
+            return measured
     return Measured(inputs=inputs)
 
 

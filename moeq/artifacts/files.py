@@ -99,12 +99,12 @@ def read_json(path: Path, *, remedy: str = "make it again") -> Any:
 def read_back(path: Path, start: int, crc: int) -> None:
     """Read a finished file and keep its digest; StorageError unless what follows `start` has the CRC-32 of what was
     written: for files whose first bytes are known last."""
-    hashing, found = Hashing(), 0
+    hashing, crc_read = Hashing(), 0
     with storage_errors(path, "read"), path.open("rb") as stream:
         hashing.update(stream.read(start))
         for chunk in hashing.passing(_pieces(stream)):
-            found = zlib.crc32(chunk, found)
-    if found != crc:
+            crc_read = zlib.crc32(chunk, crc_read)
+    if crc_read != crc:
         do = "check the disk, and run the same command again"
         raise StorageError("reads otherwise than it was written", where=str(path), do=do)
     remember(path, hashing.hexdigest())
@@ -205,13 +205,13 @@ def _retired(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.old{PARTIAL}")
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange two names at once; False where the system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None).renameat2
     except (OSError, AttributeError):  # not on Linux, or of an old C library
         return False
-    done: int = renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE)
+    done: int = renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE)
     return done == 0
 
 
@@ -227,9 +227,9 @@ def remove_partials(directory: Path, names: Iterable[str], kept: Iterable[str] =
             with storage_errors(path):
                 os.replace(_retired(path), path)
         begun = directory / f"{name}{BEGUN}"
-        found = [directory / f"{name}{PARTIAL}", _retired(path), *([] if name in going_on else [begun])]
+        beside = [directory / f"{name}{PARTIAL}", _retired(path), *([] if name in going_on else [begun])]
         inside = [old for whole in (path, begun) for old in sorted(whole.rglob(f"*{PARTIAL}"), reverse=True)]
-        for old in [*found, *inside]:
+        for old in [*beside, *inside]:
             if old.is_dir():
                 shutil.rmtree(old, ignore_errors=True)
             else:
@@ -281,9 +281,8 @@ def _lock(stream: IO[str], directory: Path) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise StorageError(
-            "another moeq run is working here", where=str(directory), do="wait for it or choose another --out"
-        ) from None
+        do = "wait for it or choose another --out"
+        raise StorageError("another moeq run is working here", where=str(directory), do=do) from None
 
 
 @contextmanager

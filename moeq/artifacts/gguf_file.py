@@ -71,18 +71,18 @@ class _Header:
         length = self.number("Q")
         if length > MOST_NAME:
             raise ValueError(f"a name of {length} bytes")
-        found = self.take(length).decode("utf-8")
-        if "\0" in found:
+        name = self.take(length).decode("utf-8")
+        if "\0" in name:
             raise ValueError("a name with a zero byte")
-        return found
+        return name
 
     def value(self, kind: int) -> Any:
         """A value, of a text its first bytes; of an array the range of its places, its elements are passed over."""
         if kind == _STRING:
             length = self.number("Q")
-            found = self.take(min(length, MOST_TEXT)).decode("utf-8", "replace")
+            text = self.take(min(length, MOST_TEXT)).decode("utf-8", "replace")
             self.skip(length - min(length, MOST_TEXT))
-            return found
+            return text
         if kind != _ARRAY:
             return self.number(_code(kind))
         inner, count = self.number("I"), self.number("Q")
@@ -131,10 +131,10 @@ def _parsed(path: Path, header: _Header, size: int) -> GgufFile:
 
 
 def _alignment(fields: dict[str, Any]) -> int:
-    found = fields.get("general.alignment", 32)
-    if not isinstance(found, int) or not 8 <= found <= MOST_ALIGNMENT or found & (found - 1):
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 8 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
         raise ValueError("general.alignment is no power of two")
-    return found
+    return alignment
 
 
 def _tensors(header: _Header, count: int, alignment: int, size: int) -> dict[str, GgufTensor]:
@@ -148,18 +148,18 @@ def _tensors(header: _Header, count: int, alignment: int, size: int) -> dict[str
         except ValueError as error:
             raise ValueError(f"tensor {name[:60]!r}: {error}") from None
     start = -(-header.at // alignment) * alignment
-    found = {
+    tensors = {
         name: GgufTensor(type=kind, shape=shape, offset=start + offset, bytes=taken)
         for name, (kind, shape, offset, taken) in entries.items()
     }
     end = start
-    for name, tensor in sorted(found.items(), key=lambda one: one[1].offset):
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.offset < end:
             raise ValueError(f"tensor {name[:60]!r} overlaps another")
         end = tensor.offset + tensor.bytes
         if end > size:
             raise ValueError(f"truncated: {size} bytes, tensor {name[:60]!r} ends at {end}")
-    return found
+    return tensors
 
 
 def _entry(header: _Header, alignment: int) -> tuple[BlockType, tuple[int, ...], int, int]:

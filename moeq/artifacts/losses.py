@@ -114,11 +114,11 @@ class LossTable:
     def best(self) -> list[dict[int, np.ndarray]]:
         """Per layer: {bits: method [E]} with the lowest held-out loss of the whole expert; of equals, the first."""
         methods = np.array(self.listed_methods())
-        found = []
+        layers = []
         for tables in zip(*(self.matrix(str(method)) for method in methods), strict=True):
             widths = sorted(set().union(*tables))
-            found.append({width: methods[_stack(tables, width).argmin(0)] for width in widths})
-        return found
+            layers.append({width: methods[_stack(tables, width).argmin(0)] for width in widths})
+        return layers
 
     def _best_matrix(self, column: str, projection: str) -> list[dict[int, np.ndarray]]:
         methods, best = self.listed_methods(), self.best()
@@ -142,8 +142,8 @@ def _column(table: dict[int, np.ndarray], width: int, like: np.ndarray) -> np.nd
 def _stack(tables: tuple[dict[int, np.ndarray], ...], width: int) -> np.ndarray:
     """Losses of all methods at one width, [methods, E]; what a method lacks is infinite."""
     there = next(table[width] for table in tables if width in table)
-    found = np.stack([_column(table, width, there) for table in tables])
-    return np.where(np.isnan(found), np.inf, found)
+    stacked = np.stack([_column(table, width, there) for table in tables])
+    return np.where(np.isnan(stacked), np.inf, stacked)
 
 
 def write_losses(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
@@ -156,14 +156,14 @@ def write_losses(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
     write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
-def read_parquet(path: Path) -> pa.Table:
+def read_parquet(path: Path, remedy: str = REMEDY) -> pa.Table:
     """A Parquet file; ArtifactError when it is missing or damaged."""
     try:
         return pq.read_table(path)
     except FileNotFoundError:
-        raise ArtifactError("no such file", where=str(path), do=REMEDY) from None
+        raise ArtifactError("no such file", where=str(path), do=remedy) from None
     except (OSError, pa.ArrowException) as error:
-        raise ArtifactError(f"cannot be read as Parquet ({error})", where=str(path), do=REMEDY) from None
+        raise ArtifactError(f"cannot be read as Parquet ({error})", where=str(path), do=remedy) from None
 
 
 def read_losses(path: Path) -> LossTable:

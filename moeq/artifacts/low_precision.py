@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from moeq.artifacts.files import write_json
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 
 SCHEMA_VERSION = 1
 NAME = "low_precision.json"
@@ -16,28 +14,25 @@ REMEDY = "run `moeq eval` again"
 COLDEST, HOTTEST, RANDOM = "coldest", "hottest", "random"
 
 
-class Point(BaseModel):
+class Point(Frozen):
     """share: of each layer that was asked for; low_experts: experts at the low width, of all layers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     share: float
     low_experts: int
     perplexity: float
 
 
-class Curve(BaseModel):
+class Curve(Frozen):
     """order: which experts go to the low width first; number: of a random order."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     order: Literal["coldest", "hottest", "random"]
     number: int | None
     points: tuple[Point, ...]
 
 
-class Sweep(BaseModel):
+class Sweep(Frozen):
     """One pair of widths: the others of a layer's experts have `high_bits`, 16 as in the checkpoint."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     low_bits: int
     high_bits: int
     quantizer: str
@@ -47,10 +42,9 @@ class Sweep(BaseModel):
     curves: tuple[Curve, ...]
 
 
-class LowPrecisionReport(BaseModel):
+class LowPrecisionReport(Frozen):
     """The sweeps of a run, in the recipe's order."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     sweeps: tuple[Sweep, ...]
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from moeq.artifacts.assignment import WIDTHS, Tier, Width
 from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import PlainName, inside, tensor_bytes
-from moeq.artifacts.stage import ModelStamp, read_model
+from moeq.artifacts.stage import Frozen, ModelStamp, read_model
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
 from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
@@ -51,8 +51,7 @@ LAYOUT_TEXT = (
 )
 
 
-class TensorStamp(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class TensorStamp(Frozen):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -65,12 +64,12 @@ class TensorStamp(BaseModel):
 
 def _check_sum(tensors: tuple[TensorStamp, ...], stated: int) -> None:
     """ValueError unless the tensors have the bytes that their replica states."""
-    found = sum(tensor_bytes(stamp.dtype, stamp.shape) for stamp in tensors)
-    if not tensors or found != stated:
-        raise ValueError(f"tensors of {found} bytes, stated are {stated}")
+    counted = sum(tensor_bytes(stamp.dtype, stamp.shape) for stamp in tensors)
+    if not tensors or counted != stated:
+        raise ValueError(f"tensors of {counted} bytes, stated are {stated}")
 
 
-class Replica(BaseModel):
+class Replica(Frozen):
     """One stored copy of an expert. `index`: position of the expert on the tensors' first axis, None when its own.
 
     projections: the widths of its matrices where they differ, which only a placed replica's do; `bits` is the widest.
@@ -82,7 +81,6 @@ class Replica(BaseModel):
     `sha256` are then that one's.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     bits: int
     projections: dict[str, int] | None = None
     placed: bool
@@ -107,10 +105,9 @@ class Replica(BaseModel):
         return self.bits if self.projections is None else self.projections
 
 
-class PlacedExpert(BaseModel):
+class PlacedExpert(Frozen):
     """bits: of the placed replica, of its widest matrix where they differ."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     expert: int
     tier: Tier
     bits: int
@@ -123,11 +120,10 @@ class PlacedExpert(BaseModel):
         return next((replica.widths for replica in self.replicas if replica.placed), self.bits)
 
 
-class PlacedLayer(BaseModel):
+class PlacedLayer(Frozen):
     """One MoE layer. `kind`: how the family keeps and calls its experts (llama4: the routing weight multiplies an
     expert's input; all others: its output)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     num_experts: int
     hidden_size: int
@@ -143,19 +139,18 @@ class PlacedLayer(BaseModel):
         numbers = tuple(placed.expert for placed in self.experts)
         if len(numbers) != self.num_experts or numbers != tuple(range(len(numbers))):
             raise ValueError(f"num_experts is {self.num_experts}, {len(numbers)} experts follow")
-        for replica in (one for placed in self.experts for one in placed.replicas):
+        for replica in (replica for placed in self.experts for replica in placed.replicas):
             if not {replica.bits, *(replica.projections or {}).values()} <= set(WIDTHS):
                 raise ValueError(f"bits of a replica must be one of {WIDTHS}")
         return self
 
 
-class PlacedModule(BaseModel):
+class PlacedModule(Frozen):
     """A packed module outside of the experts: a linear, or an embedding of `rows` vectors, with a grid of its own.
 
     kind: attention, dense, shared, embeddings or head; tied: a head that uses the same tensors.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     kind: str
     bits: int
@@ -177,10 +172,9 @@ class PlacedModule(BaseModel):
         return self
 
 
-class Totals(BaseModel):
+class Totals(Frozen):
     """Bytes of tensors (safetensors headers apart). `packed_module_bytes`: of non_expert_bytes, the packed modules."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     placed_expert_bytes: int
     other_replica_bytes: int
     non_expert_bytes: int
@@ -189,20 +183,18 @@ class Totals(BaseModel):
     bytes_by_tier: dict[str, int]
 
 
-class CodeFile(BaseModel):
+class CodeFile(Frozen):
     """A Python file of the checkpoint, which `trust_remote_code=True` runs. origin: `moeq` is the hook that brings moeq
     in; `model` is code of the original model's own, which whoever made the checkpoint trusted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     file: PlainName
     sha256: str
     origin: Literal["moeq", "model"]
 
 
-class PlacementManifest(BaseModel):
+class PlacementManifest(Frozen):
     """code: every Python file of the checkpoint; empty in those made before moeq wrote it down."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     moeq_version: str = __version__
     model: ModelStamp
@@ -227,8 +219,9 @@ class PlacementManifest(BaseModel):
 
     def files(self) -> set[str]:
         """Names of the files that hold what the manifest describes."""
-        of_experts = {one.file for layer in self.layers for expert in layer.experts for one in expert.replicas}
-        return of_experts | {module.file for module in self.others} | {one.file for one in self.code}
+        experts = (expert for layer in self.layers for expert in layer.experts)
+        of_experts = {replica.file for expert in experts for replica in expert.replicas}
+        return of_experts | {module.file for module in self.others} | {code.file for code in self.code}
 
 
 def layout(group_size: int, symmetric: bool, nested: bool = False, mixed: bool = False) -> dict[str, Any]:
@@ -252,22 +245,22 @@ def write_manifest(directory: Path, manifest: PlacementManifest) -> None:
 def manifest_json(manifest: PlacementManifest) -> dict[str, Any]:
     """What placement.json holds; without what is empty (packed modules outside of the experts, code), as older versions
     write and read it."""
-    found = manifest.model_dump(mode="json", exclude_none=True)
+    written = manifest.model_dump(mode="json", exclude_none=True)
     if not manifest.others:
-        del found["others"], found["totals"]["packed_module_bytes"]
+        del written["others"], written["totals"]["packed_module_bytes"]
     if not manifest.code:
-        del found["code"]
-    return found
+        del written["code"]
+    return written
 
 
 def read_manifest(directory: Path) -> PlacementManifest:
     """Read and validate a checkpoint's manifest; ArtifactError also where it names files outside of the directory, and
     for a layout that this moeq does not read."""
     manifest = read_model(directory / NAME, PlacementManifest, SCHEMA_VERSION, remedy=REMEDY)
-    found = (manifest.layout["name"], manifest.layout["version"])
+    stated = (manifest.layout["name"], manifest.layout["version"])
     known = (LAYOUT, NESTED_VERSION if manifest.layout.get("nested") else LAYOUT_VERSION)
-    if found != known:
-        what = f"layout {shown(found[0])} {shown(found[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
+    if stated != known:
+        what = f"layout {shown(stated[0])} {shown(stated[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
         raise ArtifactError(what, where=str(directory / NAME), do="install the moeq that wrote it, or export again")
     try:
         for name in sorted(manifest.files()):

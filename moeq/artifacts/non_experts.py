@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from moeq.artifacts.files import write_json
 from moeq.artifacts.replicas import SCHEMA_VERSION as STORE_VERSION
 from moeq.artifacts.replicas import Made, ReplicaIndex
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 
 SCHEMA_VERSION = 1
 NAME = "others.json"
@@ -27,10 +27,9 @@ INDEX = "others-replicas.json"
 REMEDY = "run `moeq losses` again"
 
 
-class OtherRow(BaseModel):
+class OtherRow(Frozen):
     """One quantized module."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     module: str
     kind: str
     bits: int
@@ -47,11 +46,10 @@ class OtherRow(BaseModel):
     tied: str | None = None
 
 
-class OtherTable(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class OtherTable(Frozen):
     schema_version: int = SCHEMA_VERSION
     modules: tuple[OtherRow, ...]
-    left: dict[str, str] = {}
+    left: dict[str, str] = Field({})
     absent: tuple[str, ...] = ()
 
     @property

@@ -82,16 +82,19 @@ class ExpertProfile:
     def similarity(self) -> list[float | None]:
         """Mean cosine between a sequence's prefill and decode activations, a layer (paper 000, Figure 4).
 
-        Sequences without tokens in one of the phases are left out; None when none is left.
+        None where no sequence has tokens in both phases.
         """
-        result: list[float | None] = []
+        return [float(cosines.mean()) if cosines.size else None for cosines in self.cosines()]
+
+    def cosines(self) -> list[np.ndarray]:
+        """Cosine between prefill and decode activations of every sequence that has tokens in both, an array a layer."""
+        cosines = []
         for counts in self.counts:
             prefill, decode = counts[:, 0].astype(float), counts[:, 1].astype(float)
             norms = np.linalg.norm(prefill, axis=1) * np.linalg.norm(decode, axis=1)
             seen = norms > 0
-            cosines = (prefill * decode).sum(1)[seen] / norms[seen]
-            result.append(float(cosines.mean()) if seen.any() else None)
-        return result
+            cosines.append((prefill * decode).sum(1)[seen] / norms[seen])
+        return cosines
 
 
 def write_profile(directory: Path, profile: ExpertProfile, coverage: Coverage) -> None:

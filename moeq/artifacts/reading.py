@@ -96,17 +96,17 @@ def parse_json(text: str, *, tag_constants: bool = False) -> Any:
     tag_constants: NaN and infinities become {"__float__": NAME}, as transformers writes them in configurations.
     """
     try:
-        found = json.loads(
+        value = json.loads(
             text,
             object_pairs_hook=_without_twins,
             parse_constant=_tagged if tag_constants else _refused,
             parse_float=_finite,
         )
         if SURROGATE.search(text):
-            json.dumps(found, ensure_ascii=False).encode()  # halves of pairs cannot be written again
+            json.dumps(value, ensure_ascii=False).encode()  # halves of pairs cannot be written again
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    return found
+    return value
 
 
 def parse_record(line: str) -> Any:
@@ -119,21 +119,21 @@ def parse_record(line: str) -> Any:
     if _marks(line, "[{,", RECORD_PARTS) > RECORD_PARTS:
         raise ValueError(f"a line of more than {RECORD_PARTS} parts")
     try:
-        found = json.loads(line)
+        value = json.loads(line)
         if SURROGATE.search(line):
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError:
         raise ValueError("half of a surrogate pair, which is no text") from None
-    return found
+    return value
 
 
 def _marks(text: str, marks: str, enough: int) -> int:
     """How many of these marks stand outside of strings; looked at closely only where there are more than `enough`."""
     count = sum(map(text.count, marks))
     if count > enough:
-        count -= sum(found[0].count(mark) for found in STRING.finditer(text) for mark in marks)
+        count -= sum(string[0].count(mark) for string in STRING.finditer(text) for mark in marks)
     return count
 
 
@@ -143,12 +143,12 @@ def read_json_file(path: Path, *, most: int = JSON_BYTES, tag_constants: bool = 
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         seen: set[str] = set()
         twin = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"key {_short(twin)} is there twice")
-    return found
+    return values
 
 
 def _refused(name: str) -> Any:
@@ -250,7 +250,7 @@ def _tensor(path: Path, key: str, entry: Any, data: int) -> TensorHeader:
 def _check_order(tensors: Iterable[TensorHeader], data: int, size: int) -> None:
     """ValueError unless the tensors fill the file from `data` on, one after the other."""
     end = data
-    for header in sorted(tensors, key=lambda one: (one.offset, one.bytes)):
+    for header in sorted(tensors, key=lambda header: (header.offset, header.bytes)):
         if header.offset != end:
             what = "overlap" if header.offset < end else "leave a hole"
             raise ValueError(f"its tensors {what} at byte {min(header.offset, end) - data} of the data")

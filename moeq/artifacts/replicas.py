@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from safetensors import safe_open
 
 from moeq.artifacts.digests import digest_of_chunks, digest_of_part, remember
 from moeq.artifacts.files import digest_of, held, make_directory, read_json, write_json, write_text
 from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
-from moeq.artifacts.stage import check_schema_version, read_model
-from moeq.artifacts.tensor_files import dtype_name, stored_chunks, tensor_bytes, write_in_chunks
+from moeq.artifacts.stage import Frozen, check_schema_version, read_model
+from moeq.artifacts.tensor_files import dtype_name, layout_of, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -44,10 +44,9 @@ RUNS = "runs"
 SHORT = 16  # hexadecimal digits of a digest in a name
 
 
-class Made(BaseModel):
+class Made(Frozen):
     """A method at a width: the names of its replicas (None: made when they are needed) and of its loss rows."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     method: str
     bits: int
     entry: PlainName | None
@@ -57,13 +56,12 @@ class Made(BaseModel):
 MadeType = TypeVar("MadeType", bound=Made)
 
 
-class ReplicaIndex(BaseModel):
+class ReplicaIndex(Frozen):
     """What a run has in the store (replicas.json of the losses stage).
 
     layers: {entry: SHA-256 of its tensors} of every layer; empty until all layers are made.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     set: PlainName
     made: tuple[Made, ...]
@@ -75,11 +73,8 @@ class ReplicaIndex(BaseModel):
             if (made.method, made.bits) == (method, bits) and made.entry is not None:
                 return made.entry
         widths = [made.bits for made in self.made if made.method == method and made.entry is not None]
-        raise ArtifactError(
-            f"no {bits}-bit replica by {method} (there are {widths})",
-            where=INDEX,
-            do="add the width to losses.bits and the method to losses.methods",
-        )
+        do = "add the width to losses.bits and the method to losses.methods"
+        raise ArtifactError(f"no {bits}-bit replica by {method} (there are {widths})", where=INDEX, do=do)
 
     def entries(self) -> list[str]:
         """Names of all replicas that the store keeps for the run."""
@@ -94,11 +89,8 @@ def read_index(directory: Path) -> ReplicaIndex:
     """The index of a run's losses directory; ArtifactError when it is missing, damaged or of another version."""
     path = directory / INDEX
     if not path.is_file():
-        raise ArtifactError(
-            f"no index of replicas: losses of schema version 1 or none, this moeq reads {SCHEMA_VERSION}",
-            where=str(path),
-            do=REMEDY,
-        )
+        what = f"no index of replicas: losses of schema version 1 or none, this moeq reads {SCHEMA_VERSION}"
+        raise ArtifactError(what, where=str(path), do=REMEDY)
     return read_model(path, ReplicaIndex, SCHEMA_VERSION, remedy=REMEDY)
 
 
@@ -118,8 +110,8 @@ def check_store(store: Path) -> None:
     path = store / MARKER
     if not path.is_file():
         raise ArtifactError("not a replica store", where=str(store), do="give the folder that runs used as their store")
-    found = read_json(path, remedy=REMEDY)
-    version = found.get("schema_version") if isinstance(found, dict) else None
+    marker = read_json(path, remedy=REMEDY)
+    version = marker.get("schema_version") if isinstance(marker, dict) else None
     check_schema_version(version, SCHEMA_VERSION, path, remedy="use the moeq that wrote it")
 
 
@@ -129,8 +121,8 @@ def noted_runs(store: Path) -> dict[Path, Path]:
 
 
 def _noted_run(path: Path) -> Path:
-    found = read_json(path)
-    run = found.get("run") if isinstance(found, dict) else None
+    note = read_json(path)
+    run = note.get("run") if isinstance(note, dict) else None
     if not isinstance(run, str) or not Path(run).is_absolute() or "\0" in run:
         raise ArtifactError("does not name a run directory", where=str(path), do="delete it, and run `moeq run` there")
     return Path(run)
@@ -149,10 +141,9 @@ def rows_file(directory: Path, layer: int, name: str) -> Path:
     return directory / ROWS / f"layer-{layer:03d}.{name}.json"
 
 
-class _ProjectionText(BaseModel):
+class _ProjectionText(Frozen, strict=True):
     """What a layer's file says of one projection of an entry."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     inputs: int = Field(ge=1)
     group_size: int = Field(ge=-1)
     symmetric: bool
@@ -166,10 +157,9 @@ class _ProjectionText(BaseModel):
         return group_size
 
 
-class _EntryText(BaseModel):
+class _EntryText(Frozen, strict=True):
     """What a layer's file says of an entry."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     bits: int = Field(ge=1, le=8)
     projections: dict[str, _ProjectionText]
     sha256: str
@@ -232,30 +222,30 @@ class LayerReplicas:
             self._check_sound(entry)
         if self._handle is None:
             self._handle = safe_open(self.path, "pt")
-        found = self.entries[entry]
+        stated = self.entries[entry]
         prefix = f"{entry}.{projection}"
         parts: dict[str, Any] = {
             part: self._handle.get_slice(f"{prefix}.{part}")[expert] if f"{prefix}.{part}" in self.tensors else None
             for part in PARTS
         }
-        return PackedWeight(bits=found["bits"], **parts, **found["projections"][projection])
+        return PackedWeight(bits=stated["bits"], **parts, **stated["projections"][projection])
 
     def _check_stack(self, entry: str, projection: str, expert: int) -> None:
         """ArtifactError unless a projection's tensors are a stack of what its entry says, with this expert in it."""
         from moeq.numerics.packed import PARTS, packed_shapes
 
-        found = self.entries[entry]
+        stated = self.entries[entry]
         codes = self.tensors.get(f"{entry}.{projection}.codes")
         shape = () if codes is None else codes.shape
         if len(shape) != 3 or expert >= shape[0]:
             raise ArtifactError(f"no replica {entry} of expert {expert}", where=str(self.path), do=REMEDY)
-        grid = {"nested": False} | found["projections"][projection]
+        grid = {"nested": False} | stated["projections"][projection]
         wanted = {
             part: (dtype_name(dtype), (shape[0], *size))
-            for part, (size, dtype) in packed_shapes(shape[1], bits=found["bits"], **grid).items()
+            for part, (size, dtype) in packed_shapes(shape[1], bits=stated["bits"], **grid).items()
         }
         there = {part: self.tensors.get(f"{entry}.{projection}.{part}") for part in PARTS}
-        if wanted != {part: (one.dtype, one.shape) for part, one in there.items() if one is not None}:
+        if wanted != {part: (header.dtype, header.shape) for part, header in there.items() if header is not None}:
             what = f"replicas {entry} of {projection} have other sizes than the file says"
             raise ArtifactError(what, where=str(self.path), do=REMEDY)
 
@@ -268,7 +258,7 @@ def add_replicas(directory: Path, layer: int, entries: Mapping[str, Mapping[str,
     with held(directory):
         old = existing(directory, layer)
         kept = {} if old is None else {
-            name: found for name, found in old.entries.items() if name not in entries or old.is_sound(name)
+            name: text for name, text in old.entries.items() if name not in entries or old.is_sound(name)
         }  # fmt: skip
         new = {name: weights for name, weights in entries.items() if name not in kept}
         if new or old is None:
@@ -280,7 +270,7 @@ def drop_replicas(directory: Path, layer: int, keep: Iterable[str]) -> None:
     """Write a layer's file anew with only these of its entries; without any of them, delete it."""
     with held(directory):
         old = LayerReplicas(directory, layer)
-        kept = {name: found for name, found in old.entries.items() if name in set(keep)}
+        kept = {name: text for name, text in old.entries.items() if name in set(keep)}
         if kept:
             _write(directory, layer, old, kept, {})
         else:
@@ -314,18 +304,18 @@ def lacking(
     there = existing(directory, layer)
     if there is None and path.exists():
         damaged(path)
-    found = []
-    for one in made:
-        sound = one.entry is None or (there is not None and there.is_sound(one.entry, cached=cached))
-        if not sound and there is not None and one.entry in there.entries:
+    missing = []
+    for wanted in made:
+        sound = wanted.entry is None or (there is not None and there.is_sound(wanted.entry, cached=cached))
+        if not sound and there is not None and wanted.entry in there.entries:
             damaged(path)
-        rows = rows_file(directory, layer, one.rows)
-        measured = read_rows(directory, layer, one.rows) is not None
+        rows = rows_file(directory, layer, wanted.rows)
+        measured = read_rows(directory, layer, wanted.rows) is not None
         if not measured and rows.exists():
             damaged(rows)
         if not (sound and measured):
-            found.append(one)
-    return found
+            missing.append(wanted)
+    return missing
 
 
 def described(entry: str, sha256: str, projections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -359,10 +349,10 @@ def rows_text(rows: list[dict[str, Any]]) -> str:
 def read_rows(directory: Path, layer: int, name: str) -> list[dict[str, Any]] | None:
     """Loss rows of one layer and entry; None when they are missing or damaged."""
     try:
-        found = read_json_file(rows_file(directory, layer, name))
-        rows: list[dict[str, Any]] = found["rows"]
+        stored = read_json_file(rows_file(directory, layer, name))
+        rows: list[dict[str, Any]] = stored["rows"]
         text = json.dumps(rows, sort_keys=True, separators=(",", ":"))
-        return rows if (found["schema_version"], found["sha256"]) == (SCHEMA_VERSION, _text_digest(text)) else None
+        return rows if (stored["schema_version"], stored["sha256"]) == (SCHEMA_VERSION, _text_digest(text)) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -390,21 +380,17 @@ def _write(
     tensors: dict[str, Any] = {}
     entries = dict(kept)
     for name, weights in new.items():
-        mine = {f"{name}.{projection}.{part}": tensor for projection, weight in weights.items()
-                for part, tensor in weight.parts().items()}  # fmt: skip
+        own = {f"{name}.{projection}.{part}": tensor for projection, weight in weights.items()
+               for part, tensor in weight.parts().items()}  # fmt: skip
         shapes = {
             projection: {"inputs": weight.inputs, "group_size": weight.group_size, "symmetric": weight.symmetric}
             | ({"nested": True} if weight.nested else {})
             for projection, weight in weights.items()
         }
-        entries[name] = described(name, digest_of_chunks(tensor_bytes(mine[key]) for key in sorted(mine)), shapes)
-        tensors |= mine
+        entries[name] = described(name, digest_of_chunks(tensor_bytes(own[key]) for key in sorted(own)), shapes)
+        tensors |= own
     stored = {} if old is None else {key: old.tensors[key] for name in kept for key in old.keys(name)}
-    layout = {key: (found.dtype, found.shape, found.bytes) for key, found in stored.items()}
-    layout |= {
-        key: (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size())
-        for key, tensor in tensors.items()
-    }
+    layout = {key: (header.dtype, header.shape, header.bytes) for key, header in stored.items()} | layout_of(tensors)
     chunks = partial(_chunks, stored, tensors)
     path = layer_file(directory, layer)
     write_in_chunks(path, layout, chunks, layer_metadata(layer, entries), hashed=False)
@@ -422,8 +408,10 @@ def _chunks(stored: Mapping[str, TensorHeader], tensors: Mapping[str, Any], key:
 def _entries(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """What a layer's file says of its entries; ArtifactError when that is damaged."""
     try:
-        found = parse_json(metadata["entries"])
-        return {name: _EntryText.model_validate(entry).model_dump(exclude_unset=True) for name, entry in found.items()}
+        entries = parse_json(metadata["entries"])
+        return {
+            name: _EntryText.model_validate(entry).model_dump(exclude_unset=True) for name, entry in entries.items()
+        }
     except (KeyError, ValueError, AttributeError):
         raise ArtifactError("damaged: its entries cannot be read", where=str(path), do=REMEDY) from None
 

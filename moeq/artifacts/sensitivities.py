@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moeq.artifacts.files import write_atomically
+from moeq.artifacts.losses import read_parquet
 from moeq.artifacts.stage import check_schema_version
 from moeq.errors import ArtifactError
 
@@ -67,12 +68,7 @@ def write_sensitivities(path: Path, columns: Mapping[str, Sequence[Any]], model:
 
 def read_sensitivities(path: Path) -> SensitivityTable:
     """Read a table back; ArtifactError when it is missing, damaged, of another version or lacks a column."""
-    try:
-        table = pq.read_table(path)
-    except FileNotFoundError:
-        raise ArtifactError("no such file", where=str(path), do=REMEDY) from None
-    except (OSError, pa.ArrowException) as error:
-        raise ArtifactError(f"cannot be read as Parquet ({error})", where=str(path), do=REMEDY) from None
+    table = read_parquet(path, REMEDY)
     version = (table.schema.metadata or {}).get(VERSION_KEY, b"1").decode()
     check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
     missing = [name for name in NEEDED if name not in table.column_names]

@@ -25,25 +25,28 @@ RECORD = "stage.json"
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class ModelStamp(BaseModel):
-    """Which model an artifact belongs to: name as given, revision (hub commit or None), digest of its files."""
+class Frozen(BaseModel):
+    """An artifact in JSON, or a part of one: it has no other keys, and none of them changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelStamp(Frozen):
+    """Which model an artifact belongs to: name as given, revision (hub commit or None), digest of its files."""
+
     name: str
     revision: str | None = None
     digest: str
 
 
-class FileStamp(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class FileStamp(Frozen):
     bytes: int
     sha256: str
 
 
-class StageRecord(BaseModel):
+class StageRecord(Frozen):
     """The record of one finished stage."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     stage: str
     moeq_version: str = __version__
@@ -57,19 +60,18 @@ class StageRecord(BaseModel):
     volatile: dict[str, Any] = {}
 
 
-def check_schema_version(found: Any, expected: int | str, path: Path, *, remedy: str) -> None:
+def check_schema_version(version: Any, expected: int | str, path: Path, *, remedy: str) -> None:
     """ArtifactError when an artifact was written under another schema version."""
-    if found != expected:
-        raise ArtifactError(
-            f"schema version {found!r}, this moeq ({__version__}) reads {expected}", where=str(path), do=remedy
-        )
+    if version != expected:
+        what = f"schema version {version!r}, this moeq ({__version__}) reads {expected}"
+        raise ArtifactError(what, where=str(path), do=remedy)
 
 
 def read_model(path: Path, model: type[Model], schema_version: int, *, remedy: str) -> Model:
     """Read a JSON artifact into its model; ArtifactError naming the place when it is missing or damaged."""
     data = read_json(path, remedy=remedy)
-    found = data.get("schema_version") if isinstance(data, dict) else None
-    check_schema_version(found, schema_version, path, remedy=remedy)
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    check_schema_version(version, schema_version, path, remedy=remedy)
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -124,8 +126,8 @@ def damage(directory: Path, stage: str, editable: frozenset[str] = frozenset(), 
 def edited_files(directory: Path, stage: str, editable: frozenset[str]) -> list[str]:
     """Files of a finished stage that were changed by hand, as they may be."""
     record = read_record(directory, stage)
-    mine = {name: stamp for name, stamp in record.files.items() if name in editable and (directory / name).is_file()}
-    return [name for name, stamp in mine.items() if digests_of(directory, [name])[name] != stamp.sha256]
+    there = {name: stamp for name, stamp in record.files.items() if name in editable and (directory / name).is_file()}
+    return [name for name, stamp in there.items() if digests_of(directory, [name])[name] != stamp.sha256]
 
 
 def digests_of(
@@ -133,10 +135,10 @@ def digests_of(
 ) -> dict[str, str]:
     """SHA-256 of files of a directory."""
     paths = {name: directory / name for name in names}
-    found = digests_of_files(
+    digests = digests_of_files(
         paths.values(), cached=cached, reporter=reporter, title=f"checking {escape(directory.name)}"
     )
-    return {name: found[path] for name, path in paths.items()}
+    return {name: digests[path] for name, path in paths.items()}
 
 
 def _record_if_any(directory: Path, stage: str) -> StageRecord | None:
@@ -157,16 +159,15 @@ def _changes(
     reporter: Reporter | None = None,
 ) -> list[str]:
     """Files that are missing, or have another size or digest; those that may be edited only have to be there."""
-    found = []
-    same_size = []
+    changed, same_size = [], []
     for name, stamp in record.files.items():
         path = directory / name
         if not path.is_file() or (name not in editable and path.stat().st_size != stamp.bytes):
-            found.append(name)
+            changed.append(name)
         elif name not in editable:
             same_size.append(name)
     now = digests_of(directory, same_size, cached=cached, reporter=reporter)
-    return found + [name for name in same_size if now[name] != record.files[name].sha256]
+    return changed + [name for name in same_size if now[name] != record.files[name].sha256]
 
 
 def current_digest(
@@ -190,11 +191,11 @@ def current_digest(
             raise ArtifactError("file is missing", where=str(path), do=again)
         if name not in editable and path.stat().st_size != stamp.bytes:
             raise ArtifactError("changed since the stage wrote it", where=str(path), do=again)
-    found = digests_of(directory, record.files, cached=cached, reporter=reporter)
-    for name, digest in found.items():
+    digests = digests_of(directory, record.files, cached=cached, reporter=reporter)
+    for name, digest in digests.items():
         if name not in editable and digest != record.files[name].sha256:
             raise ArtifactError("changed since the stage wrote it", where=str(directory / name), do=again)
-    return digest_of(found)
+    return digest_of(digests)
 
 
 def check_files(
@@ -214,9 +215,9 @@ def check_files(
         if not (directory / name).is_file():
             raise ArtifactError("missing since the stage wrote it", where=str(directory / name), do=again)
     rest = [name for name in record.files if name not in {*(known or {}), *editable}]
-    found = {**(known or {}), **digests_of(directory, rest, cached=False, reporter=reporter)}
+    digests = {**(known or {}), **digests_of(directory, rest, cached=False, reporter=reporter)}
     for name, stamp in record.files.items():
-        if name not in editable and found[name] != stamp.sha256:
+        if name not in editable and digests[name] != stamp.sha256:
             raise ArtifactError("changed since the stage wrote it", where=str(directory / name), do=again)
 
 

@@ -67,11 +67,11 @@ def check_sums(
     stated = _read_sums(directory)
     files = {name: inside(directory, name) for name in stated}
     wanted = [name for name in stated if only(name)]
-    found = digests_of_files(
+    digests = digests_of_files(
         (files[name] for name in wanted), cached=cached, reporter=reporter, title=f"checking {NAME}"
     )
     for name in wanted:
-        if found[files[name]] != stated[name]:
+        if digests[files[name]] != stated[name]:
             raise ArtifactError(f"changed since {NAME} was written", where=str(files[name]), do=_REMEDY)
     return Sums(files=stated, unlisted=tuple(name for name in _visible(directory) if name not in stated))
 
@@ -87,7 +87,7 @@ def _read_sums(directory: Path) -> dict[str, str]:
     path = directory / NAME
     if path.stat().st_size > MAX_BYTES:
         raise ArtifactError(f"larger than {MAX_BYTES} bytes", where=str(path), do=_REMEDY)
-    found: dict[str, str] = {}
+    stated: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         where = f"{path}, line {number}"
         match = _LINE.fullmatch(line)
@@ -97,9 +97,9 @@ def _read_sums(directory: Path) -> dict[str, str]:
             file = inside(directory, match[2])
         except ValueError as error:
             raise ArtifactError(str(error), where=where, do=_REMEDY) from None
-        if match[2] in found:
+        if match[2] in stated:
             raise ArtifactError(f"{match[2]} is there twice", where=where, do=_REMEDY)
         if not file.is_file():
             raise ArtifactError("missing", where=str(file), do=_REMEDY)
-        found[match[2]] = match[1]
-    return found
+        stated[match[2]] = match[1]
+    return stated

@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moeq.artifacts.digests import Hashing
 from moeq.artifacts.files import CHUNK_BYTES, read_back, write_atomically
+from moeq.artifacts.reading import TensorHeader
 from moeq.artifacts.storage import storage_errors
 from moeq.errors import ArtifactError
 
@@ -28,31 +29,20 @@ _DTYPE_NAMES = {  # torch's dtypes as safetensors names them
 }  # fmt: skip
 
 
-class StoredTensor(Protocol):
-    """Where a tensor lies on disk: file, dtype as safetensors writes it, shape, offset in the file, bytes."""
-
-    @property
-    def file(self) -> Path: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors as safetensors, atomically; the bytes depend only on names, values and metadata.
 
     Not through safetensors' own writer: it orders metadata by a random hash, and leaves `.tmp*` files when killed.
     """
-    header = {
+    write_in_chunks(path, layout_of(tensors), lambda name: [tensor_bytes(tensors[name])], metadata)
+
+
+def layout_of(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """What a file's header says of tensors in memory."""
+    return {
         name: (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size())
         for name, tensor in tensors.items()
     }
-    write_in_chunks(path, header, lambda name: [tensor_bytes(tensors[name])], metadata)
 
 
 def safetensors_layout(
@@ -161,7 +151,7 @@ def write_all(stream: Any, data: memoryview) -> None:
         data = data[stream.write(data) :]
 
 
-def stored_chunks(tensor: StoredTensor) -> Iterator[bytes]:
+def stored_chunks(tensor: TensorHeader) -> Iterator[bytes]:
     """The bytes of a tensor in a safetensors file, a few megabytes at a time; ArtifactError when it is cut off."""
     left = tensor.bytes
     with storage_errors(tensor.file, "read"), tensor.file.open("rb") as source:
@@ -212,5 +202,5 @@ def _layout(tensors: Headers, metadata: dict[str, str]) -> tuple[list[str], byte
 
 def _element_bits(dtype: str) -> int:
     """Bits of one element of a type as safetensors names it: the first number in the name, 8 for BOOL."""
-    found = re.search(r"[0-9]+", dtype)
-    return int(found[0]) if found else 8
+    digits = re.search(r"[0-9]+", dtype)
+    return int(digits[0]) if digits else 8

@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from moeq.artifacts.files import canonical_json
 from moeq.artifacts.reading import TensorHeader, parse_json, safetensors_header
-from moeq.artifacts.stage import ModelStamp, check_schema_version
+from moeq.artifacts.stage import Frozen, ModelStamp, check_schema_version
 from moeq.artifacts.tensor_files import write_in_chunks
 from moeq.errors import ArtifactError
 from moeq.version import __version__
@@ -148,18 +147,16 @@ def _problem_with(trace: RoutingTrace) -> str | None:
     return None
 
 
-class LayerHeader(BaseModel):
+class LayerHeader(Frozen):
     """One MoE layer of the model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     num_experts: int = Field(ge=1, le=MOST_EXPERTS)
 
 
-class Header(BaseModel):
+class Header(Frozen):
     """What a trace's file says of itself; sha256: of every tensor's bytes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: int = SCHEMA_VERSION
     moeq_version: str = __version__
     model: ModelStamp | None
@@ -195,9 +192,8 @@ def write_trace(path: Path, trace: RoutingTrace) -> None:
         "prefill": trace.prefill,
         "domain": np.array([names.index(domain) for domain in trace.domains], dtype=np.int32),
     }
-    arrays |= {
-        name: array for name, array in (("weights", trace.weights), ("images", trace.images)) if array is not None
-    }
+    optional = {"weights": trace.weights, "images": trace.images}
+    arrays |= {name: array for name, array in optional.items() if array is not None}
     data = {name: _bytes(array) for name, array in arrays.items()}
     header = Header(
         model=trace.model,
@@ -213,7 +209,7 @@ def write_trace(path: Path, trace: RoutingTrace) -> None:
         path,
         {name: (_DTYPES[name][0], array.shape, array.nbytes) for name, array in arrays.items()},
         lambda name: (bytes(data[name][at : at + CHUNK_BYTES]) for at in range(0, len(data[name]), CHUNK_BYTES)),
-        {HEADER: json.dumps(json.loads(canonical_json(header.model_dump(mode="json"))), separators=(",", ":"))},
+        {HEADER: json.dumps(header.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))},
     )
 
 
@@ -280,10 +276,10 @@ def _read_header(path: Path, metadata: Mapping[str, str]) -> Header:
     if HEADER not in metadata:
         raise ArtifactError("not a routing trace", where=str(path), do="give a trace.safetensors of `moeq profile`")
     try:
-        found = parse_json(metadata[HEADER])
-        version = found.get("schema_version") if isinstance(found, dict) else None
+        stated = parse_json(metadata[HEADER])
+        version = stated.get("schema_version") if isinstance(stated, dict) else None
         check_schema_version(version, SCHEMA_VERSION, path, remedy=REMEDY)
-        return Header.model_validate(found)
+        return Header.model_validate(stated)
     except ValidationError as error:
         first = error.errors()[0]
         where = f"{path}: {HEADER}.{'.'.join(map(str, first['loc']))}"
@@ -299,13 +295,10 @@ def _check_tensors(path: Path, tensors: Mapping[str, TensorHeader], header: Head
     for name, tensor in tensors.items():
         if name not in _DTYPES:
             raise ArtifactError(f"a tensor {name!r}, which no trace has", where=str(path), do=REMEDY)
-        axes = 3 if name in ("experts", "weights") else 1
-        if tensor.dtype != _DTYPES[name][0] or len(tensor.shape) != axes:
-            raise ArtifactError(
-                f"{name} is {tensor.dtype} of {len(tensor.shape)} axes, not {_DTYPES[name][0]} of {axes}",
-                where=str(path),
-                do=REMEDY,
-            )
+        dtype, axes = _DTYPES[name][0], 3 if name in ("experts", "weights") else 1
+        if tensor.dtype != dtype or len(tensor.shape) != axes:
+            what = f"{name} is {tensor.dtype} of {len(tensor.shape)} axes, not {dtype} of {axes}"
+            raise ArtifactError(what, where=str(path), do=REMEDY)
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

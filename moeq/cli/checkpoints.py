@@ -17,6 +17,9 @@ def inspect(
     json: JsonOption = False,
 ) -> None:
     """Say what a file or directory is; check a checkpoint's bytes and digests against its manifest."""
+    from moeq import preflight
+
+    preflight.check_path(path)
     from moeq import inspection, terminal
     from moeq.progress import Reporter
 
@@ -46,8 +49,8 @@ def convert(
     from moeq.progress import Reporter
 
     reporter = Reporter(quiet=quiet or json) if verify else None
-    found = conversion.convert(checkpoint, to, out, widen=widen, trust_remote_code=trust_remote_code, verify=reporter)
-    show(found, terminal.print_summary, json=json, quiet=quiet)
+    summary = conversion.convert(checkpoint, to, out, widen=widen, trust_remote_code=trust_remote_code, verify=reporter)
+    show(summary, terminal.print_summary, json=json, quiet=quiet)
 
 
 def verify(
@@ -122,7 +125,7 @@ def generate(
     preflight.check_device(device)
     from moeq import generation
 
-    result = generation.generate(
+    continued = generation.generate(
         checkpoint,
         prompt,
         max_new_tokens=max_new_tokens,
@@ -131,4 +134,4 @@ def generate(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    show(result, lambda found: print(found["text"]), json=json)
+    show(continued, lambda _: print(continued["text"]), json=json)

@@ -21,16 +21,16 @@ from moeq.errors import InternalError, MoeqError, StorageError
 INTERRUPTED, TERMINATED = 130, 143  # as shells have it: 128 and the number of the signal
 
 
-def show(found: Any, as_text: Callable[[Any], None], *, json: bool, quiet: bool = False) -> None:
+def show(result: Any, as_text: Callable[[Any], None], *, json: bool, quiet: bool = False) -> None:
     """A result as JSON, or in words unless there are to be none."""
     if json:
-        _print_json(found)
+        _print_json(result)
     elif not quiet:
-        as_text(found)
+        as_text(result)
 
 
-def _print_json(found: Any) -> None:
-    print(jsonlib.dumps(found, indent=1, ensure_ascii=False))
+def _print_json(result: Any) -> None:
+    print(jsonlib.dumps(result, indent=1, ensure_ascii=False))
 
 
 def refuse(error: MoeqError, *, json: bool) -> None:

@@ -28,8 +28,8 @@ def evaluate(asked: EvalOptions) -> None:
     from moeq.comparison.side_by_side import compare
     from moeq.evaluation import result_file as document
 
-    def show_short(found: dict[str, Any]) -> None:
-        show(document.short(found), terminal.print_comparison, json=asked.json, quiet=asked.quiet)
+    def show_short(results: dict[str, Any]) -> None:
+        show(document.short(results), terminal.print_comparison, json=asked.json, quiet=asked.quiet)
 
     compare(asked, show_short)
 

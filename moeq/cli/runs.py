@@ -44,13 +44,13 @@ def method_changes(recipe: Recipe, asked: RunOptions) -> list[str]:
     """What --quantizer and --refine change of a recipe, which depends on what it says."""
     from moeq.recipe import BEST
 
-    found = []
+    changes = []
     if asked.quantizer is not None:
         methods = [*recipe.losses.methods, *({asked.quantizer} - {BEST, *recipe.losses.methods})]
-        found += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={asked.quantizer}"]
+        changes += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={asked.quantizer}"]
     if asked.refine and recipe.quantize.refine is None:
-        found.append("quantize.refine={}")
-    return found
+        changes.append("quantize.refine={}")
+    return changes
 
 
 @takes_options("quantizer", "refine", "verify", "force")
@@ -61,12 +61,12 @@ def run(asked: StageOptions) -> None:
 
     outcomes = pipeline.run(context, force=asked.force)
     rows, paths = results.final_rows(context), pipeline.result_paths(context)
-    found = {
+    finished = {
         "stages": [terminal.outcome_json(outcome) for outcome in outcomes],
         "table": rows,
         "paths": {name: str(path) for name, path in paths.items()},
     }
-    show(found, lambda _: terminal.print_final(rows, paths, outcomes), json=asked.json, quiet=asked.quiet)
+    show(finished, lambda _: terminal.print_final(rows, paths, outcomes), json=asked.json, quiet=asked.quiet)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ def run_stage(asked: RunOptions, name: str) -> None:
     from moeq import pipeline, terminal
 
     outcome = terminal.outcome_json(pipeline.run_alone(context, name))
-    show(outcome, lambda found: terminal.print_summary(found["summary"]), json=asked.json, quiet=asked.quiet)
+    show(outcome, lambda _: terminal.print_summary(outcome["summary"]), json=asked.json, quiet=asked.quiet)
 
 
 @takes_options()
@@ -98,26 +98,23 @@ def assign(asked: AssignOptions) -> None:
     from moeq.stages.assign import NAME
     from moeq.stages.frontier import PLOT
 
-    found: dict[str, Any] = {"stage": "assign"}
+    outcome: dict[str, Any] = {"stage": "assign"}
     if asked.only_looks and (context.finished("assign") / NAME).is_file():
         with pipeline.looking(context, "assign"):
-            found |= _looked_at(context, asked)
+            outcome |= _looked_at(context, asked)
     else:
-        found = terminal.outcome_json(pipeline.run_alone(context, "assign", force=asked.force))
-        found |= _looked_at(context, asked)
-    plot = context.finished("assign") / PLOT
-    show(found, lambda found: _print_assigned(found, plot), json=asked.json, quiet=asked.quiet)
+        outcome = terminal.outcome_json(pipeline.run_alone(context, "assign", force=asked.force))
+        outcome |= _looked_at(context, asked)
 
+    def show_text(_: Any) -> None:
+        if "summary" in outcome:
+            terminal.print_summary(outcome["summary"])
+        if "prices" in outcome:
+            terminal.print_prices(outcome["prices"])
+        if "frontier" in outcome:
+            terminal.print_frontier(outcome["frontier"], context.finished("assign") / PLOT)
 
-def _print_assigned(found: dict[str, Any], frontier_plot: Path) -> None:
-    from moeq import terminal
-
-    if "summary" in found:
-        terminal.print_summary(found["summary"])
-    if "prices" in found:
-        terminal.print_prices(found["prices"])
-    if "frontier" in found:
-        terminal.print_frontier(found["frontier"], frontier_plot)
+    show(outcome, show_text, json=asked.json, quiet=asked.quiet)
 
 
 def _looked_at(context: Context, asked: AssignOptions) -> dict[str, Any]:
@@ -168,5 +165,6 @@ def report(asked: ReportOptions) -> None:
 
     outcome = pipeline.run_alone(context, "report")
     maps = {} if asked.maps is None else {"maps": [str(path) for path in write_maps(context, asked.maps)]}
-    found, summary = terminal.outcome_json(outcome) | maps, outcome.record.summary | maps
-    show(found, lambda _: terminal.print_summary(summary), json=asked.json, quiet=asked.quiet)
+    summary = outcome.record.summary | maps
+    as_json = terminal.outcome_json(outcome) | maps
+    show(as_json, lambda _: terminal.print_summary(summary), json=asked.json, quiet=asked.quiet)

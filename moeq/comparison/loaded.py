@@ -47,7 +47,6 @@ class Settings:
 class Loaded:
     """A model in memory, its tokenizer, and what subjects made of it so far; processor: for images."""
 
-    base: str
     model: Any
     tokenizer: Any
     processor: Any
@@ -62,17 +61,13 @@ def load(subject: Subject, settings: Settings) -> Loaded:
     device = loading.resolve_device(settings.device)
     dtype = loading.compute_dtype(subject.source, settings.dtype, device)
     trust = settings.trust_remote_code
-    texts = {
-        "base": subject.base,
-        "tokenizer": loading.load_tokenizer(subject.source, trust),
-        "processor": corpus.load_processor(subject.source.path, trust) if settings.images else None,
-    }
+    tokenizer = loading.load_tokenizer(subject.source, trust)
+    processor = corpus.load_processor(subject.source.path, trust) if settings.images else None
     if subject.checkpoint is not None:
-        packed = load_checkpoint(subject.checkpoint, dtype, device, trust)
-        return Loaded(**texts, model=packed, swapped=None)
+        return Loaded(load_checkpoint(subject.checkpoint, dtype, device, trust), tokenizer, processor, None)
     model = loading.load_model(subject.source, dtype, device, trust)
     swapped = Swapped(model, find_expert_layers(model) if subject.run is not None else ())
-    return Loaded(**texts, model=model, swapped=swapped)
+    return Loaded(model, tokenizer, processor, swapped)
 
 
 def lm_of(loaded: Loaded, subject: Subject, settings: Settings) -> StaticLM:
@@ -107,15 +102,14 @@ def check(subject: Subject) -> None:
 
 def _runtime(loaded: Loaded, subject: Subject, options: ContextOptions) -> ContextAwareModel:
     """The context-aware model of a run, or of a checkpoint with its replicas."""
-    layers = _layers(loaded, subject)
+    layers = find_expert_layers(loaded.model) if subject.run is not None else _reader(subject).layers
     replicas, dequantized, prefills = _replicas(loaded, subject, layers)
     losses = None
     if options.selector and options.gpu_experts < layers[0].num_experts:
         losses = replicas.losses(WIDTHS)
         if losses is None:
-            raise EvaluationError(
-                "does not say what its replicas lose", where=subject.name, do="export it again, or set selector=false"
-            )
+            do = "export it again, or set selector=false"
+            raise EvaluationError("does not say what its replicas lose", where=subject.name, do=do)
     return ContextAwareModel(
         loaded.model,
         layers,
@@ -125,10 +119,6 @@ def _runtime(loaded: Loaded, subject: Subject, options: ContextOptions) -> Conte
         exact_start=options.first_token == "prefill",
         prefills=prefills,
     )
-
-
-def _layers(loaded: Loaded, subject: Subject) -> list[ExpertLayer]:
-    return find_expert_layers(loaded.model) if subject.run is not None else _reader(subject).layers
 
 
 def _reader(subject: Subject) -> NativeReader:

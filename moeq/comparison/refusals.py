@@ -7,7 +7,7 @@ from pathlib import Path
 from moeq import preflight
 from moeq.artifacts.run import RECIPE_COPY
 from moeq.comparison.eval_options import OF_SUBJECTS, OF_TASKS, OF_TEXT, EvalOptions
-from moeq.errors import EvaluationError, RecipeError, nearest
+from moeq.errors import EvaluationError, RecipeError, hint
 from moeq.evaluation.context_options import ContextOptions
 from moeq.evaluation.windows import check_windows
 from moeq.models.source import check_there
@@ -73,11 +73,9 @@ def split_run(word: str) -> tuple[Path | None, str | None]:
 
 def assignments_of(recipe: Recipe, name: str | None, run: Path) -> list[str]:
     """The assignments of a run that are meant: its own, one by its name, or all; EvaluationError for an unknown one."""
-    known = [ORIGINAL, recipe.name, *(one.name for one in recipe.eval.compare)]
+    known = [ORIGINAL, recipe.name, *(compared.name for compared in recipe.eval.compare)]
     if name is not None and name not in (*known, ALL):
-        guess = nearest(name, known)
-        hint = f"did you mean {guess!r}?" if guess else f"it has {', '.join(known)}"
-        raise EvaluationError(f"no assignment {name!r}", where=str(run), do=hint)
+        raise EvaluationError(f"no assignment {name!r}", where=str(run), do=hint(name, known, "it has "))
     return known if name == ALL else [name or recipe.name]
 
 

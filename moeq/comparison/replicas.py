@@ -52,7 +52,7 @@ class RunReplicas:
 
     def losses(self, widths: Sequence[int]) -> np.ndarray | None:
         """[L, E, W] by the method that the assignment takes; None where a width was not measured."""
-        found = load_losses(self.run).matrix(str(self.assignment.parameters.get("quantizer", DEFAULT_QUANTIZER)))
-        if any(width not in layer for layer in found for width in widths):
+        layers = load_losses(self.run).matrix(str(self.assignment.parameters.get("quantizer", DEFAULT_QUANTIZER)))
+        if any(width not in layer for layer in layers for width in widths):
             return None
-        return np.array([np.stack([layer[width] for width in widths], 1) for layer in found], float)
+        return np.array([np.stack([layer[width] for width in widths], 1) for layer in layers], float)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from moeq.comparison import loaded
 from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.refusals import WINDOW, check, text_source
-from moeq.comparison.subjects import Earlier, Subject, open_subjects
+from moeq.comparison.subjects import Earlier, Subject, check_once, open_subjects
 from moeq.errors import EvaluationError
 from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
@@ -31,24 +30,23 @@ def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda 
     reporter = Reporter(quiet=asked.quiet or asked.json)
     tasks = asked.task_names
     contexts = check(asked)
+    subjects = open_subjects(asked.recipe, contexts, asked.trust_remote_code)
+    measured = [subject for subject in subjects if isinstance(subject, Subject)]
+    if (tasks or asked.text) and not measured:
+        what = "nothing to measure, earlier results alone are named"
+        raise EvaluationError(what, where="moeq eval", do="name a model")
+    for subject in measured:
+        loaded.check(subject)
+        _check_window(asked, subject)
+    manager = open_tasks(tasks, None if asked.include_path is None else str(asked.include_path)) if tasks else None
     settings = loaded.Settings(
         dtype=asked.dtype,
         device=asked.device,
         batch_size=asked.rows or 16,
         truncate=asked.truncate,
         trust_remote_code=asked.trust_remote_code,
+        images=manager is not None and _check_images(asked, measured, manager),
     )
-    subjects = open_subjects(asked.recipe, contexts, asked.trust_remote_code)
-    if (tasks or asked.text) and not any(isinstance(one, Subject) for one in subjects):
-        raise EvaluationError(
-            "nothing to measure, earlier results alone are named", where="moeq eval", do="name a model"
-        )
-    for one in subjects:
-        if isinstance(one, Subject):
-            loaded.check(one)
-            _check_window(asked, one)
-    manager = open_tasks(tasks, None if asked.include_path is None else str(asked.include_path)) if tasks else None
-    settings = replace(settings, images=manager is not None and _check_images(asked, subjects, manager))
     rows = _rows(asked, subjects, settings, manager, reporter)
     whole = document.document(rows, _described(asked, settings))
     show(whole)  # before a full disk can lose it
@@ -57,23 +55,19 @@ def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda 
     return whole
 
 
-def _check_images(asked: EvalOptions, subjects: Sequence[Subject | Earlier], manager: Any) -> bool:
+def _check_images(asked: EvalOptions, subjects: Sequence[Subject], manager: Any) -> bool:
     """Whether a task has images; EvaluationError when images, or models that take them, are missing."""
-    found = False
+    some = False
     for subject in subjects:
-        if isinstance(subject, Earlier):
-            continue
         tasks = image_tasks(manager, asked.task_names, with_images=has_processor(subject.source.path))
         if tasks and subject.context is not None:
-            raise EvaluationError(
-                "has images, for which precision does not follow the context yet",
-                where=f"task {next(iter(tasks))}",
-                do="leave --context-aware out, or take tasks of text",
-            )
-        if tasks and not found:
+            what = "has images, for which precision does not follow the context yet"
+            do = "leave --context-aware out, or take tasks of text"
+            raise EvaluationError(what, where=f"task {next(iter(tasks))}", do=do)
+        if tasks and not some:
             check_images(tasks, asked.limit)
-        found = found or bool(tasks)
-    return found
+        some = some or bool(tasks)
+    return some
 
 
 def _described(asked: EvalOptions, settings: loaded.Settings) -> dict[str, Any]:
@@ -107,14 +101,14 @@ def _rows(
     """One row a subject, in the order in which they were named; those of one base are measured one after the other."""
     measured: dict[int, list[document.Row]] = {}
     with reporter.bar("eval", len(subjects)) as advance:
-        for number, one in enumerate(subjects):
-            if isinstance(one, Earlier):
-                measured[number] = document.read_rows(one.path)
+        for number, subject in enumerate(subjects):
+            if isinstance(subject, Earlier):
+                measured[number] = document.read_rows(subject.path)
                 advance()
         _check_names(subjects, measured)
-        for number, subject, model in _by_base(subjects, settings):
-            reporter.say(f"  {subject.name}")
-            measured[number] = [_measure(asked, subject, model, settings, manager)]
+        for number, loadable, model in _by_base(subjects, settings):
+            reporter.say(f"  {loadable.name}")
+            measured[number] = [_measure(asked, loadable, model, settings, manager)]
             del model  # the next one may be of another base
             advance()
     return [row for number in sorted(measured) for row in measured[number]]
@@ -122,23 +116,21 @@ def _rows(
 
 def _check_names(subjects: Sequence[Subject | Earlier], earlier: Mapping[int, Sequence[document.Row]]) -> None:
     """EvaluationError for a name that two rows would have, those of earlier results counted."""
-    names = [one.name for one in subjects if isinstance(one, Subject)]
+    names = [subject.name for subject in subjects if isinstance(subject, Subject)]
     names += [row["name"] for rows in earlier.values() for row in rows]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise EvaluationError("is there twice", where=twice, do="compare files and subjects of different names")
+    check_once(names, "compare files and subjects of different names")
 
 
 def _by_base(
     subjects: Sequence[Subject | Earlier], settings: loaded.Settings
 ) -> Iterator[tuple[int, Subject, loaded.Loaded]]:
     """Subjects with their numbers and the model that they are measured on, which is loaded once."""
-    waiting = [(number, one) for number, one in enumerate(subjects) if isinstance(one, Subject)]
+    waiting = [(number, subject) for number, subject in enumerate(subjects) if isinstance(subject, Subject)]
     while waiting:
         base = waiting[0][1].base
         model = loaded.load(waiting[0][1], settings)
-        yield from ((number, one, model) for number, one in waiting if one.base == base)
-        waiting = [(number, one) for number, one in waiting if one.base != base]
+        yield from ((number, subject, model) for number, subject in waiting if subject.base == base)
+        waiting = [(number, subject) for number, subject in waiting if subject.base != base]
         del model  # before the next one is loaded
 
 
@@ -152,18 +144,11 @@ def _measure(
     source = text_source(asked)
     if source is not None:
         window = asked.window or min(WINDOW, lm.max_length)
-        row["perplexity"] = score_text(
-            lm, read_text(source, model.tokenizer, window, asked.stride), settings.batch_size
-        )
+        text = read_text(source, model.tokenizer, window, asked.stride)
+        row["perplexity"] = score_text(lm, text, settings.batch_size)
     if manager is not None:
-        row["lm_eval"] = evaluate_tasks(
-            lm,
-            asked.task_names,
-            manager,
-            limit=asked.limit,
-            num_fewshot=asked.num_fewshot,
-            model=subject.described(),
-        )
+        how: dict[str, Any] = {"limit": asked.limit, "num_fewshot": asked.num_fewshot, "model": subject.described()}
+        row["lm_eval"] = evaluate_tasks(lm, asked.task_names, manager, **how)
     row["cut_requests"] = dict(lm.cut)
     row["seconds"] = round(time.monotonic() - started, 3)
     return row

@@ -56,12 +56,12 @@ class Subject:
 
     def described(self) -> dict[str, Any]:
         """What was measured, for the results."""
-        found: dict[str, Any] = {"subject": self.name, "model": self.source.name}
+        described: dict[str, Any] = {"subject": self.name, "model": self.source.name}
         if self.assignment is not None:
-            found["assignment"] = {"name": self.assignment.name, "method": self.assignment.method}
+            described["assignment"] = {"name": self.assignment.name, "method": self.assignment.method}
         if self.context is not None:
-            found["context_aware"] = self.context.model_dump(mode="json")
-        return found
+            described["context_aware"] = self.context.model_dump(mode="json")
+        return described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +76,27 @@ def open_subjects(words: Sequence[str], contexts: Sequence[ContextOptions], trus
 
     Raises EvaluationError for two rows of one name, and what opening a model, run or file raises.
     """
-    found: list[Subject | Earlier] = []
+    rows: list[Subject | Earlier] = []
     runs: dict[Path, Context] = {}
     for word in words:
-        mine = _opened(word, runs, trust)
-        found += mine
-        able = next((one for one in mine if isinstance(one, Subject) and (one.run or one.checkpoint)), None)
+        opened = _opened(word, runs, trust)
+        rows += opened
+        able = next((row for row in opened if isinstance(row, Subject) and (row.run or row.checkpoint)), None)
         if able is not None:
-            found += [_by_context(able, options) for options in contexts if not _has(found, able, options)]
-    if contexts and not any(isinstance(one, Subject) and one.context is not None for one in found):
-        raise EvaluationError(
-            "no replicas of its experts", where=words[0], do="--context-aware needs a run, or a checkpoint with them"
-        )
-    names = [one.name for one in found if isinstance(one, Subject)]
+            rows += [_by_context(able, options) for options in contexts if not _has(rows, able, options)]
+    subjects = [row for row in rows if isinstance(row, Subject)]
+    if contexts and all(subject.context is None for subject in subjects):
+        do = "--context-aware needs a run, or a checkpoint with them"
+        raise EvaluationError("no replicas of its experts", where=words[0], do=do)
+    check_once([subject.name for subject in subjects], "name every subject once")
+    return rows
+
+
+def check_once(names: Sequence[str], do: str) -> None:
+    """EvaluationError for a name that is there twice."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise EvaluationError("is there twice", where=twice, do="name every subject once")
-    return found
+        raise EvaluationError("is there twice", where=twice, do=do)
 
 
 def _by_context(able: Subject, options: ContextOptions) -> Subject:
@@ -100,12 +104,10 @@ def _by_context(able: Subject, options: ContextOptions) -> Subject:
     return replace(able, name=f"{where} {options.label}", assignment=None, exported=False, context=options)
 
 
-def _has(found: Sequence[Subject | Earlier], able: Subject, options: ContextOptions) -> bool:
+def _has(rows: Sequence[Subject | Earlier], able: Subject, options: ContextOptions) -> bool:
     """Whether a run that is named twice has its row of these options already."""
-    return any(
-        isinstance(one, Subject) and one.context == options and one.run is able.run and able.run is not None
-        for one in found
-    )
+    same = (row for row in rows if isinstance(row, Subject) and row.context == options)
+    return able.run is not None and any(row.run is able.run for row in same)
 
 
 def _opened(word: str, runs: dict[Path, Context], trust: bool) -> list[Subject | Earlier]:
@@ -131,7 +133,7 @@ def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject
         raise EvaluationError(f"cannot be read as JSON ({error})", where=str(path), do="check the file") from None
     if not isinstance(data, dict) or not set(data) >= ASSIGNMENT_KEYS:
         return [Earlier(path=path)]
-    folder = next((one for one in path.resolve().parents if (one / RECIPE_COPY).is_file()), None)
+    folder = next((parent for parent in path.resolve().parents if (parent / RECIPE_COPY).is_file()), None)
     if folder is None:
         raise EvaluationError("an assignment outside of a run", where=str(path), do="put it into its run's directory")
     run = _run(folder, runs, trust)
@@ -152,19 +154,14 @@ def _run(folder: Path, runs: dict[Path, Context], trust: bool) -> Context:
 
 def _of_run(run: Context, name: str | None) -> list[Subject]:
     """The run's own assignment, or one by its name, or all."""
-    section = {one.name: one for one in run.recipe.eval.compare}
-    own = run.recipe.name
-    found = []
-    for one in assignments_of(run.recipe, name, run.out):
-        shown = run.out.name if one == own and name is None else f"{run.out.name}:{one}"
+    sections = {section.name: section for section in run.recipe.eval.compare}
+    own, subjects = run.recipe.name, []
+    is_quantized = (run.directory("quantize") / quantize.NAME).is_file()  # without refinement the store says the same
+    for wanted in assignments_of(run.recipe, name, run.out):
+        shown = run.out.name if wanted == own and name is None else f"{run.out.name}:{wanted}"
         assignment = None
-        if one != ORIGINAL:
-            assignment = assign.load(run) if one == own else assign.make(run, section[one], one)
-        exported = one == own and (run.recipe.quantize.refine is not None or _is_quantized(run))
-        found.append(Subject(name=shown, source=run.source, run=run, assignment=assignment, exported=exported))
-    return found
-
-
-def _is_quantized(run: Context) -> bool:
-    """Whether the run has got so far; without refinement its store says the same."""
-    return (run.directory("quantize") / quantize.NAME).is_file()
+        if wanted != ORIGINAL:
+            assignment = assign.load(run) if wanted == own else assign.make(run, sections[wanted], wanted)
+        exported = wanted == own and (run.recipe.quantize.refine is not None or is_quantized)
+        subjects.append(Subject(name=shown, source=run.source, run=run, assignment=assignment, exported=exported))
+    return subjects

@@ -31,6 +31,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from moeq.errors import MoeqError, first_line
+from moeq.models import offline
 
 Kind = Literal["model", "dataset"]
 KEPT = "what is already downloaded is kept"
@@ -101,11 +102,7 @@ def explain(problem: BaseException, name: str, kind: Kind, revision: str | None)
     names = {parent.__name__ for error in chain for parent in type(error).__mro__}
     reason = first_line(chain[-1])
     if without_hub or constants.is_offline_mode():
-        at = f" at revision {revision}" if revision else ""
-        return (
-            f"neither here nor to be had from the hub: not in the cache{at}, or not whole, and HF_HUB_OFFLINE is set",
-            "check the name, unset HF_HUB_OFFLINE, or download it where there is a network",
-        )
+        return offline.explain(revision)
     full = any(isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) for error in chain)
     if full or any("ot enough free disk space" in str(error) for error in chain):
         return (

@@ -198,6 +198,11 @@ def _resolve(
         raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
         raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
+    from moeq.models import offline
+
+    if offline.has_nothing(name):
+        what, do = offline.explain(revision)
+        raise ModelError(what, where=name, do=do)
     from moeq.models import hub  # its client takes as long to import as all else here
 
     if only is not None:

@@ -118,10 +118,10 @@ class AssignSection(Section):
     @classmethod
     def every_key(cls) -> dict[str, FieldInfo]:
         """With the keys of every method, and whose they are in their descriptions."""
-        own = {key: field for one in ALLOCATORS for key, field in one.settings.model_fields.items()}
-        found = {key: _told(key, field) for key, field in (cls.model_fields | own).items()}
-        found["method"].annotation = Literal[ALLOCATORS.names()]  # type: ignore[assignment]
-        return found
+        own = {key: field for method in ALLOCATORS for key, field in method.settings.model_fields.items()}
+        keys = {key: _told(key, field) for key, field in (cls.model_fields | own).items()}
+        keys["method"].annotation = Literal[ALLOCATORS.names()]  # type: ignore[assignment]
+        return keys
 
     @field_validator("method")
     @classmethod
@@ -188,16 +188,17 @@ class AssignSection(Section):
         every = [key for name in ALLOCATORS.own for key in ALLOCATORS.get(name).settings.model_fields]
         own = dict.fromkeys([*every, *type(self.settings).model_fields]) | own
         dropped = info.exclude_none or info.exclude_unset
-        found: dict[str, Any] = handler(self)
-        return found | {key: value for key, value in own.items() if value is not None or not dropped}
+        shared: dict[str, Any] = handler(self)
+        return shared | {key: value for key, value in own.items() if value is not None or not dropped}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """With the keys of every method."""
-        found: dict[str, Any] = handler(core_schema)
+        schema: dict[str, Any] = handler(core_schema)
         keys: dict[str, Any] = {key: (field.annotation, field) for key, field in cls.every_key().items()}
-        handler.resolve_ref_schema(found)["properties"] = create_model("Keys", **keys).model_json_schema()["properties"]
-        return found
+        every = create_model("Keys", **keys).model_json_schema()["properties"]
+        handler.resolve_ref_schema(schema)["properties"] = every
+        return schema
 
 
 class NamedAssignSection(AssignSection):
@@ -211,18 +212,22 @@ def either(names: Sequence[str]) -> str:
 
 def budget_keys() -> dict[str, None]:
     """Every key that is a budget of some method."""
-    return dict.fromkeys(key for one in ALLOCATORS for key in one.budgets)
+    return dict.fromkeys(key for method in ALLOCATORS for key in method.budgets)
 
 
 def owners(key: str) -> list[str]:
     """The methods that read a key which not all do; none for one that all read, or that there is not."""
-    return [one.name for one in ALLOCATORS if key in (*one.budgets, *one.reads, *one.settings.model_fields)]
+    return [
+        method.name for method in ALLOCATORS if key in (*method.budgets, *method.reads, *method.settings.model_fields)
+    ]
 
 
 def _told(key: str, field: FieldInfo) -> FieldInfo:
     """A key with the methods that read it in its description, and what it stands for in each."""
-    implied = [f"{str(one.implied[key]).strip('()')} for {one.name}" for one in ALLOCATORS if key in one.implied]
+    implied = [
+        f"{str(method.implied[key]).strip('()')} for {method.name}" for method in ALLOCATORS if key in method.implied
+    ]
     text = "; none: ".join([str(field.description), *([", ".join(implied)] if implied else [])])
-    found = copy(field)
-    found.description = f"{', '.join(owners(key))}: {text}" if owners(key) else field.description
-    return found
+    told = copy(field)
+    told.description = f"{', '.join(owners(key))}: {text}" if owners(key) else field.description
+    return told

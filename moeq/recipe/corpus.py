@@ -85,10 +85,9 @@ class CorpusSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> CorpusSection:
-        if self.until_covered is not None and self.until_covered.max_sequences < self.sequences:
-            raise ValueError(
-                f"until_covered.max_sequences is {self.until_covered.max_sequences}, below sequences ({self.sequences})"
-            )
+        most = self.sequences if self.until_covered is None else self.until_covered.max_sequences
+        if most < self.sequences:
+            raise ValueError(f"until_covered.max_sequences is {most}, below sequences ({self.sequences})")
         return self
 
 

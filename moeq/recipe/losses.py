@@ -77,7 +77,7 @@ class _LossesSection(Section):
     def _check_losses(self) -> _LossesSection:
         if self.symmetric_range != "even" and not self.symmetric:
             raise ValueError(f"symmetric_range: {self.symmetric_range} needs symmetric: true")
-        alone = [one.name for one in QUANTIZERS if not one.nested]
+        alone = [quantizer.name for quantizer in QUANTIZERS if not quantizer.nested]
         if self.nested and (self.act_order or set(alone) & set(self.methods)):
             raise ValueError(f"nested cannot go with {' or '.join(['act_order', *alone])}")
         check_group_size(self.group_size)
@@ -99,5 +99,5 @@ class _LossesSection(Section):
 if TYPE_CHECKING:  # mypy takes no class of bases that are not known
     LossesSection = _LossesSection
 else:
-    _OWN = dict.fromkeys(one.settings for one in QUANTIZERS)
+    _OWN = dict.fromkeys(quantizer.settings for quantizer in QUANTIZERS)
     LossesSection = create_model("LossesSection", __base__=(*_OWN, _LossesSection), __module__=__name__)

@@ -35,5 +35,5 @@ class OthersSection(Section):
 
     def widths(self) -> dict[str, int]:
         """{class: bits} of the classes that are quantized."""
-        found = {name: getattr(self, name) for name in ("attention", "dense", "shared", "embeddings", "head")}
-        return {name: bits for name, bits in found.items() if bits is not None}
+        widths_by_class = {name: getattr(self, name) for name in ("attention", "dense", "shared", "embeddings", "head")}
+        return {name: bits for name, bits in widths_by_class.items() if bits is not None}

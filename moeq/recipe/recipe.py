@@ -78,10 +78,8 @@ class Recipe(Section):
             self._check_quantizer(where, sweep.quantizer)
         sized = [where for where, section in every if section.size is not None]
         if sized and self.quantize.replicas == "all":
-            raise ValueError(
-                f"{sized[0]}: size is that of the checkpoint, which has every width with quantize.replicas all; use "
-                "expert_bytes"
-            )
+            what = f"{sized[0]}: size is that of the checkpoint, which has every width with quantize.replicas all"
+            raise ValueError(f"{what}; use expert_bytes")
         if self.quantize.refine is not None:
             self._check_refine()
         if repeats([self.name, "original", *(c.name for c in self.eval.compare)]):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from moeq.quantizers.quantizer import label
 from moeq.recipe import DEFAULT_QUANTIZER
 from moeq.registry import ALLOCATORS
 from moeq.reporting import formats, maps, svg
-from moeq.reporting.html import Drawing, Raw, element, figure, plain
+from moeq.reporting.html import Drawing, Raw, details, element, figure, plain
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.maps import LOSS_MAP, Quantity, Scale, scale_of, value_map, width_map
 from moeq.tables import human_size
@@ -53,7 +54,9 @@ class ExpertMap:
         return any(np.isfinite(row).any() for row in self.values)
 
     def draw(self, room: int = maps.WHOLE) -> Drawing:
-        label = f"{self.title}: map of {size_of(self.values)}. {self._range()}"
+        layers, experts = len(self.values), max(map(len, self.values))
+        size = f"{formats.count(layers, 'layer')} by {formats.count(experts, 'expert')}"
+        label = f"{self.title}: map of {size}. {self._range()}"
         if self.quantity is None:
             return width_map(self.key, label, self.values, self.hot, self.title, room, self.present)
         return value_map(self.key, label, self.values, self.quantity, self.title, room, self.scale)
@@ -64,11 +67,12 @@ class ExpertMap:
 
     def csv(self) -> str:
         """layer, expert, value: a line for every expert; the value is empty where none is known."""
-        lines = ["layer,expert,value"]
-        for layer, row in enumerate(self.values):
-            for expert, value in enumerate(row.tolist()):
-                lines.append(f"{layer},{expert},{'' if np.isnan(value) else repr(value).removesuffix('.0')}")
-        return "\n".join(lines) + "\n"
+        lines = [
+            f"{layer},{expert},{'' if np.isnan(value) else repr(value).removesuffix('.0')}\n"
+            for layer, row in enumerate(self.values)
+            for expert, value in enumerate(row.tolist())
+        ]
+        return "".join(["layer,expert,value\n", *lines])
 
     def svg(self) -> str:
         """A file of its own, in the colours of paper."""
@@ -111,7 +115,7 @@ def sensitivity_maps(inputs: ReportInputs) -> list[ExpertMap]:
     norm = Quantity(name="trace, 1 / unit of weight", form=formats.number)
     product = Quantity(name="normalized to 0 to 1, no unit", form=formats.number, from_zero=True)
     inner = Quantity(name="trace, squared activations (logarithmic)", form=formats.number, log=True)
-    wanted = [
+    measures = [
         ("activation-frequency", "Activation frequency", share, "activation_frequency",
          f"How often the router chose an expert; an even router would give each {even}. Grey: never.{part} (Paper 000, "
          "Figure 2; paper 003, Figure 2.)"),
@@ -129,7 +133,7 @@ def sensitivity_maps(inputs: ReportInputs) -> list[ExpertMap]:
     ]  # fmt: skip
     return [
         ExpertMap(key=key, title=title, quantity=quantity, values=table.column(column), reading=reading)
-        for key, title, quantity, column, reading in wanted
+        for key, title, quantity, column, reading in measures
     ]
 
 
@@ -137,16 +141,16 @@ def loss_maps(inputs: ReportInputs) -> list[ExpertMap]:
     """The measured relative loss at every width, the most telling one first."""
     method = main_method(inputs)
     table = inputs.losses.matrix(method, "relative_loss")
+    quantity = Quantity(
+        name="relative loss (logarithmic)", form=partial(formats.share, digits=2), log=True, colours=LOSS_MAP
+    )
     widths = inputs.losses.bits()
     first = MAP_BITS if MAP_BITS in widths else widths[0]
-    found = []
+    drawn = []
     for bits in [first, *(width for width in widths if width != first)]:
         at = formats.count(bits, "bit")
-        quantity = Quantity(name="relative loss (logarithmic)", form=_loss, log=True, colours=LOSS_MAP)
-        values = [
-            layer.get(bits, np.full(count, np.nan))
-            for layer, count in zip(table, inputs.sensitivities.experts(), strict=True)
-        ]
+        unknown = [np.full(count, np.nan) for count in inputs.sensitivities.experts()]
+        values = [layer.get(bits, nothing) for layer, nothing in zip(table, unknown, strict=True)]
         reading = f"Measured with {label(method)}."
         if bits == first:
             reading = (
@@ -154,12 +158,8 @@ def loss_maps(inputs: ReportInputs) -> list[ExpertMap]:
                 "suffers most, and is worth more bits if it is also chosen often. Grey: no loss, or not known."
             )
         key, title = f"relative-loss-{bits}", f"Loss at {at}"
-        found.append(ExpertMap(key=key, title=title, quantity=quantity, values=values, reading=reading))
-    return found
-
-
-def _loss(value: float) -> str:
-    return formats.share(value, 2)
+        drawn.append(ExpertMap(key=key, title=title, quantity=quantity, values=values, reading=reading))
+    return drawn
 
 
 def main_method(inputs: ReportInputs) -> str:
@@ -170,8 +170,7 @@ def main_method(inputs: ReportInputs) -> str:
 
 def own_widths(inputs: ReportInputs) -> ExpertMap:
     """The widths of the recipe's own assignment."""
-    row = inputs.evaluation.row(inputs.assignment.name)
-    return _widths(inputs.assignment, row)
+    return _widths(inputs.assignment, inputs.evaluation.row(inputs.assignment.name))
 
 
 def compared_widths(inputs: ReportInputs) -> list[ExpertMap]:
@@ -222,22 +221,17 @@ def _described(assignment: Assignment) -> str:
 def atlas(inputs: ReportInputs) -> list[ExpertMap]:
     """All maps of a run; a measure that is known of no expert has none."""
     every = [*sensitivity_maps(inputs), *loss_maps(inputs), own_widths(inputs), *compared_widths(inputs)]
-    return [one for one in every if one.known]
+    return [expert_map for expert_map in every if expert_map.known]
 
 
-def figures(some: Sequence[ExpertMap]) -> Raw:
+def figures(drawn: Sequence[ExpertMap]) -> Raw:
     """Maps side by side, two in a row where cells of 2 points allow it."""
-    return element("div", *(figure(one.draw(maps.HALF), one.caption()) for one in some), class_="figures")
+    halves = (figure(expert_map.draw(maps.HALF), expert_map.caption()) for expert_map in drawn)
+    return element("div", *halves, class_="figures")
 
 
-def gallery(summary: str, some: Sequence[ExpertMap]) -> list[Raw]:
+def gallery(summary: str, drawn: Sequence[ExpertMap]) -> list[Raw]:
     """Maps that can be folded away; they are where together they have many cells. Nothing where there are none."""
-    if not some:
-        return []
-    cells = sum(len(row) for one in some for row in one.values)
+    cells = sum(len(row) for expert_map in drawn for row in expert_map.values)
     shown = {} if cells > OPEN_CELLS else {"open": "open"}
-    return [element("details", element("summary", summary), figures(some), **shown)]
-
-
-def size_of(rows: Sequence[np.ndarray]) -> str:
-    return f"{formats.count(len(rows), 'layer')} by {formats.count(max(len(row) for row in rows), 'expert')}"
+    return [details(summary, figures(drawn), **shown)] if drawn else []

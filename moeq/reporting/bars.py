@@ -13,7 +13,7 @@ from moeq.reporting.html import Drawing
 
 LEFT, BELOW, RIGHT, PLANE = 64, 48, 14, 220
 BAR, GAP, LEAST = 13, 22, 420  # points: a bar, between two groups, the least width of a plane
-LEGEND_ROW = 18
+LEGEND_ROW, LEGEND = 18, {"loc": "upper left", "bbox_to_anchor": (0, 1), "handlelength": 1.2}
 ROW, NAMES, NOTES = 24, 12, 120
 
 
@@ -46,9 +46,8 @@ def grouped_bars(
 
     inside = max(LEAST, len(groups) * (len(series) * BAR + GAP))
     entries = len(series) + bool(inner)
-    columns = max(
-        1, min(entries, int((inside + LEFT) // (svg.text_width(max((s.name for s in series), key=len)) + 40)))
-    )
+    widest = svg.text_width(max((line.name for line in series), key=len)) + 40
+    columns = max(1, min(entries, int((inside + LEFT) // widest)))
     above = LEGEND_ROW * -(-entries // columns) + 12
     width, height = LEFT + inside + RIGHT, above + PLANE + BELOW
 
@@ -56,24 +55,23 @@ def grouped_bars(
         plane = svg.axes(figure, LEFT, BELOW, inside, PLANE)
         pitch = inside / len(groups)
         step = min(2.0 * BAR, (pitch - GAP) / len(series))
-        for index, (one, look) in enumerate(zip(series, _looks(series), strict=True)):
-            centre = (np.arange(len(groups)) + 0.5) * pitch + (index - (len(series) - 1) / 2) * step
-            plane.bar(centre, one.values, width=0.86 * step, label=one.name, **look)
-            if one.inner is not None:
-                plane.bar(centre, one.inner, width=0.4 * step, color=svg.INK, linewidth=0)
+        centres = (np.arange(len(groups)) + 0.5) * pitch
+        for index, (line, look) in enumerate(zip(series, _looks(series), strict=True)):
+            places = centres + (index - (len(series) - 1) / 2) * step
+            plane.bar(places, line.values, width=0.86 * step, label=line.name, **look)
+            if line.inner is not None:
+                plane.bar(places, line.inner, width=0.4 * step, color=svg.INK, linewidth=0)
         handles = plane.get_legend_handles_labels()[0]
         if inner:
             handles.append(Patch(facecolor=svg.INK, label=inner))
         plane.set_xlim(0, inside)
-        plane.set_xticks((np.arange(len(groups)) + 0.5) * pitch, groups)
+        plane.set_xticks(centres, groups)
         plane.tick_params(axis="x", length=0)
         plane.yaxis.get_major_locator().set_params(nbins=6)
         plane.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         plane.grid(axis="y")
-        plane.set_ylabel(axis)
-        plane.set_xlabel("input / output tokens")
-        place = {"loc": "upper left", "bbox_to_anchor": (0, 1)}
-        figure.legend(handles=handles, ncol=columns, handlelength=1.2, columnspacing=1.4, **place)
+        plane.set(xlabel="input / output tokens", ylabel=axis)
+        figure.legend(handles=handles, ncol=columns, columnspacing=1.4, **LEGEND)
 
     return svg.draw(name, label, width, height, fill)
 
@@ -82,11 +80,11 @@ def _looks(series: Sequence[Series]) -> list[dict[str, Any]]:
     """Colour and hatch of every series: the page's colours, then the same with stripes; own ones are orange."""
     others = (svg.SERIES[0], svg.SERIES[2], svg.SERIES[3], svg.MUTED)
     looks, counts = [], {True: 0, False: 0}
-    for one in series:
-        number = counts[one.own]
-        counts[one.own] += 1
-        colour = svg.SERIES[1] if one.own else others[number % len(others)]
-        striped = number >= (1 if one.own else len(others))
+    for line in series:
+        number = counts[line.own]
+        counts[line.own] += 1
+        colour = svg.SERIES[1] if line.own else others[number % len(others)]
+        striped = number >= (1 if line.own else len(others))
         look = {"color": svg.PAPER, "hatch": "////"} if striped else {"color": colour}
         looks.append(look | {"edgecolor": colour, "linewidth": 1.0})
     return looks
@@ -100,7 +98,8 @@ def beside_chart(name: str, label: str, rows: Sequence[Beside], axis: str) -> Dr
     width = left + inside + NOTES
     from matplotlib.patches import Patch
 
-    least = 0.006 * max(max(*row.stated, *row.estimate) for row in rows)  # of a single number
+    most = max(max(*row.stated, *row.estimate) for row in rows)
+    least = 0.006 * most  # of a single number
 
     def fill(figure: Any) -> None:
         plane = svg.axes(figure, left, BELOW, inside, height)
@@ -112,15 +111,13 @@ def beside_chart(name: str, label: str, rows: Sequence[Beside], axis: str) -> Dr
             plane.text(1.02, place, row.note, transform=plane.get_yaxis_transform(), va="center_baseline", color=colour)
         plane.set_yticks(places, [row.name for row in rows])
         plane.tick_params(axis="y", length=0)
-        plane.set_ylim(-0.6, len(rows) - 0.4)
-        plane.set_xlim(0, 1.04 * max(max(*row.stated, *row.estimate) for row in rows))
+        plane.set(xlim=(0, 1.04 * most), ylim=(-0.6, len(rows) - 0.4), xlabel=axis)
         plane.xaxis.set_major_formatter(lambda value, _: f"{value:g}{formats.TIMES}")
         plane.grid(axis="x")
-        plane.set_xlabel(axis)
         marks = [("stated", svg.FAINT, svg.MUTED), ("estimate", svg.SERIES[0], svg.SERIES[0])]
         marks += [("estimate, missed", svg.SERIES[1], svg.SERIES[1])] if any(row.missed for row in rows) else []
         handles = [Patch(facecolor=face, edgecolor=edge, label=text) for text, face, edge in marks]
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 1), ncol=3, handlelength=1.2)
+        figure.legend(handles=handles, ncol=3, **LEGEND)
 
     return svg.draw(name, label, width, above + height + BELOW, fill)
 

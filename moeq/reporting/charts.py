@@ -18,6 +18,7 @@ from moeq.tables import human_bytes
 WIDTH, HEIGHT = 520, 270
 LEFT, BELOW, ABOVE, RIGHT = 74, 44, 10, 16
 MARKERS = ("o", "s", "^", "D")
+BYTES_AXIS = "bytes of all experts, scales and zero points counted (logarithmic)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,16 @@ class Variant:
     exported: bool
 
 
-def plane_of(figure: Any) -> Any:
-    """Axes of a chart of the usual size."""
-    return svg.axes(figure, LEFT, BELOW, WIDTH - LEFT - RIGHT, HEIGHT - BELOW - ABOVE)
+def plane_of(figure: Any, width: int = WIDTH, height: int = HEIGHT) -> Any:
+    """Axes of a chart of this size, the usual one."""
+    return svg.axes(figure, LEFT, BELOW, width - LEFT - RIGHT, height - BELOW - ABOVE)
+
+
+def by_layer(plane: Any, layers: int) -> None:
+    """Name the axes of cosines over layers."""
+    plane.set(xlim=(-0.5, layers - 0.5), xticks=ticks(layers, (WIDTH - LEFT - RIGHT) / layers, 30))
+    plane.set(xlabel="MoE layer", ylabel="cosine, prefill and decode")
+    plane.grid(axis="y")
 
 
 def similarity_chart(name: str, label: str, band: Band) -> Drawing:
@@ -59,20 +67,10 @@ def similarity_chart(name: str, label: str, band: Band) -> Drawing:
         low = min(0.95, np.floor(float(np.nanmin(band.low)) * 20 - 0.2) / 20)
         room = 0.16 * (1 - low)  # below the curve, for the text
         plane.set_ylim(low - room, 1 + 0.02 * (1 - low))
-        plane.text(
-            0.99,
-            0.03,
-            f"mean over layers {mean:.3f} (dashed)",
-            transform=plane.transAxes,
-            ha="right",
-            color=svg.SERIES[1],
-        )
+        note = f"mean over layers {mean:.3f} (dashed)"
+        plane.text(0.99, 0.03, note, transform=plane.transAxes, ha="right", color=svg.SERIES[1])
         plane.yaxis.get_major_locator().set_params(nbins=5)
-        plane.set_xlim(-0.5, len(layers) - 0.5)
-        plane.set_xticks(ticks(len(layers), (WIDTH - LEFT - RIGHT) / len(layers), 30))
-        plane.grid(axis="y")
-        plane.set_xlabel("MoE layer")
-        plane.set_ylabel("cosine, prefill and decode")
+        by_layer(plane, len(layers))
 
     return svg.draw(name, label, WIDTH, HEIGHT, fill)
 
@@ -84,26 +82,19 @@ def loss_chart(name: str, label: str, widths: Sequence[int], methods: Mapping[st
         plane, x = plane_of(figure), np.arange(len(widths))
         for index, (method, band) in enumerate(methods.items()):
             colour, marker = svg.SERIES[index % len(svg.SERIES)], MARKERS[index % len(MARKERS)]
-            plane.fill_between(x, _positive(band.low), _positive(band.high), color=colour, alpha=0.18, linewidth=0)
-            plane.plot(
-                x, _positive(band.middle), color=colour, marker=marker, markersize=5, linewidth=1.6, label=method
-            )
+            middle, low, high = (np.where(line > 0, line, np.nan) for line in (band.middle, band.low, band.high))
+            plane.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+            plane.plot(x, middle, color=colour, marker=marker, markersize=5, linewidth=1.6, label=method)
         plane.set_yscale("log")
         plane.yaxis.set_major_formatter(lambda value, _: formats.share(value))
         plane.yaxis.set_minor_formatter(lambda value, _: "")
         plane.tick_params(which="minor", length=0)
         plane.set_xticks(x, [str(width) for width in widths])
-        plane.set_xlim(-0.3, len(widths) - 0.7)
+        plane.set(xlim=(-0.3, len(widths) - 0.7), xlabel="bits", ylabel="relative loss")
         plane.grid(axis="y")
-        plane.set_xlabel("bits")
-        plane.set_ylabel("relative loss")
         plane.legend(loc="upper right", handlelength=2.2)
 
     return svg.draw(name, label, WIDTH, HEIGHT, fill)
-
-
-def _positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.where(values > 0, values, np.nan)
 
 
 def width_chart(name: str, label: str, counts: Mapping[int, int]) -> Drawing:
@@ -112,19 +103,16 @@ def width_chart(name: str, label: str, counts: Mapping[int, int]) -> Drawing:
     width = LEFT + RIGHT + max(220, 92 * len(counts))
 
     def fill(figure: Any) -> None:
-        plane = svg.axes(figure, LEFT, BELOW, width - LEFT - RIGHT, 210 - BELOW - ABOVE)
+        plane = plane_of(figure, width, 210)
         for x, (bits, count) in enumerate(counts.items()):
             plane.bar(x, count, width=0.62, color=WIDTHS[bits], edgecolor=svg.MUTED, linewidth=0.6)
             text = f"{count:,} ({100 * count / total:.0f}{formats.NARROW_SPACE}%)"
             plane.annotate(text, (x, count), (0, 4), textcoords="offset points", ha="center")
         plane.set_xticks(range(len(counts)), [str(bits) for bits in counts])
-        plane.set_xlim(-0.6, len(counts) - 0.4)
-        plane.set_ylim(0, 1.16 * top)
+        plane.set(xlim=(-0.6, len(counts) - 0.4), ylim=(0, 1.16 * top), xlabel="bits", ylabel="experts")
         plane.yaxis.get_major_locator().set_params(integer=True, nbins=5)
         plane.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         plane.grid(axis="y")
-        plane.set_xlabel("bits")
-        plane.set_ylabel("experts")
 
     return svg.draw(name, label, width, 210, fill)
 
@@ -144,17 +132,13 @@ def size_chart(name: str, label: str, points: Sequence[Variant], measure: str) -
     height, width = 360, 680
 
     def fill(figure: Any) -> None:
-        plane = svg.axes(figure, LEFT, BELOW, width - LEFT - RIGHT, height - BELOW - ABOVE)
+        plane = plane_of(figure, width, height)
         _size_axes(plane, points, measure)
         for point, hollow in zip(points, dominated(points), strict=True):
             colour = svg.SERIES[1] if point.exported else svg.SERIES[0]
-            style = {
-                "markerfacecolor": svg.PAPER if hollow else colour,
-                "markeredgecolor": colour,
-                "markeredgewidth": 1.6,
-            }
-            at = ([point.size_bytes], [point.cost])
-            plane.plot(*at, "o", markersize=8, clip_on=False, **style)
+            at, face = ([point.size_bytes], [point.cost]), svg.PAPER if hollow else colour
+            edge = {"markeredgecolor": colour, "markeredgewidth": 1.6, "clip_on": False}
+            plane.plot(*at, "o", markersize=8, markerfacecolor=face, **edge)
             if point.exported:
                 plane.plot(*at, "o", markersize=15, markerfacecolor="none", markeredgecolor=colour, clip_on=False)
         _write_names(plane, points, Box(LEFT, BELOW, width - RIGHT, height - 4))
@@ -180,8 +164,7 @@ def _size_axes(plane: Any, points: Sequence[Variant], measure: str) -> None:
         room = 0.12 * (max(values) - min(values)) or 0.05 * max(values)
         plane.set_ylim(min(values) - room, max(values) + room)
     plane.grid()
-    plane.set_xlabel("bytes of all experts, scales and zero points counted (logarithmic)")
-    plane.set_ylabel(measure)
+    plane.set(xlabel=BYTES_AXIS, ylabel=measure)
 
 
 def _write_names(plane: Any, points: Sequence[Variant], bounds: Box) -> None:

@@ -14,20 +14,19 @@ from moeq.estimator.stated import Comparison
 from moeq.reporting import formats, speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
 from moeq.reporting.frame import document
-from moeq.reporting.html import Raw, Row, Section, details, element, figure, items, paragraph, table
+from moeq.reporting.html import Raw, Row, Section, details, element, figure, items, lead, paragraph, table
 from moeq.tables import human_bytes
 
 
-def render(found: EstimateDocument) -> str:
+def render(estimates: EstimateDocument) -> str:
     """The page; its bytes depend only on the document."""
-    sections = [*([_stated(found.stated)] if found.stated else []), *_figures(found)]
-    for number, case in enumerate(found.cases):
-        sections.append(_case(case, f"case-{number + 1}"))
-    lead = (
-        f"Computed by a model of the hardware ({found.hardware}), not measured. Routing: {found.routing}. What the "
-        "answer hangs on stands below every case."
+    sections = [*([_stated(estimates.stated)] if estimates.stated else []), *_figures(estimates)]
+    sections += [_case(case, f"case-{number}") for number, case in enumerate(estimates.cases, 1)]
+    text = (
+        f"Computed by a model of the hardware ({estimates.hardware}), not measured. Routing: {estimates.routing}. What "
+        "the answer hangs on stands below every case."
     )
-    return document(f"{found.name} · moeq estimate", found.name, [paragraph(lead, kind="lead")], sections)
+    return document(f"{estimates.name} · moeq estimate", estimates.name, [lead(text)], sections)
 
 
 def _stated(rows: Sequence[Comparison]) -> Section:
@@ -42,25 +41,19 @@ def _stated(rows: Sequence[Comparison]) -> Section:
         for row in rows
     ]
     missed = [row for row in rows if row.missed]
-    cells = [
-        Row(cells=_stated_cells(row), kind="exported") if row.missed else _stated_cells(row) for row in rows
-    ]  # marked: missed
+    cells = [Row(cells=_stated_cells(row), kind="exported") if row.missed else _stated_cells(row) for row in rows]
+    head = ("case", "figure", "source", "stated", "estimate", "farther end", "")
     parts = [
         figure(
             beside_chart("stated", "Estimates beside the figures that are stated", beside, "times as fast"),
             "Wide: what is stated. Narrow: the estimate over the same grid. The note is how far "
             "the end that is farther off differs.",
         ),
-        table(
-            "Every stated figure. A range runs over the grid; missed ones are marked.",
-            ("case", "figure", "source", "stated", "estimate", "farther end", ""),
-            cells,
-            texts=3,
-        ),
+        table("Every stated figure. A range runs over the grid; missed ones are marked.", head, cells, texts=3),
     ]
     if missed:
-        parts += [paragraph("Missed:", kind="reading"), items(miss_text(row) for row in missed)]
-    return Section(anchor="stated", title="Beside what is stated", parts=parts)
+        parts += [paragraph("Missed:", kind="reading"), items(map(miss_text, missed))]
+    return Section("stated", "Beside what is stated", parts)
 
 
 def _stated_cells(row: Comparison) -> tuple[str, ...]:
@@ -97,14 +90,14 @@ def miss_text(row: Comparison) -> str:
     return f"{row.case}, {policy_words(row)}: {estimate} where {stated_text(row)} is stated ({off}{end})"
 
 
-def _figures(found: EstimateDocument) -> list[Section]:
+def _figures(estimates: EstimateDocument) -> list[Section]:
     """One section a model: end-to-end latency as in Figure 5 of paper 000, decode throughput as in its Figure 6."""
     groups: dict[str, list[Case]] = {}
-    for case in found.cases:
+    for case in estimates.cases:
         groups.setdefault(case.estimate.geometry, []).append(case)
     return [
-        Section(anchor=f"figures-{number + 1}", title=f"{model}: latency and throughput", parts=_charts(model, cases))
-        for number, (model, cases) in enumerate(groups.items())
+        Section(f"figures-{number}", f"{model}: latency and throughput", _charts(model, cases))
+        for number, (model, cases) in enumerate(groups.items(), 1)
     ]
 
 
@@ -158,42 +151,38 @@ def _points(case: Case, policy: str, batch: int) -> list[PolicyPoint]:
 
 
 def _case(case: Case, anchor: str) -> Section:
-    one = case.estimate
-    return Section(
-        anchor=anchor,
-        title=f"{case.name}: what bounds it, and what it hangs on",
-        parts=[
-            _policies(one.points),
-            *([] if case.hit_rates is None else [hit_table(case.hit_rates)]),
-            speed.speedups(one),
-            *speed.refused(one),
-            speed.requests(one),
-            speed.terms(one),
-            details("Terms of prefill and migration", earlier(one)),
-            capacity(case.capacity),
-            paragraph("What these figures assume:", kind="reading"),
-            items(one.assumptions),
-            *speed.sensitivity(one),
-            *speed.weakest(one),
-            speed.constants(one),
-        ],
-    )
+    estimate = case.estimate
+    parts = [
+        _policies(estimate.points),
+        *([] if case.hit_rates is None else [_hit_table(case.hit_rates)]),
+        speed.speedups(estimate),
+        *speed.refused(estimate),
+        speed.requests(estimate),
+        speed.terms(estimate),
+        details("Terms of prefill and migration", _earlier(estimate)),
+        _capacity(case.capacity),
+        paragraph("What these figures assume:", kind="reading"),
+        items(estimate.assumptions),
+        *speed.sensitivity(estimate),
+        *speed.weakest(estimate),
+        speed.constants(estimate),
+    ]
+    return Section(anchor, f"{case.name}: what bounds it, and what it hangs on", parts)
 
 
 def _policies(points: Sequence[PolicyPoint]) -> Raw:
-    keys = dict.fromkeys((point.batch, point.policy) for point in points)
+    groups: dict[tuple[int, str], list[PolicyPoint]] = {}
+    for point in points:
+        groups.setdefault((point.batch, point.policy), []).append(point)
+    forms = {
+        "time_to_first_token_seconds": _milliseconds,
+        "decode_seconds_per_token": _milliseconds,
+        "decode_tokens_per_second": formats.number,
+        "end_to_end_seconds": formats.number,
+    }
     rows = []
-    for batch, policy in keys:
-        mine = [point for point in points if (point.batch, point.policy) == (batch, policy)]
-        spans = [
-            formats.span([getattr(point, field) for point in mine], form)
-            for field, form in (
-                ("time_to_first_token_seconds", _milliseconds),
-                ("decode_seconds_per_token", _milliseconds),
-                ("decode_tokens_per_second", formats.number),
-                ("end_to_end_seconds", formats.number),
-            )
-        ]
+    for (batch, policy), same in groups.items():
+        spans = [formats.span([getattr(point, field) for point in same], form) for field, form in forms.items()]
         rows.append((titled(policy).short, str(batch), *spans))
     return table(
         "Every policy over all input and output lengths. A decode step gives a token to every sequence of the batch.",
@@ -206,9 +195,9 @@ def _milliseconds(seconds: float) -> str:
     return formats.number(1e3 * seconds)
 
 
-def earlier(one: Estimate) -> Raw:
+def _earlier(estimate: Estimate) -> Raw:
     """Terms of prefill and migration at the first batch, of the subject and both MoNDE baselines."""
-    batch = one.points[0].batch
+    batch = estimate.points[0].batch
     rows = [
         (
             titled(row.policy).short,
@@ -219,7 +208,7 @@ def earlier(one: Estimate) -> Raw:
             human_bytes(row.bytes),
             speed.BOUNDS[row.bound_by],
         )
-        for row in one.earlier_terms
+        for row in estimate.earlier_terms
         if row.batch == batch and row.policy in (SUBJECT, BWRULE, OPT) and row.seconds > 0
     ]
     return table(
@@ -230,7 +219,7 @@ def earlier(one: Estimate) -> Raw:
     )
 
 
-def hit_table(found: HitRates) -> Raw:
+def _hit_table(measured: HitRates) -> Raw:
     """Hit rates by domain."""
     names = {
         "context_aware": "context-aware",
@@ -240,19 +229,20 @@ def hit_table(found: HitRates) -> Raw:
         "oracle": "oracle",
     }
     rows = [
-        (row.domain, f"{row.sequences:,}", *(formats.percent(row.rates[name]) for name in names)) for row in found.rows
+        (row.domain, f"{row.sequences:,}", *(formats.percent(row.rates[name]) for name in names))
+        for row in measured.rows
     ]
     return table(
         "Share of the decode's expert tokens that find their expert on the GPU, with "
-        f"{'/'.join(map(str, sorted(set(found.gpu_experts))))} experts a layer there. Context-aware: chosen for every "
-        f"sequence from its own prefill. Static ones learn from {found.training_sequences} other sequences; hindsight "
-        "and oracle know the decode.",
+        f"{'/'.join(map(str, sorted(set(measured.gpu_experts))))} experts a layer there. Context-aware: chosen for "
+        f"every sequence from its own prefill. Static ones learn from {measured.training_sequences} other sequences; "
+        "hindsight and oracle know the decode.",
         ("domain", "sequences", *names.values()),
         rows,
     )
 
 
-def capacity(plan: CapacityPlan) -> Raw:
+def _capacity(plan: CapacityPlan) -> Raw:
     """What has to lie where at the largest batch and context."""
     rows: list[Row | tuple[str, ...]] = []
     for memory in (plan.gpu, plan.ndp):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from moeq.artifacts.profile import ExpertProfile
 from moeq.quantizers.quantizer import label
 from moeq.reporting import atlas, formats
 from moeq.reporting.charts import Band, loss_chart, similarity_chart, width_chart
-from moeq.reporting.html import Raw, Section, details, element, figure, items, paragraph, table
+from moeq.reporting.html import Raw, Section, details, element, figure, items, lead, paragraph, table
 from moeq.reporting.inputs import ReportInputs
 
 MOST_NAMED = 12
@@ -37,28 +38,21 @@ def activation(inputs: ReportInputs) -> Section:
     profile = inputs.profile
     tokens = f"{int(profile.tokens.sum()):,} tokens in {formats.count(int(profile.tokens.shape[0]), 'sequence')}"
     top_k = " or ".join(map(str, sorted(set(profile.top_k))))
-    lead = (
+    text = (
         f"Counted on {tokens} of calibration text, the top {top_k} experts a token. Maps of what every expert was "
         "given are under Sensitivity."
     )
-    return Section(
-        anchor="activation",
-        title="Which experts are chosen",
-        parts=[paragraph(lead, kind="lead"), *_similarity(profile)],
-    )
+    return Section("activation", "Which experts are chosen", [lead(text), *_similarity(profile)])
 
 
 def _similarity(profile: ExpertProfile) -> list[Raw]:
-    means = [np.nan if value is None else value for value in profile.similarity()]
+    means = np.array([np.nan if value is None else value for value in profile.similarity()])
     if np.isnan(means).all():
         return [paragraph("No sequence has tokens in both prefill and decode, so their similarity is unknown.")]
-    low, high = (np.array([_quantile(counts, part) for counts in profile.counts]) for part in (0.1, 0.9))
-    band = Band(middle=np.array(means), low=low, high=high)
-    drawing = similarity_chart(
-        "similarity",
-        f"Chart of the cosine between prefill and decode by layer, {np.nanmean(means):.3f} on average.",
-        band,
-    )
+    cosines = [cosines if cosines.size else np.full(1, np.nan) for cosines in profile.cosines()]
+    low, high = (np.array([np.quantile(layer, part) for layer in cosines]) for part in (0.1, 0.9))
+    label = f"Chart of the cosine between prefill and decode by layer, {np.nanmean(means):.3f} on average."
+    drawing = similarity_chart("similarity", label, Band(middle=means, low=low, high=high))
     caption = (
         "Near 1, the experts that a sequence's prefill chose are those that its decode will choose, so they can be "
         "placed before it starts. Points: mean over sequences; bars: 10-90 % of them. (Paper 000, Figure 4.)"
@@ -66,49 +60,37 @@ def _similarity(profile: ExpertProfile) -> list[Raw]:
     return [figure(drawing, caption)]
 
 
-def _quantile(counts: np.ndarray, part: float) -> float:
-    """Quantile over sequences of one layer's cosine between prefill and decode; counts [S, 2, E]."""
-    prefill, decode = counts[:, 0].astype(float), counts[:, 1].astype(float)
-    norms = np.linalg.norm(prefill, axis=1) * np.linalg.norm(decode, axis=1)
-    seen = norms > 0
-    return float(np.quantile((prefill * decode).sum(1)[seen] / norms[seen], part)) if seen.any() else float("nan")
-
-
 def losses(inputs: ReportInputs) -> Section:
     """What every expert loses at every width."""
-    found, methods = inputs.losses, inputs.losses.methods()
-    main = atlas.main_method(inputs)
-    relative = {method: found.matrix(method, "relative_loss") for method in methods}
-    bands = {label(method): _band(layers, found.bits()) for method, layers in relative.items()}
-    curve = loss_chart("losses", f"Chart of relative loss by bits for {', '.join(bands)}.", found.bits(), bands)
-    shape = figure(
-        curve,
-        "Lower is better. Lines: median over experts; bands: the middle 80 % of them. A wide band means that one width "
-        "for all is a waste.",
-    )
-    lead = (
-        "Relative loss: squared error of an expert's output on tokens that were not used to quantize it, divided by "
-        "the output's energy."
-    )
-    return Section(
-        anchor="losses",
-        title="What an expert loses",
-        parts=[
-            paragraph(lead, kind="lead"),
-            shape,
-            _loss_table(relative, found.bits()),
-            element("h3", "Fallbacks and coverage"),
-            paragraph(
-                "Figures of experts that calibration hardly reached are less certain than the others.", kind="lead"
-            ),
-            items(_coverage(found, main, inputs.profile)),
-        ],
-    )
+    measured, widths = inputs.losses, inputs.losses.bits()
+    relative = {method: measured.matrix(method, "relative_loss") for method in measured.methods()}
+    bands = {label(method): _band(layers, widths) for method, layers in relative.items()}
+    parts = [
+        lead(
+            "Relative loss: squared error of an expert's output on tokens that were not used to quantize it, divided "
+            "by the output's energy."
+        ),
+        figure(
+            loss_chart("losses", f"Chart of relative loss by bits for {', '.join(bands)}.", widths, bands),
+            "Lower is better. Lines: median over experts; bands: the middle 80 % of them. A wide band means that one "
+            "width for all is a waste.",
+        ),
+        _loss_table(relative, widths),
+        element("h3", "Fallbacks and coverage"),
+        lead("Figures of experts that calibration hardly reached are less certain than the others."),
+        items(_coverage(measured, atlas.main_method(inputs), inputs.profile)),
+    ]
+    return Section("losses", "What an expert loses", parts)
+
+
+def _at(layers: Sequence[dict[int, np.ndarray]], width: int) -> NDArray[np.float64]:
+    """Losses of all experts at a width."""
+    return np.concatenate([layer[width] for layer in layers if width in layer] or [np.full(1, np.nan)])
 
 
 def _band(layers: Sequence[dict[int, np.ndarray]], widths: Sequence[int]) -> Band:
     def parts(width: int) -> NDArray[np.float64]:
-        values = np.concatenate([layer[width] for layer in layers if width in layer] or [np.full(1, np.nan)])
+        values = _at(layers, width)
         known = values[np.isfinite(values)]
         return np.quantile(known, (0.5, 0.1, 0.9)) if known.size else np.full(3, np.nan)
 
@@ -117,18 +99,19 @@ def _band(layers: Sequence[dict[int, np.ndarray]], widths: Sequence[int]) -> Ban
 
 
 def _loss_table(relative: dict[str, list[dict[int, np.ndarray]]], widths: Sequence[int]) -> Raw:
-    def mean(method: str, width: int) -> str:
-        values = np.concatenate([layer[width] for layer in relative[method] if width in layer] or [np.full(1, np.nan)])
-        return formats.share(float(np.mean(values)))
-
     head = ("method", *(formats.count(width, "bit") for width in widths))
-    rows = [(label(method), *(mean(method, width) for width in widths)) for method in relative]
+    rows = [
+        (label(method), *(formats.share(float(np.mean(_at(layers, width)))) for width in widths))
+        for method, layers in relative.items()
+    ]
     return table("Mean relative loss over all experts; lower is better.", head, rows)
 
 
-def _coverage(found: LossTable, method: str, profile: ExpertProfile) -> list[str]:
+def _coverage(measured: LossTable, method: str, profile: ExpertProfile) -> list[str]:
     """Sentences on the experts that calibration hardly reached and on what stood in for it."""
-    whole = _once(found, method)
+    field, least_bits = pyarrow.compute.field, measured.bits()[0]
+    once = (field("projection") == WHOLE) & (field("method") == method) & (field("bits") == least_bits)
+    whole: list[dict[str, Any]] = measured.table.filter(once).to_pylist()  # one row an expert
     fallbacks = Counter(name for row in whole for name in row["fallback"].split("+") if name != "none")
     lines = [
         f"{formats.count(number, 'expert')} of {len(whole):,}: {FALLBACKS.get(name, 'a fallback')} ({name})."
@@ -152,37 +135,29 @@ def _coverage(found: LossTable, method: str, profile: ExpertProfile) -> list[str
     return [*lines, f"Never chosen in calibration: {formats.count(len(never), 'expert')}{names}."]
 
 
-def _once(found: LossTable, method: str) -> list[dict[str, Any]]:
-    """One row an expert: what fallbacks and token counts are read from."""
-    field = pyarrow.compute.field
-    wanted = (field("projection") == WHOLE) & (field("method") == method) & (field("bits") == found.bits()[0])
-    return found.table.filter(wanted).to_pylist()  # type: ignore[no-any-return]
-
-
 def sensitivity(inputs: ReportInputs) -> Section:
     """What every measure says that an expert is worth, one map each."""
     measures, losses = atlas.sensitivity_maps(inputs), atlas.loss_maps(inputs)
-    unknown = [one.title for one in measures if not one.known]
-    lead = (
+    unknown = [measure.title for measure in measures if not measure.known]
+    text = (
         "What the measures that assign bits say of every expert, side by side: where they disagree, the methods built "
         "on them do. Colours run from the least to the largest value of a map, but for outliers, which its "
         "caption counts; the scale names the unit."
     )
-    return Section(
-        anchor="sensitivity",
-        title="Sensitivity",
-        parts=[
-            paragraph(lead, kind="lead"),
-            atlas.figures([one for one in (*measures, losses[0]) if one.known]),
-            *([paragraph(f"Not known of any expert of this run: {', '.join(unknown)}.")] if unknown else []),
-            *atlas.gallery("Losses at the other widths", losses[1:]),
-        ],
-    )
+    parts = [
+        lead(text),
+        atlas.figures([measure for measure in (*measures, losses[0]) if measure.known]),
+        *([paragraph(f"Not known of any expert of this run: {', '.join(unknown)}.")] if unknown else []),
+        *atlas.gallery("Losses at the other widths", losses[1:]),
+    ]
+    return Section("sensitivity", "Sensitivity", parts)
 
 
 def bits(inputs: ReportInputs) -> Section:
     """Which expert got which width, and where it lives: by the recipe's assignment, then by every other one."""
     assignment = inputs.assignment
+    average = assignment.average_bits()
+    mean = formats.bits(None if average is None else float(average))
     by_bits = _counts(assignment)
     what = "matrices" if assignment.is_mixed else "experts"
     text = ", ".join(f"{count:,} at {width}" for width, count in by_bits.items())
@@ -196,19 +171,13 @@ def bits(inputs: ReportInputs) -> Section:
         ),
         figure(bars, f"How many {what} got each width: one bar would be a uniform assignment."),
     ]
-    average = assignment.average_bits()
-    mean = formats.bits(None if average is None else float(average))
-    lead = f"{assignment.name}: {assignment.method}, {mean} bits on average, codes only."
-    return Section(
-        anchor="bits",
-        title="Bits of every expert",
-        parts=[
-            paragraph(lead, kind="lead"),
-            element("div", *shown, class_="figures"),
-            *_matrices(assignment),
-            *atlas.gallery("Bits by the other assignments (paper 003, Figures 5 to 10)", atlas.compared_widths(inputs)),
-        ],
-    )
+    parts = [
+        lead(f"{assignment.name}: {assignment.method}, {mean} bits on average, codes only."),
+        element("div", *shown, class_="figures"),
+        *_matrices(assignment),
+        *atlas.gallery("Bits by the other assignments (paper 003, Figures 5 to 10)", atlas.compared_widths(inputs)),
+    ]
+    return Section("bits", "Bits of every expert", parts)
 
 
 def _projections(assignment: Assignment) -> list[str]:
@@ -220,30 +189,29 @@ def _projections(assignment: Assignment) -> list[str]:
 def _counts(assignment: Assignment) -> dict[int, int]:
     """{width: number of experts}, or of matrices where those of some expert differ."""
     names = _projections(assignment)
-    flat = [one for layer in assignment.expert_widths() for one in layer]
-    counts = Counter(width_of(one, name) for one in flat for name in names or [""])
+    flat = chain.from_iterable(assignment.expert_widths())
+    counts = Counter(width_of(widths, name) for widths in flat for name in names or [""])
     return {width: counts[width] for width in sorted(counts)}
 
 
 def _matrices(assignment: Assignment) -> list[Raw]:
     """Where the matrices of some expert differ in width: how many of each have which, and of every expert."""
-    names, flat = _projections(assignment), assignment.expert_widths()
+    names, layers = _projections(assignment), assignment.expert_widths()
     if not names:
         return []
     known = assignment.widths()
     rows = []
     for name in names:
-        mine = [width_of(one, name) for layer in flat for one in layer]
-        mean = formats.bits(sum(mine) / len(mine))
-        rows.append((name, *(f"{mine.count(width):,}" for width in known), mean))
+        bits = [width_of(widths, name) for widths in chain.from_iterable(layers)]
+        rows.append((name, *(f"{bits.count(width):,}" for width in known), formats.bits(sum(bits) / len(bits))))
     head = ("matrix", *(formats.count(width, "bit") for width in known), "mean")
-    found = [table("How many experts have which width for each of their matrices.", head, rows)]
-    if sum(map(len, flat)) <= MOST_LISTED:
+    tables = [table("How many experts have which width for each of their matrices.", head, rows)]
+    if sum(map(len, layers)) <= MOST_LISTED:
         every = [
-            (f"layer {index}, expert {expert}", *(str(width_of(one, name)) for name in names))
-            for index, layer in enumerate(flat)
-            for expert, one in enumerate(layer)
+            (f"layer {layer}, expert {expert}", *(str(width_of(widths, name)) for name in names))
+            for layer, experts in enumerate(layers)
+            for expert, widths in enumerate(experts)
         ]
         listed = table("Bits of every matrix of every expert.", ("expert", *names), every)
-        found.append(details("every expert", listed))
-    return found
+        tables.append(details("every expert", listed))
+    return tables

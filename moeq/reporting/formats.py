@@ -51,10 +51,6 @@ def interval(low: float, high: float) -> str:
     return f"{difference(low)} to {difference(high)}"
 
 
-def p_value(value: float) -> str:
-    return f"{value:.3f}"
-
-
 def percent(value: float | None) -> str:
     """A share in percent with one decimal."""
     return MISSING if value is None else f"{100 * value:.1f}{NARROW_SPACE}%"

@@ -6,7 +6,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import sha256
 
-from moeq.reporting.html import Raw, Section, element, escape, join, section
+from moeq.reporting.html import Raw, Section, element, escape, join
 from moeq.reporting.style import CSS
 
 _SHEET = f"'sha256-{b64encode(sha256(CSS.encode()).digest()).decode()}'"
@@ -35,7 +35,11 @@ def document(title: str, heading: str, lead: Sequence[str], sections: Sequence[S
             element("style", Raw(CSS)),
         ]
     )
-    links = element("nav", *(element("a", one.title, href=f"#{one.anchor}") for one in sections))
+    links = element("nav", *(element("a", section.title, href=f"#{section.anchor}") for section in sections))
     top = element("header", element("h1", heading), *lead, links)
-    main = element("main", top, *(section(one) for one in sections))
+    main = element("main", top, *map(_section, sections))
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{main}</body></html>\n'
+
+
+def _section(section: Section) -> Raw:
+    return element("section", element("h2", section.title), *section.parts, id=section.anchor)

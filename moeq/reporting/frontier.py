@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from moeq.assigners.report import Point
 from moeq.reporting import svg
+from moeq.reporting.charts import BYTES_AXIS
 from moeq.tables import human_bytes
 
 WIDTH, HEIGHT = 760, 420
@@ -18,20 +20,7 @@ COLOURS = """:root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24;
 svg { background: var(--paper); font-family: system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; }"""
 
 
-class Spot(Protocol):
-    """A point of the frontier: assigners.report.Point."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def expert_bytes(self) -> int: ...
-    @property
-    def objective(self) -> float: ...
-    @property
-    def dominated(self) -> bool: ...
-
-
-def frontier_svg(points: Sequence[Spot]) -> str:
+def frontier_svg(points: Sequence[Point]) -> str:
     """An SVG file; dominated points are hollow, both axes logarithmic (objectives of 0 are left out)."""
     shown = [point for point in points if point.objective > 0]
     methods = list(dict.fromkeys(point.method for point in shown))
@@ -39,8 +28,8 @@ def frontier_svg(points: Sequence[Spot]) -> str:
     def fill(figure: Any) -> None:
         plane = svg.axes(figure, LEFT, BELOW, WIDTH - LEFT - RIGHT, HEIGHT - BELOW - ABOVE)
         for index, method in enumerate(methods):
-            mine = sorted((p for p in shown if p.method == method), key=lambda p: p.expert_bytes)
-            _line(plane, method, mine, svg.SERIES[index % len(svg.SERIES)], MARKERS[index % len(MARKERS)])
+            line = sorted((p for p in shown if p.method == method), key=lambda p: p.expert_bytes)
+            _line(plane, method, line, svg.SERIES[index % len(svg.SERIES)], MARKERS[index % len(MARKERS)])
         _axes(plane, shown)
         plane.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, handlelength=1.6)
 
@@ -49,7 +38,7 @@ def frontier_svg(points: Sequence[Spot]) -> str:
     return f"{head}>\n<style>{COLOURS}</style>{rest}\n"
 
 
-def _line(plane: Any, method: str, points: Sequence[Spot], colour: str, marker: str) -> None:
+def _line(plane: Any, method: str, points: Sequence[Point], colour: str, marker: str) -> None:
     sizes, values = [p.expert_bytes for p in points], [p.objective for p in points]
     if len(points) > 1:
         plane.plot(sizes, values, color=colour, linewidth=1.0, alpha=0.6)
@@ -61,11 +50,9 @@ def _line(plane: Any, method: str, points: Sequence[Spot], colour: str, marker: 
     plane.plot([], [], marker, color=colour, markersize=5, label=method)
 
 
-def _axes(plane: Any, points: Sequence[Spot]) -> None:
+def _axes(plane: Any, points: Sequence[Point]) -> None:
     sizes = [point.expert_bytes for point in points] or [1]
-    plane.set_xscale("log")
-    plane.set_yscale("log")
-    plane.set_xlim(min(sizes) / 1.05, max(sizes) * 1.05)
+    plane.set(xscale="log", yscale="log", xlim=(min(sizes) / 1.05, max(sizes) * 1.05))
     steps = [min(sizes) * (max(sizes) / min(sizes)) ** (part / 4) for part in range(5)]
     marks = sorted({round(step) for step in steps})
     plane.set_xticks(marks, [human_bytes(mark) for mark in marks])
@@ -73,5 +60,4 @@ def _axes(plane: Any, points: Sequence[Spot]) -> None:
     plane.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
     plane.yaxis.set_minor_formatter(lambda value, _: "")
     plane.grid()
-    plane.set_xlabel("bytes of all experts, scales and zero points counted (logarithmic)")
-    plane.set_ylabel("objective (hollow: dominated)")
+    plane.set(xlabel=BYTES_AXIS, ylabel="objective (hollow: dominated)")

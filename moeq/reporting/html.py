@@ -30,7 +30,7 @@ class Row:
     kind: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     """One section of the page: anchor, heading, and its parts in order."""
 
@@ -64,6 +64,11 @@ def paragraph(*content: str, kind: str = "") -> Raw:
     return element("p", *content, class_=kind) if kind else element("p", *content)
 
 
+def lead(text: str) -> Raw:
+    """What a page or a section begins with."""
+    return paragraph(text, kind="lead")
+
+
 def items(texts: Iterable[str]) -> Raw:
     return element("ul", *(element("li", text) for text in texts))
 
@@ -74,13 +79,8 @@ def table(reading: str, head: Sequence[str], rows: Sequence[Sequence[str] | Row]
     The first `texts` columns are text, the others figures.
     """
     top = (element("th", name, scope="col", **_alignment(index, texts)) for index, name in enumerate(head))
-    body = (
-        element("tr", _cells(row.cells, texts), class_=row.kind)
-        if isinstance(row, Row)
-        else element("tr", _cells(row, texts))
-        for row in rows
-    )
-    inner = element("table", element("thead", element("tr", *top)), element("tbody", *body))
+    body = element("tbody", *(_row(row, texts) for row in rows))
+    inner = element("table", element("thead", element("tr", *top)), body)
     box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=reading)
     return join([paragraph(reading, kind="reading"), box])
 
@@ -89,10 +89,11 @@ def _alignment(index: int, texts: int) -> dict[str, str]:
     return {} if index < texts else {"class_": "number"}
 
 
-def _cells(values: Sequence[str], texts: int) -> Raw:
-    first, *others = values
-    cells = (element("td", value, **_alignment(index, texts)) for index, value in enumerate(others, 1))
-    return join([element("th", first, scope="row"), *cells])
+def _row(row: Sequence[str] | Row, texts: int) -> Raw:
+    name, *figures = row.cells if isinstance(row, Row) else row
+    cells = (element("td", value, **_alignment(index, texts)) for index, value in enumerate(figures, 1))
+    attributes = {"class_": row.kind} if isinstance(row, Row) else {}
+    return element("tr", element("th", name, scope="row"), *cells, **attributes)
 
 
 def figure(drawing: Drawing, caption: str) -> Raw:
@@ -101,9 +102,5 @@ def figure(drawing: Drawing, caption: str) -> Raw:
     return element("figure", box, element("figcaption", caption), style=f"width:{drawing.width:g}px")
 
 
-def details(summary: str, *content: str) -> Raw:
-    return element("details", element("summary", summary), *content)
-
-
-def section(one: Section) -> Raw:
-    return element("section", element("h2", one.title), *one.parts, id=one.anchor)
+def details(summary: str, *content: str, **attributes: str) -> Raw:
+    return element("details", element("summary", summary), *content, **attributes)

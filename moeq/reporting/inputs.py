@@ -85,4 +85,5 @@ class ReportInputs:
     @property
     def own_estimate(self) -> Estimate | None:
         """The estimate of the exported assignment."""
-        return next((one for one in self.speed.estimates if one.placement == self.assignment.name), None)
+        name = self.assignment.name
+        return next((estimate for estimate in self.speed.estimates if estimate.placement == name), None)

@@ -22,17 +22,12 @@ class Box:
     top: float
 
     def overlaps(self, other: Box) -> bool:
-        return (
-            self.left < other.right and other.left < self.right and self.bottom < other.top and other.bottom < self.top
-        )
+        across = self.left < other.right and other.left < self.right
+        return across and self.bottom < other.top and other.bottom < self.top
 
     def holds(self, other: Box) -> bool:
-        return (
-            self.left <= other.left
-            and other.right <= self.right
-            and self.bottom <= other.bottom
-            and other.top <= self.top
-        )
+        across = self.left <= other.left and other.right <= self.right
+        return across and self.bottom <= other.bottom and other.top <= self.top
 
     def nearest(self, spot: tuple[float, float]) -> tuple[float, float]:
         """The point of the rectangle that is nearest to a spot."""

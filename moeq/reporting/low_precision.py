@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,35 +10,32 @@ from moeq.artifacts.assignment import FULL
 from moeq.artifacts.low_precision import COLDEST, HOTTEST, RANDOM, Curve, LowPrecisionReport, Sweep
 from moeq.reporting import formats, svg
 from moeq.reporting.charts import HEIGHT, WIDTH, plane_of
-from moeq.reporting.html import Drawing, Raw, Section, figure, paragraph, table
+from moeq.reporting.html import Drawing, Raw, Section, figure, lead, table
 
 NAMES = {COLDEST: "coldest first", HOTTEST: "hottest first", RANDOM: "random"}
 MARKERS = {COLDEST: "o", HOTTEST: "s", RANDOM: "^"}
 
 
-def low_precision(found: LowPrecisionReport) -> Section:
+def low_precision(report: LowPrecisionReport) -> Section:
     """A chart and a table of every pair of widths."""
-    lead = (
+    text = (
         "Perplexity while more and more experts of every layer go to a low width, in three orders: by how often "
         "calibration chose them, and at random. Hotness is a good guide where the curve that begins with the coldest "
         "stays below the random ones. (Paper 001, Figure 4.)"
     )
-    parts = [paragraph(lead, kind="lead")]
-    for number, sweep in enumerate(found.sweeps):
-        parts += [figure(share_chart(sweep, number), caption(sweep)), _table(sweep)]
-    return Section(anchor="low-precision", title="Share of experts at a low width", parts=parts)
+    parts = [lead(text)]
+    for number, sweep in enumerate(report.sweeps):
+        caption = (
+            f"{_title(sweep)} ({sweep.quantizer}), on {formats.count(sweep.sequences, 'sequence')} of the evaluation "
+            "text. Band: the range of the random orders, line: their mean."
+        )
+        parts += [figure(share_chart(sweep, number), caption), _table(sweep)]
+    return Section("low-precision", "Share of experts at a low width", parts)
 
 
-def title(sweep: Sweep) -> str:
+def _title(sweep: Sweep) -> str:
     high = "full precision" if sweep.high_bits == FULL else formats.count(sweep.high_bits, "bit")
     return f"{formats.count(sweep.low_bits, 'bit')} among experts at {high}"
-
-
-def caption(sweep: Sweep) -> str:
-    return (
-        f"{title(sweep)} ({sweep.quantizer}), on {formats.count(sweep.sequences, 'sequence')} of the evaluation text. "
-        "Band: the range of the random orders, line: their mean."
-    )
 
 
 def share_chart(sweep: Sweep, number: int) -> Drawing:
@@ -48,35 +44,29 @@ def share_chart(sweep: Sweep, number: int) -> Drawing:
     def fill(figure: Any) -> None:
         plane = plane_of(figure)
         for index, order in enumerate((COLDEST, HOTTEST, RANDOM)):
-            mine = [curve for curve in sweep.curves if curve.order == order]
-            if not mine:
+            curves = [curve for curve in sweep.curves if curve.order == order]
+            if not curves:
                 continue
-            shares, values = _matrix(sweep, mine)
+            shares = np.array([point.low_experts / sweep.experts for point in curves[0].points])
+            values = np.array([[point.perplexity for point in curve.points] for curve in curves])
             colour = svg.SERIES[index]
-            if len(mine) > 1:
+            if len(curves) > 1:
                 plane.fill_between(shares, values.min(0), values.max(0), color=colour, alpha=0.18, linewidth=0)
             style = {"marker": MARKERS[order], "markersize": 4, "linewidth": 1.5, "label": NAMES[order]}
             plane.plot(shares, values.mean(0), color=colour, **style)
         plane.xaxis.set_major_formatter(lambda value, _: formats.share(value))
         plane.grid(axis="y")
-        plane.set_xlabel(f"experts of every layer at {formats.count(sweep.low_bits, 'bit')}")
-        plane.set_ylabel("perplexity")
+        plane.set(xlabel=f"experts of every layer at {formats.count(sweep.low_bits, 'bit')}", ylabel="perplexity")
         plane.legend(loc="upper left", handlelength=2.2)
 
-    label = f"Chart of perplexity by share of experts at {title(sweep)}."
+    label = f"Chart of perplexity by share of experts at {_title(sweep)}."
     return svg.draw(f"low-precision-{number}", label, WIDTH, HEIGHT, fill)
-
-
-def _matrix(sweep: Sweep, curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Shares [n] of all experts that have the low width, and perplexities [curves, n]."""
-    shares = np.array([point.low_experts / sweep.experts for point in curves[0].points])
-    return shares, np.array([[point.perplexity for point in curve.points] for curve in curves])
 
 
 def _table(sweep: Sweep) -> Raw:
     head = ("order", *(formats.share(point.share) for point in sweep.curves[0].points))
     rows = [(_name(curve), *(formats.perplexity(point.perplexity) for point in curve.points)) for curve in sweep.curves]
-    return table(f"Perplexity by the share of each layer's experts at {title(sweep)}.", head, rows)
+    return table(f"Perplexity by the share of each layer's experts at {_title(sweep)}.", head, rows)
 
 
 def _name(curve: Curve) -> str:

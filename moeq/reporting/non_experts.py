@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from moeq.artifacts.non_experts import OtherRow
+from moeq.artifacts.non_experts import OtherRow, OtherTable
 from moeq.reporting import formats
 from moeq.reporting.html import Raw, Section, details, paragraph, table
-from moeq.reporting.inputs import ReportInputs
 from moeq.tables import human_bytes
 
 FALLBACKS = {
@@ -21,12 +20,9 @@ FALLBACKS = {
 }
 
 
-def packed_modules(inputs: ReportInputs) -> Section | None:
-    """What else was packed, class by class; None where nothing was."""
-    others = inputs.others
-    if others is None:
-        return None
-    kinds = list(dict.fromkeys(row.kind for row in others.modules))
+def packed_modules(others: OtherTable) -> Section:
+    """What else was packed, class by class."""
+    kinds = dict.fromkeys(row.kind for row in others.modules)
     rows = [_line(kind, [row for row in others.modules if row.kind == kind]) for kind in kinds]
     parts: list[Raw] = [
         table(
@@ -35,10 +31,10 @@ def packed_modules(inputs: ReportInputs) -> Section | None:
             ("class", "modules", "bits", "method", "bytes", "in 16 bits", "mean error", "largest error"),
             rows,
         ),
-        *_notes(inputs),
+        *_notes(others),
         details("Every module", _modules(others.modules)),
     ]
-    return Section(anchor="others", title="What else was packed", parts=parts)
+    return Section("others", "What else was packed", parts)
 
 
 def _line(kind: str, rows: Sequence[OtherRow]) -> list[str]:
@@ -50,44 +46,37 @@ def _line(kind: str, rows: Sequence[OtherRow]) -> list[str]:
         " and ".join(dict.fromkeys(row.method for row in rows)),
         human_bytes(sum(row.bytes for row in rows)),
         human_bytes(sum(2 * row.rows * row.inputs for row in rows)),
-        formats.share(sum(errors) / len(errors)) if errors else formats.MISSING,
-        formats.share(max(errors)) if errors else formats.MISSING,
+        formats.share(sum(errors) / len(errors) if errors else None),
+        formats.share(max(errors, default=None)),
     ]
 
 
-def _notes(inputs: ReportInputs) -> list[Raw]:
-    others = inputs.others
-    if others is None:
-        return []
-    found = []
+def _notes(others: OtherTable) -> list[Raw]:
+    notes = []
     counts = Counter(name for row in others.modules for name in row.fallback.split("+") if name != "none")
     if counts:
-        found.append("; ".join(f"{count}: {FALLBACKS.get(name, name)}" for name, count in sorted(counts.items())))
+        notes.append("; ".join(f"{count}: {FALLBACKS.get(name, name)}" for name, count in sorted(counts.items())))
     tied = [row for row in others.modules if row.tied is not None]
-    found += [f"{row.module} and {row.tied} are one tensor, rounded row by row." for row in tied]
-    reasons = Counter(reason for reason in others.left.values())
-    found += [
-        f"{formats.count(count, 'module')} left in full precision: {reason}." for reason, count in reasons.items()
-    ]
+    notes += [f"{row.module} and {row.tied} are one tensor, rounded row by row." for row in tied]
+    left = Counter(others.left.values())
+    notes += [f"{formats.count(count, 'module')} left in full precision: {reason}." for reason, count in left.items()]
     if others.absent:
-        found.append(f"Not in this model: {', '.join(others.absent)}.")
-    return [paragraph(text) for text in found]
+        notes.append(f"Not in this model: {', '.join(others.absent)}.")
+    return [paragraph(text) for text in notes]
 
 
-def _modules(rows: Sequence[OtherRow]) -> Raw:
-    return table(
-        "Each module, with the error of its output on held-out rows.",
-        ("module", "bits", "method", "rows x inputs", "bytes", "error", "fallback"),
+def _modules(modules: Sequence[OtherRow]) -> Raw:
+    rows = [
         [
-            [
-                row.module,
-                str(row.bits),
-                row.method,
-                f"{row.rows} x {row.inputs}",
-                human_bytes(row.bytes),
-                formats.MISSING if row.relative_error is None else formats.share(row.relative_error),
-                row.fallback,
-            ]
-            for row in rows
-        ],
-    )
+            row.module,
+            str(row.bits),
+            row.method,
+            f"{row.rows} x {row.inputs}",
+            human_bytes(row.bytes),
+            formats.share(row.relative_error),
+            row.fallback,
+        ]
+        for row in modules
+    ]
+    head = ("module", "bits", "method", "rows x inputs", "bytes", "error", "fallback")
+    return table("Each module, with the error of its output on held-out rows.", head, rows)

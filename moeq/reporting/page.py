@@ -5,15 +5,13 @@ from __future__ import annotations
 from moeq.reporting import experts, formats, low_precision, reparam, routing, speed, summary, translation
 from moeq.reporting import non_experts as others
 from moeq.reporting.frame import document
-from moeq.reporting.html import Raw, Section, details, element, escape, join, paragraph, table
+from moeq.reporting.html import Raw, Section, details, element, escape, join, lead, paragraph, table
 from moeq.reporting.inputs import ReportInputs
 
 
 def render(inputs: ReportInputs) -> str:
     """The report as one HTML document; its bytes depend only on the artifacts."""
-    more = others.packed_modules(inputs)
-    low, translated = inputs.low_precision, inputs.evaluation.translation
-    folded = inputs.reparam
+    sweeps, translated, folded = inputs.low_precision, inputs.evaluation.translation, inputs.reparam
     sections = [
         summary.headline(inputs),
         *([] if translated is None else [translation.translation(translated)]),
@@ -22,10 +20,10 @@ def render(inputs: ReportInputs) -> str:
         experts.losses(inputs),
         experts.sensitivity(inputs),
         experts.bits(inputs),
-        *([] if more is None else [more]),
+        *([] if inputs.others is None else [others.packed_modules(inputs.others)]),
         summary.size_against_quality(inputs),
         speed.estimate(inputs),
-        *([] if low is None else [low_precision.low_precision(low)]),
+        *([] if sweeps is None else [low_precision.low_precision(sweeps)]),
         *([] if folded is None else [reparam.reparam(folded, inputs.integer)]),
         provenance(inputs),
     ]
@@ -43,7 +41,7 @@ def _subtitle(inputs: ReportInputs) -> Raw:
         f"{assignment.method} ({parameters}); {groups}, {grid}. {_refined(inputs)}".rstrip(),
         kind="lead",
     )
-    return join([what, paragraph(_coverage(inputs), kind="lead")])
+    return join([what, lead(_coverage(inputs))])
 
 
 def _refined(inputs: ReportInputs) -> str:
@@ -79,17 +77,10 @@ def provenance(inputs: ReportInputs) -> Section:
         ("moeq", inputs.manifest.moeq_version),
     ]
     digests = [(stage, element("span", digest, class_="digest")) for stage, digest in inputs.digests.items()]
-    return Section(
-        anchor="provenance",
-        title="Provenance",
-        parts=[
-            table("The model that was read and the program that read it.", ("what", "value"), facts, texts=2),
-            table(
-                "Digest of what each stage wrote: a run with the same digests gave the same bytes.",
-                ("stage", "digest"),
-                digests,
-                texts=2,
-            ),
-            details("The recipe as it was run", element("pre", inputs.recipe_text or "not found in the run directory")),
-        ],
-    )
+    reading = "Digest of what each stage wrote: a run with the same digests gave the same bytes."
+    parts = [
+        table("The model that was read and the program that read it.", ("what", "value"), facts, texts=2),
+        table(reading, ("stage", "digest"), digests, texts=2),
+        details("The recipe as it was run", element("pre", inputs.recipe_text or "not found in the run directory")),
+    ]
+    return Section("provenance", "Provenance", parts)

@@ -3,52 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moeq.estimator.points import BASELINES, BWRULE, HOBBIT, OPT, SUBJECT
 from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, SensitivityRow, TermRow
 from moeq.reporting import formats
-from moeq.reporting.html import Raw, Row, Section, details, element, items, paragraph, table
+from moeq.reporting.html import Raw, Row, Section, details, element, items, lead, paragraph, table
 from moeq.tables import human_bytes
 
 if TYPE_CHECKING:
     from moeq.reporting.inputs import ReportInputs, SpeedInputs
 
 BOUNDS = {"bytes": "bandwidth", "macs": "arithmetic", "latency": "latency", "none": ""}
-
-
-def estimate(inputs: ReportInputs) -> Section:
-    """Speed-ups, terms, capacity, assumptions and sensitivity of the exported assignment."""
-    one = inputs.own_estimate
-    parts = [paragraph(_lead(inputs.speed), kind="lead")]
-    if not inputs.speed.geometry_is_the_models:
-        parts.append(_other_geometry(inputs.speed, inputs.manifest.model.name))
-    if one is None:
-        parts.append(paragraph("The estimate holds no figures for the exported assignment."))
-    else:
-        parts += [
-            speedups(one),
-            *refused(one),
-            requests(one),
-            element("h3", "Where a decode step's time goes"),
-            terms(one),
-            element("h3", "Does it fit?"),
-            _capacity(one),
-            element("h3", "What these figures assume"),
-            items(one.assumptions),
-            *sensitivity(one),
-            *weakest(one),
-            constants(one),
-        ]
-    return Section(anchor="estimate", title="Estimated speed on GPU + near-data memory", parts=parts)
-
-
+SHORT = {BWRULE: "bandwidth rule", OPT: "cost-optimal", HOBBIT: "HOBBIT"}
 ROUTING = {
     "uniform": "is assumed to be even over all experts",
     "profile": "is assumed to be as calibration counted it",
     "trace": "is that of calibration, step by step",
 }
+SAME = 0.02  # a share by which a speed-up may move and still count as the same
+
+
+def estimate(inputs: ReportInputs) -> Section:
+    """Speed-ups, terms, capacity, assumptions and sensitivity of the exported assignment."""
+    own = inputs.own_estimate
+    parts = [lead(_lead(inputs.speed))]
+    if not inputs.speed.geometry_is_the_models:
+        parts.append(_other_geometry(inputs.speed, inputs.manifest.model.name))
+    if own is None:
+        parts.append(paragraph("The estimate holds no figures for the exported assignment."))
+    else:
+        parts += [
+            speedups(own),
+            *refused(own),
+            requests(own),
+            element("h3", "Where a decode step's time goes"),
+            terms(own),
+            element("h3", "Does it fit?"),
+            _capacity(own),
+            element("h3", "What these figures assume"),
+            items(own.assumptions),
+            *sensitivity(own),
+            *weakest(own),
+            constants(own),
+        ]
+    return Section("estimate", "Estimated speed on GPU + near-data memory", parts)
 
 
 def _lead(speed: SpeedInputs) -> str:
@@ -56,37 +56,29 @@ def _lead(speed: SpeedInputs) -> str:
 
 
 def _other_geometry(speed: SpeedInputs, model: str) -> Raw:
+    sizes = speed.geometry
     return paragraph(
-        f"These speeds are for the sizes of {speed.geometry['name']} ({_sizes(speed.geometry)}) with this assignment's "
-        f"mix of bits. They are not speeds of {model}.",
+        f"These speeds are for the sizes of {sizes['name']} ({sizes['num_layers']} layers, {sizes['num_experts']} "
+        f"experts, top {sizes['top_k']}, hidden size {sizes['hidden_size']:,}) with this assignment's mix of bits. "
+        f"They are not speeds of {model}.",
         kind="warning",
     )
 
 
-def _sizes(geometry: Mapping[str, Any]) -> str:
-    layers, experts, top_k = (geometry[key] for key in ("num_layers", "num_experts", "top_k"))
-    return f"{layers} layers, {experts} experts, top {top_k}, hidden size {geometry['hidden_size']:,}"
-
-
-def speedups(one: Estimate) -> Raw:
+def speedups(estimate: Estimate) -> Raw:
     """How much faster the context-aware placement is than every baseline, at every batch."""
-    keys = dict.fromkeys((row.batch, row.baseline) for row in one.speedups)
     rows = []
-    for batch, baseline in keys:
-        found = one.speedups_over(baseline, batch=batch)
-        least = min(row.decode for row in found)
-        cells = (
-            titled(baseline).long,
-            str(batch),
-            formats.span([row.decode for row in found], formats.ratio),
-            formats.span([row.end_to_end for row in found], formats.ratio),
-        )
-        rows.append(((batch, least, baseline), cells))
-    inputs = sorted({row.input_tokens for row in one.speedups})
-    outputs = sorted({row.output_tokens for row in one.speedups})
+    for batch, baseline in dict.fromkeys((row.batch, row.baseline) for row in estimate.speedups):
+        over = estimate.speedups_over(baseline, batch=batch)
+        decode = [row.decode for row in over]
+        whole = formats.span([row.end_to_end for row in over], formats.ratio)
+        cells = (titled(baseline).long, str(batch), formats.span(decode, formats.ratio), whole)
+        rows.append(((batch, min(decode), baseline), cells))
+    inputs = sorted({row.input_tokens for row in estimate.speedups})
+    outputs = sorted({row.output_tokens for row in estimate.speedups})
     caption = (
         f"How many times as fast as each baseline, the hardest baseline first. Ranges run over {_listed(inputs)} "
-        f"input and {_listed(outputs)} output tokens; the decode step attends to {one.context:,} tokens."
+        f"input and {_listed(outputs)} output tokens; the decode step attends to {estimate.context:,} tokens."
     )
     return table(caption, ("baseline", "batch", "decode step", "whole request"), [cells for _, cells in sorted(rows)])
 
@@ -96,16 +88,15 @@ def _listed(numbers: list[int]) -> str:
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def terms(one: Estimate) -> Raw:
+def terms(estimate: Estimate) -> Raw:
     """The terms of a decode step at the first batch, with what bounds each."""
-    batch = one.points[0].batch
+    batch = estimate.points[0].batch
     rows: list[Row | tuple[str, ...]] = []
-    ran = {point.policy for point in one.points if point.batch == batch}
-    for policy in (name for name in (SUBJECT, *BASELINES) if name in ran):
-        step = next(p.decode_seconds_per_token for p in one.points if (p.policy, p.batch) == (policy, batch))
-        whole = (titled(policy).long, formats.milliseconds(step), "", "", "")
+    steps = {point.policy: point.decode_seconds_per_token for point in estimate.points[::-1] if point.batch == batch}
+    for policy in (name for name in (SUBJECT, *BASELINES) if name in steps):
+        whole = (titled(policy).long, formats.milliseconds(steps[policy]), "", "", "")
         rows.append(Row(cells=whole, kind="group"))
-        rows += [_term(row) for row in one.step_terms(policy, batch=batch).values() if row.seconds > 0]
+        rows += [_term(row) for row in estimate.step_terms(policy, batch=batch).values() if row.seconds > 0]
     caption = (
         f"Milliseconds of one decode step over all layers at batch {batch}. GPU and NDP work at the same time, so the "
         "shares of one step can add up to more than 100 %. Terms that take no time are left out."
@@ -117,21 +108,22 @@ def _term(row: TermRow) -> tuple[str, ...]:
     return (
         row.term.replace("_", " ").replace("ndp", "NDP").replace("gpu", "GPU"),
         formats.milliseconds(row.seconds),
-        f"{100 * row.share:.1f}{formats.NARROW_SPACE}%",
+        formats.percent(row.share),
         human_bytes(row.bytes),
         BOUNDS.get(row.bound_by, row.bound_by),
     )
 
 
-def _capacity(one: Estimate) -> Raw:
-    c = one.capacity
+def _capacity(estimate: Estimate) -> Raw:
+    c = estimate.capacity
     widths = ", ".join(map(str, c.replica_bits))
+    fits = {True: "fits", False: "does not fit"}
     rows: list[Row | tuple[str, ...]] = [
-        Row(cells=("GPU memory", human_bytes(c.gpu_capacity_bytes), _fits(c.fits_gpu)), kind="group"),
+        Row(cells=("GPU memory", human_bytes(c.gpu_capacity_bytes), fits[c.fits_gpu]), kind="group"),
         ("experts placed on the GPU", human_bytes(c.gpu_expert_bytes), ""),
         ("the rest of the model, FP16", human_bytes(c.gpu_non_expert_bytes), ""),
         ("keys and values of the largest batch", human_bytes(c.gpu_kv_cache_bytes), ""),
-        Row(cells=("NDP memory", human_bytes(c.ndp_capacity_bytes), _fits(c.fits_ndp)), kind="group"),
+        Row(cells=("NDP memory", human_bytes(c.ndp_capacity_bytes), fits[c.fits_ndp]), kind="group"),
         ("experts placed on the NDP", human_bytes(c.ndp_expert_bytes), ""),
         (f"FP16 and the {widths}-bit replicas of all experts", human_bytes(c.replica_bytes), ""),
     ]
@@ -142,43 +134,32 @@ def _capacity(one: Estimate) -> Raw:
     )
 
 
-def _fits(fits: bool) -> str:
-    return "fits" if fits else "does not fit"
-
-
-SAME = 0.02  # a share by which a speed-up may move and still count as the same
-
-
 def effect(row: SensitivityRow, now: Mapping[str, float]) -> float:
     """How far a changed assumption moves any of these decode speed-ups, as a share of what it is."""
     changed = {key: row.decode_speedups[key] for key in now if key in row.decode_speedups}
     return max((abs(value / now[key] - 1) for key, value in changed.items()), default=0.0)
 
 
-def assumed(one: Estimate) -> dict[str, float]:
+def assumed(estimate: Estimate) -> dict[str, float]:
     """The decode speed-up over each compared baseline at the grid's first point."""
-    batch = one.points[0].batch
-    there = {row.baseline for row in one.speedups if row.batch == batch}
-    return {key: one.speedups_over(key, batch=batch)[0].decode for key in BASELINES if key in there}
+    batch = estimate.points[0].batch
+    there = {row.baseline for row in estimate.speedups if row.batch == batch}
+    return {key: estimate.speedups_over(key, batch=batch)[0].decode for key in BASELINES if key in there}
 
 
-def sensitivity(one: Estimate) -> list[Raw]:
+def sensitivity(estimate: Estimate) -> list[Raw]:
     """The speed-ups with one assumption changed at a time, those that hardly move folded away."""
-    now = assumed(one)
-    telling = [row for row in one.sensitivity if effect(row, now) >= SAME]
-    others = [_changed(row, now) for row in one.sensitivity if effect(row, now) < SAME]
+    now = assumed(estimate)
+    telling = [_changed(row, now) for row in estimate.sensitivity if effect(row, now) >= SAME]
+    others = [_changed(row, now) for row in estimate.sensitivity if effect(row, now) < SAME]
     head = ("assumption", "change", "step, ms", *(f"over {SHORT[key]}" for key in now))
-    step = next(point.decode_seconds_per_token for point in one.points if point.policy == SUBJECT)
+    step = next(point.decode_seconds_per_token for point in estimate.points if point.policy == SUBJECT)
     whole = ("as assumed above", "", formats.milliseconds(step), *map(formats.ratio, now.values()))
-    parts = [
-        table(
-            "The decode speed-up with one assumption changed at a time: a figure that falls to about 1 says that the "
-            "gain rests on that assumption. Step: a decode step of this assignment.",
-            head,
-            [Row(cells=whole, kind="group"), *(_changed(row, now) for row in telling)],
-            texts=2,
-        )
-    ]
+    reading = (
+        "The decode speed-up with one assumption changed at a time: a figure that falls to about 1 says that the "
+        "gain rests on that assumption. Step: a decode step of this assignment."
+    )
+    parts = [table(reading, head, [Row(cells=whole, kind="group"), *telling], texts=2)]
     if others:
         summary = f"{formats.count(len(others), 'more change')} that move these figures by less than {100 * SAME:g} %"
         reading = "Changed one at a time. What leaves these figures alone may move whole requests, or other policies."
@@ -186,32 +167,27 @@ def sensitivity(one: Estimate) -> list[Raw]:
     return parts
 
 
-SHORT = {BWRULE: "bandwidth rule", OPT: "cost-optimal", HOBBIT: "HOBBIT"}
-
-
 def _changed(row: SensitivityRow, names: Iterable[str]) -> tuple[str, ...]:
     speedups = (formats.ratio(row.decode_speedups.get(name)) for name in names)
     return row.assumption, row.change.replace("->", "→"), formats.milliseconds(row.decode_seconds_per_token), *speedups
 
 
-def refused(one: Estimate) -> list[Raw]:
+def refused(estimate: Estimate) -> list[Raw]:
     """Policies that cannot run the model, each with the sum that does not fit."""
-    reasons = {(row.policy, row.reason): row.batch for row in reversed(one.refused)}  # at the smallest batch
+    reasons = {(row.policy, row.reason): row.batch for row in reversed(estimate.refused)}  # at the smallest batch
     texts = [
-        f"{titled(policy).long}: not from batch {batch} on; {reason}"
-        if batch > 1
-        else f"{titled(policy).long}: {reason}"
+        f"{titled(policy).long}: {f'not from batch {batch} on; ' if batch > 1 else ''}{reason}"
         for (policy, reason), batch in sorted(reasons.items())
     ]
     return [paragraph("Left out, since they cannot run:", kind="reading"), items(texts)] if texts else []
 
 
-def requests(one: Estimate) -> Raw:
+def requests(estimate: Estimate) -> Raw:
     """What one request of the grid's last point moves and takes at the first batch, by policy."""
-    batch = one.points[0].batch
-    last = [point for point in one.points if point.batch == batch][-1]
+    batch = estimate.points[0].batch
+    last = [point for point in estimate.points if point.batch == batch][-1]
     at = (batch, last.input_tokens, last.output_tokens)
-    points = [point for point in one.points if (point.batch, point.input_tokens, point.output_tokens) == at]
+    points = [point for point in estimate.points if (point.batch, point.input_tokens, point.output_tokens) == at]
     joules = any(point.energy_joules is not None for point in points)
     head = ("policy", "seconds", "GPU memory", "link", "near-data memory", "near-data side busy", "tokens on the GPU")
     rows = [
@@ -233,29 +209,22 @@ def requests(one: Estimate) -> Raw:
     return table(caption, (*head, *(("joules",) if joules else ())), rows)
 
 
-def weakest(one: Estimate) -> list[Raw]:
+def weakest(estimate: Estimate) -> list[Raw]:
     """The changed assumption that leaves the least of the speed-up."""
-    if not one.sensitivity:
+    if not estimate.sensitivity:
         return []
-    weakest = min(one.sensitivity, key=lambda row: row.decode_speedup_over_monde_opt)
+    weakest = min(estimate.sensitivity, key=lambda row: row.decode_speedup_over_monde_opt)
     change, least = weakest.change.replace("->", "→"), formats.ratio(weakest.decode_speedup_over_monde_opt)
-    return [
-        paragraph(
-            f"The speed-up over the cost-optimal baseline is smallest, {least}, "
-            f"with {weakest.assumption} changed ({change}).",
-            kind="warning",
-        )
-    ]
+    text = f"The speed-up over the cost-optimal baseline is smallest, {least}, with {weakest.assumption} changed"
+    return [paragraph(f"{text} ({change}).", kind="warning")]
 
 
-def constants(one: Estimate) -> Raw:
+def constants(estimate: Estimate) -> Raw:
     """Every constant of the hardware with its source, folded away."""
-    rows = [(c.key, c.text, "fitted" if c.is_fitted else "", c.source) for c in one.hardware_constants]
-    fitted = sum(c.is_fitted for c in one.hardware_constants)
-    caption = (
+    rows = [(c.key, c.text, "fitted" if c.is_fitted else "", c.source) for c in estimate.hardware_constants]
+    fitted = sum(c.is_fitted for c in estimate.hardware_constants)
+    reading = (
         "Every constant of the hardware file. Fitted ones were tuned to the results that they are meant to explain."
     )
-    return details(
-        f"All {len(rows)} constants of {one.hardware} and their sources ({fitted} fitted)",
-        table(caption, ("constant", "value", "", "source"), rows, texts=4),
-    )
+    summary = f"All {len(rows)} constants of {estimate.hardware} and their sources ({fitted} fitted)"
+    return details(summary, table(reading, ("constant", "value", "", "source"), rows, texts=4))

@@ -8,7 +8,7 @@ from moeq.artifacts.evaluation import EvalRow
 from moeq.estimator.points import BWRULE, OPT
 from moeq.reporting import formats
 from moeq.reporting.charts import Variant, dominated, size_chart
-from moeq.reporting.html import Raw, Row, Section, element, figure, join, paragraph, plain, table
+from moeq.reporting.html import Raw, Row, Section, element, figure, join, lead, paragraph, plain, table
 from moeq.reporting.inputs import ReportInputs
 from moeq.tables import human_size
 
@@ -25,7 +25,16 @@ def headline(inputs: ReportInputs) -> Section:
     measures = list(dict.fromkeys(name for row in inputs.evaluation.rows for name in row.changes))
     if measures:
         parts.append(_changes(inputs, measures))
-    return Section(anchor="summary", title="What it cost and what it gains", parts=[*parts, _checks(inputs)])
+    if inputs.exported is not None:
+        parts.append(
+            lead(
+                "The exported row was measured on the packed checkpoint itself, loaded as a user would load it; its "
+                "logits differ from those of the dequantized weights by "
+                f"{inputs.evaluation.export_logit_error:.1e} relative. The other rows put dequantized weights into the "
+                "original model."
+            )
+        )
+    return Section("summary", "What it cost and what it gains", parts)
 
 
 def _arrow(old: str, new: str) -> str:
@@ -36,48 +45,42 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
     old, new = inputs.original, inputs.exported
     if new is None:
         return [_tile("exported checkpoint", "not evaluated", "eval.json has no exported row")]
-    size = _arrow(human_size(old.expert_bytes) if old else formats.MISSING, human_size(new.expert_bytes))
+    size = _arrow(_bytes(old.expert_bytes if old else None), human_size(new.expert_bytes))
     smaller = f"{formats.ratio(old.expert_bytes / new.expert_bytes)} smaller, " if old and new.expert_bytes else ""
-    tiles = [
+    accuracy = _arrow(formats.percent(old.accuracy if old else None), formats.percent(new.accuracy))
+    return [
         _tile("bytes of all experts", size, f"{smaller}scales and zero points counted"),
+        *([] if new.whole_bytes is None else [_whole_tile(old, new)]),
         _logits_tile(inputs, old, new) if inputs.classifies else _perplexity_tile(inputs, old, new),
-        _tile(
-            "accuracy",
-            _arrow(formats.percent(old.accuracy if old else None), formats.percent(new.accuracy))
-            if new.accuracy is not None
-            else "not measured",
-            _accuracy_note(old, new),
-        ),
+        _tile("accuracy", accuracy if new.accuracy is not None else "not measured", _accuracy_note(old, new)),
+        *_speed_tile(inputs),
     ]
-    if new.whole_bytes is not None:
-        tiles.insert(1, _whole_tile(old, new))
-    return [*tiles, *_speed_tile(inputs)]
 
 
 def _perplexity_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw:
-    before = formats.perplexity(old.perplexity if old else None)
-    cost = formats.change(new.perplexity, old.perplexity if old else None)
+    before = old.perplexity if old else None
+    value = _arrow(formats.perplexity(before), formats.perplexity(new.perplexity))
+    cost = formats.change(new.perplexity, before)
     return _tile(
         "perplexity (lower is better)",
-        _arrow(before, formats.perplexity(new.perplexity)) if new.perplexity is not None else "not measured",
+        value if new.perplexity is not None else "not measured",
         f"{cost} on {inputs.evaluation.tokens:,} tokens" if cost else "",
     )
 
 
 def _logits_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw:
-    before = formats.cross_entropy(old.cross_entropy if old else None)
-    after = _arrow(before, formats.cross_entropy(new.cross_entropy))
-    note = f"of the original's, relative; cross-entropy {after} on {inputs.evaluation.images:,} images"
+    entropy = _arrow(
+        formats.cross_entropy(old.cross_entropy if old else None), formats.cross_entropy(new.cross_entropy)
+    )
+    note = f"of the original's, relative; cross-entropy {entropy} on {inputs.evaluation.images:,} images"
     return _tile("error of the logits (lower is better)", formats.share(new.logit_error), note)
 
 
 def _whole_tile(old: EvalRow | None, new: EvalRow) -> Raw:
     """The whole checkpoint."""
-    before = None if old is None else old.whole_bytes
-    after = new.whole_bytes
-    size = _arrow(_bytes(before), _bytes(after))
+    before, after = old.whole_bytes if old else None, new.whole_bytes
     note = f"{formats.ratio(before / after)} smaller" if before and after else ""
-    return _tile("bytes of the whole checkpoint", size, note)
+    return _tile("bytes of the whole checkpoint", _arrow(_bytes(before), _bytes(after)), note)
 
 
 def _size(size: int | None, original: int | None) -> str:
@@ -104,18 +107,17 @@ def _accuracy_note(old: EvalRow | None, new: EvalRow) -> str:
 
 
 def _speed_tile(inputs: ReportInputs) -> list[Raw]:
-    found = inputs.speed.decode_speedups.get(inputs.assignment.name)
-    if found is None:
+    speed = inputs.speed.decode_speedups.get(inputs.assignment.name)
+    if speed is None:
         return []
-    values = _speedups(found)
     note = "over MoNDE with its bandwidth rule / cost-optimal"
     if not inputs.speed.geometry_is_the_models:
         note += f"; for {inputs.speed.geometry['name']} with this bit mix, not this model"
-    return [_tile("decode speed-up, estimated", values, note)]
+    return [_tile("decode speed-up, estimated", _speedups(speed), note)]
 
 
-def _speedups(found: Mapping[str, float]) -> str:
-    return " / ".join(formats.ratio(found[key]) for key in (BWRULE, OPT))
+def _speedups(over: Mapping[str, float]) -> str:
+    return " / ".join(formats.ratio(over[key]) for key in (BWRULE, OPT))
 
 
 def _tile(title: str, value: str, note: str) -> Raw:
@@ -123,8 +125,7 @@ def _tile(title: str, value: str, note: str) -> Raw:
 
 
 def _comparison(inputs: ReportInputs) -> Raw:
-    old = inputs.original
-    rows = [_marked(row, _figures(inputs, row, old)) for row in inputs.evaluation.rows]
+    rows = [_marked(row, _figures(inputs, row)) for row in inputs.evaluation.rows]
     head = ("assignment", "experts' average bits", "expert bytes, of original", "whole checkpoint, of original",
             "bits of all weights", *_quality_heads(inputs), "accuracy", "decode speed-up, estimated")  # fmt: skip
     lower = "logit error" if inputs.classifies else "perplexity"
@@ -139,7 +140,8 @@ def _comparison(inputs: ReportInputs) -> Raw:
     )
 
 
-def _figures(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[str]:
+def _figures(inputs: ReportInputs, row: EvalRow) -> list[str]:
+    old = inputs.original
     speed = inputs.speed.decode_speedups.get(row.name) if row.assignment is not None else None
     return [
         "as stored" if row.assignment is None else formats.bits(row.average_bits),
@@ -198,8 +200,8 @@ def _changes(inputs: ReportInputs, measures: Sequence[str]) -> Raw:
         change = row.changes.get(measure)
         if change is None:
             return formats.MISSING
-        return _with_note(formats.difference(change.difference), f"{formats.interval(change.low, change.high)}, "
-                          f"p = {formats.p_value(change.p)}")  # fmt: skip
+        note = f"{formats.interval(change.low, change.high)}, p = {change.p:.3f}"
+        return _with_note(formats.difference(change.difference), note)
 
     return _by(
         "Difference from the original on the same items, with the 95 % interval and the two-sided p value of a paired "
@@ -216,17 +218,6 @@ def _by(caption: str, inputs: ReportInputs, names: Sequence[str], cell: Callable
     return table(caption, ("assignment", *names), rows)
 
 
-def _checks(inputs: ReportInputs) -> Raw:
-    if inputs.exported is None:
-        return Raw("")
-    return paragraph(
-        "The exported row was measured on the packed checkpoint itself, loaded as a user would load it; its logits "
-        f"differ from those of the dequantized weights by {inputs.evaluation.export_logit_error:.1e} relative. The "
-        "other rows put dequantized weights into the original model.",
-        kind="lead",
-    )
-
-
 def size_against_quality(inputs: ReportInputs) -> Section:
     """The trade-off, with the points that another one beats on both sides hollow; the original has no logit error."""
     measure = "logit error" if inputs.classifies else "perplexity"
@@ -238,7 +229,7 @@ def size_against_quality(inputs: ReportInputs) -> Section:
     title = f"Size against {measure}"
     if not points:
         part = paragraph("No perplexity was measured (eval.perplexity is null), so there is nothing to draw.")
-        return Section(anchor="size", title=title, parts=[part])
+        return Section("size", title, [part])
     best = ", ".join(p.name for p, out in zip(points, dominated(points), strict=True) if not out)
     label = f"Scatter chart of expert bytes against {measure}. Not dominated: {best}."
     drawing = size_chart("size", label, points, measure)
@@ -246,7 +237,7 @@ def size_against_quality(inputs: ReportInputs) -> Section:
         "Lower left is better. Hollow points are dominated: another one is no larger and no worse, and better in one "
         "of both. The ringed point is the exported checkpoint."
     )
-    return Section(anchor="size", title=title, parts=[figure(drawing, caption)])
+    return Section("size", title, [figure(drawing, caption)])
 
 
 def _costs(inputs: ReportInputs) -> list[tuple[EvalRow, float]]:

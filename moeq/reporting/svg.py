@@ -75,7 +75,7 @@ def draw(
 ) -> Drawing:
     """SVG of a figure of width x height points that `fill` draws on.
 
-    name makes its ids unique on the page;
+    name makes its ids unique on the page; shrinks: whether a narrow page may draw it a fifth smaller.
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -124,9 +124,9 @@ def _small(svg: str, name: str) -> str:
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     svg = re.sub(r' transform="rotate\(-?0 [^)]*\)"', "", svg)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
-    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
+    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
     prefix = escape(name)
-    svg = re.sub(r'(id="|href="#|url\(#)(?=[mpch][0-9a-f]{10})', lambda found: f"{found[1]}{prefix}-", svg)
+    svg = re.sub(r'(id="|href="#|url\(#)(?=[mpch][0-9a-f]{10})', lambda match: f"{match[1]}{prefix}-", svg)
     for mark, variable in _VARIABLES.items():
         svg = svg.replace(mark, variable)
     return re.sub(r"\s*\n\s*", "\n", svg).strip()

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import pytest
 
+from moeq.estimator.timeline import Interval
 from moeq.reporting.chrome_trace import chrome_trace
 
-
-@dataclass
-class Busy:
-    resource: str
-    name: str
-    layer: int
-    expert: int | None
-    start_seconds: float
-    seconds: float
-
-
 STEP = [
-    Busy("ndp", "ndp_experts", 0, 3, 2e-3, 5e-4),
-    Busy("gpu", "dense", 0, None, 0.0, 2e-3),
-    Busy("to_gpu", "fetch", 1, 0, 3e-3, 1e-6),
+    Interval(resource="ndp", name="ndp_experts", layer=0, expert=3, start_seconds=2e-3, seconds=5e-4),
+    Interval(resource="gpu", name="dense", layer=0, expert=None, start_seconds=0.0, seconds=2e-3),
+    Interval(resource="to_gpu", name="fetch", layer=1, expert=0, start_seconds=3e-3, seconds=1e-6),
 ]
 
 
