@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, expert_math, first_products, stacked_weights
-from moeq.models.walk import LayerInputs, walk
+from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq, nested
 from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.grids import decode, group_count
@@ -122,11 +122,11 @@ def main() -> int:
         context = Context(recipe=recipe, model_name=options.model, out=Path(out), reporter=Reporter(quiet=True))
         batches = context.text.grown_calibration.batches(recipe.corpus.batch_size)
         found: dict[str, list[float]] = {name: [] for name in METHODS}
-        for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
-            weights = stacked_weights(context.model, inputs.layer, slice(None))
-            for name, values in losses(inputs, weights, expert_math(context.model, inputs.layer)).items():
+        for inputs in context.model.walk(batches):
+            weights = stacked_weights(context.model.module, inputs.layer, slice(None))
+            for name, values in losses(inputs, weights, expert_math(context.model.module, inputs.layer)).items():
                 found[name] += values
-        layer = context.layers[0]
+        layer = context.model.layers[0]
     means = {name: sum(values) / len(values) for name, values in found.items()}
     sizes = {name: bits_a_weight(layer, group, extra) for name, (group, extra, _) in METHODS.items()}
     for name, (group, _, _) in METHODS.items():

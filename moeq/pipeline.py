@@ -88,24 +88,24 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     for what in damage(directory, stage.name, stage.editable):
         context.reporter.say(f"  [yellow]{stage.name}: {escape(what)}; made again[/yellow]")
     context.reporter.say(f"[bold]{stage.name}[/bold]")
-    context.check_model()
+    context.model.check_unchanged()
     for name in stage.needs(context.recipe):
         _digest_before(context, name, cached=name in stage.glances and not context.check)
     started = time.monotonic()
     with building(directory, progress=stage.progress(context)) as unfinished, context.writing(stage.name, unfinished):
         summary = stage.run(context)
         seconds = time.monotonic() - started
-        context.check_model()
+        context.model.check_unchanged()
         created = datetime.now(UTC).isoformat(timespec="seconds")
         record = write_record(
             unfinished,
             stage=stage.name,
-            model=context.stamp,
+            model=context.model.stamp,
             seed=context.recipe.seed,
             key=key,
             inputs=inputs,
             summary=summary,
-            volatile={"created": created, "seconds": round(seconds, 3), MODEL_FILES: context.model_files},
+            volatile={"created": created, "seconds": round(seconds, 3), MODEL_FILES: context.model.files},
             apart=stage.apart,
             before=before,
         )
@@ -302,9 +302,9 @@ def _check_needed(context: Context, stage: Stage) -> None:
 def _check_model_of(context: Context, needed: str) -> None:
     """ArtifactError where a stage was run on another model, or on other bytes of this one."""
     record = read_record(context.directory(needed), needed)
-    if record.model.digest == context.stamp.digest:
+    if record.model.digest == context.model.stamp.digest:
         return
-    changed = changed_files(record, context.model_files)
+    changed = changed_files(record, context.model.files)
     what = f": {changed[0]} is not the file that it read" if changed else ""
     raise ArtifactError(
         f"made from another model ({record.model.name}){what}",
@@ -322,8 +322,8 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
         torch.set_num_threads(context.recipe.threads)
     torch.manual_seed(context.recipe.seed)
     if any(stage.name != REPARAM for stage in stages):
-        _ = context.layers
-    _ = context.dtype
+        _ = context.model.layers
+    _ = context.model.dtype
     parts = {part for stage in stages for part in stage.text}
     if parts:
         _ = context.text.perplexity  # or what makes none possible

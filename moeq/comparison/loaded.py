@@ -98,7 +98,7 @@ def check(subject: Subject) -> None:
         return
     where = str(subject.run.out if subject.run is not None else subject.checkpoint)
     if subject.run is not None:
-        layers, widths = subject.run.layers, run_widths(subject.run)
+        layers, widths = subject.run.model.layers, run_widths(subject.run)
     else:
         reader = _reader(subject)
         layers, widths = reader.layers, CheckpointReplicas(reader).widths()

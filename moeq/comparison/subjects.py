@@ -137,7 +137,7 @@ def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject
     run = _run(folder, runs, trust)
     assignment = read_assignment(path)
     shown = f"{run.out.name}:{assignment.name}"
-    return [Subject(name=shown, source=run.source, run=run, assignment=assignment)]
+    return [Subject(name=shown, source=run.model.source, run=run, assignment=assignment)]
 
 
 def _run(folder: Path, runs: dict[Path, Context], trust: bool) -> Context:
@@ -161,7 +161,7 @@ def _of_run(run: Context, name: str | None) -> list[Subject]:
         if one != ORIGINAL:
             assignment = assign.load(run) if one == own else assign.make(run, section[one], one)
         exported = one == own and (run.recipe.quantize.refine is not None or _is_quantized(run))
-        found.append(Subject(name=shown, source=run.source, run=run, assignment=assignment, exported=exported))
+        found.append(Subject(name=shown, source=run.model.source, run=run, assignment=assignment, exported=exported))
     return found
 
 

@@ -14,7 +14,6 @@ from moeq.errors import ArtifactError
 from moeq.exporters.moeq import layer_name
 from moeq.exporters.packed_source import Matrices
 from moeq.models.experts import ExpertLayer
-from moeq.models.loading import expert_keys
 from moeq.models.weights import scale_keys, scales_of
 from moeq.numerics.packed import PARTS, PackedWeight
 from moeq.numerics.widths import NESTED_BITS
@@ -28,13 +27,13 @@ class AsQuantized:
     """A PackedSource over what quantize wrote and the weights of the model; nothing of an expert is kept."""
 
     def __init__(self, context: Context, assignment: Assignment) -> None:
-        self.source, self.config, self.layers = context.source, context.source.config, context.layers
+        self.source, self.config, self.layers = context.model.source, context.model.source.config, context.model.layers
         self._assignment = assignment
         self._directory = context.directory("quantize")
         self._modules = {} if (table := others.table(context)) is None else {one.module: one for one in table.modules}
-        gone = expert_keys(context.source, *context.described) | scale_keys(context.source)
-        kept = set(context.source.tensors) - gone - set(others.replaced_keys(context))
-        self._kept = kept | scales_of(context.source, kept)  # with which the rest is dequantized
+        gone = context.model.expert_keys | scale_keys(context.model.source)
+        kept = set(context.model.source.tensors) - gone - set(others.replaced_keys(context))
+        self._kept = kept | scales_of(context.model.source, kept)  # with which the rest is dequantized
         self._open: dict[str, Any] = {}
         self._names: dict[str, set[str]] = {}
 

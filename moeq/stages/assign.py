@@ -65,7 +65,7 @@ def sensitivities(context: Context) -> SensitivityTable:
         found = read_sensitivities(path)
     except ArtifactError:  # of an earlier version of moeq, or lost: it follows from the profile, losses and weights
         found = None
-    if found is None or found.model != context.stamp.digest:
+    if found is None or found.model != context.model.stamp.digest:
         context.reporter.say(f"  {SENSITIVITIES}: made again")
         _write_sensitivities(context, inputs_of(context, context.recipe.assign, context.recipe.name))
     return read_sensitivities(path)
@@ -76,7 +76,7 @@ def _write_sensitivities(context: Context, inputs: AssignInputs) -> None:
     config = inputs.config
     sampled = traces(context, config) if config.trace not in (None, "closed") else None
     columns = sensitivity.columns(inputs, traces(context, AssignSection()), sampled)
-    write_sensitivities(context.directory("assign") / SENSITIVITIES, columns, context.stamp.digest)
+    write_sensitivities(context.directory("assign") / SENSITIVITIES, columns, context.model.stamp.digest)
 
 
 def check(context: Context) -> None:
@@ -87,12 +87,12 @@ def check(context: Context) -> None:
     """
     own = [(context.recipe.name, context.recipe.assign)]
     for name, section in [*own, *((one.name, one) for one in context.recipe.eval.compare)]:
-        if section.statistics == "decode" and context.takes_images:
+        if section.statistics == "decode" and context.model.takes_images:
             raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
         hardware = hardware_of(context, section)
         if hardware is not None:
             load_hardware(hardware)
-        for layer in context.layers:
+        for layer in context.model.layers:
             if section.gpu_experts > layer.num_experts:
                 raise AssignmentError(
                     f"gpu_experts is {section.gpu_experts}, the layer has {layer.num_experts} experts",
@@ -106,9 +106,9 @@ def check(context: Context) -> None:
 
 def _unmeasured(context: Context) -> ExpertProfile:
     """A profile that tells no expert from another: what a budget must pay does not follow from statistics."""
-    flat = [np.ones((1, 2, layer.num_experts)) for layer in context.layers]
+    flat = [np.ones((1, 2, layer.num_experts)) for layer in context.model.layers]
     return ExpertProfile(
-        layers=tuple(layer.name for layer in context.layers),
+        layers=tuple(layer.name for layer in context.model.layers),
         top_k=(1,) * len(flat),
         counts=tuple(one.astype(np.int64) for one in flat),
         scores=tuple(flat),
@@ -150,11 +150,11 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
 
 def _inputs(context: Context, config: AssignSection, name: str, statistics: ExpertProfile) -> AssignInputs:
     """What an assigner is given beside what was measured of the experts."""
-    section, full = context.recipe.losses, source_dtype(context.source).itemsize
+    section, full = context.recipe.losses, source_dtype(context.model.source).itemsize
     widths = (*section.bits, FULL)
     matrices = tuple(
         {name: {bits: matrix_bytes(layer, name, bits, section, full) for bits in widths} for name in layer.projections}
-        for layer in context.layers
+        for layer in context.model.layers
     )
     return AssignInputs(
         name=name,
@@ -182,7 +182,7 @@ def _checkpoint_sizes(
             name: {bits: size.matrix_bytes(layer, name, bits) - stored for bits, stored in sizes.items()}
             for name, sizes in own.items()
         }
-        for layer, own in zip(context.layers, matrices, strict=True)
+        for layer, own in zip(context.model.layers, matrices, strict=True)
     )
     return {"other_bytes": size.other_bytes, "record_bytes": records}
 
@@ -204,7 +204,7 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
         return ()
     hardware, section = load_hardware(name), context.recipe.losses
     found = []
-    for layer in context.layers:
+    for layer in context.model.layers:
         group = layer.hidden_size if section.group_size == -1 else section.group_size
         times = expert_seconds(
             layer.parameters_per_expert, widths, hardware, group_size=group, zero_points=not section.symmetric
@@ -275,7 +275,7 @@ def load(context: Context) -> Assignment:
     path = context.directory("assign") / NAME
     assignment = read_assignment(path)
     _check_shape(context, assignment, path)
-    for described, layer in zip(context.layers, assignment.layers, strict=True):
+    for described, layer in zip(context.model.layers, assignment.layers, strict=True):
         for expert, choice in enumerate(layer.experts):
             _check_choice(context, described, choice, f"{path}: {layer.name}, expert {expert}")
     return assignment
@@ -301,10 +301,10 @@ def _check_choice(context: Context, layer: ExpertLayer, choice: ExpertChoice, wh
 
 def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
     """AssignmentError naming the first layer that the model does not have so."""
-    for index, (wanted, found) in enumerate(zip_longest(context.layers, assignment.layers)):
+    for index, (wanted, found) in enumerate(zip_longest(context.model.layers, assignment.layers)):
         problem = None
         if wanted is None or found is None:
-            problem = f"{len(assignment.layers)} layers, the model has {len(context.layers)}"
+            problem = f"{len(assignment.layers)} layers, the model has {len(context.model.layers)}"
         elif wanted.name != found.name:
             problem = f"layer {index} is called {found.name}, in the model {wanted.name}"
         elif wanted.num_experts != len(found.experts):

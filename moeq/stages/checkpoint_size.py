@@ -25,12 +25,10 @@ from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.sums import LINE_BYTES, UNLISTED
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.tensor_files import dtype_name, safetensors_layout, torch_dtype
-from moeq.exporters.front_matter import read_origin
 from moeq.exporters.moeq import extra_name, layer_name, listed_code, quantization
 from moeq.exporters.plain import METADATA, shards
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
-from moeq.models.side_files import find_side_files
 from moeq.models.source import CONFIG, INDEX, ModelSource
 from moeq.models.weights import plain_header
 from moeq.numerics.packed import packed_shapes
@@ -59,11 +57,16 @@ class CheckpointSize:
     """Bytes of the checkpoint that a recipe's assignments come to, by file."""
 
     def __init__(self, context: Context) -> None:
-        self.context, self.recipe, self.source = context, context.recipe, context.source
-        self.layers = context.layers
-        self.dtype = source_dtype(context.source)
+        self.context, self.recipe, self.model, self.source = (
+            context,
+            context.recipe,
+            context.model,
+            context.model.source,
+        )
+        self.layers = context.model.layers
+        self.dtype = source_dtype(context.model.source)
         self._others = Others(context)
-        self._sides = find_side_files(self.source.path, self.source.config, self.recipe.trust_remote_code)
+        self._sides = context.model.side_files
         self._matrices: dict[tuple[Any, ...], Counter[str]] = {}
 
     def files(self, widths: Sequence[Sequence[Width]]) -> dict[str, int]:
@@ -192,7 +195,7 @@ class CheckpointSize:
 
     @property
     def _own_code(self) -> bool:
-        return has_own_code(self.context.described[0])
+        return has_own_code(self.model.skeleton)
 
     def _config(self) -> int:
         """config.json with every expert's widths but for what `_matrix` counts."""
@@ -256,9 +259,9 @@ class CheckpointSize:
         figures = [
             {"name": name, "expert_bytes": 10**6 + 1, "perplexity": 123456.789, "accuracy": 0.5, **images}
             for name in ("original", *(name for name, _ in self.sections))
-            for images in ([{"cross_entropy": 12.3456, "logit_error": 1.5}] if self.context.takes_images else [{}])
+            for images in ([{"cross_entropy": 12.3456, "logit_error": 1.5}] if self.model.takes_images else [{}])
         ]
-        return len(model_card.render(of, self.source.config, figures, read_origin(self.source.path)).encode())
+        return len(model_card.render(of, self.source.config, figures, self.model.origin).encode())
 
     def _placed_layer(self, layer: ExpertLayer, experts: tuple[manifest.PlacedExpert, ...]) -> manifest.PlacedLayer:
         return manifest.PlacedLayer.model_construct(

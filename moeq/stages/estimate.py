@@ -29,7 +29,6 @@ from moeq.estimator import (
 from moeq.estimator.assigned import assignment_placement, weights_of_a_scale
 from moeq.estimator.points import BASELINES
 from moeq.models.experts import ExpertLayer
-from moeq.models.loading import expert_keys
 from moeq.registry import POLICIES
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
@@ -116,7 +115,7 @@ def check(context: Context) -> None:
         raise RecipeError(
             "estimate.figures has cases without a checkpoint", do="run `moeq estimate RECIPE`, or leave them out"
         )
-    if context.takes_images and context.recipe.estimate.popularity == "trace":
+    if context.model.takes_images and context.recipe.estimate.popularity == "trace":
         raise RecipeError(
             "images have no decode steps to replay", where="estimate.popularity: trace", do="use uniform or profile"
         )
@@ -135,7 +134,7 @@ def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:
     """The geometry that the recipe names and whether it is the model's own; of several, the first that fits."""
     named = context.recipe.estimate.geometry
     names = [named] if isinstance(named, str) else named
-    experts = {layer.num_experts for layer in context.layers}
+    experts = {layer.num_experts for layer in context.model.layers}
     counts = []
     for name in names:
         geometry = _own_geometry(context) if name == OWN_GEOMETRY else load_geometry(name)
@@ -150,10 +149,10 @@ def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:
 
 
 def _own_geometry(context: Context) -> ModelGeometry:
-    skeleton, layers = context.described
-    experts = expert_keys(context.source, skeleton, layers)
-    elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
-    return model_geometry(context.source.name, skeleton, layers, non_expert_parameters=sum(elements))
+    model = context.model
+    others = model.source.tensors.keys() - model.expert_keys
+    elements = sum(int(np.prod(model.source.tensors[key].shape)) for key in others)
+    return model_geometry(model.source.name, *model.described, non_expert_parameters=elements)
 
 
 def model_geometry(name: str, skeleton: Any, layers: list[ExpertLayer], *, non_expert_parameters: int) -> ModelGeometry:

@@ -55,7 +55,7 @@ def _refuse_width(context: Context, target: Target, bits: int) -> AssignmentErro
     A target of symmetric grids alone is asked about those: its price is that of the same widths.
     """
     section = context.recipe.losses
-    for layer in context.layers:
+    for layer in context.model.layers:
         for projection in layer.projections:
             grids = grids_of(
                 layer,

@@ -39,25 +39,26 @@ def _known_traces(context: Context) -> list[np.ndarray] | None:
         table = read_sensitivities(context.finished("assign") / SENSITIVITIES)
     except ArtifactError:
         return None
-    same = table.model == context.stamp.digest and table.experts() == [layer.num_experts for layer in context.layers]
+    experts = [layer.num_experts for layer in context.model.layers]
+    same = table.model == context.model.stamp.digest and table.experts() == experts
     return table.column("frobenius_hessian_trace") if same else None
 
 
 def _computed_traces(context: Context, how: tuple[str, int | None]) -> list[np.ndarray]:
     generator = torch.Generator().manual_seed(context.recipe.seed)
-    found = []
-    with context.reporter.bar("traces", len(context.layers)) as advance:
-        for layer in context.layers:
-            found.append(np.array([_trace(context, layer, e, how, generator) for e in range(layer.num_experts)]))
+    by_layer = []
+    with context.reporter.bar("traces", len(context.model.layers)) as advance:
+        for layer in context.model.layers:
+            by_layer.append(np.array([_trace(context, layer, e, how, generator) for e in range(layer.num_experts)]))
             return_memory()
             advance()
-    return found
+    return by_layer
 
 
 def _trace(
     context: Context, layer: ExpertLayer, expert: int, how: tuple[str, int | None], generator: torch.Generator
 ) -> float:
-    weights, _ = context.expert_reader.read(layer, expert)
+    weights, _ = context.model.expert_reader.read(layer, expert)
     name, samples = how
     if samples is None:
         return sum(closed_form(weight) for weight in weights.values())

@@ -37,7 +37,7 @@ def check(context: Context) -> None:
     """RecipeError where the recipe wants the integer forward of a model that has none, before anything is written."""
     if context.recipe.reparam is None or context.recipe.reparam.integer is None:
         return
-    if not is_known(context.described[0]):
+    if not is_known(context.model.skeleton):
         raise RecipeError("the model has no integer forward", where=WHERE, do=f"leave it out; known are {KNOWN}")
 
 
@@ -65,7 +65,7 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
     if not isinstance(calibration, ImageSequences) or not isinstance(images, ImageSequences):
         raise RecipeError("no labelled images", where=WHERE, do="name some in corpus.source")
     folded = open_source(str(directory / FOLDED), trust_remote_code=context.recipe.trust_remote_code)
-    model, original = _load(context, folded), _load(context, context.source)
+    model, original = _load(context, folded), _load(context, context.model.source)
     tasks = getattr(model.config, "num_tasks", 1)
     found: dict[str, IntegerFigures] = {}
     for task in range(tasks):
@@ -79,7 +79,7 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
             folder,
             norm_scales=scales,
             original=original,
-            stamp=context.stamp,
+            stamp=context.model.stamp,
         )
         for line in lines(found[f"task-{task}"]):
             context.reporter.say(f"  {escape(line)}")

@@ -25,7 +25,7 @@ from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex
 from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
-from moeq.models.walk import LayerInputs, walk
+from moeq.models.walk import LayerInputs
 from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
@@ -57,12 +57,10 @@ def run(context: Context) -> dict[str, Any]:
         batches = sequences.batches(context.recipe.corpus.batch_size)
         with (
             naming_the_file(context),
-            context.reporter.bar("losses", len(context.layers)) as advance,
+            context.reporter.bar("losses", len(context.model.layers)) as advance,
             more.listening() as listening,
         ):
-            for inputs in walk(
-                context.model, context.layers, batches, context.device, streamed=context.streamed, **listening
-            ):
+            for inputs in context.model.walk(batches, **listening):
                 say_left_out(context, inputs)
                 _finish_layer(context, inputs, index, missing[inputs.layer.index])
                 advance()
@@ -70,9 +68,9 @@ def run(context: Context) -> dict[str, Any]:
                 return_memory()
     more.finish()
     store, entries = context.store / index.set, index.entries()
-    found = [replicas.digests(store, layer.index, entries) for layer in context.layers]
+    found = [replicas.digests(store, layer.index, entries) for layer in context.model.layers]
     replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))
-    write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.layers))
+    write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.model.layers))
     if config.layer_effects is not None:
         write_effects(directory, effects.measure(context, config.layer_effects))
     else:
@@ -128,10 +126,10 @@ def _expert_effects(context: Context, directory: Path) -> dict[str, Any]:
 def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]:
     """What the store lacks of every layer; says how much of the rest is there."""
     if not (context.store / index.set).is_dir():
-        return {layer.index: list(index.made) for layer in context.layers}
+        return {layer.index: list(index.made) for layer in context.model.layers}
     found = {}
-    with context.reporter.bar("checking the store", len(context.layers)) as advance:
-        for layer in context.layers:
+    with context.reporter.bar("checking the store", len(context.model.layers)) as advance:
+        for layer in context.model.layers:
             found[layer.index] = replicas.lacking(
                 context.store / index.set,
                 layer.index,
@@ -140,7 +138,7 @@ def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]
                 cached=not context.check,
             )
             advance()
-    wanted = len(index.made) * len(context.layers)
+    wanted = len(index.made) * len(context.model.layers)
     there = wanted - sum(map(len, found.values()))
     context.reporter.say(f"  {there} of {wanted} sets of losses and replicas are in the store")
     return found
@@ -152,15 +150,15 @@ def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, mi
     for here in calls(missing):
         result = quantize_layer(
             inputs,
-            stacked_weights(context.model, layer, slice(None)),
-            expert_math(context.model, layer),
+            stacked_weights(context.model.module, layer, slice(None)),
+            expert_math(context.model.module, layer),
             context.recipe.losses.model_copy(
                 update={
                     "bits": list(dict.fromkeys(made.bits for made in here)),
                     "methods": list(dict.fromkeys(made.method for made in here)),
                 }
             ),
-            stacked_biases(context.model, layer, slice(None)),
+            stacked_biases(context.model.module, layer, slice(None)),
         )
         new = {
             made.entry: {name: widths[made.bits] for name, widths in result.replicas.items()}
@@ -200,7 +198,7 @@ def is_intact(context: Context) -> bool:
     """Whether the store still has every replica that the index names; what is damaged is said."""
     try:
         index = load_index(context)
-        count = len(context.layers) if index.entries() else 0
+        count = len(context.model.layers) if index.entries() else 0
         with context.reporter.bar("checking the store", count) as advance:
             for layer in range(count):
                 there = LayerReplicas(context.store / index.set, layer)

@@ -38,7 +38,7 @@ class Others:
         self.modules = stage.chosen(context)
         self.heads = stage.tied_heads(context)
         self.keys = stage.replaced_keys(context)
-        self.disk = sum(context.source.tensors[key].bytes for key in self.keys)
+        self.disk = sum(context.model.source.tensors[key].bytes for key in self.keys)
 
     @property
     def asked(self) -> bool:
@@ -57,7 +57,7 @@ class Others:
 
     @cached_property
     def blocks(self) -> dict[str, int]:
-        return {block: number for number, block in enumerate([*blocks_of(self.context.described[0]), ""])}
+        return {block: number for number, block in enumerate([*blocks_of(self.context.model.skeleton), ""])}
 
     @cached_property
     def by_block(self) -> dict[str, list[OtherModule]]:

@@ -23,7 +23,6 @@ from moeq.artifacts.non_experts import MadeOthers, OtherIndex, OtherRow, OtherTa
 from moeq.artifacts.replicas import LayerReplicas
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import Sequences
-from moeq.models.loading import expert_keys
 from moeq.models.non_experts import EMBEDDINGS, HEAD, OtherModule, by_block, weight_keys
 from moeq.models.streaming import blocks_of
 from moeq.models.walk import end_batch
@@ -52,12 +51,12 @@ def grid(recipe: Recipe, kind: str) -> Grid:
 def chosen(context: Context) -> list[OtherModule]:
     """The modules that the recipe gives a width, but for a head that is one tensor with the embeddings."""
     widths = context.recipe.others.widths()
-    return [module for module in context.others.of(widths) if module.tied is None] if widths else []
+    return [module for module in context.model.others.of(widths) if module.tied is None] if widths else []
 
 
 def tied_heads(context: Context) -> dict[str, str]:
     """{embeddings: the head that uses the same packed tensor}."""
-    found = [] if not context.recipe.others.widths() else context.others.of([HEAD])
+    found = [] if not context.recipe.others.widths() else context.model.others.of([HEAD])
     return {module.tied: module.name for module in found if module.tied is not None and EMBEDDINGS in
             context.recipe.others.widths()}  # fmt: skip
 
@@ -67,7 +66,7 @@ def check(context: Context) -> None:
     widths = context.recipe.others.widths()
     if not {EMBEDDINGS, HEAD} & set(widths):
         return
-    tied = any(module.tied is not None for module in context.others.of([HEAD]))
+    tied = any(module.tied is not None for module in context.model.others.of([HEAD]))
     if tied and widths.get(EMBEDDINGS) != widths.get(HEAD):
         raise RecipeError(
             "embeddings and head are one tensor in this model",
@@ -84,37 +83,38 @@ def packed_weight_bytes(recipe: Recipe, module: OtherModule) -> int:
 
 def non_expert_bytes(context: Context) -> tuple[int, int]:
     """Bytes of the tensors of everything but the routed experts: in the original, and as it is exported."""
-    headers = context.source.tensors
-    experts = expert_keys(context.source, *context.described)
+    headers = context.model.source.tensors
+    experts = context.model.expert_keys
     before = sum(header.bytes for key, header in headers.items() if key not in experts)
-    after = sum(plain_header(context.source, key)[2] for key in kept_keys(context))
+    after = sum(plain_header(context.model.source, key)[2] for key in kept_keys(context))
     return before, after + sum(packed_weight_bytes(context.recipe, module) for module in chosen(context))
 
 
 def kept_keys(context: Context) -> set[str]:
     """The tensors on disk that an export takes along as they are."""
-    experts = expert_keys(context.source, *context.described)
-    return set(context.source.tensors) - experts - replaced_keys(context) - scale_keys(context.source)
+    experts = context.model.expert_keys
+    return set(context.model.source.tensors) - experts - replaced_keys(context) - scale_keys(context.model.source)
 
 
 def weights(context: Context) -> int:
     """Weights of the whole checkpoint, whatever they are packed as; scales are none."""
     experts = sum(
-        layer.num_experts * (layer.parameters_per_expert + layer.biases_per_expert) for layer in context.layers
+        layer.num_experts * (layer.parameters_per_expert + layer.biases_per_expert) for layer in context.model.layers
     )
-    kept = set(context.source.tensors) - expert_keys(context.source, *context.described) - scale_keys(context.source)
-    return experts + sum(math.prod(plain_header(context.source, key)[1]) for key in kept)
+    kept = set(context.model.source.tensors) - context.model.expert_keys - scale_keys(context.model.source)
+    return experts + sum(math.prod(plain_header(context.model.source, key)[1]) for key in kept)
 
 
 def replaced_keys(context: Context) -> set[str]:
     """The tensors on disk that packed modules stand for."""
-    return weight_keys(context.source, context.described[0], chosen(context))
+    return weight_keys(context.model.source, context.model.skeleton, chosen(context))
 
 
 def planned(context: Context, tokens: str) -> OtherIndex:
     """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
     stride = heldout_stride(context.recipe.losses.heldout_fraction)
-    key = ["others", REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, tokens, stride, context.compute()]
+    model = context.model
+    key = ["others", REVISION, replicas.SCHEMA_VERSION, model.stamp.digest, tokens, stride, model.compute()]
     return OtherIndex(set=digest_of(key), made=entries(context.recipe, chosen(context)))
 
 
@@ -154,7 +154,7 @@ class Making:
     @cached_property
     def blocks(self) -> list[str]:
         """Decoder layers by their number in the store; what lies in none comes last."""
-        return [*blocks_of(self.context.described[0]), ""]
+        return [*blocks_of(self.context.model.skeleton), ""]
 
     @cached_property
     def missing(self) -> dict[str, list[OtherModule]]:
@@ -182,7 +182,7 @@ class Making:
         if not self.needs_walk:
             yield {}
             return
-        model: Any = self.context.model
+        model: Any = self.context.model.module
         linears = [module for lacking in self.missing.values() for module in lacking if not module.lookup]
         listener = Listener(model, linears, self.heldout)
         head = model.get_output_embeddings()
@@ -212,7 +212,7 @@ class Making:
     @contextmanager
     def _having(self, block: str) -> Iterator[None]:
         """With the weights of a layer there, also of a streamed model."""
-        streamed = self.context.streamed if block else None
+        streamed = self.context.model.streamed if block else None
         if streamed is not None:
             streamed.load(block)
         try:
@@ -227,7 +227,7 @@ class Making:
         self._keep(block, list(quantize_linears(linears, sums, self._weight)))
 
     def _weight(self, name: str) -> Tensor:
-        return self.context.model.get_submodule(name).get_parameter("weight")
+        return self.context.model.module.get_submodule(name).get_parameter("weight")
 
     def _grid(self, module: OtherModule) -> Grid:
         return grid(self.context.recipe, module.kind)
@@ -271,7 +271,7 @@ class Making:
         for number, block in enumerate(self.blocks):
             for entry in self._entries(block):
                 rows += map(OtherRow.model_validate, replicas.made_rows(self.store, number, entry))
-        found = self.context.others
+        found = self.context.model.others
         order = {module.name: place for place, module in enumerate(found.modules)}
         there = {module.kind for module in found.modules}
         return OtherTable(
@@ -342,7 +342,7 @@ class Stored:
         self.context = context
         self.modules = chosen(context)
         self.heads = tied_heads(context)
-        self._numbers = {block: number for number, block in enumerate([*blocks_of(context.described[0]), ""])}
+        self._numbers = {block: number for number, block in enumerate([*blocks_of(context.model.skeleton), ""])}
         self._open: tuple[str, LayerReplicas] | None = None
 
     @cached_property

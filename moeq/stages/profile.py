@@ -17,7 +17,7 @@ from moeq.artifacts.trace import RoutingTrace, join_traces, read_trace, write_tr
 from moeq.errors import ArtifactError
 from moeq.models.corpus import Sequences, join
 from moeq.models.corpus.images import image_tokens
-from moeq.models.walk import LayerInputs, walk
+from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages.context import Context
 from moeq.stages.finite import check_output, may_overflow, naming_the_file, say_left_out
@@ -56,7 +56,7 @@ def run(context: Context) -> dict[str, Any]:
 
 def _recorder(context: Context, chunk: Sequences) -> Recorder:
     """What records the trace of some sequences; says so where it cannot tell image tokens from others."""
-    known = image_tokens(context.described[0].config)
+    known = image_tokens(context.model.skeleton.config)
     if chunk.extra is not None and not known:
         context.reporter.say("  [yellow]trace: the configuration does not say which tokens are of images[/yellow]")
     return Recorder(chunk, _prefill(context, chunk), known)
@@ -68,7 +68,7 @@ def _write_trace(context: Context, parts: Sequence[RoutingTrace], text: str) -> 
     if not parts:
         path.unlink(missing_ok=True)
         return
-    trace = replace(join_traces(parts), model=context.stamp, text=text)
+    trace = replace(join_traces(parts), model=context.model.stamp, text=text)
     write_trace(path, trace)
     where = escape(str(context.finished("profile") / TRACE))
     context.reporter.say(f"  trace of {trace.num_tokens:,} tokens, {trace.num_layers} layers: {where}")
@@ -101,14 +101,14 @@ def _say(context: Context, coverage: Coverage, sequences: int) -> None:
 
 
 def _say_phases(context: Context, sequences: Sequences) -> None:
-    if context.takes_images:
+    if context.model.takes_images:
         positions = sequences.ids.shape[1]
         context.reporter.say(f"  all {positions} positions of an image are seen at once: they count as prefill")
 
 
 def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:
     """Tokens [S] of every sequence that count as prefill; all positions of images, which are seen at once."""
-    if context.takes_images:
+    if context.model.takes_images:
         return sequences.mask.sum(1)
     fraction = context.recipe.profile.prefill_fraction
     return torch.tensor([math.ceil(fraction * int(length)) for length in sequences.mask.sum(1)])
@@ -119,8 +119,8 @@ def _count(context: Context, sequences: Sequences, recorder: Recorder | None = N
     lengths, prefill = sequences.mask.sum(1), _prefill(context, sequences)
     counts, scores, top_k, tried = [], [], [], False
     batches = sequences.batches(context.recipe.corpus.batch_size)
-    with naming_the_file(context), context.reporter.bar("profile", len(context.layers)) as advance:
-        for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
+    with naming_the_file(context), context.reporter.bar("profile", len(context.model.layers)) as advance:
+        for inputs in context.model.walk(batches):
             say_left_out(context, inputs)
             layer_counts, layer_scores = count_routing(inputs, len(sequences), prefill)
             counts.append(layer_counts)
@@ -129,12 +129,12 @@ def _count(context: Context, sequences: Sequences, recorder: Recorder | None = N
             if recorder is not None:
                 recorder.add(inputs)
             advance()
-            tried = inputs.layer is context.layers[-1] and may_overflow(context, inputs.layer)
+            tried = inputs.layer is context.model.layers[-1] and may_overflow(context, inputs.layer)
             del inputs  # before the next layer's are gathered
         if tried:
             check_output(context, sequences)
     return ExpertProfile(
-        layers=tuple(layer.name for layer in context.layers),
+        layers=tuple(layer.name for layer in context.model.layers),
         top_k=tuple(top_k),
         counts=tuple(counts),
         scores=tuple(scores),

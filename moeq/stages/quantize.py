@@ -47,10 +47,10 @@ def run(context: Context) -> dict[str, Any]:
             path.unlink()
     several = context.recipe.quantize.replicas == "all" or assignment.is_mixed
     best = load_losses(context).best() if several and assignment.parameters.get("quantizer") == BEST else None
-    layers = (Replicas(context, assignment, layer, best=best) for layer in context.layers)
+    layers = (Replicas(context, assignment, layer, best=best) for layer in context.model.layers)
     placed = others = refined = 0
     made: dict[str, list[dict[str, str]]] = {}
-    with context.reporter.bar("quantize", len(context.layers)) as advance:
+    with context.reporter.bar("quantize", len(context.model.layers)) as advance:
         for replicas in _refined(context, assignment, layers, done):
             sizes = _write_layer(context, replicas, directory, done)
             made[replicas.layer.name] = replicas.made_by()

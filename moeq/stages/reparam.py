@@ -35,14 +35,13 @@ from moeq.integers.edges import Edge, Edges, find_edges
 from moeq.integers.folding import FoldedNorm, Ranges, apply_folds, changed_names, make_fold
 from moeq.integers.gained import ROUTER_BIAS, gain_router_biases
 from moeq.integers.same_outputs import Difference, Outputs, compare, outputs
-from moeq.models.source import ModelSource, open_source
+from moeq.models.source import open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, current_batch, run_batch
 from moeq.recipe import ReparamSection
 from moeq.stages import integer_forward, w8a8
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file
-from moeq.stages.side_files import code_of, say_left_behind
 
 TOLERANCE = 1e-5  # of the float32 error
 TRACED_TOKENS = 32
@@ -55,11 +54,11 @@ def run(context: Context) -> dict[str, Any]:
     scale, and where the folded model does not compute the same.
     """
     section = settings(context)
-    say_left_behind(context, context.source)
+    context.model.say_left_behind()
     directory = make_directory(context.directory("reparam"))
     batches = sample(context, section)
-    with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.described[1])) as advance:
-        streamed = open_streamed(context)
+    with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.model.described[1])) as advance:
+        streamed = context.model.in_float32()
         gained = gain_router_biases(streamed.model) if section.bias == "auto" else []
         edges = find_edges(streamed.model, streamed.layers, streamed.blocks, _calls(streamed, batches))
         chosen, left = choose(edges, section.norms, streamed)
@@ -71,7 +70,7 @@ def run(context: Context) -> dict[str, Any]:
             )
             _check(context, exact)
             written = open_source(str(unfinished), trust_remote_code=context.recipe.trust_remote_code)
-            stored = compare(before, outputs(open_streamed(context, written), batches, advance=advance))
+            stored = compare(before, outputs(context.model.in_float32(written), batches, advance=advance))
     del before, streamed
     perplexity = w8a8.compare(context, folds, largest) if section.compare else None
     report = _report(section, batches, folds, left, (exact, stored), perplexity)
@@ -92,14 +91,14 @@ def settings(context: Context) -> ReparamSection:
 def inputs(context: Context) -> dict[str, Any]:
     """What the stage reads beside the corpus: its section and, where perplexities are compared, their text."""
     section = settings(context)
-    found: dict[str, Any] = {"reparam": section.model_dump(mode="json"), "device": context.device.type}
+    read: dict[str, Any] = {"reparam": section.model_dump(mode="json"), "device": context.model.device.type}
     if section.compare and context.text.perplexity is not None:
-        found["text"] = context.text.digest("evaluation")
-        found["perplexity"] = context.text.perplexity.model_dump(mode="json", exclude={"source"})
+        read["text"] = context.text.digest("evaluation")
+        read["perplexity"] = context.text.perplexity.model_dump(mode="json", exclude={"source"})
     if section.integer is not None:
-        found["integer"] = integer_forward.inputs(context)
-    code = code_of(context)
-    return found if code is None else found | {"code": code}
+        read["integer"] = integer_forward.inputs(context)
+    code = context.model.code()
+    return read if code is None else read | {"code": code}
 
 
 def sample(context: Context, section: ReparamSection) -> list[Batch]:
@@ -110,7 +109,7 @@ def sample(context: Context, section: ReparamSection) -> list[Batch]:
         if left > 0:
             batches.append(first_rows(batch, left))
             left -= len(batches[-1].sequences)
-    tasks = getattr(context.described[0].config, "num_tasks", 1)
+    tasks = getattr(context.model.skeleton.config, "num_tasks", 1)
     return batches if tasks == 1 else [_of_task(batch, task, tasks) for task in range(tasks) for batch in batches]
 
 
@@ -130,12 +129,6 @@ def _of_task(batch: Batch, task: int, tasks: int) -> Batch:
     """A batch for one of a model's tasks; its sequences are numbered apart from those of the other tasks."""
     extra = batch.extra | {"task": torch.tensor(task)}
     return replace(batch, sequences=batch.sequences * tasks + task, extra=extra)
-
-
-def open_streamed(context: Context, source: ModelSource | None = None) -> StreamedModel:
-    """The model, or one of its versions, in float32."""
-    trust = context.recipe.trust_remote_code
-    return StreamedModel(source or context.source, torch.float32, context.device, trust)
 
 
 def _calls(streamed: StreamedModel, batches: Sequence[Batch]) -> list[Any]:
@@ -231,9 +224,9 @@ def _fold_and_write(
     changed = {name for folded in folds for name in changed_names(folded)}
     used = set(gained) if changed & set(gained) else set()
     writer = ChangedCheckpoint(
-        context.source,
+        context.model.source,
         streamed.reader,
-        context.described[0],
+        context.model.skeleton,
         directory,
         changed,
         float32=section.dtype == "float32",
@@ -272,7 +265,7 @@ def _check(context: Context, exact: Difference) -> None:
     if not exact.error <= TOLERANCE:
         raise QuantizationError(
             f"the folded model's float32 logits are off by {exact.error:.2g} relative, more than {TOLERANCE:g}",
-            where=context.source.name,
+            where=context.model.source.name,
             do="fold fewer norms (reparam.norms); if one alone is off, report the model's family; if none is, this "
             "model makes much of rounding",
         )

@@ -39,7 +39,7 @@ def planned(context: Context, tokens: str) -> ReplicaIndex:
     """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
     own = {name for quantizer in QUANTIZERS for name in quantizer.settings.model_fields}
     common = context.recipe.losses.model_dump(mode="json", exclude={*CHOICES, *MEASURING, *own})
-    key = [REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, common, tokens, context.compute()]
+    key = [REVISION, replicas.SCHEMA_VERSION, context.model.stamp.digest, common, tokens, context.model.compute()]
     return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
 
 
@@ -198,20 +198,20 @@ class Replicas:
             return {projection: self.store.expert(entry, projection, expert) for projection in projections}
         section = self.context.recipe.losses
         weights, _ = self.original(expert)
-        as_computed = {name: weights[name].to(self.context.dtype).float() for name in projections}
+        as_computed = {name: weights[name].to(self.context.model.dtype).float() for name in projections}
         made = made_on_demand(method, as_computed, section, bits, layer=self.layer, expert=expert)
         return {name: packed.map(Tensor.cpu) for name, packed in made.items()}
 
     def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Matrices and biases of one expert in the checkpoint's own type."""
         if self.model is not None:
-            dtype = source_dtype(self.context.source)
+            dtype = source_dtype(self.context.model.source)
             which = slice(expert, expert + 1)
             weights, biases = (of(self.model, self.layer, which) for of in (stacked_weights, stacked_biases))
             found = [{name: stack[0].to(dtype).cpu() for name, stack in of.items()} for of in (weights, biases)]
             return found[0], found[1]
         if self._last is None or self._last[0] != expert:
-            self._last = (expert, *self.context.expert_reader.read(self.layer, expert))
+            self._last = (expert, *self.context.model.expert_reader.read(self.layer, expert))
         return self._last[1], self._last[2]
 
     def tensors(self, expert: int, key: int, prefix: str) -> dict[str, Tensor]:

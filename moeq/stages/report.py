@@ -12,7 +12,6 @@ from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
-from moeq.exporters.front_matter import read_origin
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Refined, ReportInputs, SpeedInputs
 from moeq.reporting.page import render
@@ -24,7 +23,6 @@ from moeq.stages import (
     evaluate,
     export,
     integer_forward,
-    model_card,
     profile,
     quantize,
     reparam,
@@ -130,15 +128,13 @@ def card_figures(report: EvalReport) -> list[dict[str, Any]]:
 
 def is_intact(context: Context) -> bool:
     """Whether the checkpoint's card still has the figures: an export that ran again wrote it without them."""
-    card = context.directory("export") / CARD
+    path = context.directory("export") / CARD
     figures = card_figures(evaluate.load(context))
-    manifest = read_manifest(context.directory("export"))
-    origin = read_origin(context.source.path)
-    wanted = model_card.render(manifest, context.source.config, figures, origin)
-    return card.is_file() and card.read_text("utf-8") == wanted
+    expected = export.card(context, read_manifest(path.parent), figures)
+    return path.is_file() and path.read_text("utf-8") == expected
 
 
 def _recipe_text(context: Context) -> str:
     """The recipe with its defaults filled in; the model by name, and nothing of where things lie on this machine."""
     data = context.recipe.model_dump(mode="json", exclude={"store"})
-    return yaml.safe_dump(data | {"model": context.source.name}, sort_keys=False)
+    return yaml.safe_dump(data | {"model": context.model.source.name}, sort_keys=False)

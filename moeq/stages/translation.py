@@ -41,7 +41,7 @@ class Translating:
         if self.section is not None:
             context = self.context
             self._found[name] = translation.translate(
-                model, context.tokenizer, self.pairs.sources, self.section, context.device, advance
+                model, context.model.tokenizer, self.pairs.sources, self.section, context.model.device, advance
             )
 
     def result(self, baseline: str) -> Translation | None:
@@ -71,7 +71,7 @@ def check_translation(context: Context) -> None:
     """CorpusError for text that is missing or not parallel, EvaluationError for a model that cannot translate."""
     section = context.recipe.eval.translation
     if section is not None:
-        translation.check_model(context.described[0].config, context.tokenizer, context.model_name)
+        translation.check_model(context.model.skeleton.config, context.model.tokenizer, context.model_name)
         translation.read_pairs(section)
 
 

@@ -24,7 +24,7 @@ from moeq.stages.context import Context
 
 def noting(context: Context, streamed: StreamedModel) -> StaticInputs:
     """A mode that notes the largest input of every linear that W8A8 rounds."""
-    return StaticInputs(streamed.model, streamed.blocks, linears(context.others, context.described[1]))
+    return StaticInputs(streamed.model, streamed.blocks, linears(context.model.others, context.model.described[1]))
 
 
 def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, float]) -> PerplexityRow | None:
@@ -48,7 +48,7 @@ def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, fl
 
 def _measure(context: Context, scales: dict[str, Scale] | None, folds: Sequence[FoldedNorm]) -> dict[str, Any]:
     """Perplexity of one version in float32; scales None: of the original."""
-    streamed = StreamedModel(context.source, torch.float32, context.device, context.recipe.trust_remote_code)
+    streamed = context.model.in_float32()
     section, sequences = context.text.perplexity, context.text.evaluation
     assert section is not None
     assert sequences is not None
@@ -63,8 +63,8 @@ def _measure(context: Context, scales: dict[str, Scale] | None, folds: Sequence[
         with torch.no_grad():
             round_experts(model, layer)
 
-    chosen = linears(context.others, context.described[1])
-    experts = {f"{layer.name}.{name}" for layer in context.described[1] for name in layer.parameters}
+    chosen = linears(context.model.others, context.model.described[1])
+    experts = {f"{layer.name}.{name}" for layer in context.model.described[1] for name in layer.parameters}
     others: dict[str, list[str]] = {}
     for name in sorted(chosen - experts) if scales is not None else ():
         others.setdefault(streamed.block_of(name), []).append(name)
@@ -76,5 +76,5 @@ def _measure(context: Context, scales: dict[str, Scale] | None, folds: Sequence[
         rounding = StaticInputs(streamed.model, streamed.blocks, chosen, scales)
     with rounding:
         return perplexity(
-            streamed.model, sequences, section.batch_size, context.device, lambda: None, streamed=streamed
+            streamed.model, sequences, section.batch_size, context.model.device, lambda: None, streamed=streamed
         )

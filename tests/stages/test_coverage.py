@@ -155,7 +155,7 @@ def test_experts_that_are_never_chosen_stay_uncovered(tmp_path: Path) -> None:
         model, tmp_path / "run", "profile.min_tokens=1", "corpus.until_covered={share: 1.0, max_sequences: 32}"
     )
     with torch.no_grad():
-        gate = one.model.get_submodule(one.layers[0].name.replace("experts", "gate"))
+        gate = one.model.module.get_submodule(one.model.layers[0].name.replace("experts", "gate"))
         gate.weight.zero_()
     pipeline.run(one, ("profile",))
     found = table(tmp_path / "run")

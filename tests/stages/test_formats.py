@@ -157,7 +157,7 @@ def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, 
         run(model, tmp_path, *one, "export.formats=[auto-round]")
     assert not (tmp_path / "checkpoint").exists()
     context = context_of(model, tmp_path, *one, "export.formats=[auto-round, compressed-tensors]", "export.widen=true")
-    layers = tuple(context.layers)
+    layers = tuple(context.model.layers)
     asked = Asked(layers=layers, widths=((1,) * 6,) * 2, group_size=32, symmetric=False, all_replicas=False)
     assert refusals(context, asked) == []
     narrow = context_of(model, tmp_path, *one, "export.formats=[gptq]")

@@ -287,7 +287,7 @@ def test_best_takes_each_experts_replica_from_the_method_that_lost_least(
 def stored_as_said(context: Context) -> bool:
     """Whether every placed expert has the codes of the method that the assignment names."""
     assignment = assign.load(context)
-    for layer in context.layers:
+    for layer in context.model.layers:
         mine = Replicas(context, assignment, layer)
         for expert, choice in enumerate(assignment.layers[layer.index].experts):
             only = assignment.model_copy(update={"parameters": {"quantizer": choice.quantizer}})
@@ -324,5 +324,5 @@ def test_rtn_alone_keeps_no_replicas(tiny_mixtral: Path, tmp_path: Path, monkeyp
     reads: list[int] = []
     read = ExpertReader.read
     monkeypatch.setattr(ExpertReader, "read", lambda *given: (reads.append(1), read(*given))[1])
-    assert np.prod(Replicas(made, assign.load(made), made.layers[0]).packed(0, 2)["up_proj"].codes.shape)
+    assert np.prod(Replicas(made, assign.load(made), made.model.layers[0]).packed(0, 2)["up_proj"].codes.shape)
     assert reads
