@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from moeq.numerics.factor import Factor
     from moeq.numerics.gptq import Quantized
+    from moeq.quantizers.non_experts import Grid
     from moeq.quantizers.statistics import Statistics
     from moeq.recipe import LossesSection
 
@@ -77,6 +78,14 @@ def _note(statistics: Statistics, factor: Factor, damping: float) -> None:
         )
 
 
+def linear(weight: Tensor, factor: Factor, grid: Grid) -> Quantized:
+    """GPTQ of some rows [N, K] of a module that is no expert."""
+    from moeq.numerics import gptq
+
+    upper, size = factor.unit_upper, grid.group_size
+    return gptq.quantize(weight[None], upper, bits=[grid.bits], group_size=size, symmetric=grid.symmetric)
+
+
 def memory(sizes: BatchSizes) -> list[int]:
     """Hessians while they are summed up, then those of the first matrices and those of down, factored one after the
     other; the lists that Hessians were summed up in stay, and so does what the first matrices became.
@@ -129,4 +138,5 @@ QUANTIZER = Quantizer(
     act_order=True,
     clip=True,
     needs="hessians",
+    linear=linear,
 )

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.numerics.gptq import Quantized
+    from moeq.quantizers.non_experts import Grid
     from moeq.recipe import LossesSection
 
 LARGEST_IN_HEAP = 32 << 20  # glibc maps what is larger by itself, and gives it back at once
@@ -24,6 +25,13 @@ def quantize(weights: dict[str, Tensor], statistics: object, settings: LossesSec
         importance = weight.new_ones(len(weight), weight.shape[2]) if settings.clip == "mse" else None
         found[projection] = rounded(weight, None, settings, settings.bits, importance)
     return found
+
+
+def linear(weight: Tensor, factor: object, grid: Grid) -> Quantized:
+    """Codes of the nearest values of some rows [N, K] of a module that is no expert."""
+    from moeq.numerics import gptq
+
+    return gptq.quantize(weight[None], None, bits=[grid.bits], group_size=grid.group_size, symmetric=grid.symmetric)
 
 
 def memory(sizes: BatchSizes) -> list[int]:
@@ -49,5 +57,6 @@ QUANTIZER = Quantizer(
     quantize=quantize,
     memory=memory,
     clip=True,
+    linear=linear,
     stored=False,
 )

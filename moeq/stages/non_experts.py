@@ -29,7 +29,14 @@ from moeq.models.walk import end_batch
 from moeq.models.weights import plain_header, scale_keys
 from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.quantizers.layer_data import heldout_stride
-from moeq.quantizers.non_experts import Grid, Listener, Result, quantize_embedding, quantize_linears
+from moeq.quantizers.non_experts import (
+    ROUNDING,
+    Grid,
+    Listener,
+    Result,
+    quantize_embedding,
+    quantize_linears,
+)
 from moeq.recipe import Recipe
 from moeq.stages.context import Context
 
@@ -40,7 +47,7 @@ def grid(recipe: Recipe, kind: str) -> Grid:
     """How a class of modules is to be quantized."""
     section = recipe.others
     return Grid(
-        method="rtn" if kind == EMBEDDINGS else section.method,
+        method=ROUNDING if kind == EMBEDDINGS else section.method,
         bits=section.widths()[kind],
         group_size=recipe.losses.group_size if section.group_size is None else section.group_size,
         symmetric=section.symmetric,
@@ -123,7 +130,7 @@ def entries(recipe: Recipe, modules: list[OtherModule]) -> tuple[MadeOthers, ...
     made = []
     for kind in dict.fromkeys(module.kind for module in modules):
         how = grid(recipe, kind)
-        damping = how.damping if how.method == "gptq" else None
+        damping = how.damping if how.needs_factor else None
         names = [module.name for module in modules if module.kind == kind]
         own = digest_of([kind, how.group_size, how.symmetric, damping, names])[: replicas.SHORT]
         name = f"{how.method}.{how.bits}.{own}"
@@ -287,7 +294,7 @@ def _row(module: OtherModule, how: Grid, result: Result, tied: str | None) -> Ot
         module=module.name,
         kind=module.kind,
         bits=how.bits,
-        method="rtn" if fallback.startswith("rounded") else how.method,
+        method=ROUNDING if fallback.startswith("rounded") else how.method,
         group_size=how.group_size,
         symmetric=how.symmetric,
         rows=module.rows,
