@@ -113,12 +113,11 @@ def _failing(quantizer: Quantizer, statistics: Statistics) -> str:
     for index, expert in enumerate(batch.numbers()):
         part = slice(index, index + 1)
         weights, biases = ({name: stack[part] for name, stack in of.items()} for of in (batch.weights, batch.biases))
-        one = replace(batch, which=slice(expert, expert + 1), weights=weights, biases=biases)
+        alone = replace(batch, which=slice(expert, expert + 1), weights=weights, biases=biases)
         start = statistics.start and {name: select(codes, (part,)) for name, codes in statistics.start.items()}
+        own = replace(statistics, batch=alone, notes=[Note()], start=start)
         try:
-            quantizer.quantize(
-                weights, replace(statistics, batch=one, notes=[Note()], start=start), statistics.settings
-            )
+            quantizer.quantize(weights, own, statistics.settings)
         except Exception:  # whatever another's code raises
             return f"expert {expert}"
     return _named(batch.numbers())

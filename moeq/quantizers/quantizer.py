@@ -63,8 +63,9 @@ class Quantizer:
     (statistics.start). stored: its replicas are kept; those of others are made again, expert by expert, whenever they
     are needed. linear(weight, factor, grid): `Quantized` of some rows [N, K] float32 of a module that is no expert,
     codes [1, 1, N, K], at one width; grid: `quantizers.non_experts.Grid`; factor: `numerics.factor.Factor` of what the
-    module is given, for who needs Hessians; None: experts alone. memory(sizes): bytes at its fullest moments beside the batch's float32 weights, those of its start
-    apart; operations(sizes): floating-point operations of one expert, beside WEIGHT_OPERATIONS a weight.
+    module is given, for who needs Hessians; None: experts alone. memory(sizes): bytes at its fullest moments beside the
+    batch's float32 weights, those of its start apart; operations(sizes): floating-point operations of one expert,
+    beside WEIGHT_OPERATIONS a weight.
     """
 
     name: str

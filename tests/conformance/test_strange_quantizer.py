@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,33 @@ def test_the_command_line_knows_it_and_what_it_cannot_do(package: Path, tiny_mix
     assert refused.returncode == 2
     assert "bits: strangers makes no codes of 1, 8 bits" in refused.stderr
     assert "'strangers'" in started(package, *run, "stranger").stderr
+
+
+FAILING = {
+    "an exception": (
+        "    if 2 in statistics.batch.numbers():\n        raise ZeroDivisionError('no\\nrange')\n",
+        r"expert 2 \(ZeroDivisionError: no range\)",
+    ),
+    "nothing made": ("    return None\n", r"experts 0 to 7 \(TypeError: .*NoneType.*\)"),
+}
+
+
+@pytest.mark.parametrize("how", FAILING)
+def test_what_it_raises_is_one_line_that_names_package_layer_and_expert(
+    how: str, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    code, where = FAILING[how]
+    head = "def quantize(weights, statistics, settings):\n"
+    modules = {"strangers_quantizer": HALF.replace(head, head + code)}
+    write_package(tmp_path / "there", QUANTIZERS.group, ENTRIES, modules)
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    losses = ("-m", "moeq", "losses", "--quiet", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"))
+    failed = started(tmp_path / "there", *losses, *settings)
+    assert failed.returncode == 5, failed.stderr
+    line = (
+        rf"moeq: strangers 1\.0: quantizer 'strangers' failed at model\.layers\.0\.[a-z.]*experts, {where}; report it "
+    )
+    assert re.fullmatch(line + "to the authors of that package, or use another quantizer\n", failed.stderr)
 
 
 def test_its_label_is_its_name_once_it_is_gone(package: Path) -> None:
