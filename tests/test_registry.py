@@ -117,7 +117,7 @@ ALLOCATOR = replace(OWN, name="failing", assign=assign, trials=trials)
 
 
 def test_what_others_raise_is_one_line_that_names_their_package(tmp_path: Path) -> None:
-    """Functions that give their results one by one too; errors of moeq's own pass, and so does what own members raise."""
+    """Functions that give their results one by one too; errors of moeq's own pass, and what its own members raise."""
     modules = {"kind_failing": FAILING}
     write_package(tmp_path, ALLOCATORS.group, {"failing": "kind_failing:ALLOCATOR"}, modules)
     with on_path(tmp_path, ALLOCATORS, modules):
