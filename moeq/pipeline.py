@@ -53,10 +53,10 @@ class Outcome:
 
 def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     """Digests of all that a stage's result depends on."""
-    found = stage.own_inputs(context)
-    for name in stage.needs(context.recipe):
-        found[name] = _digest_before(context, name, cached=not context.check)
-    return found
+    earlier = stage.needs(context.recipe)
+    return stage.own_inputs(context) | {
+        name: _digest_before(context, name, cached=not context.check) for name in earlier
+    }
 
 
 def _digest_before(context: Context, name: str, *, cached: bool) -> str:
@@ -186,7 +186,7 @@ def _look_ahead(context: Context, stages: Sequence[Stage], force: bool) -> None:
 
 def _coming_assignment(context: Context, stages: Sequence[Stage], force: bool) -> Assignment | None:
     """The assignment that is exported; None where what decides it is still to be made."""
-    stage, coming = BY_NAME["assign"], {one.name for one in stages}
+    stage, coming = BY_NAME["assign"], {asked.name for asked in stages}
     if stage.name not in coming or _is_finished(context, stage, stage.editable if not force else frozenset()):
         return assign.load(context)
     if all(_is_finished(context, BY_NAME[name]) for name in coming & {"profile", "losses"}):
@@ -280,7 +280,7 @@ def _put_back(path: Path, before: bytes | None) -> None:
     if before is not None:
         if path.read_bytes() != before:
             write_bytes(path, before)
-    elif {one.name for one in path.parent.iterdir()} <= {path.name, ".lock"}:
+    elif {beside.name for beside in path.parent.iterdir()} <= {path.name, ".lock"}:
         path.unlink(missing_ok=True)
 
 

@@ -30,7 +30,8 @@ class AsQuantized:
         self.source, self.config, self.layers = context.model.source, context.model.source.config, context.model.layers
         self._assignment = assignment
         self._directory = context.directory("quantize")
-        self._modules = {} if (table := others.table(context)) is None else {one.module: one for one in table.modules}
+        table = others.table(context)
+        self._modules = {} if table is None else {row.module: row for row in table.modules}
         gone = context.model.expert_keys | scale_keys(context.model.source)
         kept = set(context.model.source.tensors) - gone - set(others.replaced_keys(context))
         self._kept = kept | scales_of(context.model.source, kept)  # with which the rest is dequantized
@@ -42,18 +43,18 @@ class AsQuantized:
         widths = self._assignment.layers[self.layers.index(layer)].experts[expert].widths
         name = layer_name(layer.index)
         prefixes = {projection: f"{layer.name}.{expert}.{projection}" for projection in layer.projections}
-        found: Matrices = {}
+        matrices: Matrices = {}
         for projection, prefix in prefixes.items():
             bits = width_of(widths, projection)
             if bits == FULL:
-                found[projection] = self._tensor(name, f"{prefix}.dense")
+                matrices[projection] = self._tensor(name, f"{prefix}.dense")
             else:
                 grid = self._assignment
                 nested = grid.nested and bits in NESTED_BITS
                 settings = (bits, grid.group_size, layer.shape(projection)[1], grid.symmetric, nested)
-                found[projection] = self._packed(name, prefix, *settings)
+                matrices[projection] = self._packed(name, prefix, *settings)
         biases = {p: self._tensor(name, f"{prefix}.bias") for p, prefix in prefixes.items()} if layer.biased else {}
-        return found, biases
+        return matrices, biases
 
     def other_names(self) -> list[str]:
         """Names of the packed modules outside of the experts."""

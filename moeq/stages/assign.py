@@ -62,10 +62,10 @@ def sensitivities(context: Context) -> SensitivityTable:
     """The table of sensitivities; made again, without the assignment, where it is not there or not this model's."""
     path = context.directory("assign") / SENSITIVITIES
     try:
-        found = read_sensitivities(path)
+        current = read_sensitivities(path).model == context.model.stamp.digest
     except ArtifactError:  # of an earlier version of moeq, or lost: it follows from the profile, losses and weights
-        found = None
-    if found is None or found.model != context.model.stamp.digest:
+        current = False
+    if not current:
         context.reporter.say(f"  {SENSITIVITIES}: made again")
         _write_sensitivities(context, inputs_of(context, context.recipe.assign, context.recipe.name))
     return read_sensitivities(path)
@@ -86,7 +86,7 @@ def check(context: Context) -> None:
     statistics could meet.
     """
     own = [(context.recipe.name, context.recipe.assign)]
-    for name, section in [*own, *((one.name, one) for one in context.recipe.eval.compare)]:
+    for name, section in [*own, *((compared.name, compared) for compared in context.recipe.eval.compare)]:
         if section.statistics == "decode" and context.model.takes_images:
             raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
         hardware = hardware_of(context, section)
@@ -110,7 +110,7 @@ def _unmeasured(context: Context) -> ExpertProfile:
     return ExpertProfile(
         layers=tuple(layer.name for layer in context.model.layers),
         top_k=(1,) * len(flat),
-        counts=tuple(one.astype(np.int64) for one in flat),
+        counts=tuple(ones.astype(np.int64) for ones in flat),
         scores=tuple(flat),
         tokens=np.ones((1, 2), np.int64),
     )
@@ -123,23 +123,22 @@ def make(context: Context, config: AssignSection, name: str) -> Assignment:
 
 def decide(inputs: AssignInputs) -> Assignment:
     """Run the assigner; AssignmentError when it takes a width whose replicas were not made."""
-    found = assign(inputs)
+    assignment = assign(inputs)
     made = {FULL} if inputs.losses is None else {FULL, *inputs.losses.bits()}
-    missing = [width for width in found.widths() if width not in made]
+    missing = [width for width in assignment.widths() if width not in made]
     if missing:
         raise AssignmentError(
             f"{missing[0]} bits is not among losses.bits {sorted(made - {FULL})}",
             where=inputs.name,
             do="add it to losses.bits",
         )
-    return found
+    return assignment
 
 
 def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInputs:
     """What an assigner is given of a run, for a section of its recipe."""
-    found = _inputs(context, config, name, profile.load(context))
     return replace(
-        found,
+        _inputs(context, config, name, profile.load(context)),
         losses=replicas.load_losses(context),
         traces=partial(traces, context, config),
         effects=replicas.load_effects(context),
@@ -203,14 +202,14 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
     if name is None:
         return ()
     hardware, section = load_hardware(name), context.recipe.losses
-    found = []
+    seconds = []
     for layer in context.model.layers:
         group = layer.hidden_size if section.group_size == -1 else section.group_size
         times = expert_seconds(
             layer.parameters_per_expert, widths, hardware, group_size=group, zero_points=not section.symmetric
         )
-        found.append(dict(zip(widths, times.tolist(), strict=True)))
-    return tuple(found)
+        seconds.append(dict(zip(widths, times.tolist(), strict=True)))
+    return tuple(seconds)
 
 
 def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignment) -> dict[str, Any]:
@@ -219,8 +218,8 @@ def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignme
     if hardware is None:
         return {}
     most = inputs.config.ndp_latency_ms
-    found: dict[str, Any] = {"hardware": hardware, "ndp_latency_ms": 1e3 * latency.achieved(inputs, assignment)}
-    return found if most is None else found | {"ndp_latency_limit_ms": most}
+    limit = {} if most is None else {"ndp_latency_limit_ms": most}
+    return {"hardware": hardware, "ndp_latency_ms": 1e3 * latency.achieved(inputs, assignment), **limit}
 
 
 def constants_digest(name: str) -> str:
@@ -254,7 +253,7 @@ def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
     the recipe packs some of it.
     """
     ndp, everywhere = assignment.average_bits("ndp"), assignment.average_bits()
-    flat = [one for layer in assignment.expert_widths() for one in layer]
+    flat = [width for layer in assignment.expert_widths() for width in layer]
     size = total_bytes(context, assignment)
     matrices = count_matrices(flat)
     return {
@@ -301,13 +300,13 @@ def _check_choice(context: Context, layer: ExpertLayer, choice: ExpertChoice, wh
 
 def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
     """AssignmentError naming the first layer that the model does not have so."""
-    for index, (wanted, found) in enumerate(zip_longest(context.model.layers, assignment.layers)):
+    for index, (layer, placed) in enumerate(zip_longest(context.model.layers, assignment.layers)):
         problem = None
-        if wanted is None or found is None:
+        if layer is None or placed is None:
             problem = f"{len(assignment.layers)} layers, the model has {len(context.model.layers)}"
-        elif wanted.name != found.name:
-            problem = f"layer {index} is called {found.name}, in the model {wanted.name}"
-        elif wanted.num_experts != len(found.experts):
-            problem = f"{found.name} has {len(found.experts)} experts, in the model {wanted.num_experts}"
+        elif layer.name != placed.name:
+            problem = f"layer {index} is called {placed.name}, in the model {layer.name}"
+        elif layer.num_experts != len(placed.experts):
+            problem = f"{placed.name} has {len(placed.experts)} experts, in the model {layer.num_experts}"
         if problem is not None:
             raise AssignmentError(problem, where=str(path), do=REMEDY)

@@ -51,7 +51,7 @@ class EstimateReport(BaseModel):
     estimates: tuple[Estimate, ...]
 
     def of(self, name: str) -> Estimate | None:
-        return next((one for one in self.estimates if one.placement == name), None)
+        return next((estimate for estimate in self.estimates if estimate.placement == name), None)
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -204,14 +204,14 @@ def summarize(report: EstimateReport) -> dict[str, Any]:
         "geometry": report.geometry["name"],
         "geometry_is_the_models": report.geometry_is_the_models,
         "hardware": report.hardware,
-        "decode_speedups": {one.placement: decode_speedups(one) for one in report.estimates},
+        "decode_speedups": {each.placement: decode_speedups(each) for each in report.estimates},
     }
 
 
-def decode_speedups(one: Estimate) -> dict[str, float]:
+def decode_speedups(made: Estimate) -> dict[str, float]:
     """Decode speed-up over each baseline at the first batch of the grid."""
-    batch = one.points[0].batch
-    return {baseline: one.speedups_over(baseline, batch=batch)[0].decode for baseline in BASELINES}
+    batch = made.points[0].batch
+    return {baseline: made.speedups_over(baseline, batch=batch)[0].decode for baseline in BASELINES}
 
 
 def load(context: Context) -> EstimateReport:

@@ -45,7 +45,7 @@ def total_bytes(context: Context, assignment: Assignment) -> int:
     """Bytes of all experts at their placed widths."""
     full = source_dtype(context.model.source).itemsize
     return sum(
-        expert_bytes(layer, one, assignment, full)
+        expert_bytes(layer, width, assignment, full)
         for layer, widths in zip(context.model.layers, assignment.expert_widths(), strict=True)
-        for one in widths
+        for width in widths
     )

@@ -78,17 +78,17 @@ def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
     table = load_losses(context)
     made = quantize.quantizers(context.directory("quantize"))
     methods = {name: table.matrix(name) for name in table.methods()}
-    found: dict[str, list[dict[int, float]]] = {}
-    for index, (layer, experts) in enumerate(made.items()):
-        found[layer] = [
+    return {
+        layer: [
             {
                 bits: float(methods[method.removesuffix(REFINED)][index][bits][expert])
-                for bits, method in mine.items()
+                for bits, method in makers.items()
                 if bits != MIXED
             }
-            for expert, mine in enumerate(experts)
+            for expert, makers in enumerate(experts)
         ]
-    return found
+        for index, (layer, experts) in enumerate(made.items())
+    }
 
 
 def format_directory(out: Path, name: str) -> Path:

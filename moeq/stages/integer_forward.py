@@ -67,10 +67,10 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
     folded = open_source(str(directory / FOLDED), trust_remote_code=context.recipe.trust_remote_code)
     model, original = _load(context, folded), _load(context, context.model.source)
     tasks = getattr(model.config, "num_tasks", 1)
-    found: dict[str, IntegerFigures] = {}
+    figures: dict[str, IntegerFigures] = {}
     for task in range(tasks):
         folder = directory / FOLDER if tasks == 1 else directory / FOLDER / f"task-{task}"
-        found[f"task-{task}"] = make(
+        figures[f"task-{task}"] = make(
             model,
             calibration.pixels,
             images.pixels,
@@ -81,11 +81,11 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
             original=original,
             stamp=context.model.stamp,
         )
-        for line in lines(found[f"task-{task}"]):
+        for line in lines(figures[f"task-{task}"]):
             context.reporter.say(f"  {escape(line)}")
         context.reporter.say(f"  {escape(str(folder))}")
-    write_report(directory, IntegerReport(tasks=found))
-    return {task: one.model_dump(mode="json", exclude={"schemes", "replay"}) for task, one in found.items()}
+    write_report(directory, IntegerReport(tasks=figures))
+    return {task: each.model_dump(mode="json", exclude={"schemes", "replay"}) for task, each in figures.items()}
 
 
 def load(context: Context) -> IntegerReport | None:

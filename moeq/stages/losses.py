@@ -35,7 +35,7 @@ from moeq.stages import non_experts as others_stage
 from moeq.stages.context import Context
 from moeq.stages.expert_effects import measure as measure_experts
 from moeq.stages.finite import naming_the_file, say_left_out
-from moeq.stages.replicas import load_index, load_losses, planned
+from moeq.stages.replicas import lacking, load_index, load_losses, planned
 
 BEYOND = {"scale_underflow": "small", "scale_overflow": "large"}  # what `grids.beyond_float16` finds
 
@@ -68,8 +68,8 @@ def run(context: Context) -> dict[str, Any]:
                 return_memory()
     more.finish()
     store, entries = context.store / index.set, index.entries()
-    found = [replicas.digests(store, layer.index, entries) for layer in context.model.layers]
-    replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))
+    digests = tuple(replicas.digests(store, layer.index, entries) for layer in context.model.layers)
+    replicas.write_index(directory, index.model_copy(update={"layers": digests}))
     write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.model.layers))
     if config.layer_effects is not None:
         write_effects(directory, effects.measure(context, config.layer_effects))
@@ -118,30 +118,24 @@ def _expert_effects(context: Context, directory: Path) -> dict[str, Any]:
     if section is None:
         expert_effects.remove_effects(directory)
         return {}
-    found = measure_experts(context, section)
-    expert_effects.write_effects(directory, found)
-    return {"expert_effects": {"measured": found.measured, "of_experts": sum(map(len, found.divergence))}}
+    by_expert = measure_experts(context, section)
+    expert_effects.write_effects(directory, by_expert)
+    return {"expert_effects": {"measured": by_expert.measured, "of_experts": sum(map(len, by_expert.divergence))}}
 
 
 def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]:
     """What the store lacks of every layer; says how much of the rest is there."""
     if not (context.store / index.set).is_dir():
         return {layer.index: list(index.made) for layer in context.model.layers}
-    found = {}
+    missing = {}
     with context.reporter.bar("checking the store", len(context.model.layers)) as advance:
         for layer in context.model.layers:
-            found[layer.index] = replicas.lacking(
-                context.store / index.set,
-                layer.index,
-                index.made,
-                context.say_damaged,
-                cached=not context.check,
-            )
+            missing[layer.index] = lacking(context, index.set, layer.index, index.made)
             advance()
     wanted = len(index.made) * len(context.model.layers)
-    there = wanted - sum(map(len, found.values()))
+    there = wanted - sum(map(len, missing.values()))
     context.reporter.say(f"  {there} of {wanted} sets of losses and replicas are in the store")
-    return found
+    return missing
 
 
 def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, missing: list[Made]) -> None:
@@ -174,17 +168,17 @@ def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, mi
 
 def calls(missing: Sequence[Made]) -> list[list[Made]]:
     """What one call of `quantize_layer` makes: methods of the same widths, only one of them with replicas to keep."""
-    found: list[list[Made]] = []
+    together: list[list[Made]] = []
     for method in dict.fromkeys(made.method for made in missing):
-        mine = [made for made in missing if made.method == method]
-        for others in found:
-            same = [made.bits for made in mine] == [made.bits for made in others if made.method == others[0].method]
-            if same and any(all(made.entry is None for made in some) for some in (mine, others)):
-                others += mine
+        widths = [made for made in missing if made.method == method]
+        for others in together:
+            same = [made.bits for made in widths] == [made.bits for made in others if made.method == others[0].method]
+            if same and any(all(made.entry is None for made in some) for some in (widths, others)):
+                others += widths
                 break
         else:
-            found.append(mine)
-    return found
+            together.append(widths)
+    return together
 
 
 def _layer_rows(context: Context, index: ReplicaIndex, layer: int) -> list[dict[str, Any]]:

@@ -70,8 +70,8 @@ class Progress:
         section = context.recipe.quantize.model_dump(mode="json")
         key = digest_of([REVISION, context.model.stamp.digest, *before, section, context.model.compute()])
         try:
-            found = read_json(directory / PROGRESS)
-            files: dict[str, str] = found["files"] if found["key"] == key else {}
+            noted = read_json(directory / PROGRESS)
+            files: dict[str, str] = noted["files"] if noted["key"] == key else {}
         except (ArtifactError, KeyError, TypeError):
             files = {}
         sound = {
@@ -163,25 +163,25 @@ def _widths(choice: ExpertChoice, layer: ExpertLayer) -> Widths:
 def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: list[int]) -> Experts:
     """Placed replicas of some of a layer's experts, as the quantize stage wrote them."""
     path = directory / layer_name(layer.index)
-    found: dict[int, dict[str, PackedWeight]] = {}
+    replicas: dict[int, dict[str, PackedWeight]] = {}
     with safe_open(path, "pt") as file:
         there = set(file.keys())
         for expert in experts:
             widths = assignment.layers[layer.index].experts[expert].widths
-            found[expert] = {}
+            replicas[expert] = {}
             for name in layer.projections:
                 keys = {part: f"{layer.name}.{expert}.{name}.{part}" for part in PARTS}
                 parts: dict[str, Any] = {p: file.get_tensor(key) if key in there else None for p, key in keys.items()}
                 if parts["codes"] is None or parts["scales"] is None:
                     raise ArtifactError(f"no {keys['codes']}", where=str(path), do="run `moeq quantize` again")
-                found[expert][name] = PackedWeight(
+                replicas[expert][name] = PackedWeight(
                     **parts,
                     bits=width_of(widths, name),
                     group_size=assignment.group_size,
                     inputs=layer.shape(name)[1],
                     symmetric=assignment.symmetric,
                 )
-    return found
+    return replicas
 
 
 def quantized_experts(assignment: Assignment, layer: ExpertLayer) -> list[int]:

@@ -135,7 +135,7 @@ def _calls(streamed: StreamedModel, batches: Sequence[Batch]) -> list[Any]:
     """Forward passes on few tokens, or one image; one for every task of the model."""
     by_task = {int(batch.extra.get("task", torch.tensor(0))): batch for batch in reversed(batches)}
     few = [first_rows(batch, 1, TRACED_TOKENS) for batch in by_task.values()]
-    return [partial(run_batch, streamed.model, one, streamed.device, None) for one in few]
+    return [partial(run_batch, streamed.model, batch, streamed.device, None) for batch in few]
 
 
 def choose(edges: Edges, norms: str | list[str], streamed: StreamedModel) -> tuple[list[Edge], dict[str, str]]:
@@ -244,13 +244,13 @@ def _fold_and_write(
 
     fold(None, "")
     streamed.block_overlay = fold
-    found = outputs(streamed, batches, advance=advance)
+    folded = outputs(streamed, batches, advance=advance)
     for block in streamed.blocks:  # those that the batches did not come to
         if block not in written:
             streamed.load(block)
             streamed.drop(block)
     writer.finish()
-    return found
+    return folded
 
 
 def fold_block(streamed: StreamedModel, folds: Iterable[FoldedNorm], block: str, gained: Iterable[str] = ()) -> None:
@@ -309,8 +309,8 @@ def _row(folded: FoldedNorm) -> NormRow:
         low=_ends(folded.low),
         high=_ends(folded.high),
         consumers=tuple(
-            ConsumerRow(weight=one.weight, axis=one.axis, bias=one.bias if folded.why is None else None)
-            for one in folded.edge.consumers
+            ConsumerRow(weight=consumer.weight, axis=consumer.axis, bias=consumer.bias if folded.why is None else None)
+            for consumer in folded.edge.consumers
         ),
     )
 
@@ -330,8 +330,8 @@ def _say(context: Context, report: ReparamReport) -> None:
     if report.float32.left_out:
         say(f"  left out for ties in routing: {report.float32.left_out} of {report.float32.sequences} sequences")
     if report.perplexity is not None:
-        found = report.perplexity
-        say(f"  perplexity: original {found.original:.4f}, W8A8 {found.w8a8:.4f}, W8A8 folded {found.w8a8_folded:.4f}")
+        row = report.perplexity
+        say(f"  perplexity: original {row.original:.4f}, W8A8 {row.w8a8:.4f}, W8A8 folded {row.w8a8_folded:.4f}")
     say(f"  {escape(str(context.finished('reparam') / FOLDED))}")
 
 

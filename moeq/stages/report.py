@@ -49,10 +49,10 @@ def run(context: Context) -> dict[str, Any]:
 
 def collect(context: Context) -> ReportInputs:
     """Read every artifact of the run; ArtifactError when one is missing or damaged."""
-    found, assignment = profile.load(context), assign.load(context)
+    routing, assignment = profile.load(context), assign.load(context)
     return ReportInputs(
-        profile=found,
-        coverage=found.coverage(**profile.coverage_settings(context)),
+        profile=routing,
+        coverage=routing.coverage(**profile.coverage_settings(context)),
         losses=load_losses(context),
         sensitivities=assign.sensitivities(context),
         weights=others.weights(context),
@@ -100,12 +100,10 @@ def refined(context: Context, assignment: Assignment) -> Refined | None:
 def write_maps(context: Context, directory: Path) -> list[Path]:
     """Write every map of the report as NAME.svg with its values as NAME.csv; returns the files."""
     make_directory(directory)
-    written = []
-    for one in atlas(collect(context)):
-        for ending, text in (("svg", one.svg()), ("csv", one.csv())):
-            written.append(directory / f"{one.key}.{ending}")
-            write_text(written[-1], text)
-    return written
+    texts = analysis.written(atlas(collect(context)))
+    for name, text in texts.items():
+        write_text(directory / name, text)
+    return [directory / name for name in texts]
 
 
 def speed_inputs(report: EstimateReport) -> SpeedInputs:
@@ -115,7 +113,7 @@ def speed_inputs(report: EstimateReport) -> SpeedInputs:
         hardware=report.hardware,
         popularity=report.popularity,
         estimates=report.estimates,
-        decode_speedups={one.placement: estimate.decode_speedups(one) for one in report.estimates},
+        decode_speedups={made.placement: estimate.decode_speedups(made) for made in report.estimates},
     )
 
 

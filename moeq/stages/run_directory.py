@@ -126,6 +126,6 @@ def _pinned(source: str | list[str], opened: list[Source]) -> Any:
 def absolute(name: Any) -> Any:
     """Paths that exist become absolute, so that the copied recipe works from any directory; other names stay."""
     if isinstance(name, list):
-        return [absolute(one) for one in name]
+        return [absolute(part) for part in name]
     own = not isinstance(name, str) or name in (BUNDLED, DIGITS)
     return name if own or not Path(name).exists() else str(Path(name).resolve())

@@ -86,11 +86,11 @@ class RunText:
         source = self.test_images.source
         if source is not None:
             return self._image_sets(source)
-        for one in self.calibration_images:
-            if not one.rows:
+        for images in self.calibration_images:
+            if not images.rows:
                 raise CorpusError(
                     "no row numbers train and test: there is nothing left to be measured on",
-                    where=one.name,
+                    where=images.name,
                     do="store them, or name other images in eval.images.source",
                 )
         return self.calibration_images
@@ -104,7 +104,7 @@ class RunText:
     def corpus_names(self) -> tuple[str, ...]:
         """What artifacts call what was calibrated on."""
         if self.model.takes_images:
-            return tuple(one.public_name for one in self.calibration_images)
+            return tuple(images.public_name for images in self.calibration_images)
         return tuple(source.public_name for source in self.calibration_sources)
 
     def calibration_chunks(self) -> Iterator[corpus.Sequences]:
@@ -167,10 +167,10 @@ class RunText:
             total += len(chunk)
             if total >= len(wanted.tokens):
                 break
-        found = corpus.join(parts)
-        if found.digest() != wanted.text:
+        sequences = corpus.join(parts)
+        if sequences.digest() != wanted.text:
             raise ArtifactError("made of other sequences", where=str(path), do="run `moeq profile` again")
-        return found
+        return sequences
 
     @cached_property
     def evaluation(self) -> corpus.Sequences | None:
@@ -229,7 +229,7 @@ class RunText:
     def _digest(self, part: str) -> str:
         if self.model.takes_images:
             sets = self.evaluation_images if part == "evaluation" else self.calibration_images
-            return digest_of([[one.domain, one.digest] for one in sets])
+            return digest_of([[images.domain, images.digest] for images in sets])
         sources = self.evaluation_sources if part == "evaluation" else self.calibration_sources
         if not sources:
             return "none"
@@ -237,13 +237,13 @@ class RunText:
         rule = {} if corpus.is_small(sources) else {"places": str(corpus.RULE)}
         if part == "evaluation":
             return digest_of({"sources": digest} | rule) if rule else digest
-        found = {"sources": digest} | rule
+        parts = {"sources": digest} | rule
         images = corpus.images_digest(sources, self._calibration_fields, self._run.reporter.bar)
         if images is not None:
-            found["images"] = images
+            parts["images"] = images
         if self.recipe.corpus.shuffle:
-            found["seed"] = str(self.recipe.seed)
-        return digest_of(found)
+            parts["seed"] = str(self.recipe.seed)
+        return digest_of(parts)
 
     def check(self, parts: Collection[str]) -> None:
         """CorpusError for text that is not there, cannot be read or is too little: what is cheap to tell comes first.

@@ -31,7 +31,8 @@ def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, fl
     """Three perplexities on the evaluation text, None where there is none; largest: inputs in calibration."""
     if context.text.perplexity is None:
         return None
-    behind = {one.weight: folded.fold for folded in folds for one in folded.edge.consumers if one.weight in largest}
+    consumers = ((consumer.weight, folded.fold) for folded in folds for consumer in folded.edge.consumers)
+    behind = {weight: fold for weight, fold in consumers if weight in largest}
     bits = {name: behind[name].bits if name in behind else BITS for name in largest}
     scales = {name: scale_of(most, bits[name]) for name, most in largest.items()}
     folded_scales = {name: (fold.scale, fold.bits) for name, fold in behind.items()}
