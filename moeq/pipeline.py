@@ -334,19 +334,15 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
 
 
 def _remove_partials(context: Context) -> None:
-    own = [STORE] if context.owns_store else []
-    stages = [context.finished(name).name for name in BY_NAME]
+    """Take away what is half-written, but for what a stage that was broken off goes on with."""
+    folders = {name: context.finished(name).name for name in BY_NAME}
     kept = [
-        context.finished(name).name
-        for name, stage in BY_NAME.items()
-        if stage.progress(context) and record_of(_begun(context, name), name) is None
+        folders[name]
+        for name, stage in BY_NAME.items()  # with a record in it, it is one that was being replaced
+        if stage.progress(context) and record_of(context.out / f"{folders[name]}{BEGUN}", name) is None
     ]
-    remove_partials(context.out, [RECIPE_COPY, *own, *stages, *export.FORMAT_DIRECTORIES], kept)
-
-
-def _begun(context: Context, name: str) -> Path:
-    """Where a stage that was broken off goes on; with a record in it, it is one that was being replaced."""
-    return context.finished(name).with_name(context.finished(name).name + BEGUN)
+    own = [STORE] if context.owns_store else []
+    remove_partials(context.out, [RECIPE_COPY, *own, *folders.values(), *export.FORMAT_DIRECTORIES], kept)
 
 
 def result_paths(context: Context) -> dict[str, Path]:

@@ -228,7 +228,7 @@ class CheckpointSize:
                 bytes_by_tier=dict.fromkeys(get_args(Tier), most),
             ),
             inputs={"assign": DIGEST, "quantize": DIGEST},
-            code=listed_code(self._sides, self._own_code),
+            code=listed_code(self.model.side_files, self._own_code),
         )
         size = len(canonical_json(manifest.manifest_json(made)).encode())
         size += sum(layer.num_experts * self._expert_record(layer) + 8 for layer in self.layers)

@@ -187,10 +187,10 @@ def replacements(
     """What an assignment, and what else the recipe quantizes, puts into a loaded model; nothing for the original."""
     if assignment is None:
         return {}
-    wanted: dict[Place, Replacement] = {**other_replacements(context)}
+    wanted: list[tuple[Place, Replacement]] = [*other_replacements(context).items()]
     for layer in context.model.layers:
-        wanted |= layer_replacements(context, assignment, layer, exported=exported)
-    return wanted
+        wanted += layer_replacements(context, assignment, layer, exported=exported).items()
+    return dict(wanted)
 
 
 def other_replacements(context: Context) -> dict[str, Replacement]:

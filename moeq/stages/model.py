@@ -264,10 +264,11 @@ class Overlay:
             self._set_streamed(self._streamed, experts, others)
             return self._streamed.model  # type: ignore[no-any-return]
         assert self._swapped is not None, "closed"
-        wanted: dict[Place, Replacement] = {**others}
-        for layer in self._swapped.layers if experts is not None else ():
-            wanted |= experts(layer, None)
-        self._swapped.set(wanted)
+        wanted: list[tuple[Place, Replacement]] = [*others.items()]
+        if experts is not None:
+            for layer in self._swapped.layers:
+                wanted += experts(layer, None).items()
+        self._swapped.set(dict(wanted))
         return self._swapped.model
 
     def _set_streamed(

@@ -42,10 +42,15 @@ def run(context: Context) -> dict[str, Any]:
         profile = _joined(parts)
         coverage = profile.coverage(**coverage_settings(context))
         covered = growth is None or coverage.share_covered >= growth.share
-        _say(context, coverage, len(profile.tokens))
+        context.reporter.say(
+            f"  {len(profile.tokens)} sequences: {coverage.share_covered:.1%} of {sum(coverage.experts)} experts saw "
+            f"at least {coverage.min_tokens} calibration tokens"
+        )
         if covered:
             break
-    _say_phases(context, chunks[0])
+    if context.model.takes_images:
+        positions = chunks[0].ids.shape[1]
+        context.reporter.say(f"  all {positions} positions of an image are seen at once: they count as prefill")
     if not covered:
         context.reporter.say("  [yellow]not covered: the maximum or the end of the text is reached[/yellow]")
     profile = replace(profile, text=join(chunks).digest(), corpus=context.text.corpus_names)
@@ -91,19 +96,6 @@ def coverage_settings(context: Context) -> dict[str, int]:
         "min_tokens": context.recipe.losses.min_tokens if wanted is None else wanted,
         "heldout_stride": heldout_stride(context.recipe.losses.heldout_fraction),
     }
-
-
-def _say(context: Context, coverage: Coverage, sequences: int) -> None:
-    context.reporter.say(
-        f"  {sequences} sequences: {coverage.share_covered:.1%} of {sum(coverage.experts)} experts saw at least "
-        f"{coverage.min_tokens} calibration tokens"
-    )
-
-
-def _say_phases(context: Context, sequences: Sequences) -> None:
-    if context.model.takes_images:
-        positions = sequences.ids.shape[1]
-        context.reporter.say(f"  all {positions} positions of an image are seen at once: they count as prefill")
 
 
 def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:
@@ -159,12 +151,12 @@ def count_routing(inputs: LayerInputs, num_sequences: int, prefill: torch.Tensor
     chosen, weights = inputs.experts.cpu(), inputs.weights.cpu().double()
     phase = (inputs.position >= prefill[inputs.sequence]).long()
     cell = ((inputs.sequence * 2 + phase).unsqueeze(1) * (experts + 1) + chosen.clamp(max=experts)).reshape(-1)
-    size = num_sequences * 2 * (experts + 1)  # one column more for experts that stand for none
-    counts = torch.bincount(cell, minlength=size).view(num_sequences, 2, experts + 1)[..., :experts]
-    scores = torch.bincount(cell, weights.reshape(-1), minlength=size).view(num_sequences, 2, experts + 1)[
-        ..., :experts
-    ]
-    return counts.contiguous().numpy(), scores.contiguous().numpy()
+    shape = (num_sequences, 2, experts + 1)  # one column more for experts that stand for none
+    counts, scores = (
+        torch.bincount(cell, each, minlength=math.prod(shape)).view(shape)[..., :experts].contiguous().numpy()
+        for each in (None, weights.reshape(-1))
+    )
+    return counts, scores
 
 
 def summarize(profile: ExpertProfile, coverage: Coverage) -> dict[str, Any]:

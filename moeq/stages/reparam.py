@@ -295,6 +295,9 @@ def _report(
 
 
 def _row(folded: FoldedNorm) -> NormRow:
+    def ends(values: Tensor) -> tuple[float, float]:
+        return float(values.min()), float(values.max())
+
     norm, fold = folded.edge.norm, folded.fold
     return NormRow(
         path=norm.name,
@@ -304,19 +307,15 @@ def _row(folded: FoldedNorm) -> NormRow:
         mode="asymmetric" if folded.why is None else "scale-only",
         why=folded.why,
         scale=fold.scale,
-        r1=_ends(fold.r1),
-        r2=_ends(fold.r2),
-        low=_ends(folded.low),
-        high=_ends(folded.high),
+        r1=ends(fold.r1),
+        r2=ends(fold.r2),
+        low=ends(folded.low),
+        high=ends(folded.high),
         consumers=tuple(
             ConsumerRow(weight=consumer.weight, axis=consumer.axis, bias=consumer.bias if folded.why is None else None)
             for consumer in folded.edge.consumers
         ),
     )
-
-
-def _ends(values: Tensor) -> tuple[float, float]:
-    return float(values.min()), float(values.max())
 
 
 def _say(context: Context, report: ReparamReport) -> None:
