@@ -167,8 +167,8 @@ def measure(folder: Path, how: str) -> dict[str, dict[str, float]]:
             read, started = bytes_read(context) if rows else 0, time.monotonic()
             if stage == "perplexity":
                 text = context.text.evaluation
-                model = context.model
-                perplexity(model.module, text, 4, model.device, lambda: None, streamed=model.streamed)
+                there = context.model
+                perplexity(there.module, text, 4, there.device, lambda: None, streamed=there.streamed)
             else:
                 pipeline.run(context, (stage,))
             passes = (bytes_read(context) - read) / total

@@ -104,7 +104,7 @@ class Bench:
     ) -> None:
         self.model, self.out, self.methods, self.iterations = model, out, methods, iterations
         self.settings = settings
-        self.windows = Windows.of(script, self.context().tokenizer)
+        self.windows = Windows.of(script, self.context().model.tokenizer)
 
     def context(self, *overrides: str) -> Context:
         recipe = load_recipe(

@@ -73,10 +73,9 @@ def may_overflow(context: Context, last: ExpertLayer) -> bool:
     """
     if context.model.streamed is None:
         return True
-    weights: list[torch.Tensor] = [
-        weight for weight in context.model.module.parameters() if weight.device.type != "meta"
-    ]
-    weights += stacked_weights(context.model.module, last, slice(None)).values()
+    model = context.model.module
+    weights: list[torch.Tensor] = [weight for weight in model.parameters() if weight.device.type != "meta"]
+    weights += stacked_weights(model, last, slice(None)).values()
     return any(bool((weight.abs() > LARGE).any()) for weight in weights if weight.numel())
 
 

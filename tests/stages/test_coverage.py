@@ -109,7 +109,7 @@ def test_the_maximum_and_the_end_of_the_text_end_it(
                     "corpus.until_covered={max_sequences: 4096}")  # fmt: skip
     pipeline.run(short, ("profile",))
     available = len(corpus.Pool(corpus.read_documents(short.text.calibration_sources, corpus.Fields(), None),
-                                short.tokenizer, length=16))  # fmt: skip
+                                short.model.tokenizer, length=16))  # fmt: skip
     assert table(tmp_path / "short")["sequences"] == available
 
 

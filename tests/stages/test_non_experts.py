@@ -239,8 +239,8 @@ def test_a_streamed_run_writes_the_same_bytes(deepseek: Path, tmp_path: Path) ->
     figures = [evaluate.load(one).rows for one in (whole, streamed)]
     for one, other in zip(*figures, strict=True):
         assert one.perplexity == pytest.approx(other.perplexity, rel=1e-6)
-    assert isinstance(streamed.streamed, StreamedModel)
-    before = streamed.streamed.bytes_read
+    assert isinstance(streamed.model.streamed, StreamedModel)
+    before = streamed.model.streamed.bytes_read
     alone = context(deepseek, tmp_path / "alone", "stream=always")
     pipeline.run(alone, ("profile", "losses"))
     assert alone.model.streamed is not None
