@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
@@ -35,8 +34,7 @@ class AsQuantized:
         gone = context.model.expert_keys | scale_keys(context.model.source)
         kept = set(context.model.source.tensors) - gone - set(others.replaced_keys(context))
         self._kept = kept | scales_of(context.model.source, kept)  # with which the rest is dequantized
-        self._open: dict[str, Any] = {}
-        self._names: dict[str, set[str]] = {}
+        self._files: dict[str, tuple[Any, set[str]]] = {}
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
         """Matrices and biases of one expert as it is placed; ArtifactError for what quantize did not write."""
@@ -64,7 +62,7 @@ class AsQuantized:
         """Packed modules outside of the experts."""
         files = sorted(path.name for path in self._directory.glob("others-*.safetensors"))
         for name, row in self._modules.items():
-            file = next((file for file in files if f"{name}.codes" in self._keys(file)), None)
+            file = next((file for file in files if f"{name}.codes" in self._open(file)[1]), None)
             if file is None:
                 raise ArtifactError(f"no file holds {name}", where=str(self._directory), do=REMEDY)
             yield name, self._packed(file, name, row.bits, row.group_size, row.inputs, row.symmetric, False)
@@ -76,7 +74,8 @@ class AsQuantized:
     def _packed(
         self, file: str, prefix: str, bits: int, group_size: int, inputs: int, symmetric: bool, nested: bool
     ) -> PackedWeight:
-        parts = {part: self._tensor(file, f"{prefix}.{part}") for part in PARTS if self._has(file, f"{prefix}.{part}")}
+        handle, keys = self._open(file)
+        parts = {part: handle.get_tensor(f"{prefix}.{part}") for part in PARTS if f"{prefix}.{part}" in keys}
         if not {"codes", "scales"} <= parts.keys():
             raise ArtifactError(f"no codes and scales of {prefix}", where=str(self._directory / file), do=REMEDY)
         grid: dict[str, Any] = {"bits": bits, "group_size": group_size, "symmetric": symmetric, "nested": nested}
@@ -85,23 +84,18 @@ class AsQuantized:
         )
 
     def _tensor(self, file: str, key: str) -> Tensor:
-        if not self._has(file, key):
+        handle, keys = self._open(file)
+        if key not in keys:
             raise ArtifactError(f"no tensor {key}", where=str(self._directory / file), do=REMEDY)
-        tensor: Tensor = self._file(file).get_tensor(key)
+        tensor: Tensor = handle.get_tensor(key)
         return tensor
 
-    def _has(self, file: str, key: str) -> bool:
-        return key in self._keys(file)
-
-    def _keys(self, file: str) -> set[str]:
-        if file not in self._names:
-            self._names[file] = set(self._file(file).keys())
-        return self._names[file]
-
-    def _file(self, file: str) -> Any:
-        path: Path = self._directory / file
-        if file not in self._open:
+    def _open(self, file: str) -> tuple[Any, set[str]]:
+        """One of the stage's files, and the names of its tensors."""
+        path = self._directory / file
+        if file not in self._files:
             if not path.is_file():
                 raise ArtifactError("file is missing", where=str(path), do=REMEDY)
-            self._open[file] = safe_open(path, "pt")
-        return self._open[file]
+            handle = safe_open(path, "pt")
+            self._files[file] = handle, set(handle.keys())
+        return self._files[file]

@@ -133,7 +133,7 @@ class CheckpointSize:
     @cached_property
     def fixed(self) -> dict[str, int]:
         """Bytes that no width decides, by file."""
-        plain = self._plain()
+        plain = shards(self.source, others.kept_keys(self.context), self.recipe.export.max_shard)
         where = {key: name for name, keys in plain.items() for key in keys}
         files = {name: _file({key: self._plain_shape(key) for key in keys}) for name, keys in plain.items()}
         for layer in self.layers:
@@ -181,9 +181,6 @@ class CheckpointSize:
     @property
     def _stamp(self) -> ModelStamp:
         return ModelStamp(name=self.source.name, revision=self.source.revision, digest=DIGEST)
-
-    def _plain(self) -> dict[str, list[str]]:
-        return shards(self.source, others.kept_keys(self.context), self.recipe.export.max_shard)
 
     def _plain_shape(self, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
         name, shape, _ = plain_header(self.source, key)

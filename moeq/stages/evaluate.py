@@ -88,13 +88,16 @@ class _Variants:
         context = self.context
         measured = self.judge.measure(name, model, None if exported else context.model.streamed, advance)
         self.items.append(measured.items)
-        average = None if assignment is None else assignment.average_bits()
+        if assignment is None:
+            size, average = export.original_expert_bytes(context), None
+        else:
+            size, average = total_bytes(context, assignment), assignment.average_bits()
         self.rows.append(
             EvalRow(
                 name=name,
                 exported=exported,
                 assignment=assignment,
-                expert_bytes=_expert_bytes(context, assignment),
+                expert_bytes=size,
                 other_bytes=self.rest[assignment is not None],
                 checkpoint_bytes=self.sizes.of(assignment),
                 average_bits=None if average is None else float(average),
@@ -102,10 +105,6 @@ class _Variants:
             )
         )
         self.translating.add(name, model, advance)
-
-
-def _expert_bytes(context: Context, assignment: Assignment | None) -> int:
-    return export.original_expert_bytes(context) if assignment is None else total_bytes(context, assignment)
 
 
 def _with_samples(
@@ -118,13 +117,12 @@ def _with_samples(
         return rows
     samples = document.document(items, settings)
     document.write(path, samples)
-    return [_with_changes(row, entry["cells"]) for row, entry in zip(rows, samples["table"], strict=True)]
-
-
-def _with_changes(row: EvalRow, cells: dict[str, Any]) -> EvalRow:
-    """The row with its differences from the original."""
-    changes = {name: Change(**cell["change"]) for name, cell in cells.items() if cell["change"] is not None}
-    return row.model_copy(update={"changes": changes})
+    with_changes = []
+    for row, entry in zip(rows, samples["table"], strict=True):
+        given = {name: cell["change"] for name, cell in entry["cells"].items()}
+        changes = {name: Change(**change) for name, change in given.items() if change is not None}
+        with_changes.append(row.model_copy(update={"changes": changes}))
+    return with_changes
 
 
 def check(context: Context) -> None:

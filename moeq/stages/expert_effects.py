@@ -120,7 +120,10 @@ class _Worker:
         names = blocks_of(model.module)
         known = model.layers if model.streamed is None else model.streamed.layers  # found while all are there
         layers = {index: known[index] for index, _ in places}
-        blocks = {index: _block_of(names, layer) for index, layer in layers.items()}
+        blocks = {
+            index: next((name for name in names if layer.name.startswith(f"{name}.")), NOWHERE)
+            for index, layer in layers.items()
+        }
         totals, tokens = np.zeros(len(places)), 0
         for batch in self.batches:
             with recording(model.module, names, list(blocks.values())) as outputs:
@@ -156,11 +159,6 @@ class _Worker:
             self.seen[block] = False
         if not self.seen[block]:
             self.context.reporter.say(f"  {block} needs more than the layer before it: the whole model runs")
-
-
-def _block_of(blocks: Sequence[str], layer: ExpertLayer) -> str:
-    """The decoder layer that a layer of experts lies in."""
-    return next((name for name in blocks if layer.name.startswith(f"{name}.")), NOWHERE)
 
 
 def _filled(

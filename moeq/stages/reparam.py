@@ -110,7 +110,13 @@ def sample(context: Context, section: ReparamSection) -> list[Batch]:
             batches.append(first_rows(batch, left))
             left -= len(batches[-1].sequences)
     tasks = getattr(context.model.skeleton.config, "num_tasks", 1)
-    return batches if tasks == 1 else [_of_task(batch, task, tasks) for task in range(tasks) for batch in batches]
+    if tasks == 1:
+        return batches
+    return [  # sequences are numbered apart from those of the other tasks
+        replace(batch, sequences=batch.sequences * tasks + task, extra=batch.extra | {"task": torch.tensor(task)})
+        for task in range(tasks)
+        for batch in batches
+    ]
 
 
 def first_rows(batch: Batch, rows: int, tokens: int | None = None) -> Batch:
@@ -123,12 +129,6 @@ def first_rows(batch: Batch, rows: int, tokens: int | None = None) -> Batch:
         sequences=batch.sequences[:rows],
         extra={name: value[:rows] if value.dim() else value for name, value in batch.extra.items()},
     )
-
-
-def _of_task(batch: Batch, task: int, tasks: int) -> Batch:
-    """A batch for one of a model's tasks; its sequences are numbered apart from those of the other tasks."""
-    extra = batch.extra | {"task": torch.tensor(task)}
-    return replace(batch, sequences=batch.sequences * tasks + task, extra=extra)
 
 
 def _calls(streamed: StreamedModel, batches: Sequence[Batch]) -> list[Any]:
@@ -145,7 +145,9 @@ def choose(edges: Edges, norms: str | list[str], streamed: StreamedModel) -> tup
         for pattern in norms:
             if not any(fnmatchcase(name, pattern) for name in names):
                 close = nearest(pattern, names)
-                raise RecipeError(f"no norm is called {pattern!r}", where="reparam.norms", do=f"{_first(close, names)}")
+                like = f"norms are called like {names[0]}" if names else "it has none"
+                do = f"did you mean {close!r}?" if close else like
+                raise RecipeError(f"no norm is called {pattern!r}", where="reparam.norms", do=do)
         wanted = {name for name in names if any(fnmatchcase(name, pattern) for pattern in norms)}
     else:
         wanted = {name for name in names if norms == "all" or streamed.block_of(name)}
@@ -166,10 +168,6 @@ def choose(edges: Edges, norms: str | list[str], streamed: StreamedModel) -> tup
         )
     left = {name: "not among reparam.norms" for name in names if name not in wanted}
     return chosen, left | edges.refused | edges.left
-
-
-def _first(close: str | None, names: Sequence[str]) -> str:
-    return f"did you mean {close!r}?" if close else f"norms are called like {names[0]}" if names else "it has none"
 
 
 def _calibrate(
