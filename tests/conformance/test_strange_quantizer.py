@@ -38,13 +38,20 @@ def quantize(weights, statistics, settings):
     return found
 
 
+def linear(weight, factor, grid):
+    from moeq.numerics import gptq
+
+    assert factor is None, "it needs none"
+    return gptq.quantize(weight[None], None, bits=[grid.bits], group_size=grid.group_size, symmetric=grid.symmetric)
+
+
 def memory(sizes):
     return [sizes.experts * sizes.layer.parameters_per_expert * (4 + len(sizes.settings.bits))]
 
 
 QUANTIZER = Quantizer(
     name="strangers", label="Half the range", help="rounding to nearest within a part of the range",
-    quantize=quantize, memory=memory, settings=Settings, widths=(2, 3, 4), grids=("asymmetric",),
+    quantize=quantize, memory=memory, settings=Settings, widths=(2, 3, 4), grids=("asymmetric",), linear=linear,
 )
 """
 ALL = """
@@ -67,6 +74,7 @@ SMALL = (
     "assign={method: uniform, bits: 2, quantizer: strangers}",
     "eval.compare=[{name: chosen, method: uniform, bits: 2, quantizer: best}]", "eval.tasks=[]", "export.verify=false",
     "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=32", "estimate.grid.inputs=[128]",
+    "others.attention=4", "others.method=strangers",
 )  # fmt: skip
 MODULES = {"strangers_quantizer": HALF}
 ENTRIES = {"strangers": "strangers_quantizer:QUANTIZER"}
@@ -97,7 +105,9 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
                row["method"] == "strangers")  # fmt: skip
     made = json.loads((out / "quantize" / "quantizers.json").read_text())["layers"]
     assert {method for layer in made.values() for expert in layer for method in expert.values()} == {"strangers"}
-    experts = [expert for layer in read_manifest(out / "checkpoint").layers for expert in layer.experts]
+    manifest = read_manifest(out / "checkpoint")
+    assert {module.quantizer for module in manifest.others} == {"strangers"}
+    experts = [expert for layer in manifest.layers for expert in layer.experts]
     assert {replica.quantizer for expert in experts for replica in expert.replicas} == {"strangers"}
     page = next((out / "report").glob("*.html")).read_text("utf-8")
     assert "Half the range" in page
