@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from moeq.artifacts.run import DIRECTORIES, STORE, store_folder
 from moeq.progress import Reporter
@@ -32,7 +29,6 @@ class Context:
     as_given: bool = False
     check: bool = False
     reporter: Reporter = field(default_factory=Reporter)
-    traces: dict[Any, list[np.ndarray]] = field(default_factory=dict)  # of the experts' Hessians, by how they were made
     unfinished: dict[str, Path] = field(default_factory=dict)  # where a stage that is running writes
     text_digests: dict[str, str] = field(default_factory=dict)  # of calibration and evaluation, which may be large
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from moeq.numerics.slab import return_memory
 from moeq.numerics.traces import closed_form, hutchinson
 from moeq.recipe import AssignSection
 from moeq.stages.context import Context
+from moeq.stages.model import RunModel
 
 SAMPLES = 32
+_MADE: WeakKeyDictionary[RunModel, dict[tuple[str, int | None], list[np.ndarray]]] = WeakKeyDictionary()
 
 
 def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
@@ -27,10 +30,11 @@ def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
     """
     how = config.trace or "closed"
     key = (how, None if how == "closed" else config.trace_samples or SAMPLES)
-    if key not in context.traces:
+    made = _MADE.setdefault(context.model, {})
+    if key not in made:
         known = _known_traces(context) if how == "closed" else None
-        context.traces[key] = _computed_traces(context, key) if known is None else known
-    return context.traces[key]
+        made[key] = _computed_traces(context, key) if known is None else known
+    return made[key]
 
 
 def _known_traces(context: Context) -> list[np.ndarray] | None:

@@ -86,7 +86,7 @@ def again(run: Context, **changes: Any) -> tuple[Context, io.StringIO]:
     """The run as a new process would open it, and what it tells the user."""
     reporter, told = Reporter(), io.StringIO()
     reporter.console = Console(file=told, width=1000)
-    return replace(run, reporter=reporter, traces={}, **changes), told
+    return replace(run, reporter=reporter, **changes), told
 
 
 def store_file(run: Context) -> Path:
