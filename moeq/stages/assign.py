@@ -230,17 +230,13 @@ def constants_digest(name: str) -> str:
     return digest_of_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json(exclude={"file"})
 
 
-def own_hardware(context: Context) -> list[str] | None:
-    """Digests of the constants that decide the recipe's assignment, and another package's version; None for neither."""
-    return _digests(context, [context.recipe.assign])
+def own_inputs(context: Context) -> list[str] | None:
+    """What decides the recipe's assignment beside its section and the measurements."""
+    return deciding(context, [context.recipe.assign])
 
 
-def compared_hardware(context: Context) -> list[str] | None:
-    """As `own_hardware`, of the assignments that it is compared with."""
-    return _digests(context, context.recipe.eval.compare)
-
-
-def _digests(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
+def deciding(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
+    """Digests of the hardware that sections name, and versions of others' packages; None for neither."""
     names = [hardware_of(context, section) for section in sections]
     others = [package for section in sections if (package := ALLOCATORS.origin(section.method)) is not None]
     return [*(constants_digest(name) for name in names if name is not None), *others] or None

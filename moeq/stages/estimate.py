@@ -125,7 +125,8 @@ def check(context: Context) -> None:
 
 def hardware_digest(context: Context) -> str | list[str]:
     """Digest of the hardware's constants, of that which decides the assignments that are compared, others' policies."""
-    own, compared = assign.constants_digest(context.recipe.estimate.hardware), assign.compared_hardware(context) or []
+    own = assign.constants_digest(context.recipe.estimate.hardware)
+    compared = assign.deciding(context, context.recipe.eval.compare) or []
     others = [f"{name} of {package}" for name in POLICIES.names() if (package := POLICIES.origin(name)) is not None]
     return [own, *compared, *others] if compared or others else own
 

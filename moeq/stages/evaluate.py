@@ -142,7 +142,7 @@ def check(context: Context) -> None:
 
 def other_inputs(context: Context) -> dict[str, list[str]] | None:
     """Digests of what the evaluation reads beside the recipe, the model and the text; None: of nothing."""
-    inputs = {"hardware": assign.compared_hardware(context), "translation": text_digests(context)}
+    inputs = {"hardware": assign.deciding(context, context.recipe.eval.compare), "translation": text_digests(context)}
     return {name: digests for name, digests in inputs.items() if digests is not None} or None
 
 
@@ -237,20 +237,10 @@ def _exported(context: Context, expected: torch.Tensor) -> tuple[Any, float]:
 
 def summarize(report: EvalReport) -> dict[str, Any]:
     """Rows of the final table."""
+    shown = {"name", "expert_bytes", "other_bytes", "checkpoint_bytes", "perplexity", "accuracy"}
     return {
         "export_logit_error": report.export_logit_error,
-        "rows": [
-            {
-                "name": row.name,
-                "expert_bytes": row.expert_bytes,
-                "other_bytes": row.other_bytes,
-                "checkpoint_bytes": row.checkpoint_bytes,
-                "perplexity": row.perplexity,
-                "accuracy": row.accuracy,
-                **row.image_figures(),
-            }
-            for row in report.rows
-        ],
+        "rows": [row.model_dump(include=shown) | row.image_figures() for row in report.rows],
         **({} if report.translation is None else {"translation": figures(report.translation)}),
     }
 

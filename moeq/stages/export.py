@@ -29,6 +29,7 @@ from moeq.stages import assign, model_card, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import PackedGrid
 from moeq.stages.replicas import REFINED, load_losses
 from moeq.verification.written import check_written
 
@@ -112,14 +113,13 @@ def _check_uniform(context: Context) -> None:
 
     What was decided before, perhaps by hand, is looked at instead where it is there.
     """
-    section, grid = context.recipe.assign, context.recipe.losses
+    section = context.recipe.assign
     named = [*section.named()]
     if len(named) != 1 or (context.finished("assign") / assign.NAME).is_file():
         return
     hot = section.gpu_experts
     widths = [[FULL] * hot + named * (layer.num_experts - hot) for layer in context.model.layers]
-    for name in context.recipe.export.formats:
-        _check_widths(context, name, widths, grid.group_size, grid.symmetric, grid.nested)
+    _check_widths(context, widths, context.recipe.losses)
 
 
 def _check_others(context: Context, target: Target) -> None:
@@ -140,26 +140,16 @@ def _check_others(context: Context, target: Target) -> None:
 
 def check_formats(context: Context, assignment: Assignment) -> None:
     """PlanError for a format whose runtime could not load what was assigned, before anything is written."""
-    grid = (assignment.group_size, assignment.symmetric, assignment.nested)
+    _check_widths(context, assignment.expert_widths(), assignment)
+
+
+def _check_widths(context: Context, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> None:
+    """PlanError for a format whose runtime could not load the widths [E] of some layer."""
+    settings = {"group_size": grid.group_size, "symmetric": grid.symmetric, "nested": grid.nested}
     for name in context.recipe.export.formats:
-        _check_widths(context, name, assignment.expert_widths(), *grid)
-
-
-def _check_widths(
-    context: Context, name: str, widths: Sequence[Sequence[Width]], group_size: int, symmetric: bool, nested: bool
-) -> None:
-    """PlanError where a format's runtime could not load the widths [E] of some layer."""
-    reason = refuse_layers(
-        name,
-        context.model.layers,
-        widths,
-        group_size=group_size,
-        symmetric=symmetric,
-        nested=nested,
-        widen=context.recipe.export.widen,
-    )
-    if reason is not None:
-        raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
+        reason = refuse_layers(name, context.model.layers, widths, **settings, widen=context.recipe.export.widen)
+        if reason is not None:
+            raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
 
 
 def _write_formats(context: Context) -> None:
