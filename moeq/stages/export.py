@@ -145,9 +145,16 @@ def check_formats(context: Context, assignment: Assignment) -> None:
 
 def _check_widths(context: Context, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> None:
     """PlanError for a format whose runtime could not load the widths [E] of some layer."""
-    settings = {"group_size": grid.group_size, "symmetric": grid.symmetric, "nested": grid.nested}
     for name in context.recipe.export.formats:
-        reason = refuse_layers(name, context.model.layers, widths, **settings, widen=context.recipe.export.widen)
+        reason = refuse_layers(
+            name,
+            context.model.layers,
+            widths,
+            group_size=grid.group_size,
+            symmetric=grid.symmetric,
+            nested=grid.nested,
+            widen=context.recipe.export.widen,
+        )
         if reason is not None:
             raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
 
