@@ -147,7 +147,8 @@ def test_what_stores_were_given_before_is_found_by_its_names() -> None:
                "assign={method: uniform, bits: 4}", "eval.compare=[]"],
     )  # fmt: skip
     computed = {"device": "cpu", "dtype": "float32"}
-    run: Any = SimpleNamespace(recipe=recipe, stamp=SimpleNamespace(digest="d" * 64), compute=lambda: computed)
+    model = SimpleNamespace(stamp=SimpleNamespace(digest="d" * 64), compute=lambda: computed)
+    run: Any = SimpleNamespace(recipe=recipe, model=model)
     index = losses.planned(run, "t" * 64)
     assert index.set == "68f656d645d7a68f24ac312953043d0d94c255ec8220974c0d6a7221582689e2"
     assert [(made.entry, made.rows) for made in index.made] == [
