@@ -237,12 +237,12 @@ class RunModel:
     @contextmanager
     def overlay(self) -> Iterator[Overlay]:
         """Replacements of any experts and modules, one set after the other; none are left afterwards."""
-        overlay = Overlay(self)
-        try:
-            yield overlay
-        finally:
-            overlay.close()
-            self.__dict__.pop("module", None)
+        with self.changeable():
+            overlay = Overlay(self)
+            try:
+                yield overlay
+            finally:
+                overlay.close()
 
 
 class Overlay:
