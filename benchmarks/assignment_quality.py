@@ -117,7 +117,7 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
     )
     context = Context(recipe=recipe, model_name=options.model, out=out, reporter=Reporter(quiet=True))
     if options.windows is not None:
-        windows = Windows.of(figures.script(options.windows), context.tokenizer)
+        windows = Windows.of(figures.script(options.windows), context.model.tokenizer)
         context.text.__dict__["calibration"] = sequences({"": windows.calibration})
         context.text.__dict__["evaluation"] = sequences(windows.heldout)
     return context
@@ -163,7 +163,7 @@ def entries(context: Context, options: argparse.Namespace) -> Iterator[Entry]:
             yield best | {"name": "optimal-2-scope-layer", "scope": "layer", "loss_weighting": options.weighting}
             name = "optimal-2-granularity-layer"
             yield best | {"name": name, "granularity": "layer", "loss_weighting": options.weighting}
-    half = context.layers[0].num_experts // 2
+    half = context.model.layers[0].num_experts // 2
     for selector in (True, False):
         name = f"hot{half}+prefix-split-2{'' if selector else '-no-selector'}"
         hot = {"name": name, "gpu_experts": half, "selector": selector, "average_bits": 2}

@@ -147,7 +147,8 @@ def measure(folder: Path, how: str) -> dict[str, dict[str, float]]:
             read, started = bytes_read(context) if rows else 0, time.monotonic()
             if stage == "perplexity":
                 text = context.text.evaluation
-                perplexity(context.model, text, 4, context.device, lambda: None, streamed=context.streamed)
+                there = context.model
+                perplexity(there.module, text, 4, there.device, lambda: None, streamed=there.streamed)
             else:
                 pipeline.run(context, (stage,))
             passes = (bytes_read(context) - read) / total
@@ -158,7 +159,7 @@ def measure(folder: Path, how: str) -> dict[str, dict[str, float]]:
 
 def bytes_read(context: Context) -> int:
     """What the model's layers and single experts asked of the disk so far."""
-    return context.streamed.bytes_read + context.expert_reader.bytes_read
+    return context.model.streamed.bytes_read + context.model.expert_reader.bytes_read
 
 
 def verdict(results: figures.Figures, rows: dict[int, dict[str, Any]], layer_bytes: int, resident_bytes: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, expert_math, first_products, stacked_weights
-from moeq.models.walk import LayerInputs, walk
+from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq, nested
 from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.grids import decode, group_count
@@ -119,11 +119,11 @@ def main() -> int:
         context = figures.context(options.model, Path(out), overrides)
         batches = context.text.grown_calibration.batches(context.recipe.corpus.batch_size)
         errors: dict[str, list[float]] = {name: [] for name in METHODS}
-        for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
-            weights = stacked_weights(context.model, inputs.layer, slice(None))
-            for name, values in losses(inputs, weights, expert_math(context.model, inputs.layer)).items():
+        for inputs in context.model.walk(batches):
+            weights = stacked_weights(context.model.module, inputs.layer, slice(None))
+            for name, values in losses(inputs, weights, expert_math(context.model.module, inputs.layer)).items():
                 errors[name] += values
-        layer = context.layers[0]
+        layer = context.model.layers[0]
     means = {name: sum(values) / len(values) for name, values in errors.items()}
     sizes = {name: bits_a_weight(layer, group, extra) for name, (group, extra, _) in METHODS.items()}
     figure = figures.Figures(options)

@@ -44,6 +44,7 @@ from safetensors.torch import save_file  # isort: skip
 from torch import Tensor  # isort: skip
 
 from moeq import pipeline
+from moeq.artifacts.assignment import Assignment
 from moeq.models.corpus import Sequences
 from moeq.recipe import AssignSection
 from moeq.registry import QUANTIZERS
@@ -99,7 +100,7 @@ class Bench:
     ) -> None:
         self.model, self.out, self.methods, self.iterations = model, out, methods, iterations
         self.settings = settings
-        self.windows = Windows.of(script, self.context().tokenizer)
+        self.windows = Windows.of(script, self.context().model.tokenizer)
 
     def context(self, *overrides: str) -> Context:
         common = [
@@ -117,19 +118,24 @@ class Bench:
         return sum(outcome.seconds for outcome in pipeline.run(context, stages))
 
     @torch.no_grad()
-    def perplexity(self, context: Context) -> float:
+    def perplexity(self, context: Context, assignment: Assignment | None = None, *, exported: bool = False) -> float:
+        """Perplexity of the original, or of an assignment; exported: it is the recipe's, and may have been refined."""
+        with context.model.overlay() as overlay:
+            if assignment is None:
+                return self._perplexity(overlay.set())
+            return self._perplexity(evaluate.replaced(context, overlay, assignment, exported=exported))
+
+    def _perplexity(self, model: Any) -> float:
         losses = []
         for windows in self.windows.heldout.values():
             batches = windows.long().split(16)
-            found = [float(context.model(input_ids=batch, labels=batch).loss) * len(batch) for batch in batches]
+            found = [float(model(input_ids=batch, labels=batch).loss) * len(batch) for batch in batches]
             losses.append(sum(found) / len(windows))
-        context.drop_model()
         return math.exp(sum(losses) / len(losses))
 
     def assigned(self, context: Context, section: AssignSection) -> float:
         """Perplexity of an assignment over the replicas as they are stored."""
-        evaluate.apply_assignment(context, assign.make(context, section, "bench"))
-        return self.perplexity(context)
+        return self.perplexity(context, assign.make(context, section, "bench"))
 
     def refined(self, section: dict[str, Any]) -> tuple[float, float]:
         """Perplexity of a refined assignment, and the seconds of refining it."""
@@ -137,8 +143,7 @@ class Bench:
         context = self.context(f"assign={json.dumps(section)}", refine)
         self.seconds(context, "profile", "losses", "assign")
         taken = self.seconds(context, "quantize")
-        evaluate.apply_assignment(context, assign.load(context), exported=True)
-        return self.perplexity(context), taken
+        return self.perplexity(context, assign.load(context), exported=True), taken
 
 
 def sequences(windows: dict[str, Tensor]) -> Sequences:

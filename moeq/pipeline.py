@@ -53,10 +53,10 @@ class Outcome:
 
 def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     """Digests of all that a stage's result depends on."""
-    found = stage.own_inputs(context)
-    for name in stage.needs(context.recipe):
-        found[name] = _digest_before(context, name, cached=not context.check)
-    return found
+    earlier = stage.needs(context.recipe)
+    return stage.own_inputs(context) | {
+        name: _digest_before(context, name, cached=not context.check) for name in earlier
+    }
 
 
 def _digest_before(context: Context, name: str, *, cached: bool) -> str:
@@ -88,24 +88,24 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     for what in damage(directory, stage.name, stage.editable):
         context.reporter.say(f"  [yellow]{stage.name}: {escape(what)}; made again[/yellow]")
     context.reporter.say(f"[bold]{stage.name}[/bold]")
-    context.check_model()
+    context.model.check_unchanged()
     for name in stage.needs(context.recipe):
         _digest_before(context, name, cached=name in stage.glances and not context.check)
     started = time.monotonic()
     with building(directory, progress=stage.progress(context)) as unfinished, context.writing(stage.name, unfinished):
         summary = stage.run(context)
         seconds = time.monotonic() - started
-        context.check_model()
+        context.model.check_unchanged()
         created = datetime.now(UTC).isoformat(timespec="seconds")
         record = write_record(
             unfinished,
             stage=stage.name,
-            model=context.stamp,
+            model=context.model.stamp,
             seed=context.recipe.seed,
             key=key,
             inputs=inputs,
             summary=summary,
-            volatile={"created": created, "seconds": round(seconds, 3), MODEL_FILES: context.model_files},
+            volatile={"created": created, "seconds": round(seconds, 3), MODEL_FILES: context.model.files},
             apart=stage.apart,
             before=before,
         )
@@ -186,7 +186,7 @@ def _look_ahead(context: Context, stages: Sequence[Stage], force: bool) -> None:
 
 def _coming_assignment(context: Context, stages: Sequence[Stage], force: bool) -> Assignment | None:
     """The assignment that is exported; None where what decides it is still to be made."""
-    stage, coming = BY_NAME["assign"], {one.name for one in stages}
+    stage, coming = BY_NAME["assign"], {asked.name for asked in stages}
     if stage.name not in coming or _is_finished(context, stage, stage.editable if not force else frozenset()):
         return assign.load(context)
     if all(_is_finished(context, BY_NAME[name]) for name in coming & {"profile", "losses"}):
@@ -280,7 +280,7 @@ def _put_back(path: Path, before: bytes | None) -> None:
     if before is not None:
         if path.read_bytes() != before:
             write_bytes(path, before)
-    elif {one.name for one in path.parent.iterdir()} <= {path.name, ".lock"}:
+    elif {beside.name for beside in path.parent.iterdir()} <= {path.name, ".lock"}:
         path.unlink(missing_ok=True)
 
 
@@ -302,9 +302,9 @@ def _check_needed(context: Context, stage: Stage) -> None:
 def _check_model_of(context: Context, needed: str) -> None:
     """ArtifactError where a stage was run on another model, or on other bytes of this one."""
     record = read_record(context.directory(needed), needed)
-    if record.model.digest == context.stamp.digest:
+    if record.model.digest == context.model.stamp.digest:
         return
-    changed = changed_files(record, context.model_files)
+    changed = changed_files(record, context.model.files)
     what = f": {changed[0]} is not the file that it read" if changed else ""
     raise ArtifactError(
         f"made from another model ({record.model.name}){what}",
@@ -322,8 +322,8 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
         torch.set_num_threads(context.recipe.threads)
     torch.manual_seed(context.recipe.seed)
     if any(stage.name != REPARAM for stage in stages):
-        _ = context.layers
-    _ = context.dtype
+        _ = context.model.layers
+    _ = context.model.dtype
     parts = {part for stage in stages for part in stage.text}
     if parts:
         _ = context.text.perplexity  # or what makes none possible
@@ -334,19 +334,15 @@ def _prepare(context: Context, stages: list[Stage]) -> None:
 
 
 def _remove_partials(context: Context) -> None:
-    own = [STORE] if context.owns_store else []
-    stages = [context.finished(name).name for name in BY_NAME]
+    """Take away what is half-written, but for what a stage that was broken off goes on with."""
+    folders = {name: context.finished(name).name for name in BY_NAME}
     kept = [
-        context.finished(name).name
-        for name, stage in BY_NAME.items()
-        if stage.progress(context) and record_of(_begun(context, name), name) is None
+        folders[name]
+        for name, stage in BY_NAME.items()  # with a record in it, it is one that was being replaced
+        if stage.progress(context) and record_of(context.out / f"{folders[name]}{BEGUN}", name) is None
     ]
-    remove_partials(context.out, [RECIPE_COPY, *own, *stages, *export.FORMAT_DIRECTORIES], kept)
-
-
-def _begun(context: Context, name: str) -> Path:
-    """Where a stage that was broken off goes on; with a record in it, it is one that was being replaced."""
-    return context.finished(name).with_name(context.finished(name).name + BEGUN)
+    own = [STORE] if context.owns_store else []
+    remove_partials(context.out, [RECIPE_COPY, *own, *folders.values(), *export.FORMAT_DIRECTORIES], kept)
 
 
 def result_paths(context: Context) -> dict[str, Path]:

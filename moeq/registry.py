@@ -2,20 +2,23 @@
 
 Own members are found by themselves: every module of the kind's package that declares one (`ALLOCATOR = ...`) is one,
 and gives it its name; a module that declares none is a helper. Other packages name theirs in the entry points of a
-group (`moeq.allocators`). Names are listed without importing any; a member that cannot be loaded is left out.
+group (`moeq.allocators`). Names are listed without importing any; a member that cannot be loaded is left out, and what
+another's member raises becomes one line that names its package.
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.errors import MoeqError, RecipeError, hint
+from moeq.errors import AssignmentError, EstimateError, MoeqError, QuantizationError, RecipeError, hint
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -27,13 +30,17 @@ LONGEST = 80  # characters of an unknown name that are shown
 class Registry:
     """One kind of member, which modules of `package` declare in capitals (KIND = ...), other packages in `group`.
 
-    base: "module:Class" that all of the kind are of; separator: what a name has for an underscore of its module's.
+    base: "module:Class" that all of the kind are of; error: what others' failures become; guarded: functions of theirs
+    that see to this by themselves, the rest is called within `blaming`. separator: what a name has for an underscore of
+    its module's.
     """
 
     kind: str
     group: str
     package: str
     base: str
+    error: type[MoeqError]
+    guarded: tuple[str, ...]
     separator: str = "-"
 
     def names(self) -> tuple[str, ...]:
@@ -67,6 +74,26 @@ class Registry:
     def origin(self, name: str) -> str | None:
         """The package, with its version, that another's member is of; None of moeq's own."""
         return None if name in self.own else _package(self._entries[0][name])
+
+    @contextmanager
+    def blaming(self, name: str, at: Callable[[], str]) -> Iterator[None]:
+        """Raise what another's member raises as one error that names its package; at: where it failed.
+
+        Errors of moeq, and those of its own members, stay as they are.
+        """
+        try:
+            yield
+        except MoeqError:
+            raise
+        except Exception as error:
+            package = self.origin(name)
+            if package is None:
+                raise
+            raise self.error(
+                f"{self.kind} {name!r} failed at {at()} ({type(error).__name__}: {error})",
+                where=package,
+                do=f"report it to the authors of that package, or use another {self.kind}",
+            ) from error
 
     def problems(self) -> list[str]:
         """A line for every entry point that cannot be used: its package, its name and why."""
@@ -122,7 +149,24 @@ class Registry:
             return _broken(entry, f"{type(error).__name__}: {error}")
         if not isinstance(found, getattr(import_module(module), name)):
             return _broken(entry, f"a {type(found).__name__} is no {self.base}")
-        return found if found.name == entry.name else _broken(entry, f"it is named {found.name!r}")
+        return self._guard(found) if found.name == entry.name else _broken(entry, f"it is named {found.name!r}")
+
+    def _guard(self, member: Any) -> Any:
+        """A copy of another's member whose guarded functions raise one error that names its package."""
+        member = copy.copy(member)
+        for name in self.guarded:
+            if (function := getattr(member, name)) is not None:
+                object.__setattr__(member, name, self._guarded(member.name, function))
+        return member
+
+    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def guarded(*arguments: Any, **named: Any) -> Any:
+            with self.blaming(name, lambda: f"{function.__name__}()"):
+                result = function(*arguments, **named)
+                return list(result) if isinstance(result, Iterator) else result
+
+        return guarded
 
 
 def _package(entry: EntryPoint) -> str:
@@ -135,15 +179,27 @@ def _broken(entry: EntryPoint, reason: str) -> MoeqError:
 
 
 ALLOCATORS = Registry(
-    kind="allocator", group="moeq.allocators", package="moeq.assigners", base="moeq.assigners.allocator:Allocator"
+    kind="allocator",
+    group="moeq.allocators",
+    package="moeq.assigners",
+    base="moeq.assigners.allocator:Allocator",
+    error=AssignmentError,
+    guarded=("assign", "trials", "at_bytes", "foreseen"),
 )
 QUANTIZERS = Registry(
-    kind="quantizer", group="moeq.quantizers", package="moeq.quantizers", base="moeq.quantizers.quantizer:Quantizer"
+    kind="quantizer",
+    group="moeq.quantizers",
+    package="moeq.quantizers",
+    base="moeq.quantizers.quantizer:Quantizer",
+    error=QuantizationError,
+    guarded=("memory", "operations"),
 )
 POLICIES = Registry(
     kind="policy",
     group="moeq.policies",
     package="moeq.estimator.policies",
     base="moeq.estimator.policies:Policy",
+    error=EstimateError,
+    guarded=("decode", "prefill", "migration", "refusal"),
     separator="_",
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from strangers import on_path, write_package
 
-from moeq.errors import EstimateError, RecipeError
+from moeq.errors import AssignmentError, BudgetError, EstimateError, RecipeError
 from moeq.registry import ALLOCATORS, POLICIES, QUANTIZERS, Registry
 
 OWN = {
@@ -94,3 +94,44 @@ def test_others_are_found_and_broken_ones_are_told_in_a_line(tmp_path: Path) -> 
                 POLICIES.get(name, EstimateError)
             assert str(caught.value) == told[name]
     assert POLICIES.names() == OWN[POLICIES]
+
+
+FAILING = """
+from dataclasses import replace
+
+from moeq.assigners.uniform import ALLOCATOR as OWN
+from moeq.errors import BudgetError
+
+
+def assign(inputs):
+    raise BudgetError("no such budget") if inputs else KeyError("bits")
+
+
+def trials(inputs, averages):
+    yield "one", {}
+    raise ValueError("no second one")
+
+
+ALLOCATOR = replace(OWN, name="failing", assign=assign, trials=trials)
+"""
+
+
+def test_what_others_raise_is_one_line_that_names_their_package(tmp_path: Path) -> None:
+    """Functions that give their results one by one too; errors of moeq's own pass, and what its own members raise."""
+    modules = {"kind_failing": FAILING}
+    write_package(tmp_path, ALLOCATORS.group, {"failing": "kind_failing:ALLOCATOR"}, modules)
+    with on_path(tmp_path, ALLOCATORS, modules):
+        allocator = ALLOCATORS.get("failing")
+        assert allocator is ALLOCATORS.get("failing")
+        with pytest.raises(AssignmentError) as caught:
+            allocator.assign(None)
+        assert str(caught.value) == (
+            "strangers 1.0: allocator 'failing' failed at assign() (KeyError: 'bits'); "
+            "report it to the authors of that package, or use another allocator"
+        )
+        with pytest.raises(AssignmentError, match=r"failed at trials\(\) \(ValueError: no second one\)"):
+            allocator.trials(None, ())
+        with pytest.raises(BudgetError, match="no such budget"):
+            allocator.assign(1)
+        with pytest.raises(AttributeError):
+            ALLOCATORS.get("uniform").assign(None)

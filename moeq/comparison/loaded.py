@@ -22,7 +22,7 @@ from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.context_aware import ContextAwareModel, PrefillStore
 from moeq.runtime.experts_by_row import Dequantized
-from moeq.runtime.swapping import Swapped
+from moeq.runtime.swapping import Place, Replacement, Swapped
 from moeq.stages.assign import load as load_assignment
 from moeq.stages.evaluate import other_replacements, replacements
 
@@ -73,9 +73,9 @@ def load(subject: Subject, settings: Settings) -> Loaded:
 def lm_of(loaded: Loaded, subject: Subject, settings: Settings) -> StaticLM:
     """The subject for lm-eval, on a model that is loaded; what the subject before did to it is undone."""
     if loaded.swapped is not None:
-        run, wanted = subject.run, {}
+        run, wanted = subject.run, dict[Place, Replacement]()
         if run is not None and subject.context is not None:
-            wanted = other_replacements(run)
+            wanted.update(other_replacements(run).items())
         elif run is not None:
             wanted = replacements(run, subject.assignment, exported=subject.exported)
         if run is not None and not loaded.swapped.layers:
@@ -93,7 +93,7 @@ def check(subject: Subject) -> None:
         return
     where = str(subject.run.out if subject.run is not None else subject.checkpoint)
     if subject.run is not None:
-        layers, widths = subject.run.layers, run_widths(subject.run)
+        layers, widths = subject.run.model.layers, run_widths(subject.run)
     else:
         reader = _reader(subject)
         layers, widths = reader.layers, CheckpointReplicas(reader).widths()

@@ -139,7 +139,7 @@ def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject
     run = _run(folder, runs, trust)
     assignment = read_assignment(path)
     shown = f"{run.out.name}:{assignment.name}"
-    return [Subject(name=shown, source=run.source, run=run, assignment=assignment)]
+    return [Subject(name=shown, source=run.model.source, run=run, assignment=assignment)]
 
 
 def _run(folder: Path, runs: dict[Path, Context], trust: bool) -> Context:
@@ -163,5 +163,5 @@ def _of_run(run: Context, name: str | None) -> list[Subject]:
         if wanted != ORIGINAL:
             assignment = assign.load(run) if wanted == own else assign.make(run, sections[wanted], wanted)
         exported = wanted == own and (run.recipe.quantize.refine is not None or is_quantized)
-        subjects.append(Subject(name=shown, source=run.source, run=run, assignment=assignment, exported=exported))
+        subjects.append(Subject(name=shown, source=run.model.source, run=run, assignment=assignment, exported=exported))
     return subjects

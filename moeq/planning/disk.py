@@ -91,7 +91,7 @@ class Disk:
         self.context, self.sizes, self.work, self.recipe = context, sizes, work, context.recipe
         self.sections = [(self.recipe.name, self.recipe.assign), *((c.name, c) for c in self.recipe.eval.compare)]
         self.own = stand_in(sizes, self.recipe.assign, self.recipe, self.recipe.name)
-        source = context.source
+        source = context.model.source
         self.stamp = ModelStamp(name=source.name, revision=source.revision, digest=DIGEST)
         self.estimating = 0.0  # seconds that the estimate of one assignment took
         self._files: dict[str, dict[str, int]] = {}
@@ -154,7 +154,7 @@ class Disk:
         """Bytes that a stage reads, hashing what it wrote included."""
         files = self.lasting(stage)
         own = sum(files.values())
-        streams, disk = self.context.streams, self.sizes.disk
+        streams, disk = self.context.model.streams, self.sizes.disk
         if stage == "profile":
             return own + disk
         if stage == "losses":
@@ -191,7 +191,7 @@ class Disk:
         return placed_bytes(self.sizes, section, self.recipe) - dense
 
     def _record(self, stage: str, files: dict[str, int]) -> int:
-        source = self.context.source
+        source = self.context.model.source
         record = StageRecord(
             stage=stage,
             model=self.stamp,
@@ -476,13 +476,13 @@ class Disk:
             )
         report = EvalReport(rows=tuple(rows), tokens=10**6, export_logit_error=1.2345678901234567e-07)
         found = {evaluation.NAME: report.model_dump(mode="json")}
-        if not self.context.takes_images:
+        if not self.context.model.takes_images:
             found[evaluation.SAMPLES] = self._samples(rows)
         return {name: len(canonical_json(one).encode()) for name, one in found.items()}
 
     def _measures(self) -> list[str]:
         """What eval compares with the original, item by item, of every assignment."""
-        if self.context.takes_images:
+        if self.context.model.takes_images:
             return []
         tasks = self.recipe.eval.tasks
         return [*tasks, *(["average"] if len(tasks) > 1 else []), *(["perplexity"] if self.work.evaluation else [])]
@@ -492,7 +492,7 @@ class Disk:
         section, text = self.recipe.eval, self.work.evaluation
         results = None
         if section.tasks:
-            manager = self.context.task_manager
+            manager = self.context.text.task_manager
             results = guessed_results(
                 section.tasks,
                 manager,

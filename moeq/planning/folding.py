@@ -35,7 +35,7 @@ def folding_need(context: Context, sizes: ModelSizes, work: Work, hours: Hours |
     section = settings(context)
     text = work.calibration
     tokens = min(section.samples, text.sequences) * text.length
-    gpu = context.device.type == "cuda"
+    gpu = context.model.device.type == "cuda"
     weights = sum(sizes.block_parameters) + sizes.resident_parameters
     disk = weights * WIDTH if section.dtype == "float32" else weights * sizes.source_dtype.itemsize
     terms = (
@@ -69,7 +69,7 @@ def _integer_forward(context: Context) -> dict[str, int]:
     section = settings(context).integer
     if section is None:
         return {}
-    model, layers = context.described
+    model, layers = context.model.described
     config: Any = model.config
     positions, hidden = image_positions(model), config.hidden_size
     vectors = config.num_hidden_layers * (

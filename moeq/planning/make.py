@@ -48,14 +48,14 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         all_replicas=recipe.quantize.replicas == "all",
         nested=recipe.losses.nested,
     )
-    gpu = context.device.type == "cuda"
-    model = Memory(sizes, work, recipe, streams=context.streams, gpu=gpu, placed=placed)
+    gpu = context.model.device.type == "cuda"
+    model = Memory(sizes, work, recipe, streams=context.model.streams, gpu=gpu, placed=placed)
     disk = Disk(context, sizes, work)
-    there = machine(context.out, context.device, context.store)
+    there = machine(context.out, context.model.device, context.store)
     rates = hours = busy = None
     if probe:
-        rates, working = measure(sizes, work, recipe, context.source.files, context.out, context.device)
-        how: dict[str, Any] = {"streams": context.streams, "free": there.ram // 2, "device": context.device}
+        rates, working = measure(sizes, work, recipe, context.model.source.files, context.out, context.model.device)
+        how: dict[str, Any] = {"streams": context.model.streams, "free": there.ram // 2, "device": context.model.device}
         hours, busy = (Hours(sizes, work, recipe, disk, one, **how) for one in (rates, working))
     stored = {f"{STORE}/{name}": size for name, size in disk.store().items()}
     needs = tuple(
@@ -88,7 +88,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
 
 def _remote(context: Context) -> set[str]:
     """The parts of the text that would have to be downloaded to be checked as the run does."""
-    if context.takes_images:
+    if context.model.takes_images:
         return set()
     parts = {"calibration": context.text.calibration_sources, "evaluation": context.text.evaluation_sources}
     return {part for part, sources in parts.items() if not all(isinstance(one, LocalFile) for one in sources)}
@@ -141,8 +141,8 @@ def _describe(context: Context, sizes: ModelSizes, placed: int) -> dict[str, Any
     item = sizes.source_dtype.itemsize
     experts = [layer.num_experts for layer in sizes.layers]
     return {
-        "name": context.source.name,
-        "kind": context.source.config["model_type"],
+        "name": context.model.source.name,
+        "kind": context.model.source.config["model_type"],
         "decoder_layers": len(sizes.block_parameters),
         "moe_layers": len(sizes.layers),
         "experts_a_layer": sorted(set(experts)),
@@ -150,7 +150,7 @@ def _describe(context: Context, sizes: ModelSizes, placed: int) -> dict[str, Any
         "expert_shape": sorted({f"{one.hidden_size} x {one.intermediate_size}" for one in sizes.layers}),
         "dtype": _short_name(sizes.source_dtype),
         "compute_dtype": _short_name(sizes.dtype),
-        "device": str(context.device),
+        "device": str(context.model.device),
         "bytes": sizes.disk,
         "expert_bytes": sizes.experts_disk,
         "other_bytes": sizes.disk - sizes.experts_disk,
@@ -158,7 +158,7 @@ def _describe(context: Context, sizes: ModelSizes, placed: int) -> dict[str, Any
         "resident_bytes": sizes.resident_parameters * item,
         "placed_expert_bytes": placed,
         **_packed_others(sizes),
-        "streamed": context.streams,
+        "streamed": context.model.streams,
     }
 
 
@@ -182,7 +182,7 @@ def _notes(context: Context, sizes: ModelSizes, work: Work, probe: bool) -> list
         found.append(
             f"corpus: about {text.whole} tokens, {text.tokens} are wanted; the run will refuse unless that is wrong"
         )
-    if context.streams and work.tasks is not None:
+    if context.model.streams and work.tasks is not None:
         passes = round(work.tasks.batches * work.tasks.steps)
         found.append(
             f"eval.tasks read the streamed model {passes} times for each assignment "

@@ -92,11 +92,11 @@ class ModelSizes:
 
 def model_sizes(context: Context) -> ModelSizes:
     """Read the sizes; ModelError for what a run refuses, with its line."""
-    skeleton, layers = context.described[0], context.layers
-    keys = loading.expert_keys(context.source, skeleton, layers)
+    skeleton, layers = context.model.skeleton, context.model.layers
+    keys = loading.expert_keys(context.model.source, skeleton, layers)
     blocks = blocks_of(skeleton)
     by_block = [_weights(skeleton.get_submodule(path)) for path in blocks]
-    headers = context.source.tensors
+    headers = context.model.source.tensors
     disk = sum(header.bytes for header in headers.values())
     experts_disk = sum(headers[key].bytes for key in keys)
     geometry = geometry_from_config(
@@ -106,8 +106,8 @@ def model_sizes(context: Context) -> ModelSizes:
         expert_intermediate_size=layers[0].intermediate_size,
         non_expert_parameters=0,
     )
-    if context.takes_images:
-        vocabulary = context.image_task.labels
+    if context.model.takes_images:
+        vocabulary = context.model.image_task.labels
     else:
         embeddings: Any = skeleton.get_input_embeddings()  # type: ignore[operator]
         vocabulary = int(embeddings.weight.shape[0])
@@ -121,9 +121,9 @@ def model_sizes(context: Context) -> ModelSizes:
         tensors=len(headers),
         disk=disk,
         experts_disk=experts_disk,
-        source_dtype=loading.source_dtype(context.source),
-        dtype=context.dtype,
-        unpacks=is_dequantized(context.source),
+        source_dtype=loading.source_dtype(context.model.source),
+        dtype=context.model.dtype,
+        unpacks=is_dequantized(context.model.source),
         block_parameters=tuple(by_block),
         expert_parameters=sum(layer.num_experts * layer.parameters_per_expert for layer in layers),
         resident_parameters=_weights(skeleton) - sum(by_block),
@@ -198,7 +198,7 @@ def work_sizes(context: Context) -> Work:
     """
     section = context.recipe.corpus
     most = section.sequences if section.until_covered is None else section.until_covered.max_sequences
-    if context.takes_images:
+    if context.model.takes_images:
         return _image_work(context, most)
     context.text.check_length(section.sequence_length, "corpus.sequence_length")
     wanted = most * section.sequence_length
@@ -221,7 +221,7 @@ def work_sizes(context: Context) -> Work:
 def _image_work(context: Context, most: int) -> Work:
     """The images that there are, and as many of them as the recipe takes."""
     _ = context.text.perplexity  # which may be asked for in vain
-    section, tests, length = context.recipe.corpus, context.text.test_images, context.image_task.positions
+    section, tests, length = context.recipe.corpus, context.text.test_images, context.model.image_task.positions
 
     def text(sets: Sequence[ImageSet], part: Part, wanted: int | None, batch: int) -> Text:
         there = sum(len(one.part(part)) for one in sets)
@@ -239,11 +239,11 @@ def _tasks(context: Context, characters_per_token: float) -> Tasks | None:
     section = context.recipe.eval
     if not section.tasks:
         return None
-    requests = task_requests(context.task_manager, section.tasks, section.limit)
+    requests = task_requests(context.text.task_manager, section.tasks, section.limit)
     if not requests:
         return None
     lengths = [characters / characters_per_token for characters, _ in requests]
-    config = context.source.config
+    config = context.model.source.config
     positions = (config.get("text_config") or config).get("max_position_embeddings") or max(lengths)
     lengths = [min(length, positions) for length in lengths]
     return Tasks(
@@ -269,7 +269,7 @@ def _text_tokens(
             characters += wanted * HUB_CHARACTERS
             continue
         size, sample = _sample(source.path, fields)
-        found = sum(map(len, context.tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"]))
+        found = sum(map(len, context.model.tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"]))
         length = sum(map(len, sample))
         if not length or not found:
             raise CorpusError("no text in it", where=source.name, do="give files with text")

@@ -14,7 +14,9 @@ from moeq.quantizers.quantizer import BatchSizes, Quantizer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moeq.numerics.factor import Factor
     from moeq.numerics.gptq import Quantized
+    from moeq.quantizers.non_experts import Grid
     from moeq.quantizers.statistics import Statistics
     from moeq.recipe import LossesSection
 
@@ -62,6 +64,14 @@ def _quantized(weight: Tensor, hessian: Tensor, statistics: Statistics, settings
                 importance = factor.pivots if order is None else factor.pivots.gather(1, order.argsort(-1))
             parts.append(rounded(weight, factor.unit_upper, settings, widths, importance, order))
     return parts[0] if len(parts) == 1 else by_width(parts, settings.bits)
+
+
+def linear(weight: Tensor, factor: Factor, grid: Grid) -> Quantized:
+    """GPTQ of some rows [N, K] of a module that is no expert."""
+    from moeq.numerics import gptq
+
+    upper, size = factor.unit_upper, grid.group_size
+    return gptq.quantize(weight[None], upper, bits=[grid.bits], group_size=size, symmetric=grid.symmetric)
 
 
 def memory(sizes: BatchSizes) -> list[int]:
@@ -116,4 +126,5 @@ QUANTIZER = Quantizer(
     act_order=True,
     clip=True,
     needs="hessians",
+    linear=linear,
 )

@@ -23,6 +23,7 @@ from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import Quantizer
 from moeq.quantizers.statistics import Note, Statistics
 from moeq.quantizers.stored import Packed, packed_batch
+from moeq.quantizers.trained_grid import select
 from moeq.recipe import LossesSection
 from moeq.registry import QUANTIZERS
 
@@ -93,17 +94,39 @@ def _candidate(
 ) -> Candidate:
     """What a quantizer makes of a batch of experts, packed."""
     notes = [Note() for _ in batch.numbers()]
-    made = _codes(quantizer, Statistics(tokens=tokens, batch=batch, settings=config, notes=notes), config)
-    packed = packed_batch(made, config, config.bits, method=quantizer.name, layer=layer, experts=batch.numbers())
+    made = _codes(quantizer, Statistics(tokens=tokens, batch=batch, settings=config, notes=notes), layer)
+    with QUANTIZERS.blaming(quantizer.name, lambda: f"{layer.name}, {_named(batch.numbers())}"):
+        packed = packed_batch(made, config, config.bits, method=quantizer.name, layer=layer, experts=batch.numbers())
     return Candidate(packed=packed, notes=notes)
 
 
-def _codes(quantizer: Quantizer, statistics: Statistics, config: LossesSection) -> dict[str, Quantized]:
+def _codes(quantizer: Quantizer, statistics: Statistics, layer: ExpertLayer) -> dict[str, Quantized]:
     """What a quantizer makes of a batch of experts, from the codes of the one that it starts from."""
     if quantizer.starts_from is not None:
-        start = _codes(QUANTIZERS.get(quantizer.starts_from), statistics, config)
+        start = _codes(QUANTIZERS.get(quantizer.starts_from), statistics, layer)
         statistics = replace(statistics, start=start)
-    return quantizer.quantize(statistics.batch.weights, statistics, config)
+    with QUANTIZERS.blaming(quantizer.name, lambda: f"{layer.name}, {_failing(quantizer, statistics)}"):
+        return quantizer.quantize(statistics.batch.weights, statistics, statistics.settings)
+
+
+def _failing(quantizer: Quantizer, statistics: Statistics) -> str:
+    """Which expert of a batch a quantizer fails at: the first that it cannot do alone, or all of them."""
+    batch = statistics.batch
+    for index, expert in enumerate(batch.numbers()):
+        part = slice(index, index + 1)
+        weights, biases = ({name: stack[part] for name, stack in of.items()} for of in (batch.weights, batch.biases))
+        alone = replace(batch, which=slice(expert, expert + 1), weights=weights, biases=biases)
+        start = statistics.start and {name: select(codes, (part,)) for name, codes in statistics.start.items()}
+        own = replace(statistics, batch=alone, notes=[Note()], start=start)
+        try:
+            quantizer.quantize(weights, own, statistics.settings)
+        except Exception:  # whatever another's code raises
+            return f"expert {expert}"
+    return _named(batch.numbers())
+
+
+def _named(experts: range) -> str:
+    return f"expert {experts[0]}" if len(experts) == 1 else f"experts {experts[0]} to {experts[-1]}"
 
 
 def made_on_demand(
@@ -111,8 +134,9 @@ def made_on_demand(
 ) -> dict[str, PackedWeight]:
     """Some matrices of one expert at one width, by a method whose replicas are not stored; weights: [N, K] float32."""
     wanted = config.model_copy(update={"bits": [bits]})
-    made = QUANTIZERS.get(method).quantize({name: matrix[None] for name, matrix in weights.items()}, None, wanted)
-    packed = packed_batch(made, config, [bits], method=method, layer=layer, experts=[expert])
+    with QUANTIZERS.blaming(method, lambda: f"{layer.name}, expert {expert}"):
+        made = QUANTIZERS.get(method).quantize({name: matrix[None] for name, matrix in weights.items()}, None, wanted)
+        packed = packed_batch(made, config, [bits], method=method, layer=layer, experts=[expert])
     return {name: widths[bits].map(lambda part: part[0]) for name, widths in packed.items()}
 
 

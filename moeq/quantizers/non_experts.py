@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from moeq.errors import QuantizationError
 from moeq.models.non_experts import OtherModule
 from moeq.models.walk import Batch, current_batch
-from moeq.numerics import gptq
 from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.grids import beyond_float16
 from moeq.numerics.packed import PackedWeight, joined
 from moeq.quantizers.stored import stored_as
+from moeq.registry import QUANTIZERS
 
+ROUNDING = "rtn"  # what quantizes embeddings, and linears of whose inputs too little is known
 ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and measured together
 NOT_ROWS, UNEVEN = "not_one_row_a_token", "inputs_vary"
 
@@ -154,6 +155,11 @@ class Grid:
     symmetric: bool
     damping: float
 
+    @property
+    def needs_factor(self) -> bool:
+        """Whether the method asks for the factor of what a linear is given."""
+        return bool(QUANTIZERS.get(self.method).needs == "hessians")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -177,7 +183,7 @@ def quantize_linears(
         group = sums.get(module.name)
         _check_finite(module.name, weight(module.name), group)
         factor = None
-        if grid.method == "gptq" and group is not None and group.calibration_rows and not group.problem:
+        if grid.needs_factor and group is not None and group.calibration_rows and not group.problem:
             if last is None or last[0] is not group or last[1] != grid.damping:
                 last = (group, grid.damping, factorize(group.hessian(), grid.damping))
             factor = last[2]
@@ -234,8 +240,8 @@ def _quantized(
 
 
 def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str:
-    """What stood in for GPTQ: none, rounded (with why), or what the factorization came to."""
-    if grid.method == "rtn":
+    """What stood in for the method: none, rounded (with why), or what the factorization came to."""
+    if not grid.needs_factor:
         return "none"
     if group is not None and group.problem:
         return f"rounded+{group.problem}"
@@ -246,14 +252,9 @@ def _fallback(group: InputSums | None, factor: Factor | None, grid: Grid) -> str
 
 def _packed(name: str, weight: Tensor, factor: Factor | None, grid: Grid) -> PackedWeight:
     """Some rows [N, K] as a packed stack of one."""
-    made = gptq.quantize(
-        weight.unsqueeze(0),
-        None if factor is None else factor.unit_upper,
-        bits=[grid.bits],
-        group_size=grid.group_size,
-        symmetric=grid.symmetric,
-    )
-    with stored_as(grid.method, lambda _: name):
+    method = ROUNDING if factor is None and grid.needs_factor else grid.method
+    with QUANTIZERS.blaming(method, lambda: name), stored_as(grid.method, lambda _: name):
+        made = QUANTIZERS.get(method).linear(weight, factor, grid)
         return PackedWeight.of(made, grid.bits, grid.symmetric)
 
 

@@ -61,8 +61,11 @@ class Quantizer:
     it can do: widths, grids, nested codes, group sizes (None: all); whether losses.act_order and losses.clip change its
     codes. needs: which statistics it asks for; starts_from: the quantizer whose codes it begins with
     (statistics.start). stored: its replicas are kept; those of others are made again, expert by expert, whenever they
-    are needed. memory(sizes): bytes at its fullest moments beside the batch's float32 weights, those of its start
-    apart; operations(sizes): floating-point operations of one expert, beside WEIGHT_OPERATIONS a weight.
+    are needed. linear(weight, factor, grid): `Quantized` of some rows [N, K] float32 of a module that is no expert,
+    codes [1, 1, N, K], at one width; grid: `quantizers.non_experts.Grid`; factor: `numerics.factor.Factor` of what the
+    module is given, for who needs Hessians; None: experts alone. memory(sizes): bytes at its fullest moments beside the
+    batch's float32 weights, those of its start apart; operations(sizes): floating-point operations of one expert,
+    beside WEIGHT_OPERATIONS a weight.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Quantizer:
     clip: bool = False
     needs: Literal["nothing", "tokens", "hessians"] = "nothing"
     starts_from: str | None = None
+    linear: Callable[..., Quantized] | None = None
     stored: bool = True
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.numerics.gptq import Quantized
+    from moeq.quantizers.non_experts import Grid
     from moeq.recipe import LossesSection
 
 LARGEST_IN_HEAP = 32 << 20  # glibc maps what is larger by itself, and gives it back at once
@@ -27,6 +28,13 @@ def quantize(weights: dict[str, Tensor], statistics: object, settings: LossesSec
         importance = weight.new_ones(len(weight), weight.shape[2]) if settings.clip == "mse" else None
         made[projection] = rounded(weight, None, settings, settings.bits, importance)
     return made
+
+
+def linear(weight: Tensor, factor: object, grid: Grid) -> Quantized:
+    """Codes of the nearest values of some rows [N, K] of a module that is no expert."""
+    from moeq.numerics import gptq
+
+    return gptq.quantize(weight[None], None, bits=[grid.bits], group_size=grid.group_size, symmetric=grid.symmetric)
 
 
 def memory(sizes: BatchSizes) -> list[int]:
@@ -52,5 +60,6 @@ QUANTIZER = Quantizer(
     quantize=quantize,
     memory=memory,
     clip=True,
+    linear=linear,
     stored=False,
 )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from moeq.recipe.choices import OtherBits
 from moeq.recipe.types import Section, check_group_size
+from moeq.registry import QUANTIZERS
+
+if TYPE_CHECKING:  # mypy takes no Literal of a table
+    Method = str
+else:
+    Method = Literal[tuple(one.name for one in QUANTIZERS if one.linear is not None)]
 
 
 class OthersSection(Section):
@@ -23,7 +29,7 @@ class OthersSection(Section):
     shared: OtherBits | None = Field(None, description="width of shared experts")
     embeddings: OtherBits | None = Field(None, description="width of the table of input tokens")
     head: OtherBits | None = Field(None, description="width of the projection to logits")
-    method: Literal["gptq", "rtn"] = Field("gptq", description="embeddings are always rounded row by row (rtn)")
+    method: Method = Field("gptq", description="embeddings are always rounded row by row (rtn)")
     group_size: int | None = Field(None, ge=-1, description="none: losses.group_size")
     symmetric: bool = Field(False, description="grids without zero points")
     damping: float | None = Field(None, gt=0, le=1, description="none: losses.damping")

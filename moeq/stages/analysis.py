@@ -5,6 +5,7 @@ Only the profile with its trace is needed; the curves are written where the eval
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import read_trace
 from moeq.errors import ArtifactError
 from moeq.reporting import svg
+from moeq.reporting.atlas import ExpertMap
 from moeq.reporting.low_precision import share_chart
 from moeq.reporting.routing import routing_maps, similarity_lines
 from moeq.stages import profile
@@ -47,20 +49,25 @@ def measured(context: Context) -> LowPrecisionReport | None:
     return read_sweeps(context.directory("eval") / low_precision.NAME)
 
 
+def written(maps: Iterable[ExpertMap]) -> dict[str, str]:
+    """{file: text} of maps, each as a drawing and as a table."""
+    return {f"{each.key}.{ending}": text for each in maps for ending, text in
+            (("svg", each.svg()), ("csv", each.csv()))}  # fmt: skip
+
+
 def write(context: Context, directory: Path) -> dict[str, Any]:
     """Write routing.json, the maps (SVG, CSV) and the charts (SVG) into a folder; returns the figures and the files.
 
     Raises ArtifactError where the run has no trace.
     """
-    found = recorded(context)
+    routing = recorded(context)
     path = context.directory("eval") / low_precision.NAME
     curves = read_sweeps(path) if path.is_file() else None
-    texts = {f"{one.key}.{ending}": text for one in routing_maps(found) for ending, text in
-             (("svg", one.svg()), ("csv", one.csv()))}  # fmt: skip
-    if mean(found.similarity.same) is not None:
-        texts["phase-similarity.svg"] = svg.printed(similarity_lines(found.similarity))
+    texts = written(routing_maps(routing))
+    if mean(routing.similarity.same) is not None:
+        texts["phase-similarity.svg"] = svg.printed(similarity_lines(routing.similarity))
     make_directory(directory)
-    documents: dict[str, Any] = {ROUTING: found.as_json()}
+    documents: dict[str, Any] = {ROUTING: routing.as_json()}
     if curves is not None:
         documents[low_precision.NAME] = curves.model_dump(mode="json")
         texts |= {
@@ -73,8 +80,8 @@ def write(context: Context, directory: Path) -> dict[str, Any]:
         write_text(directory / name, text)
     return {
         "prefill_decode_cosine": {
-            name: {"own_decode": mean(one.same), "decode_of_another": mean(one.other)}
-            for name, one in [("all", found.similarity), *found.by_domain.items()]
+            name: {"own_decode": mean(similarity.same), "decode_of_another": mean(similarity.other)}
+            for name, similarity in [("all", routing.similarity), *routing.by_domain.items()]
         },
         "files": [str(directory / name) for name in (*documents, *texts)],
     }

@@ -62,10 +62,10 @@ def sensitivities(context: Context) -> SensitivityTable:
     """The table of sensitivities; made again, without the assignment, where it is not there or not this model's."""
     path = context.directory("assign") / SENSITIVITIES
     try:
-        found = read_sensitivities(path)
+        current = read_sensitivities(path).model == context.model.stamp.digest
     except ArtifactError:  # of an earlier version of moeq, or lost: it follows from the profile, losses and weights
-        found = None
-    if found is None or found.model != context.stamp.digest:
+        current = False
+    if not current:
         context.reporter.say(f"  {SENSITIVITIES}: made again")
         _write_sensitivities(context, inputs_of(context, context.recipe.assign, context.recipe.name))
     return read_sensitivities(path)
@@ -76,7 +76,7 @@ def _write_sensitivities(context: Context, inputs: AssignInputs) -> None:
     config = inputs.config
     sampled = traces(context, config) if config.trace not in (None, "closed") else None
     columns = sensitivity.columns(inputs, traces(context, AssignSection()), sampled)
-    write_sensitivities(context.directory("assign") / SENSITIVITIES, columns, context.stamp.digest)
+    write_sensitivities(context.directory("assign") / SENSITIVITIES, columns, context.model.stamp.digest)
 
 
 def check(context: Context) -> None:
@@ -86,13 +86,13 @@ def check(context: Context) -> None:
     statistics could meet.
     """
     own = [(context.recipe.name, context.recipe.assign)]
-    for name, section in [*own, *((one.name, one) for one in context.recipe.eval.compare)]:
-        if section.statistics == "decode" and context.takes_images:
+    for name, section in [*own, *((compared.name, compared) for compared in context.recipe.eval.compare)]:
+        if section.statistics == "decode" and context.model.takes_images:
             raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
         hardware = hardware_of(context, section)
         if hardware is not None:
             load_hardware(hardware)
-        for layer in context.layers:
+        for layer in context.model.layers:
             if section.gpu_experts > layer.num_experts:
                 raise AssignmentError(
                     f"gpu_experts is {section.gpu_experts}, the layer has {layer.num_experts} experts",
@@ -106,11 +106,11 @@ def check(context: Context) -> None:
 
 def _unmeasured(context: Context) -> ExpertProfile:
     """A profile that tells no expert from another: what a budget must pay does not follow from statistics."""
-    flat = [np.ones((1, 2, layer.num_experts)) for layer in context.layers]
+    flat = [np.ones((1, 2, layer.num_experts)) for layer in context.model.layers]
     return ExpertProfile(
-        layers=tuple(layer.name for layer in context.layers),
+        layers=tuple(layer.name for layer in context.model.layers),
         top_k=(1,) * len(flat),
-        counts=tuple(one.astype(np.int64) for one in flat),
+        counts=tuple(ones.astype(np.int64) for ones in flat),
         scores=tuple(flat),
         tokens=np.ones((1, 2), np.int64),
     )
@@ -123,23 +123,22 @@ def make(context: Context, config: AssignSection, name: str) -> Assignment:
 
 def decide(inputs: AssignInputs) -> Assignment:
     """Run the assigner; AssignmentError when it takes a width whose replicas were not made."""
-    found = assign(inputs)
+    assignment = assign(inputs)
     made = {FULL} if inputs.losses is None else {FULL, *inputs.losses.bits()}
-    missing = [width for width in found.widths() if width not in made]
+    missing = [width for width in assignment.widths() if width not in made]
     if missing:
         raise AssignmentError(
             f"{missing[0]} bits is not among losses.bits {sorted(made - {FULL})}",
             where=inputs.name,
             do="add it to losses.bits",
         )
-    return found
+    return assignment
 
 
 def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInputs:
     """What an assigner is given of a run, for a section of its recipe."""
-    found = _inputs(context, config, name, profile.load(context))
     return replace(
-        found,
+        _inputs(context, config, name, profile.load(context)),
         losses=replicas.load_losses(context),
         traces=partial(traces, context, config),
         effects=replicas.load_effects(context),
@@ -150,11 +149,11 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
 
 def _inputs(context: Context, config: AssignSection, name: str, statistics: ExpertProfile) -> AssignInputs:
     """What an assigner is given beside what was measured of the experts."""
-    section, full = context.recipe.losses, source_dtype(context.source).itemsize
+    section, full = context.recipe.losses, source_dtype(context.model.source).itemsize
     widths = (*section.bits, FULL)
     matrices = tuple(
         {name: {bits: matrix_bytes(layer, name, bits, section, full) for bits in widths} for name in layer.projections}
-        for layer in context.layers
+        for layer in context.model.layers
     )
     return AssignInputs(
         name=name,
@@ -182,7 +181,7 @@ def _checkpoint_sizes(
             name: {bits: size.matrix_bytes(layer, name, bits) - stored for bits, stored in sizes.items()}
             for name, sizes in own.items()
         }
-        for layer, own in zip(context.layers, matrices, strict=True)
+        for layer, own in zip(context.model.layers, matrices, strict=True)
     )
     return {"other_bytes": size.other_bytes, "record_bytes": records}
 
@@ -203,14 +202,14 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
     if name is None:
         return ()
     hardware, section = load_hardware(name), context.recipe.losses
-    found = []
-    for layer in context.layers:
+    seconds = []
+    for layer in context.model.layers:
         group = layer.hidden_size if section.group_size == -1 else section.group_size
         times = expert_seconds(
             layer.parameters_per_expert, widths, hardware, group_size=group, zero_points=not section.symmetric
         )
-        found.append(dict(zip(widths, times.tolist(), strict=True)))
-    return tuple(found)
+        seconds.append(dict(zip(widths, times.tolist(), strict=True)))
+    return tuple(seconds)
 
 
 def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignment) -> dict[str, Any]:
@@ -219,8 +218,8 @@ def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignme
     if hardware is None:
         return {}
     most = inputs.config.ndp_latency_ms
-    found: dict[str, Any] = {"hardware": hardware, "ndp_latency_ms": 1e3 * latency.achieved(inputs, assignment)}
-    return found if most is None else found | {"ndp_latency_limit_ms": most}
+    limit = {} if most is None else {"ndp_latency_limit_ms": most}
+    return {"hardware": hardware, "ndp_latency_ms": 1e3 * latency.achieved(inputs, assignment), **limit}
 
 
 def constants_digest(name: str) -> str:
@@ -231,17 +230,13 @@ def constants_digest(name: str) -> str:
     return digest_of_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json(exclude={"file"})
 
 
-def own_hardware(context: Context) -> list[str] | None:
-    """Digests of the constants that decide the recipe's assignment, and another package's version; None for neither."""
-    return _digests(context, [context.recipe.assign])
+def own_inputs(context: Context) -> list[str] | None:
+    """What decides the recipe's assignment beside its section and the measurements."""
+    return deciding(context, [context.recipe.assign])
 
 
-def compared_hardware(context: Context) -> list[str] | None:
-    """As `own_hardware`, of the assignments that it is compared with."""
-    return _digests(context, context.recipe.eval.compare)
-
-
-def _digests(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
+def deciding(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
+    """Digests of the hardware that sections name, and versions of others' packages; None for neither."""
     names = [hardware_of(context, section) for section in sections]
     others = [package for section in sections if (package := ALLOCATORS.origin(section.method)) is not None]
     return [*(constants_digest(name) for name in names if name is not None), *others] or None
@@ -254,7 +249,7 @@ def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
     the recipe packs some of it.
     """
     ndp, everywhere = assignment.average_bits("ndp"), assignment.average_bits()
-    flat = [one for layer in assignment.expert_widths() for one in layer]
+    flat = [width for layer in assignment.expert_widths() for width in layer]
     size = total_bytes(context, assignment)
     matrices = count_matrices(flat)
     return {
@@ -275,7 +270,7 @@ def load(context: Context) -> Assignment:
     path = context.directory("assign") / NAME
     assignment = read_assignment(path)
     _check_shape(context, assignment, path)
-    for described, layer in zip(context.layers, assignment.layers, strict=True):
+    for described, layer in zip(context.model.layers, assignment.layers, strict=True):
         for expert, choice in enumerate(layer.experts):
             _check_choice(context, described, choice, f"{path}: {layer.name}, expert {expert}")
     return assignment
@@ -301,13 +296,13 @@ def _check_choice(context: Context, layer: ExpertLayer, choice: ExpertChoice, wh
 
 def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
     """AssignmentError naming the first layer that the model does not have so."""
-    for index, (wanted, found) in enumerate(zip_longest(context.layers, assignment.layers)):
+    for index, (layer, placed) in enumerate(zip_longest(context.model.layers, assignment.layers)):
         problem = None
-        if wanted is None or found is None:
-            problem = f"{len(assignment.layers)} layers, the model has {len(context.layers)}"
-        elif wanted.name != found.name:
-            problem = f"layer {index} is called {found.name}, in the model {wanted.name}"
-        elif wanted.num_experts != len(found.experts):
-            problem = f"{found.name} has {len(found.experts)} experts, in the model {wanted.num_experts}"
+        if layer is None or placed is None:
+            problem = f"{len(assignment.layers)} layers, the model has {len(context.model.layers)}"
+        elif layer.name != placed.name:
+            problem = f"layer {index} is called {placed.name}, in the model {layer.name}"
+        elif layer.num_experts != len(placed.experts):
+            problem = f"{placed.name} has {len(placed.experts)} experts, in the model {layer.num_experts}"
         if problem is not None:
             raise AssignmentError(problem, where=str(path), do=REMEDY)

@@ -25,12 +25,10 @@ from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.sums import LINE_BYTES, UNLISTED
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.tensor_files import dtype_name, safetensors_layout, torch_dtype
-from moeq.exporters.front_matter import read_origin
 from moeq.exporters.moeq import extra_name, layer_name, listed_code, quantization
 from moeq.exporters.plain import METADATA, shards
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
-from moeq.models.side_files import find_side_files
 from moeq.models.source import CONFIG, INDEX, ModelSource
 from moeq.models.weights import plain_header
 from moeq.numerics.packed import packed_shapes
@@ -59,25 +57,24 @@ class CheckpointSize:
     """Bytes of the checkpoint that a recipe's assignments come to, by file."""
 
     def __init__(self, context: Context) -> None:
-        self.context, self.recipe, self.source = context, context.recipe, context.source
-        self.layers = context.layers
-        self.dtype = source_dtype(context.source)
+        self.context, self.recipe, self.model = context, context.recipe, context.model
+        self.source, self.layers = context.model.source, context.model.layers
+        self.dtype = source_dtype(self.source)
         self._others = Others(context)
-        self._sides = find_side_files(self.source.path, self.source.config, self.recipe.trust_remote_code)
         self._matrices: dict[tuple[Any, ...], Counter[str]] = {}
 
     def files(self, widths: Sequence[Sequence[Width]]) -> dict[str, int]:
         """Bytes of every file, by name; widths: of every layer's experts, as placed."""
-        found = Counter(self.fixed)
-        for layer, mine in zip(self.layers, widths, strict=True):
-            for key, count in Counter(map(_key, mine)).items():
+        files = Counter(self.fixed)
+        for layer, placed in zip(self.layers, widths, strict=True):
+            for key, count in Counter(map(_key, placed)).items():
                 width = key if isinstance(key, int) else dict(key)
-                one = self._others_of(layer, width)
+                of_expert = self._others_of(layer, width)
                 for projection in layer.projections:
-                    one += self._matrix(layer, projection, width_of(width, projection))
-                for name, size in one.items():
-                    found[name] += count * size
-        return dict(found)
+                    of_expert += self._matrix(layer, projection, width_of(width, projection))
+                for name, size in of_expert.items():
+                    files[name] += count * size
+        return dict(files)
 
     def total(self, assignment: Assignment) -> int:
         """Bytes of the directory."""
@@ -118,9 +115,9 @@ class CheckpointSize:
 
     def _others_of(self, layer: ExpertLayer, placed: Width) -> Counter[str]:
         """With quantize.replicas all: one expert's other replicas in their file and in the manifest."""
-        found: Counter[str] = Counter()
+        files: Counter[str] = Counter()
         if self.recipe.quantize.replicas != "all":
-            return found
+            return files
         section = self.recipe.losses
         key = placed if isinstance(placed, int) else MIXED
         every = [width for width in (*section.bits, FULL) if width != key]
@@ -128,19 +125,21 @@ class CheckpointSize:
         for width in every:
             prefix = f"{layer.name}.{layer.num_experts - 1}.bits{width}"
             shapes = replica_shapes(self.recipe, layer, layer.projections, width, self.dtype, prefix)
-            found[manifest.NAME] += self._replica_record(layer, shapes, prefix, width, extra_name(layer.index))
+            files[manifest.NAME] += self._replica_record(layer, shapes, prefix, width, extra_name(layer.index))
             if width in stored:
-                found[extra_name(layer.index)] += _in_file(shapes, len(WIDTHS) * self._largest(layer))
-        return found
+                files[extra_name(layer.index)] += _in_file(shapes, len(WIDTHS) * self._largest(layer))
+        return files
 
     @cached_property
     def fixed(self) -> dict[str, int]:
         """Bytes that no width decides, by file."""
-        plain = self._plain()
+        plain = shards(self.source, others.kept_keys(self.context), self.recipe.export.max_shard)
         where = {key: name for name, keys in plain.items() for key in keys}
         files = {name: _file({key: self._plain_shape(key) for key in keys}) for name, keys in plain.items()}
         for layer in self.layers:
-            guards: Shapes = {f"{layer.name}.{name}": (GUARD_DTYPE, one) for name, one in guard_shapes(layer).items()}
+            guards: Shapes = {
+                f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()
+            }
             files[layer_name(layer.index)] = _file(guards) + 8  # what fills a header up
             where |= dict.fromkeys(guards, layer_name(layer.index))
             if self.recipe.quantize.replicas == "all":
@@ -150,7 +149,7 @@ class CheckpointSize:
         index = {"metadata": {"total_size": 10**16}, "weight_map": where}
         files[INDEX] = len(canonical_json(index).encode())
         files[CONFIG] = self._config()
-        files |= self._sides.sizes()
+        files |= self.model.side_files.sizes()
         files |= {} if self._own_code else {HOOK_FILE: len(HOOK_TEXT)}
         files |= self._manifest()
         files[SUMS] = sum(LINE_BYTES + len(name.encode()) for name in files if name not in UNLISTED)
@@ -183,23 +182,20 @@ class CheckpointSize:
     def _stamp(self) -> ModelStamp:
         return ModelStamp(name=self.source.name, revision=self.source.revision, digest=DIGEST)
 
-    def _plain(self) -> dict[str, list[str]]:
-        return shards(self.source, others.kept_keys(self.context), self.recipe.export.max_shard)
-
     def _plain_shape(self, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
         name, shape, _ = plain_header(self.source, key)
         return torch_dtype(name), shape
 
     @property
     def _own_code(self) -> bool:
-        return has_own_code(self.context.described[0])
+        return has_own_code(self.model.skeleton)
 
     def _config(self) -> int:
         """config.json with every expert's widths but for what `_matrix` counts."""
         table = self._others.table() if self._others.modules else None
         losses = self.recipe.losses
         block = quantization(losses.group_size, losses.symmetric, losses.nested, True, table)
-        plain = self._sides.config(self.source.config)
+        plain = self.model.side_files.config(self.source.config)
         base = plain if self._own_code else hooked(plain)
         experts: dict[str, list[dict[str, int]]] = {layer.name: [{}] * layer.num_experts for layer in self.layers}
         text = canonical_json(base | {"quantization_config": block | {"experts": experts}})
@@ -229,7 +225,7 @@ class CheckpointSize:
                 bytes_by_tier=dict.fromkeys(get_args(Tier), most),
             ),
             inputs={"assign": DIGEST, "quantize": DIGEST},
-            code=listed_code(self._sides, self._own_code),
+            code=listed_code(self.model.side_files, self._own_code),
         )
         size = len(canonical_json(manifest.manifest_json(made)).encode())
         size += sum(layer.num_experts * self._expert_record(layer) + 8 for layer in self.layers)
@@ -238,7 +234,7 @@ class CheckpointSize:
 
     @property
     def sections(self) -> list[tuple[str, AssignSection]]:
-        return [(self.recipe.name, self.recipe.assign), *((one.name, one) for one in self.recipe.eval.compare)]
+        return [(self.recipe.name, self.recipe.assign), *((other.name, other) for other in self.recipe.eval.compare)]
 
     @property
     def _longest_name(self) -> str:
@@ -251,14 +247,14 @@ class CheckpointSize:
             *WIDTHS,
             *({**dict.fromkeys(layer.projections, 1), layer.projections[0]: w} for w in WIDTHS),
         ]
-        placed = tuple(self._placed(layer, layer_name(0), {}, one) for one in mixes)
+        placed = tuple(self._placed(layer, layer_name(0), {}, mix) for mix in mixes)
         of = made.model_copy(update={"layers": (self._placed_layer(layer, placed),)})
         figures = [
             {"name": name, "expert_bytes": 10**6 + 1, "perplexity": 123456.789, "accuracy": 0.5, **images}
             for name in ("original", *(name for name, _ in self.sections))
-            for images in ([{"cross_entropy": 12.3456, "logit_error": 1.5}] if self.context.takes_images else [{}])
+            for images in ([{"cross_entropy": 12.3456, "logit_error": 1.5}] if self.model.takes_images else [{}])
         ]
-        return len(model_card.render(of, self.source.config, figures, read_origin(self.source.path)).encode())
+        return len(model_card.render(of, self.source.config, figures, self.model.origin).encode())
 
     def _placed_layer(self, layer: ExpertLayer, experts: tuple[manifest.PlacedExpert, ...]) -> manifest.PlacedLayer:
         return manifest.PlacedLayer.model_construct(
@@ -278,9 +274,9 @@ class CheckpointSize:
         projection = layer.projections[0]
         prefix = f"{layer.name}.{layer.num_experts - 1}"
         shapes = replica_shapes(self.recipe, layer, [projection], FULL, self.dtype, prefix)
-        one = self._placed(layer, layer_name(layer.index), shapes, {projection: FULL}, prefix)
+        placed = self._placed(layer, layer_name(layer.index), shapes, {projection: FULL}, prefix)
         counted = _within({projection: FULL}, 8) + _within(_stamps(shapes, prefix), 8)
-        return _within([one.model_dump(mode="json", exclude_none=True)], 4) - counted + 2
+        return _within([placed.model_dump(mode="json", exclude_none=True)], 4) - counted + 2
 
     def _placed(
         self, layer: ExpertLayer, file: str, shapes: Shapes, widths: Width, prefix: str = ""
@@ -294,8 +290,8 @@ class CheckpointSize:
 
     def _replica_record(self, layer: ExpertLayer, shapes: Shapes, prefix: str, bits: int, file: str) -> int:
         """Bytes of a replica of one width in the manifest."""
-        one = self._replica(layer, shapes, prefix, bits, file).model_dump(mode="json", exclude_none=True)
-        return _within([one], 6)
+        replica = self._replica(layer, shapes, prefix, bits, file)
+        return _within([replica.model_dump(mode="json", exclude_none=True)], 6)
 
     def _replica(self, layer: ExpertLayer, shapes: Shapes, prefix: str, bits: int, file: str) -> manifest.Replica:
         leads = self.recipe.losses.nested and bits in NESTED_BITS
@@ -354,13 +350,11 @@ def stored_widths(
 
     Beside the placed one, of nested widths by the same method only the widest: the others are its leading bits.
     """
-    found = [width for width in others if width != placed]
+    stored = [width for width in others if width != placed]
     if nested:
-        widest: dict[str, int] = {}
-        for width in sorted({placed, *found} & set(NESTED_BITS)):
-            widest[method(width)] = width
-        found = [width for width in found if width not in NESTED_BITS or width == widest[method(width)]]
-    return [placed, *found]
+        widest = {method(width): width for width in sorted({placed, *stored} & set(NESTED_BITS))}
+        stored = [width for width in stored if width not in NESTED_BITS or width == widest[method(width)]]
+    return [placed, *stored]
 
 
 def _in_file(shapes: Shapes, most: int) -> int:

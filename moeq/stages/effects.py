@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssignment
 from moeq.artifacts.effects import LayerEffects
 from moeq.errors import QuantizationError
-from moeq.models.experts import ExpertLayer, set_expert_weights, stacked_weights
-from moeq.models.walk import Batch, walk
+from moeq.models.experts import ExpertLayer
+from moeq.models.walk import Batch
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.memory import working_memory
 from moeq.recipe import LayerEffectsSection
@@ -31,16 +31,16 @@ def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
     small that it fits into losses.working_memory. Raises QuantizationError when an output is not finite.
     """
     method = context.recipe.losses.methods[0]
-    totals = torch.zeros(len(context.layers), dtype=torch.float64)
+    totals = torch.zeros(len(context.model.layers), dtype=torch.float64)
     batches = heldout_batches(context, section.sequences)
-    with context.reporter.bar("layer effects", len(batches) * (len(context.layers) + 1)) as advance:
+    with context.reporter.bar("layer effects", len(batches) * (len(context.model.layers) + 1)) as advance:
         for batch in batches:
             exact = log_probabilities(context, batch)
             advance()
-            for layer in context.layers:
+            for layer in context.model.layers:
                 with replaced(context, layer, alone(context, layer, section.bits, method), range(layer.num_experts)):
-                    found = log_probabilities(context, batch)
-                totals[layer.index] += divergence(exact, found, f"{layer.name} at {section.bits} bits")
+                    changed = log_probabilities(context, batch)
+                totals[layer.index] += divergence(exact, changed, f"{layer.name} at {section.bits} bits")
                 advance()
     tokens = sum(predictions(context, batch) for batch in batches)
     return LayerEffects(
@@ -52,12 +52,12 @@ def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
     )
 
 
-def divergence(exact: Tensor, found: Tensor, where: str) -> float:
-    """The sum over tokens of the divergence of `found` from `exact`, logarithmic probabilities [n, V], in nats.
+def divergence(exact: Tensor, changed: Tensor, where: str) -> float:
+    """The sum over tokens of the divergence of `changed` from `exact`, logarithmic probabilities [n, V], in nats.
 
     Raises QuantizationError naming `where` when it is not finite.
     """
-    total = float((exact.exp() * (exact - found)).sum(dtype=torch.float64))
+    total = float((exact.exp() * (exact - changed)).sum(dtype=torch.float64))
     if not math.isfinite(total):
         raise QuantizationError("the output is not finite", where=where, do="use dtype: float32")
     return total
@@ -77,93 +77,73 @@ def heldout_batches(context: Context, count: int, kept: int = 0) -> list[Batch]:
     kept: further numbers, in single precision, that are kept of every token.
     """
     stride = heldout_stride(context.recipe.losses.heldout_fraction)
-    outputs = _outputs(context)
     singles = context.text.grown_calibration.batches(1)[stride - 1 :: stride]
     chosen = singles if len(singles) <= count else [singles[index * len(singles) // count] for index in range(count)]
     widest = max(batch.input_ids.shape[1] for batch in chosen)
-    memory = working_memory(context.recipe.losses.working_memory, context.device)
-    size = sequences_at_once(memory, outputs, widest, kept)
-    found: list[Batch] = []
+    memory = working_memory(context.recipe.losses.working_memory, context.model.device)
+    size = sequences_at_once(memory, _outputs(context), widest, kept)
+    batches: list[Batch] = []
     for batch in chosen:
-        last = found[-1] if found else None
+        last = batches[-1] if batches else None
         joins = last is not None and not (last.extra or batch.extra) and len(last.input_ids) < size
         if last is not None and joins and last.input_ids.shape[1] == batch.input_ids.shape[1]:
-            found[-1] = Batch(
+            batches[-1] = Batch(
                 input_ids=torch.cat([last.input_ids, batch.input_ids]),
                 mask=torch.cat([last.mask, batch.mask]),
                 sequences=torch.cat([last.sequences, batch.sequences]),
                 extra={},
             )
         else:
-            found.append(batch)
-    return found
+            batches.append(batch)
+    return batches
 
 
 def _outputs(context: Context) -> int:
     """V, how many numbers the model gives for a token, or for an image."""
-    if context.takes_images:
-        return context.image_task.labels
-    return int(context.source.config.get("vocab_size") or context.tokenizer.vocab_size)
+    if context.model.takes_images:
+        return context.model.image_task.labels
+    return int(context.model.source.config.get("vocab_size") or context.model.tokenizer.vocab_size)
 
 
 def predictions(context: Context, batch: Batch) -> int:
     """n, for how many tokens, or images, the model gives an output."""
-    return len(batch.sequences) if context.takes_images else int(batch.mask.sum())
+    return len(batch.sequences) if context.model.takes_images else int(batch.mask.sum())
 
 
 def log_probabilities(context: Context, batch: Batch) -> Tensor:
     """The output's logarithmic probabilities at every token that is no pad, or for every image, [n, V] float32."""
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def finish(done: Batch, output: Any) -> None:
         logits = output.logits
-        logits = logits if context.takes_images else logits[done.mask.to(logits.device)]
-        found.append(logits.float().log_softmax(-1))
+        logits = logits if context.model.takes_images else logits[done.mask.to(logits.device)]
+        outputs.append(logits.float().log_softmax(-1))
 
-    for _ in walk(context.model, (), [batch], context.device, streamed=context.streamed, finish=finish):
+    for _ in context.model.walk([batch], (), finish=finish):
         pass
-    return found[0]
+    return outputs[0]
 
 
-@contextmanager
-def replaced(context: Context, layer: ExpertLayer, replicas: Replicas, experts: Sequence[int]) -> Iterator[None]:
+def replaced(
+    context: Context, layer: ExpertLayer, replicas: Replicas, experts: Sequence[int]
+) -> AbstractContextManager[None]:
     """The model with some of a layer's experts as replicas; afterwards it has its own weights again."""
 
-    def replace(model: nn.Module, here: ExpertLayer) -> None:
-        if here.index == layer.index:
-            for expert in experts:
-                packed = replicas.packed(expert, replicas.choices[expert].bits)
-                set_expert_weights(model, here, expert, {name: one.dequantize() for name, one in packed.items()})
+    def weights(expert: int) -> dict[str, Tensor]:
+        packed = replicas.packed(expert, replicas.choices[expert].bits)
+        return {name: matrix.dequantize() for name, matrix in packed.items()}
 
-    if context.streamed is not None:
-        context.streamed.overlay = replace
-        yield
-        context.streamed.overlay = None
-        return
-    kept = {expert: _weights(context.model, layer, expert) for expert in experts}
-    replace(context.model, layer)
-    yield
-    for expert, weights in kept.items():
-        set_expert_weights(context.model, layer, expert, weights)
-
-
-def _weights(model: nn.Module, layer: ExpertLayer, expert: int) -> dict[str, Tensor]:
-    """Copies of one expert's matrices."""
-    stacks = stacked_weights(model, layer, slice(expert, expert + 1))
-    return {name: stack[0].clone() for name, stack in stacks.items()}
+    return context.model.replacing(layer, experts, weights)
 
 
 def alone(context: Context, layer: ExpertLayer, bits: int, method: str) -> Replicas:
     """The replicas of an assignment that quantizes one layer's experts and nothing else."""
+    full = ExpertChoice(tier="ndp", bits=FULL, quantizer=None, importance=0.0)
+    quantized = ExpertChoice(tier="ndp", bits=bits, quantizer=method, importance=0.0)
     layers = []
-    for one in context.layers:
-        choice = ExpertChoice(
-            tier="ndp",
-            bits=bits if one.index == layer.index else FULL,
-            quantizer=method if one.index == layer.index else None,
-            importance=0.0,
-        )
-        layers.append(LayerAssignment(name=one.name, experts=(choice,) * one.num_experts))
+    for other in context.model.layers:
+        choice = quantized if other.index == layer.index else full
+        layers.append(LayerAssignment(name=other.name, experts=(choice,) * other.num_experts))
     section = context.recipe.losses
     assignment = Assignment(
         name="one layer",
@@ -173,4 +153,4 @@ def alone(context: Context, layer: ExpertLayer, bits: int, method: str) -> Repli
         symmetric=section.symmetric,
         layers=tuple(layers),
     )
-    return Replicas(context, assignment, layer, context.model)
+    return Replicas(context, assignment, layer, context.model.module)

@@ -29,7 +29,6 @@ from moeq.estimator import (
 from moeq.estimator.placement import assignment_placement, weights_of_a_scale
 from moeq.estimator.points import BASELINES
 from moeq.models.experts import ExpertLayer
-from moeq.models.loading import expert_keys
 from moeq.registry import POLICIES
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
@@ -52,7 +51,7 @@ class EstimateReport(BaseModel):
     estimates: tuple[Estimate, ...]
 
     def of(self, name: str) -> Estimate | None:
-        return next((one for one in self.estimates if one.placement == name), None)
+        return next((estimate for estimate in self.estimates if estimate.placement == name), None)
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def check(context: Context) -> None:
         raise RecipeError(
             "estimate.figures has cases without a checkpoint", do="run `moeq estimate RECIPE`, or leave them out"
         )
-    if context.takes_images and context.recipe.estimate.popularity == "trace":
+    if context.model.takes_images and context.recipe.estimate.popularity == "trace":
         raise RecipeError(
             "images have no decode steps to replay", where="estimate.popularity: trace", do="use uniform or profile"
         )
@@ -123,7 +122,8 @@ def check(context: Context) -> None:
 
 def hardware_digest(context: Context) -> str | list[str]:
     """Digest of the hardware's constants, of that which decides the assignments that are compared, others' policies."""
-    own, compared = assign.constants_digest(context.recipe.estimate.hardware), assign.compared_hardware(context) or []
+    own = assign.constants_digest(context.recipe.estimate.hardware)
+    compared = assign.deciding(context, context.recipe.eval.compare) or []
     others = [f"{name} of {package}" for name in POLICIES.names() if (package := POLICIES.origin(name)) is not None]
     return [own, *compared, *others] if compared or others else own
 
@@ -132,7 +132,7 @@ def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:
     """The geometry that the recipe names and whether it is the model's own; of several, the first that fits."""
     named = context.recipe.estimate.geometry
     names = [named] if isinstance(named, str) else named
-    experts = {layer.num_experts for layer in context.layers}
+    experts = {layer.num_experts for layer in context.model.layers}
     counts = []
     for name in names:
         geometry = _own_geometry(context) if name == OWN_GEOMETRY else load_geometry(name)
@@ -147,10 +147,10 @@ def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:
 
 
 def _own_geometry(context: Context) -> ModelGeometry:
-    skeleton, layers = context.described
-    experts = expert_keys(context.source, skeleton, layers)
-    elements = [int(np.prod(h.shape)) for key, h in context.source.tensors.items() if key not in experts]
-    return model_geometry(context.source.name, skeleton, layers, non_expert_parameters=sum(elements))
+    model = context.model
+    others = model.source.tensors.keys() - model.expert_keys
+    elements = sum(int(np.prod(model.source.tensors[key].shape)) for key in others)
+    return model_geometry(model.source.name, *model.described, non_expert_parameters=elements)
 
 
 def model_geometry(name: str, skeleton: Any, layers: list[ExpertLayer], *, non_expert_parameters: int) -> ModelGeometry:
@@ -202,14 +202,14 @@ def summarize(report: EstimateReport) -> dict[str, Any]:
         "geometry": report.geometry["name"],
         "geometry_is_the_models": report.geometry_is_the_models,
         "hardware": report.hardware,
-        "decode_speedups": {one.placement: decode_speedups(one) for one in report.estimates},
+        "decode_speedups": {each.placement: decode_speedups(each) for each in report.estimates},
     }
 
 
-def decode_speedups(one: Estimate) -> dict[str, float]:
+def decode_speedups(made: Estimate) -> dict[str, float]:
     """Decode speed-up over each baseline at the first batch of the grid."""
-    batch = one.points[0].batch
-    return {baseline: one.speedups_over(baseline, batch=batch)[0].decode for baseline in BASELINES}
+    batch = made.points[0].batch
+    return {baseline: made.speedups_over(baseline, batch=batch)[0].decode for baseline in BASELINES}
 
 
 def load(context: Context) -> EstimateReport:

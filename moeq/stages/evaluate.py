@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,16 @@ from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import BUNDLED_TASK
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
-from moeq.models.loading import expert_keys
 from moeq.models.non_experts import OtherModule
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.runtime.swapping import ExpertPlace, Place, Replacement, Swapped, overwrite
+from moeq.runtime.swapping import ExpertPlace, Place, Replacement
 from moeq.stages import assign, export, judges, quantize, refine
 from moeq.stages import non_experts as others
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.low_precision import write_curves
+from moeq.stages.model import Overlay
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Experts, Replicas
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
@@ -37,74 +37,92 @@ ORIGINAL = "original"
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}  # relative, of logits
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Variant:
-    name: str
-    assignment: Assignment | None
-    exported: bool = False
-
-
 def run(context: Context) -> dict[str, Any]:
     """Write eval.json; returns the summary."""
     section = context.recipe.eval
     own = assign.load(context)
-    variants = [
-        _Variant(name=ORIGINAL, assignment=None),
-        _Variant(name=own.name, assignment=own, exported=True),
-        *(_Variant(name=c.name, assignment=assign.make(context, c, c.name)) for c in section.compare),
-    ]
-    judge = judges.judge_of(context)
-    translating = Translating(context)
-    rest, whole = others.non_expert_bytes(context), CheckpointSize(context)
-    rows: list[EvalRow] = []
-    measured: list[document.Row | None] = []
-    error = 0.0
-    swapped: Swapped | None = None
-    with context.reporter.bar("eval", len(variants) * (judge.steps + translating.batches)) as advance:
-        for variant in variants:
-            if variant.exported:
-                wanted = _logits(context, own, swapped)
-                swapped = None
-                context.drop_model()
-                model, error = _exported(context, wanted)
-            elif context.streamed is not None:
-                model = _in_place(context, variant.assignment)
-            else:
-                swapped = swapped or Swapped(context.model, context.layers)
-                swapped.set(replacements(context, variant.assignment))
-                model = swapped.model
-            found = judge.measure(variant.name, model, None if variant.exported else context.streamed, advance)
-            measured.append(found.items)
-            rows.append(_row(context, variant, rest, whole, found.figures))
-            translating.add(variant.name, model, advance)
-            del model  # before the next variant's is loaded
-    context.drop_model()
+    compared = [assign.make(context, other, other.name) for other in section.compare]
+    variants = _Variants(context, judges.judge_of(context), Translating(context))
+    with context.reporter.bar("eval", (2 + len(compared)) * variants.steps) as advance:
+        with context.model.overlay() as overlay:
+            variants.measure(ORIGINAL, None, overlay.set(), advance)
+            expected = _logits(context, replaced(context, overlay, own, exported=True))
+        checkpoint, error = _exported(context, expected)
+        variants.measure(own.name, own, checkpoint, advance, exported=True)
+        del checkpoint
+        if compared:
+            with context.model.overlay() as overlay:
+                for assignment in compared:
+                    model = replaced(context, overlay, assignment)
+                    variants.measure(assignment.name, assignment, model, advance)
+                    del model
     directory = make_directory(context.directory("eval"))
-    rows = _with_samples(directory / SAMPLES, rows, measured, section.how_tasks_are_asked())
-    scores = translating.result(ORIGINAL)
-    report = EvalReport(rows=tuple(rows), export_logit_error=error, translation=scores, **judge.sizes)
+    rows = _with_samples(directory / SAMPLES, variants.rows, variants.items, section.how_tasks_are_asked())
+    scores = variants.translating.result(ORIGINAL)
+    report = EvalReport(rows=tuple(rows), export_logit_error=error, translation=scores, **variants.judge.sizes)
     write_eval(directory / NAME, report)
     write_curves(context)
     return summarize(report)
+
+
+class _Variants:
+    """Measures one model after the other; items: what each answered, for `document`."""
+
+    def __init__(self, context: Context, judge: judges.Judge, translating: Translating) -> None:
+        self.context, self.judge, self.translating = context, judge, translating
+        self.steps = judge.steps + translating.batches
+        self.rest, self.sizes = others.non_expert_bytes(context), CheckpointSize(context)
+        self.rows: list[EvalRow] = []
+        self.items: list[document.Row | None] = []
+
+    def measure(
+        self,
+        name: str,
+        assignment: Assignment | None,
+        model: Any,
+        advance: Callable[[], None],
+        *,
+        exported: bool = False,
+    ) -> None:
+        """Measure the model, which has an assignment's experts, None: its own; exported: it is the checkpoint."""
+        context = self.context
+        measured = self.judge.measure(name, model, None if exported else context.model.streamed, advance)
+        self.items.append(measured.items)
+        if assignment is None:
+            size, average = export.original_expert_bytes(context), None
+        else:
+            size, average = total_bytes(context, assignment), assignment.average_bits()
+        self.rows.append(
+            EvalRow(
+                name=name,
+                exported=exported,
+                assignment=assignment,
+                expert_bytes=size,
+                other_bytes=self.rest[assignment is not None],
+                checkpoint_bytes=self.sizes.of(assignment),
+                average_bits=None if average is None else float(average),
+                **measured.figures,
+            )
+        )
+        self.translating.add(name, model, advance)
 
 
 def _with_samples(
     path: Path, rows: list[EvalRow], measured: list[document.Row | None], settings: dict[str, Any]
 ) -> list[EvalRow]:
     """Keep every item of every variant in a file; the rows with their differences from the original, item by item."""
-    items = [one for one in measured if one is not None]
+    items = [row for row in measured if row is not None]
     if not items:
         path.unlink(missing_ok=True)
         return rows
     samples = document.document(items, settings)
     document.write(path, samples)
-    return [_with_changes(row, entry["cells"]) for row, entry in zip(rows, samples["table"], strict=True)]
-
-
-def _with_changes(row: EvalRow, cells: dict[str, Any]) -> EvalRow:
-    """The row with its differences from the original."""
-    changes = {name: Change(**cell["change"]) for name, cell in cells.items() if cell["change"] is not None}
-    return row.model_copy(update={"changes": changes})
+    with_changes = []
+    for row, entry in zip(rows, samples["table"], strict=True):
+        given = {name: cell["change"] for name, cell in entry["cells"].items()}
+        changes = {name: Change(**change) for name, change in given.items() if change is not None}
+        with_changes.append(row.model_copy(update={"changes": changes}))
+    return with_changes
 
 
 def check(context: Context) -> None:
@@ -116,51 +134,38 @@ def check(context: Context) -> None:
     section = context.recipe.eval
     _ = context.text.perplexity
     if section.tasks and (section.include_path is not None or section.tasks != [BUNDLED_TASK]):
-        _ = context.task_manager
+        _ = context.text.task_manager
     if section.tasks:
-        _ = context.image_processor
+        _ = context.text.image_processor
     check_translation(context)
 
 
 def other_inputs(context: Context) -> dict[str, list[str]] | None:
     """Digests of what the evaluation reads beside the recipe, the model and the text; None: of nothing."""
-    found = {"hardware": assign.compared_hardware(context), "translation": text_digests(context)}
-    return {name: digests for name, digests in found.items() if digests is not None} or None
+    inputs = {"hardware": assign.deciding(context, context.recipe.eval.compare), "translation": text_digests(context)}
+    return {name: digests for name, digests in inputs.items() if digests is not None} or None
 
 
-def apply_assignment(context: Context, assignment: Assignment, *, exported: bool = False) -> None:
-    """Replace the model's experts, and what else is quantized, by their dequantized replicas.
+def replaced(context: Context, overlay: Overlay, assignment: Assignment, *, exported: bool = False) -> nn.Module:
+    """The model with an assignment's dequantized experts, and what else the recipe quantizes.
 
-    It is done now, or as a streamed model's layers are read. exported: the assignment is the recipe's own, whose
-    experts quantize may have refined.
+    exported: the assignment is the recipe's own, whose experts quantize may have refined.
     """
-    stored = Stored(context)
-    stored.apply(context.model, "")
-
-    def replace(model: nn.Module, layer: ExpertLayer) -> None:
-        overwrite(model, layer, layer_replacements(context, assignment, layer, exported=exported, model=model))
-
-    if context.streamed is not None:
-        context.overwritten = [module.weight for module in stored.by_block.get("", ())]
-        context.streamed.overlay, context.streamed.block_overlay = replace, stored.apply
-        return
-    for block in stored.by_block:
-        stored.apply(context.model, block)
-    for layer in context.layers:
-        replace(context.model, layer)
+    experts = partial(layer_replacements, context, assignment, exported=exported)
+    return overlay.set(experts, other_replacements(context))
 
 
 def layer_replacements(
     context: Context,
     assignment: Assignment,
     layer: ExpertLayer,
+    model: nn.Module | None = None,
     *,
     exported: bool = False,
-    model: nn.Module | None = None,
 ) -> dict[ExpertPlace, Replacement]:
     """The dequantized replicas of one layer's experts that are below 16 bits, by module and expert.
 
-    exported: as in `apply_assignment`; model: where weights that are rounded now are taken from, None for the disk.
+    exported: as in `replaced`; model: where weights that are rounded now are taken from, None for the disk.
     """
     directory = context.directory("quantize")
     refined: Experts = {}
@@ -168,136 +173,83 @@ def layer_replacements(
         made = quantize.quantizers(directory)[layer.name]
         refined = refine.read_refined(directory, layer, assignment, made)
     replicas = Replicas(context, assignment, layer, model, refined=refined)
-    found = {}
-    for expert in refine.quantized_experts(assignment, layer):
-        found[layer.name, expert] = replicas.replacement(expert, str(directory) if expert in refined else "")
-    return found
+    return {
+        (layer.name, expert): replicas.replacement(expert, str(directory) if expert in refined else "")
+        for expert in refine.quantized_experts(assignment, layer)
+    }
 
 
 def replacements(
     context: Context, assignment: Assignment | None, *, exported: bool = False
 ) -> dict[Place, Replacement]:
     """What an assignment, and what else the recipe quantizes, puts into a loaded model; nothing for the original."""
-    found: dict[Place, Replacement] = {}
     if assignment is None:
-        return found
-    found |= other_replacements(context)
-    for layer in context.layers:
-        for place, one in layer_replacements(context, assignment, layer, exported=exported).items():
-            found[place] = one
-    return found
+        return {}
+    wanted: list[tuple[Place, Replacement]] = [*other_replacements(context).items()]
+    for layer in context.model.layers:
+        wanted += layer_replacements(context, assignment, layer, exported=exported).items()
+    return dict(wanted)
 
 
-def other_replacements(context: Context) -> dict[Place, Replacement]:
+def other_replacements(context: Context) -> dict[str, Replacement]:
     """What the recipe quantizes outside of the experts, by module."""
     stored = Stored(context)
+
+    def dequantized(module: OtherModule) -> dict[str, torch.Tensor]:
+        return {"weight": stored.packed(module).dequantize()}
+
     return {
         module.name: Replacement(
-            key=f"{stored.index.set} {stored.index.entry_of(module.kind)}",
-            make=partial(_dequantized_module, stored, module),
+            key=f"{stored.index.set} {stored.index.entry_of(module.kind)}", make=partial(dequantized, module)
         )
         for module in stored.modules
     }
 
 
-def _dequantized_module(stored: Stored, module: OtherModule) -> dict[str, torch.Tensor]:
-    return {"weight": stored.packed(module).dequantize()}
-
-
-def _in_place(context: Context, assignment: Assignment | None, *, exported: bool = False) -> Any:
-    """The model with one assignment's dequantized experts, from fresh weights."""
-    context.drop_model()
-    if assignment is not None:
-        apply_assignment(context, assignment, exported=exported)
-    return context.model
-
-
-def _logits(context: Context, assignment: Assignment, swapped: Swapped | None) -> torch.Tensor:
-    """Logits of random inputs with an assignment's dequantized weights; swapped: the model, where it is loaded whole
-    and was used before."""
-    if swapped is None:
-        model = _in_place(context, assignment, exported=True)
-    else:
-        swapped.set(replacements(context, assignment, exported=True))
-        model = swapped.model
+def _logits(context: Context, model: Any) -> torch.Tensor:
+    """Logits of random inputs."""
     with torch.no_grad():
         logits: torch.Tensor = model(**_random_inputs(context), use_cache=False).logits.float()
     return logits
 
 
 def _random_inputs(context: Context) -> dict[str, torch.Tensor]:
-    drawn = drawn_inputs(context.described[0], 2, 32, context.recipe.seed)
+    drawn = drawn_inputs(context.model.skeleton, 2, 32, context.recipe.seed)
     return {
-        name: value.to(context.device, context.dtype if value.is_floating_point() else None)
+        name: value.to(context.model.device, context.model.dtype if value.is_floating_point() else None)
         for name, value in drawn.items()
     }
 
 
-def _exported(context: Context, wanted: torch.Tensor) -> tuple[Any, float]:
-    """The exported checkpoint, loaded as a user would, and its logits' error against those of the dequantized
-    weights."""
-    with torch.no_grad():
-        packed = load_checkpoint(
-            context.directory("export"), context.dtype, context.device, context.recipe.trust_remote_code
-        )
-        found = packed(**_random_inputs(context), use_cache=False).logits.float()
-    error = relative(found, wanted)
-    if not error <= CHECK_TOLERANCE[context.dtype]:
+def _exported(context: Context, expected: torch.Tensor) -> tuple[Any, float]:
+    """The exported checkpoint, loaded as a user would, and the error of its logits of random inputs."""
+    directory, trust = context.directory("export"), context.recipe.trust_remote_code
+    checkpoint = load_checkpoint(directory, context.model.dtype, context.model.device, trust)
+    error = relative(_logits(context, checkpoint), expected)
+    if not error <= CHECK_TOLERANCE[context.model.dtype]:
         raise EvaluationError(
             f"the exported checkpoint's logits are off the dequantized weights' by {error:.2g} relative",
-            where=str(context.directory("export")),
+            where=str(directory),
             do="report this as a bug of moeq",
         )
-    return packed, error
-
-
-def _row(
-    context: Context, variant: _Variant, rest: tuple[int, int], whole: CheckpointSize, figures: dict[str, Any]
-) -> EvalRow:
-    """One variant as measured; rest: bytes of tensors beside the experts, of the original and as exported."""
-    assignment = variant.assignment
-    if assignment is None:
-        size = export.original_bytes(context, expert_keys(context.source, *context.described))
-    else:
-        size = total_bytes(context, assignment)
-    average = None if assignment is None else assignment.average_bits()
-    return EvalRow(
-        name=variant.name,
-        exported=variant.exported,
-        assignment=assignment,
-        expert_bytes=size,
-        other_bytes=rest[assignment is not None],
-        checkpoint_bytes=whole.of(assignment),
-        average_bits=None if average is None else float(average),
-        **figures,
-    )
+    return checkpoint, error
 
 
 def summarize(report: EvalReport) -> dict[str, Any]:
     """Rows of the final table."""
+    shown = {"name", "expert_bytes", "other_bytes", "checkpoint_bytes", "perplexity", "accuracy"}
     return {
         "export_logit_error": report.export_logit_error,
-        "rows": [
-            {
-                "name": row.name,
-                "expert_bytes": row.expert_bytes,
-                "other_bytes": row.other_bytes,
-                "checkpoint_bytes": row.checkpoint_bytes,
-                "perplexity": row.perplexity,
-                "accuracy": row.accuracy,
-                **row.image_figures(),
-            }
-            for row in report.rows
-        ],
+        "rows": [row.model_dump(include=shown) | row.image_figures() for row in report.rows],
         **({} if report.translation is None else {"translation": figures(report.translation)}),
     }
 
 
 def load(context: Context) -> EvalReport:
     """What was measured; the sizes of checkpoints counted now where an earlier version of moeq did not."""
-    found = read_eval(context.directory("eval") / NAME)
-    if all(row.checkpoint_bytes is not None for row in found.rows):
-        return found
-    whole = CheckpointSize(context)
-    rows = tuple(row.model_copy(update={"checkpoint_bytes": whole.of(row.assignment)}) for row in found.rows)
-    return found.model_copy(update={"rows": rows})
+    report = read_eval(context.directory("eval") / NAME)
+    if all(row.checkpoint_bytes is not None for row in report.rows):
+        return report
+    sizes = CheckpointSize(context)
+    rows = tuple(row.model_copy(update={"checkpoint_bytes": sizes.of(row.assignment)}) for row in report.rows)
+    return report.model_copy(update={"rows": rows})

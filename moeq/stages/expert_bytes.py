@@ -43,9 +43,9 @@ def matrix_bytes(layer: ExpertLayer, projection: str, bits: int, grid: PackedGri
 
 def total_bytes(context: Context, assignment: Assignment) -> int:
     """Bytes of all experts at their placed widths."""
-    full = source_dtype(context.source).itemsize
+    full = source_dtype(context.model.source).itemsize
     return sum(
-        expert_bytes(layer, one, assignment, full)
-        for layer, widths in zip(context.layers, assignment.expert_widths(), strict=True)
-        for one in widths
+        expert_bytes(layer, width, assignment, full)
+        for layer, widths in zip(context.model.layers, assignment.expert_widths(), strict=True)
+        for width in widths
     )

@@ -41,7 +41,7 @@ def measure(context: Context, section: ExpertEffectsSection) -> ExpertEffects:
     method = context.recipe.losses.methods[0]
     expected = _expected(context, method, section.bits)
     places = order(expected, context.recipe.seed)
-    hidden = max(layer.hidden_size for layer in context.layers)
+    hidden = max(layer.hidden_size for layer in context.model.layers)
     batches = heldout_batches(context, section.sequences, kept=AT_ONCE * hidden)
     directory = context.directory("losses")
     done = read_measured(directory, _inputs(context, section, method, batches))
@@ -54,10 +54,10 @@ def measure(context: Context, section: ExpertEffectsSection) -> ExpertEffects:
         while len(done.divergence) < wanted and _time_left(section, done) > 0:
             here = places[len(done.divergence) : min(wanted, len(done.divergence) + count)]
             started = time.monotonic()
-            found = worker.measure(here)
+            effects = worker.measure(here)
             took = time.monotonic() - started
             done = Measured(
-                inputs=done.inputs, seconds=done.seconds + took, divergence=(*done.divergence, *found.tolist())
+                inputs=done.inputs, seconds=done.seconds + took, divergence=(*done.divergence, *effects.tolist())
             )
             write_measured(directory, done)
             for _ in here:
@@ -116,26 +116,29 @@ class _Worker:
 
     def measure(self, places: Sequence[Place]) -> np.ndarray:
         """Mean divergence of every expert of some places, [n]."""
-        context = self.context
-        names = blocks_of(context.model)
-        known = context.layers if context.streamed is None else context.streamed.layers  # found while all are there
-        layers = {layer: known[layer] for layer, _ in places}
-        blocks = {layer: _block_of(names, one) for layer, one in layers.items()}
+        context, model = self.context, self.context.model
+        names = blocks_of(model.module)
+        known = model.layers if model.streamed is None else model.streamed.layers  # found while all are there
+        layers = {index: known[index] for index, _ in places}
+        blocks = {
+            index: next((name for name in names if layer.name.startswith(f"{name}.")), NOWHERE)
+            for index, layer in layers.items()
+        }
         totals, tokens = np.zeros(len(places)), 0
         for batch in self.batches:
-            with recording(context.model, names, list(blocks.values())) as outputs:
+            with recording(model.module, names, list(blocks.values())) as outputs:
                 exact = log_probabilities(context, batch)
             for block in sorted(set(blocks.values()) - set(self.seen)):
                 self._see(block, outputs, batch, exact)
             for index, (layer, expert) in enumerate(places):
-                starting = beginning_at(context.model, outputs, blocks[layer])
+                starting = beginning_at(model.module, outputs, blocks[layer])
                 with (
                     starting if self.seen[blocks[layer]] else nullcontext(),
                     replaced(context, layers[layer], self._replicas(layers[layer]), [expert]),
                 ):
-                    found = log_probabilities(context, batch)
+                    changed = log_probabilities(context, batch)
                 where = f"{layers[layer].name}, expert {expert} at {self.section.bits} bits"
-                totals[index] += divergence(exact, found, where)
+                totals[index] += divergence(exact, changed, where)
             tokens += predictions(context, batch)
         return totals / tokens
 
@@ -150,17 +153,12 @@ class _Worker:
         Families whose layers hand on more than their output give another one, or fail.
         """
         try:
-            with beginning_at(self.context.model, outputs, block):
+            with beginning_at(self.context.model.module, outputs, block):
                 self.seen[block] = torch.equal(log_probabilities(self.context, batch), exact)
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
             self.seen[block] = False
         if not self.seen[block]:
             self.context.reporter.say(f"  {block} needs more than the layer before it: the whole model runs")
-
-
-def _block_of(blocks: Sequence[str], layer: ExpertLayer) -> str:
-    """The decoder layer that a layer of experts lies in."""
-    return next((name for name in blocks if layer.name.startswith(f"{name}.")), NOWHERE)
 
 
 def _filled(
@@ -199,4 +197,4 @@ def _fits(expected: Sequence[np.ndarray], measured: dict[Place, float]) -> list[
         sums[layer] += effect, expected[layer][expert]
     whole = sums.sum(0)
     everywhere = whole[0] / whole[1] if whole[1] > 0 else 0.0
-    return [max(0.0, float(mine[0] / mine[1] if mine[1] > 0 else everywhere)) for mine in sums]
+    return [max(0.0, float(effect / hoped if hoped > 0 else everywhere)) for effect, hoped in sums]

@@ -19,11 +19,9 @@ from moeq.artifacts.targets import LOADED_BY, WIDEN, Target, loads_width, refuse
 from moeq.errors import ArtifactError, PlanError
 from moeq.exporters import CONVERTED, export, gguf, write
 from moeq.exporters.foreign import WriteOptions
-from moeq.exporters.front_matter import read_origin
 from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource
-from moeq.models.loading import expert_keys
 from moeq.numerics.slab import return_memory
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
@@ -31,8 +29,8 @@ from moeq.stages import assign, model_card, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import PackedGrid
 from moeq.stages.replicas import REFINED, load_losses
-from moeq.stages.side_files import say_left_behind
 from moeq.verification.written import check_written
 
 FORMAT_REVISION = 2  # raised when the same checkpoint gives other bytes in some format
@@ -40,25 +38,24 @@ FORMAT_REVISION = 2  # raised when the same checkpoint gives other bytes in some
 
 def run(context: Context) -> dict[str, Any]:
     """Write the checkpoint directory, and those of the other formats that are not there yet; returns the summary."""
-    skeleton, layers = context.described
-    assignment = assign.load(context)
+    model, assignment = context.model, assign.load(context)
     check_formats(context, assignment)
-    say_left_behind(context, context.source)
+    model.say_left_behind()
     directory = context.directory("quantize")
     inputs = ExportInputs(
-        source=context.source,
-        layers=layers,
+        source=model.source,
+        layers=model.described[1],
         top_k=profile.load(context).top_k,
         assignment=assignment,
-        expert_keys=expert_keys(context.source, skeleton, layers),
+        expert_keys=model.expert_keys,
         expert_files=quantize.files(directory),
         quantizers=quantize.quantizers(directory),
         losses=_losses(context) if context.recipe.quantize.replicas == "all" else None,
         max_shard_bytes=context.recipe.export.max_shard,
-        stamp=context.stamp,
+        stamp=model.stamp,
         others=others.table(context),
         other_keys=frozenset(others.replaced_keys(context)),
-        own_code=has_own_code(skeleton),
+        own_code=has_own_code(model.skeleton),
         trust_remote_code=context.recipe.trust_remote_code,
         digests={stage: read_record(context.directory(stage), stage).digest for stage in ("assign", "quantize")},
     )
@@ -74,7 +71,7 @@ def run(context: Context) -> dict[str, Any]:
         _check_copies(context, target)
         _check_written(context, target, AsQuantized(context, assignment))
     _write_formats(context)
-    return totals | {"original_expert_bytes": original_bytes(context, inputs.expert_keys)}
+    return totals | {"original_expert_bytes": original_expert_bytes(context)}
 
 
 def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
@@ -82,17 +79,17 @@ def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
     table = load_losses(context)
     made = quantize.quantizers(context.directory("quantize"))
     methods = {name: table.matrix(name) for name in table.methods()}
-    found: dict[str, list[dict[int, float]]] = {}
-    for index, (layer, experts) in enumerate(made.items()):
-        found[layer] = [
+    return {
+        layer: [
             {
                 bits: float(methods[method.removesuffix(REFINED)][index][bits][expert])
-                for bits, method in mine.items()
+                for bits, method in makers.items()
                 if bits != MIXED
             }
-            for expert, mine in enumerate(experts)
+            for expert, makers in enumerate(experts)
         ]
-    return found
+        for index, (layer, experts) in enumerate(made.items())
+    }
 
 
 def format_directory(out: Path, name: str) -> Path:
@@ -107,7 +104,7 @@ def check(context: Context) -> None:
     """What formats can be asked before anything runs: RecipeError, PlanError."""
     _check_uniform(context)
     if gguf.NAME in context.recipe.export.formats:
-        gguf.check(context.source, context.described[0])
+        gguf.check(context.model.source, context.model.skeleton)
         _check_others(context, LOADED_BY[gguf.NAME])
 
 
@@ -116,14 +113,13 @@ def _check_uniform(context: Context) -> None:
 
     What was decided before, perhaps by hand, is looked at instead where it is there.
     """
-    section, grid = context.recipe.assign, context.recipe.losses
+    section = context.recipe.assign
     named = [*section.named()]
     if len(named) != 1 or (context.finished("assign") / assign.NAME).is_file():
         return
     hot = section.gpu_experts
-    widths = [[FULL] * hot + named * (layer.num_experts - hot) for layer in context.layers]
-    for name in context.recipe.export.formats:
-        _check_widths(context, name, widths, grid.group_size, grid.symmetric, grid.nested)
+    widths = [[FULL] * hot + named * (layer.num_experts - hot) for layer in context.model.layers]
+    _check_widths(context, widths, context.recipe.losses)
 
 
 def _check_others(context: Context, target: Target) -> None:
@@ -144,26 +140,23 @@ def _check_others(context: Context, target: Target) -> None:
 
 def check_formats(context: Context, assignment: Assignment) -> None:
     """PlanError for a format whose runtime could not load what was assigned, before anything is written."""
-    grid = (assignment.group_size, assignment.symmetric, assignment.nested)
+    _check_widths(context, assignment.expert_widths(), assignment)
+
+
+def _check_widths(context: Context, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> None:
+    """PlanError for a format whose runtime could not load the widths [E] of some layer."""
     for name in context.recipe.export.formats:
-        _check_widths(context, name, assignment.expert_widths(), *grid)
-
-
-def _check_widths(
-    context: Context, name: str, widths: Sequence[Sequence[Width]], group_size: int, symmetric: bool, nested: bool
-) -> None:
-    """PlanError where a format's runtime could not load the widths [E] of some layer."""
-    reason = refuse_layers(
-        name,
-        context.layers,
-        widths,
-        group_size=group_size,
-        symmetric=symmetric,
-        nested=nested,
-        widen=context.recipe.export.widen,
-    )
-    if reason is not None:
-        raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
+        reason = refuse_layers(
+            name,
+            context.model.layers,
+            widths,
+            group_size=grid.group_size,
+            symmetric=grid.symmetric,
+            nested=grid.nested,
+            widen=context.recipe.export.widen,
+        )
+        if reason is not None:
+            raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
 
 
 def _write_formats(context: Context) -> None:
@@ -187,13 +180,13 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
         max_shard_bytes=recipe.export.max_shard,
         widen=recipe.export.widen,
         trust_remote_code=recipe.trust_remote_code,
-        model_name=context.stamp.name,
+        model_name=context.model.stamp.name,
     )
     native = NativeReader(context.directory("export"), recipe.trust_remote_code)
     write(name, native, directory, options)
     if recipe.export.verify:
         _check_written(context, directory, native)
-    stage, stamp, seed = f"export-{name}", context.stamp, recipe.seed
+    stage, stamp, seed = f"export-{name}", context.model.stamp, recipe.seed
     write_record(directory, stage=stage, model=stamp, seed=seed, key=key, inputs={}, summary={}, volatile={})
 
 
@@ -213,7 +206,7 @@ def _format_key(context: Context, name: str) -> str:
     section = context.recipe.export
     manifest = digest_of_file(context.directory("export") / MANIFEST, cached=not context.check)
     settings = [section.max_shard, section.widen, section.verify]
-    return digest_of([name, FORMAT_REVISION, context.stamp.digest, manifest, *settings])
+    return digest_of([name, FORMAT_REVISION, context.model.stamp.digest, manifest, *settings])
 
 
 def formats_intact(context: Context) -> bool:
@@ -225,12 +218,16 @@ def formats_intact(context: Context) -> bool:
     )
 
 
-def original_bytes(context: Context, keys: set[str]) -> int:
+def original_expert_bytes(context: Context) -> int:
     """Bytes of the routed experts in the original checkpoint."""
-    return sum(context.source.tensors[key].bytes for key in keys)
+    return sum(context.model.source.tensors[key].bytes for key in context.model.expert_keys)
 
 
 def write_card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]] | None = None) -> None:
     """Write the model card; the report stage writes it again with the measured figures."""
-    text = model_card.render(manifest, context.source.config, figures or [], read_origin(context.source.path))
-    write_text(context.directory("export") / CARD, text)
+    write_text(context.directory("export") / CARD, card(context, manifest, figures or []))
+
+
+def card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]]) -> str:
+    """The checkpoint's model card."""
+    return model_card.render(manifest, context.model.source.config, figures, context.model.origin)

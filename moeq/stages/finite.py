@@ -16,7 +16,7 @@ from moeq.errors import AllZeroError, NotFiniteError
 from moeq.models.corpus import Sequences
 from moeq.models.experts import ExpertLayer, stacked_weights
 from moeq.models.forward import ahead, takes_images
-from moeq.models.walk import Batch, LayerInputs, walk
+from moeq.models.walk import Batch, LayerInputs
 from moeq.models.weights import first_all_zero, first_not_finite, largest
 from moeq.stages.context import Context
 
@@ -33,24 +33,24 @@ def naming_the_file(context: Context) -> Iterator[None]:
         yield
     except (AllZeroError, NotFiniteError) as error:
         zero = isinstance(error, AllZeroError)
-        key = (first_all_zero if zero else first_not_finite)(context.source)
+        key = (first_all_zero if zero else first_not_finite)(context.model.source)
         if key is None:
             _name_the_largest(context, error)
             raise
         raise type(error)(
             f"{'every weight is 0' if zero else 'weights are not finite'}, as seen in {error.where}",
-            where=f"{context.source.tensors[key].file}: {key}",
+            where=f"{context.model.source.tensors[key].file}: {key}",
             do="download the checkpoint again",
         ) from None
 
 
 def _name_the_largest(context: Context, error: AllZeroError | NotFiniteError) -> None:
     """Raise an error anew with the tensor that has the largest weight, where that is beyond what is trained."""
-    key, size = largest(context.source)
+    key, size = largest(context.model.source)
     if size >= LARGE:
         raise NotFiniteError(
             f"weights of up to {size:.3g}, with which activations overflow, as seen in {error.where}",
-            where=f"{context.source.tensors[key].file}: {key}",
+            where=f"{context.model.source.tensors[key].file}: {key}",
             do="download the checkpoint again, or use dtype: float32 where it was another",
         ) from None
 
@@ -71,11 +71,12 @@ def may_overflow(context: Context, last: ExpertLayer) -> bool:
     A model in memory always is; a streamed one, which would be read once more for it, only where these experts or what
     stays resident (norm and head) have weights above LARGE.
     """
-    if context.streamed is None:
+    if context.model.streamed is None:
         return True
-    there: list[torch.Tensor] = [one for one in context.model.parameters() if one.device.type != "meta"]
-    there += stacked_weights(context.model, last, slice(None)).values()
-    return any(bool((one.abs() > LARGE).any()) for one in there if one.numel())
+    model = context.model.module
+    weights: list[torch.Tensor] = [weight for weight in model.parameters() if weight.device.type != "meta"]
+    weights += stacked_weights(model, last, slice(None)).values()
+    return any(bool((weight.abs() > LARGE).any()) for weight in weights if weight.numel())
 
 
 def check_output(context: Context, sequences: Sequences) -> None:
@@ -85,11 +86,11 @@ def check_output(context: Context, sequences: Sequences) -> None:
     """
 
     def finish(batch: Batch, output: Any) -> None:
-        wrong = output_overflows(output.logits, batch, context.model)
+        wrong = output_overflows(output.logits, batch, context.model.module)
         if wrong is not None:
             raise NotFiniteError(wrong, where="the model's output", do="use dtype: float32, or check the checkpoint")
 
-    for _ in walk(context.model, (), [_few(sequences)], context.device, streamed=context.streamed, finish=finish):
+    for _ in context.model.walk([_few(sequences)], (), finish=finish):
         pass
 
 

@@ -32,15 +32,15 @@ def frontier(context: Context) -> dict[str, Any]:
     with context.reporter.bar("frontier", number) as advance:
         points = report.frontier(inputs, AVERAGES, decide, advance)
     directory = make_directory(context.directory("assign"))
-    found = {
+    document = {
         "schema_version": VERSION,
         "loss_weighting": inputs.config.loss_weighting,
         "layer_weighting": inputs.config.layer_weighting,
         "points": [asdict(point) for point in points],
     }
-    write_json(directory / NAME, found)
+    write_json(directory / NAME, document)
     write_text(directory / PLOT, frontier_svg(points))
-    return found
+    return document
 
 
 def prices(context: Context) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def _refuse_width(context: Context, target: Target, bits: int) -> AssignmentErro
     A target of symmetric grids alone is asked about those: its price is that of the same widths.
     """
     section = context.recipe.losses
-    for layer in context.layers:
+    for layer in context.model.layers:
         for projection in layer.projections:
             grids = grids_of(
                 layer,
@@ -65,7 +65,7 @@ def _refuse_width(context: Context, target: Target, bits: int) -> AssignmentErro
                 symmetric=section.symmetric or target.symmetric_only,
                 nested=section.nested,
             )
-            found = refuse_stack(target, grids, full=False, widen=False)
-            if found is not None:
-                return AssignmentError(found[0], where=f"{layer.name}, {projection}", do=found[1])
+            refusal = refuse_stack(target, grids, full=False, widen=False)
+            if refusal is not None:
+                return AssignmentError(refusal[0], where=f"{layer.name}, {projection}", do=refusal[1])
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from moeq.numerics.slab import return_memory
 from moeq.numerics.traces import closed_form, hutchinson
 from moeq.recipe import AssignSection
 from moeq.stages.context import Context
+from moeq.stages.model import RunModel
 
 SAMPLES = 32
+_MADE: WeakKeyDictionary[RunModel, dict[tuple[str, int | None], list[np.ndarray]]] = WeakKeyDictionary()
 
 
 def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
@@ -27,10 +30,11 @@ def traces(context: Context, config: AssignSection) -> list[np.ndarray]:
     """
     how = config.trace or "closed"
     key = (how, None if how == "closed" else config.trace_samples or SAMPLES)
-    if key not in context.traces:
+    made = _MADE.setdefault(context.model, {})
+    if key not in made:
         known = _known_traces(context) if how == "closed" else None
-        context.traces[key] = _computed_traces(context, key) if known is None else known
-    return context.traces[key]
+        made[key] = _computed_traces(context, key) if known is None else known
+    return made[key]
 
 
 def _known_traces(context: Context) -> list[np.ndarray] | None:
@@ -39,25 +43,26 @@ def _known_traces(context: Context) -> list[np.ndarray] | None:
         table = read_sensitivities(context.finished("assign") / SENSITIVITIES)
     except ArtifactError:
         return None
-    same = table.model == context.stamp.digest and table.experts() == [layer.num_experts for layer in context.layers]
+    experts = [layer.num_experts for layer in context.model.layers]
+    same = table.model == context.model.stamp.digest and table.experts() == experts
     return table.column("frobenius_hessian_trace") if same else None
 
 
 def _computed_traces(context: Context, how: tuple[str, int | None]) -> list[np.ndarray]:
     generator = torch.Generator().manual_seed(context.recipe.seed)
-    found = []
-    with context.reporter.bar("traces", len(context.layers)) as advance:
-        for layer in context.layers:
-            found.append(np.array([_trace(context, layer, e, how, generator) for e in range(layer.num_experts)]))
+    by_layer = []
+    with context.reporter.bar("traces", len(context.model.layers)) as advance:
+        for layer in context.model.layers:
+            by_layer.append(np.array([_trace(context, layer, e, how, generator) for e in range(layer.num_experts)]))
             return_memory()
             advance()
-    return found
+    return by_layer
 
 
 def _trace(
     context: Context, layer: ExpertLayer, expert: int, how: tuple[str, int | None], generator: torch.Generator
 ) -> float:
-    weights, _ = context.expert_reader.read(layer, expert)
+    weights, _ = context.model.expert_reader.read(layer, expert)
     name, samples = how
     if samples is None:
         return sum(closed_form(weight) for weight in weights.values())

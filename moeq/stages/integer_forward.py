@@ -36,7 +36,7 @@ def check(context: Context) -> None:
     """RecipeError where the recipe wants the integer forward of a model that has none, before anything is written."""
     if context.recipe.reparam is None or context.recipe.reparam.integer is None:
         return
-    if not is_known(context.described[0]):
+    if not is_known(context.model.skeleton):
         raise RecipeError("the model has no integer forward", where=WHERE, do=f"leave it out; known are {KNOWN}")
 
 
@@ -64,12 +64,12 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
     if not isinstance(calibration, ImageSequences) or not isinstance(images, ImageSequences):
         raise RecipeError("no labelled images", where=WHERE, do="name some in corpus.source")
     folded = open_source(str(directory / FOLDED), trust_remote_code=context.recipe.trust_remote_code)
-    model, original = _load(context, folded), _load(context, context.source)
+    model, original = _load(context, folded), _load(context, context.model.source)
     tasks = getattr(model.config, "num_tasks", 1)
-    found: dict[str, IntegerFigures] = {}
+    figures: dict[str, IntegerFigures] = {}
     for task in range(tasks):
         folder = directory / FOLDER if tasks == 1 else directory / FOLDER / f"task-{task}"
-        found[f"task-{task}"] = make(
+        figures[f"task-{task}"] = make(
             model,
             calibration.pixels,
             images.pixels,
@@ -79,13 +79,13 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
             task=task,
             norm_scales=scales,
             original=original,
-            stamp=context.stamp,
+            stamp=context.model.stamp,
         )
-        for line in lines(found[f"task-{task}"]):
+        for line in lines(figures[f"task-{task}"]):
             context.reporter.say(f"  {escape(line)}")
         context.reporter.say(f"  {escape(str(folder))}")
-    write_report(directory, IntegerReport(tasks=found))
-    return {task: one.model_dump(mode="json", exclude={"schemes", "replay"}) for task, one in found.items()}
+    write_report(directory, IntegerReport(tasks=figures))
+    return {task: each.model_dump(mode="json", exclude={"schemes", "replay"}) for task, each in figures.items()}
 
 
 def load(context: Context) -> IntegerReport | None:

@@ -42,7 +42,7 @@ class Judge(Protocol):
 
 def judge_of(context: Context) -> Judge:
     """What measures the recipe's model."""
-    return ImageJudge(context) if context.takes_images else TextJudge(context)
+    return ImageJudge(context) if context.model.takes_images else TextJudge(context)
 
 
 class TextJudge:
@@ -50,7 +50,7 @@ class TextJudge:
 
     def __init__(self, context: Context) -> None:
         self.context, self.section, self.sequences = context, context.text.perplexity, context.text.evaluation
-        self.manager = context.task_manager
+        self.manager = context.text.task_manager
         self.steps = int(bool(context.recipe.eval.tasks))
         self.sizes = {"tokens": 0}
         if self.sequences is not None and self.section is not None:
@@ -61,7 +61,7 @@ class TextJudge:
         measured: dict[str, Any] | None = None
         if self.sequences is not None and self.section is not None:
             measured = perplexity(
-                model, self.sequences, self.section.batch_size, self.context.device, advance, streamed=streamed
+                model, self.sequences, self.section.batch_size, self.context.model.device, advance, streamed=streamed
             )
         results: dict[str, Any] | None = None
         cut: dict[str, int] = {}
@@ -90,7 +90,7 @@ class TextJudge:
 
         context, section = self.context, self.context.recipe.eval
         options = {"batch_size": section.batch_size, "truncate": True}
-        lm = static_lm(model, context.tokenizer, context.image_processor, **options)
+        lm = static_lm(model, context.model.tokenizer, context.text.image_processor, **options)
         results = evaluate_tasks(
             lm,
             section.tasks,
@@ -107,24 +107,24 @@ class ImageJudge:
     """Accuracy, cross-entropy, and the logits' distance from the first measured model's."""
 
     def __init__(self, context: Context) -> None:
-        found = context.text.evaluation
-        if not isinstance(found, ImageSequences):
+        images = context.text.evaluation
+        if not isinstance(images, ImageSequences):
             raise EvaluationError("no images to be measured on", where="eval.images", do="name some in corpus.source")
-        self.context, self.images, self.batch = context, found, context.text.test_images.batch_size
-        self.steps = -(-len(found) // self.batch)
-        self.sizes = {"tokens": 0, "images": len(found)}
+        self.context, self.images, self.batch = context, images, context.text.test_images.batch_size
+        self.steps = -(-len(images) // self.batch)
+        self.sizes = {"tokens": 0, "images": len(images)}
         self.wanted: Tensor | None = None
 
     def measure(self, name: str, model: Any, streamed: StreamedModel | None, advance: Callable[[], None]) -> Measured:
-        found = classify(model, self.images, self.batch, self.context.device, advance, streamed=streamed)
-        self.wanted = found.logits if self.wanted is None else self.wanted
+        answers = classify(model, self.images, self.batch, self.context.model.device, advance, streamed=streamed)
+        self.wanted = answers.logits if self.wanted is None else self.wanted
         figures = {
             "perplexity": None,
             "perplexity_by_domain": {},
-            "accuracy": found.accuracy,
-            "accuracy_stderr": found.accuracy_stderr,
-            "tasks": found.by_domain,
-            "cross_entropy": found.cross_entropy,
-            "logit_error": logit_error(found.logits, self.wanted),
+            "accuracy": answers.accuracy,
+            "accuracy_stderr": answers.accuracy_stderr,
+            "tasks": answers.by_domain,
+            "cross_entropy": answers.cross_entropy,
+            "logit_error": logit_error(answers.logits, self.wanted),
         }
         return Measured(figures=figures, items=None)

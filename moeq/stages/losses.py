@@ -25,7 +25,7 @@ from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex
 from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
-from moeq.models.walk import LayerInputs, walk
+from moeq.models.walk import LayerInputs
 from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
@@ -35,7 +35,7 @@ from moeq.stages import non_experts as others_stage
 from moeq.stages.context import Context
 from moeq.stages.expert_effects import measure as measure_experts
 from moeq.stages.finite import naming_the_file, say_left_out
-from moeq.stages.replicas import load_index, load_losses, planned
+from moeq.stages.replicas import lacking, load_index, load_losses, planned
 
 BEYOND = {"scale_underflow": "small", "scale_overflow": "large"}  # what `grids.beyond_float16` finds
 
@@ -57,12 +57,10 @@ def run(context: Context) -> dict[str, Any]:
         batches = sequences.batches(context.recipe.corpus.batch_size)
         with (
             naming_the_file(context),
-            context.reporter.bar("losses", len(context.layers)) as advance,
+            context.reporter.bar("losses", len(context.model.layers)) as advance,
             more.listening() as listening,
         ):
-            for inputs in walk(
-                context.model, context.layers, batches, context.device, streamed=context.streamed, **listening
-            ):
+            for inputs in context.model.walk(batches, **listening):
                 say_left_out(context, inputs)
                 _finish_layer(context, inputs, index, missing[inputs.layer.index])
                 advance()
@@ -70,9 +68,9 @@ def run(context: Context) -> dict[str, Any]:
                 return_memory()
     more.finish()
     store, entries = context.store / index.set, index.entries()
-    found = [replicas.digests(store, layer.index, entries) for layer in context.layers]
-    replicas.write_index(directory, index.model_copy(update={"layers": tuple(found)}))
-    write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.layers))
+    digests = tuple(replicas.digests(store, layer.index, entries) for layer in context.model.layers)
+    replicas.write_index(directory, index.model_copy(update={"layers": digests}))
+    write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.model.layers))
     if config.layer_effects is not None:
         write_effects(directory, effects.measure(context, config.layer_effects))
     else:
@@ -120,30 +118,24 @@ def _expert_effects(context: Context, directory: Path) -> dict[str, Any]:
     if section is None:
         expert_effects.remove_effects(directory)
         return {}
-    found = measure_experts(context, section)
-    expert_effects.write_effects(directory, found)
-    return {"expert_effects": {"measured": found.measured, "of_experts": sum(map(len, found.divergence))}}
+    by_expert = measure_experts(context, section)
+    expert_effects.write_effects(directory, by_expert)
+    return {"expert_effects": {"measured": by_expert.measured, "of_experts": sum(map(len, by_expert.divergence))}}
 
 
 def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]:
     """What the store lacks of every layer; says how much of the rest is there."""
     if not (context.store / index.set).is_dir():
-        return {layer.index: list(index.made) for layer in context.layers}
-    found = {}
-    with context.reporter.bar("checking the store", len(context.layers)) as advance:
-        for layer in context.layers:
-            found[layer.index] = replicas.lacking(
-                context.store / index.set,
-                layer.index,
-                index.made,
-                context.say_damaged,
-                cached=not context.check,
-            )
+        return {layer.index: list(index.made) for layer in context.model.layers}
+    missing = {}
+    with context.reporter.bar("checking the store", len(context.model.layers)) as advance:
+        for layer in context.model.layers:
+            missing[layer.index] = lacking(context, index.set, layer.index, index.made)
             advance()
-    wanted = len(index.made) * len(context.layers)
-    there = wanted - sum(map(len, found.values()))
+    wanted = len(index.made) * len(context.model.layers)
+    there = wanted - sum(map(len, missing.values()))
     context.reporter.say(f"  {there} of {wanted} sets of losses and replicas are in the store")
-    return found
+    return missing
 
 
 def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, missing: list[Made]) -> None:
@@ -152,15 +144,15 @@ def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, mi
     for here in calls(missing):
         result = quantize_layer(
             inputs,
-            stacked_weights(context.model, layer, slice(None)),
-            expert_math(context.model, layer),
+            stacked_weights(context.model.module, layer, slice(None)),
+            expert_math(context.model.module, layer),
             context.recipe.losses.model_copy(
                 update={
                     "bits": list(dict.fromkeys(made.bits for made in here)),
                     "methods": list(dict.fromkeys(made.method for made in here)),
                 }
             ),
-            stacked_biases(context.model, layer, slice(None)),
+            stacked_biases(context.model.module, layer, slice(None)),
         )
         new = {
             made.entry: {name: widths[made.bits] for name, widths in result.replicas.items()}
@@ -176,17 +168,17 @@ def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, mi
 
 def calls(missing: Sequence[Made]) -> list[list[Made]]:
     """What one call of `quantize_layer` makes: methods of the same widths, only one of them with replicas to keep."""
-    found: list[list[Made]] = []
+    together: list[list[Made]] = []
     for method in dict.fromkeys(made.method for made in missing):
-        mine = [made for made in missing if made.method == method]
-        for others in found:
-            same = [made.bits for made in mine] == [made.bits for made in others if made.method == others[0].method]
-            if same and any(all(made.entry is None for made in some) for some in (mine, others)):
-                others += mine
+        widths = [made for made in missing if made.method == method]
+        for others in together:
+            same = [made.bits for made in widths] == [made.bits for made in others if made.method == others[0].method]
+            if same and any(all(made.entry is None for made in some) for some in (widths, others)):
+                others += widths
                 break
         else:
-            found.append(mine)
-    return found
+            together.append(widths)
+    return together
 
 
 def _layer_rows(context: Context, index: ReplicaIndex, layer: int) -> list[dict[str, Any]]:
@@ -200,7 +192,7 @@ def is_intact(context: Context) -> bool:
     """Whether the store still has every replica that the index names; what is damaged is said."""
     try:
         index = load_index(context)
-        count = len(context.layers) if index.entries() else 0
+        count = len(context.model.layers) if index.entries() else 0
         with context.reporter.bar("checking the store", count) as advance:
             for layer in range(count):
                 there = LayerReplicas(context.store / index.set, layer)

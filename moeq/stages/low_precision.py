@@ -6,10 +6,10 @@ streamed model's experts are overwritten whenever they are read. What is no rout
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from moeq.analysis.low_precision import Chosen, low_experts, orders
 from moeq.artifacts.assignment import FULL
@@ -18,7 +18,7 @@ from moeq.evaluation.perplexity import perplexity
 from moeq.models.corpus import Sequences
 from moeq.models.experts import ExpertLayer
 from moeq.recipe import AssignSection, LowPrecisionSection
-from moeq.runtime.swapping import ExpertPlace, Replacement, Swapped, overwrite
+from moeq.runtime.swapping import ExpertPlace, Replacement
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
 from moeq.stages.replicas import Replicas
@@ -36,15 +36,15 @@ def write_curves(context: Context) -> None:
 
 def _sweep(context: Context, section: LowPrecisionSection) -> Sweep:
     """One pair of widths in all orders; points with the same experts at the low width are measured once."""
-    found = profile.load(context)
-    counts = [found.total(layer)[0] for layer in range(len(found.layers))]
+    routing = profile.load(context)
+    counts = [routing.total(layer)[0] for layer in range(len(routing.layers))]
     chosen = {
         name: [(share, low_experts(order, share)) for share in sorted(section.shares)]
         for name, order in orders(counts, section.seeds, context.recipe.seed).items()
     }
-    there = context.text.evaluation
-    assert there is not None, "the recipe says so"
-    sequences = _some(there, section.sequences)
+    text = context.text.evaluation
+    assert text is not None, "the recipe says so"
+    sequences = _some(text, section.sequences)
     there_and_back = [points[:: -1 if index % 2 else 1] for index, points in enumerate(chosen.values())]
     measured = _measure(context, section, sequences, [low for points in there_and_back for _, low in points])
     return Sweep(
@@ -77,30 +77,19 @@ def _measure(
     different = list(dict.fromkeys(wanted))
     batches = -(-len(sequences) // settings.batch_size)
     name = f"{section.bits} of {section.high_bits} bits"
-    found: dict[Chosen, float] = {}
-    context.drop_model()
-    widths = _Widths(context, section)
-    swapped = None if context.streamed is not None else Swapped(context.model, context.layers)
-    try:
-        with context.reporter.bar(name, len(different) * batches) as advance:
-            for low in different:
-                _become(context, swapped, partial(widths.of, low=low))
-                found[low] = perplexity(
-                    context.model, sequences, settings.batch_size, context.device, advance, context.streamed
-                )["perplexity"]
-    finally:
-        context.drop_model()
-    return found
-
-
-def _become(
-    context: Context, swapped: Swapped | None, wanted: Callable[[ExpertLayer], dict[ExpertPlace, Replacement]]
-) -> None:
-    """Give every expert its width: now, or, of a streamed model, as layers are read."""
-    if swapped is not None:
-        swapped.set({place: one for layer in context.layers for place, one in wanted(layer).items()})
-    elif context.streamed is not None:
-        context.streamed.overlay = lambda model, layer: overwrite(model, layer, wanted(layer))
+    widths, model = _Widths(context, section), context.model
+    perplexities: dict[Chosen, float] = {}
+    with model.overlay() as overlay, context.reporter.bar(name, len(different) * batches) as advance:
+        for low in different:
+            perplexities[low] = perplexity(
+                overlay.set(partial(widths.of, low)),
+                sequences,
+                settings.batch_size,
+                model.device,
+                advance,
+                model.streamed,
+            )["perplexity"]
+    return perplexities
 
 
 class _Widths:
@@ -113,9 +102,9 @@ class _Widths:
         for bits in {section.bits, section.high_bits} - {FULL}:
             uniform = AssignSection.of("uniform", bits=bits, quantizer=quantizer)
             made = assign.make(context, uniform, f"uniform-{bits}")
-            self._replicas[bits] = [Replicas(context, made, layer) for layer in context.layers]
+            self._replicas[bits] = [Replicas(context, made, layer) for layer in context.model.layers]
 
-    def of(self, layer: ExpertLayer, low: Chosen) -> dict[ExpertPlace, Replacement]:
+    def of(self, low: Chosen, layer: ExpertLayer, _: nn.Module | None) -> dict[ExpertPlace, Replacement]:
         """The replicas of one layer's experts; none of those in full precision."""
         bits, high = self.section.bits, self.section.high_bits
         widths = {expert: bits if expert in low[layer.index] else high for expert in range(layer.num_experts)}

@@ -53,8 +53,8 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         f"| other replicas | {human_bytes(totals.other_replica_bytes)} |",
         f"| everything else | {human_bytes(totals.non_expert_bytes)} |",
         *_modules(manifest),
-        *(f"| code | {one.file}, moeq's own hook: two lines |" for one in manifest.code if one.origin == "moeq"),
-        *code_lines({one.file: one.sha256 for one in manifest.code if one.origin == "model"}),
+        *(f"| code | {code.file}, moeq's own hook: two lines |" for code in manifest.code if code.origin == "moeq"),
+        *code_lines({code.file: code.sha256 for code in manifest.code if code.origin == "model"}),
         "",
         "Where every expert should live, and how its bytes are laid out: `placement.json`.",
         "",
@@ -103,10 +103,10 @@ def _modules(manifest: PlacementManifest) -> list[str]:
     """A line for each class of packed modules outside of the experts."""
     lines = []
     for kind in dict.fromkeys(module.kind for module in manifest.others):
-        mine = [module for module in manifest.others if module.kind == kind]
-        first, size = mine[0], human_bytes(sum(module.bytes for module in mine))
+        modules = [module for module in manifest.others if module.kind == kind]
+        first, size = modules[0], human_bytes(sum(module.bytes for module in modules))
         grid = "symmetric" if first.symmetric else "asymmetric"
         lines.append(
-            f"| of it {kind} | {len(mine)} at {first.bits} bits, groups of {first.group_size}, {grid}: {size} |"
+            f"| of it {kind} | {len(modules)} at {first.bits} bits, groups of {first.group_size}, {grid}: {size} |"
         )
     return lines

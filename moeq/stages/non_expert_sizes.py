@@ -17,7 +17,6 @@ from moeq.artifacts.tensor_files import dtype_name, safetensors_layout
 from moeq.exporters.moeq import others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.non_experts import OtherModule, by_block
-from moeq.models.streaming import blocks_of
 from moeq.numerics.packed import packed_shapes
 from moeq.quantizers.non_experts import ROWS_AT_ONCE
 from moeq.runtime.packed_experts import GUARD_DTYPE
@@ -38,7 +37,7 @@ class Others:
         self.modules = stage.chosen(context)
         self.heads = stage.tied_heads(context)
         self.keys = stage.replaced_keys(context)
-        self.disk = sum(context.source.tensors[key].bytes for key in self.keys)
+        self.disk = sum(context.model.source.tensors[key].bytes for key in self.keys)
 
     @property
     def asked(self) -> bool:
@@ -57,7 +56,7 @@ class Others:
 
     @cached_property
     def blocks(self) -> dict[str, int]:
-        return {block: number for number, block in enumerate([*blocks_of(self.context.described[0]), ""])}
+        return stage.block_numbers(self.context)
 
     @cached_property
     def by_block(self) -> dict[str, list[OtherModule]]:
@@ -71,9 +70,9 @@ class Others:
         most = 0
         for modules in self.by_block.values():
             inputs: dict[tuple[str, int], int] = {}
-            for one in modules:
-                if not one.lookup:
-                    at = (one.name.rpartition(".")[0], one.inputs)
+            for module in modules:
+                if not module.lookup:
+                    at = (module.name.rpartition(".")[0], module.inputs)
                     inputs[at] = inputs.get(at, 0) + 1
             most = max(most, sum(-(-count // 2) * 2 * 4 * width**2 for (_, width), count in inputs.items()))
         return most
@@ -98,7 +97,7 @@ class Others:
         """Files that quantize writes."""
         files = {}
         for block, modules in self.by_block.items():
-            shapes: Shapes = {f"{m.name}.{part}": found for m in modules for part, found in self._shapes(m).items()}
+            shapes: Shapes = {f"{m.name}.{part}": shape for m in modules for part, shape in self._shapes(m).items()}
             shapes |= {guard_name(m.name): (GUARD_DTYPE, GUARD_SHAPE) for m in modules}
             files[others_name(self.blocks[block])] = _file(shapes, METADATA)
         return files
@@ -126,18 +125,18 @@ class Others:
     def _store_block(self, number: int, modules: list[OtherModule], entries: tuple[MadeOthers, ...]) -> dict[str, int]:
         folder, shapes, stamps, files = Path(DIGEST), {}, {}, {}
         for made in entries:
-            mine = [module for module in modules if module.kind == made.kind]
-            if not mine:
+            of_class = [module for module in modules if module.kind == made.kind]
+            if not of_class:
                 continue
             entry = str(made.entry)
             how = stage.grid(self.recipe, made.kind)
-            for m in mine:
+            for m in of_class:
                 for part, (dtype, shape) in self._shapes(m).items():
                     shapes[f"{entry}.{m.name}.{part}"] = (dtype, (1, *shape))
             settings: dict[str, Any] = {"group_size": how.group_size, "symmetric": how.symmetric}
-            described = {m.name: {"inputs": m.inputs, **settings} for m in mine}
+            described = {m.name: {"inputs": m.inputs, **settings} for m in of_class}
             stamps[entry] = replicas.described(entry, DIGEST, described)
-            rows = [self._row(module).model_dump(mode="json") for module in mine]
+            rows = [self._row(module).model_dump(mode="json") for module in of_class]
             files[replicas.rows_file(folder, number, entry).as_posix()] = len(replicas.rows_text(rows))
         name = replicas.layer_file(folder, number).as_posix()
         return files | {name: _file(shapes, replicas.layer_metadata(number, stamps))}
@@ -167,12 +166,12 @@ class Others:
         """Files that losses leaves in its own directory."""
         if not self.asked:
             return {}
-        found = {artifact.NAME: self.table(), artifact.INDEX: self.index()}
-        return {name: len(canonical_json(one.model_dump(mode="json")).encode()) for name, one in found.items()}
+        documents = {artifact.NAME: self.table(), artifact.INDEX: self.index()}
+        return {name: len(canonical_json(each.model_dump(mode="json")).encode()) for name, each in documents.items()}
 
     def placed(self) -> tuple[PlacedModule, ...]:
         """The modules as the manifest names them."""
-        found = []
+        placed = []
         for module, row in zip(self.modules, self.table().modules, strict=True):
             stamps = tuple(
                 TensorStamp(name=part, dtype=dtype_name(dtype), shape=shape)
@@ -181,13 +180,13 @@ class Others:
             shown = row.model_dump(
                 include={"kind", "bits", "group_size", "symmetric", "rows", "inputs", "tied", "bytes"}
             )
-            found.append(
+            placed.append(
                 PlacedModule(
                     name=module.name, quantizer=row.method, file=others_name(self.blocks[module.block]),
                     key_prefix=f"{module.name}.", tensors=stamps, sha256=DIGEST, **shown,
                 )
             )  # fmt: skip
-        return tuple(found)
+        return tuple(placed)
 
 
 def _file(shapes: Shapes, metadata: dict[str, str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moeq.artifacts import non_experts as artifact
 from moeq.artifacts import replicas
@@ -23,16 +23,23 @@ from moeq.artifacts.non_experts import MadeOthers, OtherIndex, OtherRow, OtherTa
 from moeq.artifacts.replicas import LayerReplicas
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import Sequences
-from moeq.models.loading import expert_keys
 from moeq.models.non_experts import EMBEDDINGS, HEAD, OtherModule, by_block, weight_keys
 from moeq.models.streaming import blocks_of
 from moeq.models.walk import end_batch
 from moeq.models.weights import plain_header, scale_keys
 from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.quantizers.layer_data import heldout_stride
-from moeq.quantizers.non_experts import Grid, Listener, Result, quantize_embedding, quantize_linears
+from moeq.quantizers.non_experts import (
+    ROUNDING,
+    Grid,
+    Listener,
+    Result,
+    quantize_embedding,
+    quantize_linears,
+)
 from moeq.recipe import Recipe
 from moeq.stages.context import Context
+from moeq.stages.replicas import lacking
 
 REVISION = 1  # raised when the same inputs give other codes or figures
 
@@ -41,7 +48,7 @@ def grid(recipe: Recipe, kind: str) -> Grid:
     """How a class of modules is to be quantized."""
     section = recipe.others
     return Grid(
-        method="rtn" if kind == EMBEDDINGS else section.method,
+        method=ROUNDING if kind == EMBEDDINGS else section.method,
         bits=section.widths()[kind],
         group_size=recipe.losses.group_size if section.group_size is None else section.group_size,
         symmetric=section.symmetric,
@@ -52,14 +59,14 @@ def grid(recipe: Recipe, kind: str) -> Grid:
 def chosen(context: Context) -> list[OtherModule]:
     """The modules that the recipe gives a width, but for a head that is one tensor with the embeddings."""
     widths = context.recipe.others.widths()
-    return [module for module in context.others.of(widths) if module.tied is None] if widths else []
+    return [module for module in context.model.others.of(widths) if module.tied is None] if widths else []
 
 
 def tied_heads(context: Context) -> dict[str, str]:
     """{embeddings: the head that uses the same packed tensor}."""
-    found = [] if not context.recipe.others.widths() else context.others.of([HEAD])
-    return {module.tied: module.name for module in found if module.tied is not None and EMBEDDINGS in
-            context.recipe.others.widths()}  # fmt: skip
+    if EMBEDDINGS not in context.recipe.others.widths():
+        return {}
+    return {head.tied: head.name for head in context.model.others.of([HEAD]) if head.tied is not None}
 
 
 def check(context: Context) -> None:
@@ -67,7 +74,7 @@ def check(context: Context) -> None:
     widths = context.recipe.others.widths()
     if not {EMBEDDINGS, HEAD} & set(widths):
         return
-    tied = any(module.tied is not None for module in context.others.of([HEAD]))
+    tied = any(head.tied is not None for head in context.model.others.of([HEAD]))
     if tied and widths.get(EMBEDDINGS) != widths.get(HEAD):
         raise RecipeError(
             "embeddings and head are one tensor in this model",
@@ -84,37 +91,43 @@ def packed_weight_bytes(recipe: Recipe, module: OtherModule) -> int:
 
 def non_expert_bytes(context: Context) -> tuple[int, int]:
     """Bytes of the tensors of everything but the routed experts: in the original, and as it is exported."""
-    headers = context.source.tensors
-    experts = expert_keys(context.source, *context.described)
+    headers = context.model.source.tensors
+    experts = context.model.expert_keys
     before = sum(header.bytes for key, header in headers.items() if key not in experts)
-    after = sum(plain_header(context.source, key)[2] for key in kept_keys(context))
+    after = sum(plain_header(context.model.source, key)[2] for key in kept_keys(context))
     return before, after + sum(packed_weight_bytes(context.recipe, module) for module in chosen(context))
 
 
 def kept_keys(context: Context) -> set[str]:
     """The tensors on disk that an export takes along as they are."""
-    experts = expert_keys(context.source, *context.described)
-    return set(context.source.tensors) - experts - replaced_keys(context) - scale_keys(context.source)
+    experts = context.model.expert_keys
+    return set(context.model.source.tensors) - experts - replaced_keys(context) - scale_keys(context.model.source)
 
 
 def weights(context: Context) -> int:
     """Weights of the whole checkpoint, whatever they are packed as; scales are none."""
     experts = sum(
-        layer.num_experts * (layer.parameters_per_expert + layer.biases_per_expert) for layer in context.layers
+        layer.num_experts * (layer.parameters_per_expert + layer.biases_per_expert) for layer in context.model.layers
     )
-    kept = set(context.source.tensors) - expert_keys(context.source, *context.described) - scale_keys(context.source)
-    return experts + sum(math.prod(plain_header(context.source, key)[1]) for key in kept)
+    kept = set(context.model.source.tensors) - context.model.expert_keys - scale_keys(context.model.source)
+    return experts + sum(math.prod(plain_header(context.model.source, key)[1]) for key in kept)
 
 
 def replaced_keys(context: Context) -> set[str]:
     """The tensors on disk that packed modules stand for."""
-    return weight_keys(context.source, context.described[0], chosen(context))
+    return weight_keys(context.model.source, context.model.skeleton, chosen(context))
+
+
+def block_numbers(context: Context) -> dict[str, int]:
+    """Decoder layers by their number in the store; what lies in none ("") comes last."""
+    return {block: number for number, block in enumerate([*blocks_of(context.model.skeleton), ""])}
 
 
 def planned(context: Context, tokens: str) -> OtherIndex:
     """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
     stride = heldout_stride(context.recipe.losses.heldout_fraction)
-    key = ["others", REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, tokens, stride, context.compute()]
+    model = context.model
+    key = ["others", REVISION, replicas.SCHEMA_VERSION, model.stamp.digest, tokens, stride, model.compute()]
     return OtherIndex(set=digest_of(key), made=entries(context.recipe, chosen(context)))
 
 
@@ -123,7 +136,7 @@ def entries(recipe: Recipe, modules: list[OtherModule]) -> tuple[MadeOthers, ...
     made = []
     for kind in dict.fromkeys(module.kind for module in modules):
         how = grid(recipe, kind)
-        damping = how.damping if how.method == "gptq" else None
+        damping = how.damping if how.needs_factor else None
         names = [module.name for module in modules if module.kind == kind]
         own = digest_of([kind, how.group_size, how.symmetric, damping, names])[: replicas.SHORT]
         name = f"{how.method}.{how.bits}.{own}"
@@ -152,24 +165,20 @@ class Making:
         return self.context.store / self.index.set
 
     @cached_property
-    def blocks(self) -> list[str]:
-        """Decoder layers by their number in the store; what lies in none comes last."""
-        return [*blocks_of(self.context.described[0]), ""]
+    def blocks(self) -> dict[str, int]:
+        return block_numbers(self.context)
 
     @cached_property
     def missing(self) -> dict[str, list[OtherModule]]:
         """What the store lacks of every layer; what is damaged is named, and lacking."""
-        found: dict[str, list[OtherModule]] = {}
-        for module in self.modules:
-            found.setdefault(module.block, []).append(module)
-        return {block: lacking for block, mine in found.items() if (lacking := self._lacking(block, mine))}
+        missing = {block: self._lacking(block, modules) for block, modules in by_block(self.modules).items()}
+        return {block: modules for block, modules in missing.items() if modules}
 
     def _lacking(self, block: str, modules: list[OtherModule]) -> list[OtherModule]:
         kinds = {module.kind for module in modules}
-        made = (one for one in self.index.made if one.kind in kinds)
-        number, damaged = self.blocks.index(block), self.context.say_damaged
-        lacking = replicas.lacking(self.store, number, made, damaged, cached=not self.context.check)
-        return [module for one in lacking for module in modules if module.kind == one.kind]
+        wanted = [made for made in self.index.made if made.kind in kinds]
+        missing = lacking(self.context, self.index.set, self.blocks[block], wanted)
+        return [module for made in missing for module in modules if module.kind == made.kind]
 
     @property
     def needs_walk(self) -> bool:
@@ -182,7 +191,7 @@ class Making:
         if not self.needs_walk:
             yield {}
             return
-        model: Any = self.context.model
+        model: Any = self.context.model.module
         linears = [module for lacking in self.missing.values() for module in lacking if not module.lookup]
         listener = Listener(model, linears, self.heldout)
         head = model.get_output_embeddings()
@@ -195,11 +204,7 @@ class Making:
                 self._make(block, listener)
 
         try:
-            yield {
-                "finish": lambda *_: None,
-                "blocks": [block for block in self.missing if block],
-                "left": left,
-            }
+            yield {"finish": lambda *_: None, "blocks": [block for block in self.missing if block], "left": left}
             for block in ["", *self.missing]:  # a layer that the text never comes to is rounded
                 if block not in done and any(not module.lookup for module in self.missing.get(block, ())):
                     with self._having(block):
@@ -212,7 +217,7 @@ class Making:
     @contextmanager
     def _having(self, block: str) -> Iterator[None]:
         """With the weights of a layer there, also of a streamed model."""
-        streamed = self.context.streamed if block else None
+        streamed = self.context.model.streamed if block else None
         if streamed is not None:
             streamed.load(block)
         try:
@@ -227,20 +232,20 @@ class Making:
         self._keep(block, list(quantize_linears(linears, sums, self._weight)))
 
     def _weight(self, name: str) -> Tensor:
-        return self.context.model.get_submodule(name).get_parameter("weight")
+        return self.context.model.module.get_submodule(name).get_parameter("weight")
 
     def _grid(self, module: OtherModule) -> Grid:
         return grid(self.context.recipe, module.kind)
 
     def _keep(self, block: str, results: list[tuple[OtherModule, Result]]) -> None:
         """Put what was made of one layer into the store."""
-        number = self.blocks.index(block)
+        number = self.blocks[block]
         tied = tied_heads(self.context)
         for kind in dict.fromkeys(module.kind for module, _ in results):
             entry = self.index.entry_of(kind)
-            mine = [(module, result) for module, result in results if module.kind == kind]
-            replicas.add_replicas(self.store, number, {entry: {module.name: result.packed for module, result in mine}})
-            rows = [_row(module, self._grid(module), result, tied.get(module.name)) for module, result in mine]
+            made = [(module, result) for module, result in results if module.kind == kind]
+            replicas.add_replicas(self.store, number, {entry: {module.name: result.packed for module, result in made}})
+            rows = [_row(module, self._grid(module), result, tied.get(module.name)) for module, result in made]
             replicas.add_rows(self.store, number, entry, [row.model_dump(mode="json") for row in rows])
 
     def finish(self) -> None:
@@ -253,8 +258,8 @@ class Making:
             times = self._looked_up(tables[0])
             made = [(m, quantize_embedding(m.name, self._weight(m.name), times, self._grid(m))) for m in tables]
             self._keep("", made)
-        found = [replicas.digests(self.store, number, self._entries(block)) for number, block in enumerate(self.blocks)]
-        artifact.write_index(self.directory, self.index.model_copy(update={"layers": tuple(found)}))
+        digests = [replicas.digests(self.store, number, self._entries(block)) for block, number in self.blocks.items()]
+        artifact.write_index(self.directory, self.index.model_copy(update={"layers": tuple(digests)}))
         artifact.write_table(self.directory, self._table(widths))
 
     def _looked_up(self, module: OtherModule) -> Tensor:
@@ -268,15 +273,15 @@ class Making:
 
     def _table(self, widths: dict[str, int]) -> OtherTable:
         rows: list[OtherRow] = []
-        for number, block in enumerate(self.blocks):
+        for block, number in self.blocks.items():
             for entry in self._entries(block):
                 rows += map(OtherRow.model_validate, replicas.made_rows(self.store, number, entry))
-        found = self.context.others
-        order = {module.name: place for place, module in enumerate(found.modules)}
-        there = {module.kind for module in found.modules}
+        others = self.context.model.others
+        order = [module.name for module in others.modules]
+        there = {module.kind for module in others.modules}
         return OtherTable(
-            modules=tuple(sorted(rows, key=lambda row: order[row.module])),
-            left={name: reason for name, (kind, reason) in found.left.items() if kind in widths},
+            modules=tuple(sorted(rows, key=lambda row: order.index(row.module))),
+            left={name: reason for name, (kind, reason) in others.left.items() if kind in widths},
             absent=tuple(kind for kind in widths if kind not in there),
         )
 
@@ -287,7 +292,7 @@ def _row(module: OtherModule, how: Grid, result: Result, tied: str | None) -> Ot
         module=module.name,
         kind=module.kind,
         bits=how.bits,
-        method="rtn" if fallback.startswith("rounded") else how.method,
+        method=ROUNDING if fallback.startswith("rounded") else how.method,
         group_size=how.group_size,
         symmetric=how.symmetric,
         rows=module.rows,
@@ -319,19 +324,19 @@ def table(context: Context) -> OtherTable | None:
 
 def summarize(table: OtherTable) -> dict[str, Any]:
     """Of every class: modules, width, bytes, mean relative error; fallbacks, and what stays in full precision."""
-    found: dict[str, Any] = {}
+    classes: dict[str, Any] = {}
     for kind in dict.fromkeys(row.kind for row in table.modules):
-        mine = [row for row in table.modules if row.kind == kind]
-        errors = [row.relative_error for row in mine if row.relative_error is not None]
-        found[kind] = {
-            "modules": len(mine),
-            "bits": mine[0].bits,
-            "bytes": sum(row.bytes for row in mine),
+        rows = [row for row in table.modules if row.kind == kind]
+        errors = [row.relative_error for row in rows if row.relative_error is not None]
+        classes[kind] = {
+            "modules": len(rows),
+            "bits": rows[0].bits,
+            "bytes": sum(row.bytes for row in rows),
             "mean_relative_error": sum(errors) / len(errors) if errors else None,
-            "fallbacks": sum(row.fallback != "none" for row in mine),
+            "fallbacks": sum(row.fallback != "none" for row in rows),
         }
     left = {"left_in_full_precision": len(table.left)} if table.left else {}
-    return found | left | ({"not_in_this_model": list(table.absent)} if table.absent else {})
+    return classes | left | ({"not_in_this_model": list(table.absent)} if table.absent else {})
 
 
 class Stored:
@@ -341,8 +346,7 @@ class Stored:
         """ArtifactError when losses was not run for this recipe."""
         self.context = context
         self.modules = chosen(context)
-        self.heads = tied_heads(context)
-        self._numbers = {block: number for number, block in enumerate([*blocks_of(context.described[0]), ""])}
+        self._numbers = block_numbers(context)
         self._open: tuple[str, LayerReplicas] | None = None
 
     @cached_property
@@ -352,14 +356,9 @@ class Stored:
             raise ArtifactError("not finished", where=str(self.context.directory("losses")), do=replicas.REMEDY)
         return index
 
-    @cached_property
-    def by_block(self) -> dict[str, list[OtherModule]]:
-        """Modules by the decoder layer that they lie in, "" for none."""
-        return by_block(self.modules)
-
     def by_number(self) -> dict[int, list[OtherModule]]:
         """Modules by the number of their decoder layer; those in none have the last number."""
-        return {self._numbers[block]: modules for block, modules in self.by_block.items()}
+        return {self._numbers[block]: modules for block, modules in by_block(self.modules).items()}
 
     def packed(self, module: OtherModule) -> PackedWeight:
         """One module's packed weight [N, K]."""
@@ -369,12 +368,3 @@ class Stored:
             there.check(self.index.layers[number], cached=True)
             self._open = (module.block, there)
         return self._open[1].expert(self.index.entry_of(module.kind), module.name, 0)
-
-    def apply(self, model: nn.Module, block: str) -> None:
-        """Give one layer's modules ("": those in none) their dequantized weights.
-
-        Not in place: of a streamed model the old ones may be the very memory through which the file is read again.
-        """
-        for module in self.by_block.get(block, ()):
-            weight = model.get_submodule(module.name).get_parameter("weight")
-            weight.data = self.packed(module).dequantize().to(weight)

@@ -28,7 +28,6 @@ from moeq.stages import (
     report,
 )
 from moeq.stages.context import Context
-from moeq.stages.side_files import code_of
 
 NO_PROGRESS: tuple[str, ...] = ()
 
@@ -68,14 +67,14 @@ class Stage:
 
     def own_inputs(self, context: Context) -> dict[str, str]:
         """Digests of what a stage's result depends on beside the artifacts of others."""
-        found = {"model": context.stamp.digest, "recipe": digest_of(_sections(context, self))}
-        found |= {part: context.text.digest(part) for part in self.text}
+        inputs = {"model": context.model.stamp.digest, "recipe": digest_of(_sections(context, self))}
+        inputs |= {part: context.text.digest(part) for part in self.text}
         if self.computes:
-            found["compute"] = digest_of(context.compute())
+            inputs["compute"] = digest_of(context.model.compute())
         extra = None if self.extra is None else self.extra(context)
         if extra is not None:
-            found["extra"] = digest_of(extra)
-        return found
+            inputs["extra"] = digest_of(extra)
+        return inputs
 
     def key(self, inputs: dict[str, str]) -> str:
         """The digest of all that a result depends on, those inputs among it."""
@@ -85,7 +84,7 @@ class Stage:
 def _sections(context: Context, stage: Stage) -> dict[str, Any]:
     """What a stage reads of the recipe; where its text (or images) lies does not matter, only what it holds."""
     whole = context.recipe.model_dump(mode="json")
-    if context.takes_images:
+    if context.model.takes_images:
         whole["eval"]["perplexity"] = None
     if "evaluation" in stage.text and whole["eval"]["images"] is not None:
         del whole["eval"]["images"]["source"]
@@ -135,7 +134,7 @@ STAGES = (
         run=assign.run,
         sections=("name", "assign"),
         after=("profile", "losses"),
-        extra=assign.own_hardware,
+        extra=assign.own_inputs,
         check=assign.check,
         apart=frozenset({SENSITIVITIES, frontier.NAME, frontier.PLOT}),
         editable=EDITABLE["assign"],
@@ -155,7 +154,7 @@ STAGES = (
         revision=2,
         sections=("export",),
         after=("profile", "losses", "assign", "quantize"),
-        extra=code_of,
+        extra=lambda context: context.model.code(),
         check=export.check,
         intact=export.formats_intact,
         apart=frozenset({CARD}),

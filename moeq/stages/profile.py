@@ -17,7 +17,7 @@ from moeq.artifacts.trace import RoutingTrace, join_traces, read_trace, write_tr
 from moeq.errors import ArtifactError
 from moeq.models.corpus import Sequences, join
 from moeq.models.corpus.images import image_tokens
-from moeq.models.walk import LayerInputs, walk
+from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages.context import Context
 from moeq.stages.finite import check_output, may_overflow, naming_the_file, say_left_out
@@ -42,10 +42,15 @@ def run(context: Context) -> dict[str, Any]:
         profile = _joined(parts)
         coverage = profile.coverage(**coverage_settings(context))
         covered = growth is None or coverage.share_covered >= growth.share
-        _say(context, coverage, len(profile.tokens))
+        context.reporter.say(
+            f"  {len(profile.tokens)} sequences: {coverage.share_covered:.1%} of {sum(coverage.experts)} experts saw "
+            f"at least {coverage.min_tokens} calibration tokens"
+        )
         if covered:
             break
-    _say_phases(context, chunks[0])
+    if context.model.takes_images:
+        positions = chunks[0].ids.shape[1]
+        context.reporter.say(f"  all {positions} positions of an image are seen at once: they count as prefill")
     if not covered:
         context.reporter.say("  [yellow]not covered: the maximum or the end of the text is reached[/yellow]")
     profile = replace(profile, text=join(chunks).digest(), corpus=context.text.corpus_names)
@@ -56,7 +61,7 @@ def run(context: Context) -> dict[str, Any]:
 
 def _recorder(context: Context, chunk: Sequences) -> Recorder:
     """What records the trace of some sequences; says so where it cannot tell image tokens from others."""
-    known = image_tokens(context.described[0].config)
+    known = image_tokens(context.model.skeleton.config)
     if chunk.extra is not None and not known:
         context.reporter.say("  [yellow]trace: the configuration does not say which tokens are of images[/yellow]")
     return Recorder(chunk, _prefill(context, chunk), known)
@@ -68,7 +73,7 @@ def _write_trace(context: Context, parts: Sequence[RoutingTrace], text: str) -> 
     if not parts:
         path.unlink(missing_ok=True)
         return
-    trace = replace(join_traces(parts), model=context.stamp, text=text)
+    trace = replace(join_traces(parts), model=context.model.stamp, text=text)
     write_trace(path, trace)
     where = escape(str(context.finished("profile") / TRACE))
     context.reporter.say(f"  trace of {trace.num_tokens:,} tokens, {trace.num_layers} layers: {where}")
@@ -93,22 +98,9 @@ def coverage_settings(context: Context) -> dict[str, int]:
     }
 
 
-def _say(context: Context, coverage: Coverage, sequences: int) -> None:
-    context.reporter.say(
-        f"  {sequences} sequences: {coverage.share_covered:.1%} of {sum(coverage.experts)} experts saw at least "
-        f"{coverage.min_tokens} calibration tokens"
-    )
-
-
-def _say_phases(context: Context, sequences: Sequences) -> None:
-    if context.takes_images:
-        positions = sequences.ids.shape[1]
-        context.reporter.say(f"  all {positions} positions of an image are seen at once: they count as prefill")
-
-
 def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:
     """Tokens [S] of every sequence that count as prefill; all positions of images, which are seen at once."""
-    if context.takes_images:
+    if context.model.takes_images:
         return sequences.mask.sum(1)
     fraction = context.recipe.profile.prefill_fraction
     return torch.tensor([math.ceil(fraction * int(length)) for length in sequences.mask.sum(1)])
@@ -119,8 +111,8 @@ def _count(context: Context, sequences: Sequences, recorder: Recorder | None = N
     lengths, prefill = sequences.mask.sum(1), _prefill(context, sequences)
     counts, scores, top_k, tried = [], [], [], False
     batches = sequences.batches(context.recipe.corpus.batch_size)
-    with naming_the_file(context), context.reporter.bar("profile", len(context.layers)) as advance:
-        for inputs in walk(context.model, context.layers, batches, context.device, streamed=context.streamed):
+    with naming_the_file(context), context.reporter.bar("profile", len(context.model.layers)) as advance:
+        for inputs in context.model.walk(batches):
             say_left_out(context, inputs)
             layer_counts, layer_scores = count_routing(inputs, len(sequences), prefill)
             counts.append(layer_counts)
@@ -129,12 +121,12 @@ def _count(context: Context, sequences: Sequences, recorder: Recorder | None = N
             if recorder is not None:
                 recorder.add(inputs)
             advance()
-            tried = inputs.layer is context.layers[-1] and may_overflow(context, inputs.layer)
+            tried = inputs.layer is context.model.layers[-1] and may_overflow(context, inputs.layer)
             del inputs  # before the next layer's are gathered
         if tried:
             check_output(context, sequences)
     return ExpertProfile(
-        layers=tuple(layer.name for layer in context.layers),
+        layers=tuple(layer.name for layer in context.model.layers),
         top_k=tuple(top_k),
         counts=tuple(counts),
         scores=tuple(scores),
@@ -159,12 +151,12 @@ def count_routing(inputs: LayerInputs, num_sequences: int, prefill: torch.Tensor
     chosen, weights = inputs.experts.cpu(), inputs.weights.cpu().double()
     phase = (inputs.position >= prefill[inputs.sequence]).long()
     cell = ((inputs.sequence * 2 + phase).unsqueeze(1) * (experts + 1) + chosen.clamp(max=experts)).reshape(-1)
-    size = num_sequences * 2 * (experts + 1)  # one column more for experts that stand for none
-    counts = torch.bincount(cell, minlength=size).view(num_sequences, 2, experts + 1)[..., :experts]
-    scores = torch.bincount(cell, weights.reshape(-1), minlength=size).view(num_sequences, 2, experts + 1)[
-        ..., :experts
-    ]
-    return counts.contiguous().numpy(), scores.contiguous().numpy()
+    shape = (num_sequences, 2, experts + 1)  # one column more for experts that stand for none
+    counts, scores = (
+        torch.bincount(cell, each, minlength=math.prod(shape)).view(shape)[..., :experts].contiguous().numpy()
+        for each in (None, weights.reshape(-1))
+    )
+    return counts, scores
 
 
 def summarize(profile: ExpertProfile, coverage: Coverage) -> dict[str, Any]:

@@ -47,10 +47,10 @@ def run(context: Context) -> dict[str, Any]:
             path.unlink()
     several = context.recipe.quantize.replicas == "all" or assignment.is_mixed
     best = load_losses(context).best() if several and assignment.parameters.get("quantizer") == BEST else None
-    layers = (Replicas(context, assignment, layer, best=best) for layer in context.layers)
+    layers = (Replicas(context, assignment, layer, best=best) for layer in context.model.layers)
     placed = others = refined = 0
     made: dict[str, list[dict[str, str]]] = {}
-    with context.reporter.bar("quantize", len(context.layers)) as advance:
+    with context.reporter.bar("quantize", len(context.model.layers)) as advance:
         for replicas in _refined(context, assignment, layers, done):
             sizes = _write_layer(context, replicas, directory, done)
             made[replicas.layer.name] = replicas.made_by()
@@ -78,8 +78,8 @@ def _refined(
             here[:] = [replicas]
             yield {expert: replicas.placed(expert) for expert in refine.quantized_experts(assignment, replicas.layer)}
 
-    for found in refine.refined(context, assignment, starts(), section, done):
-        here[0].refined = found
+    for experts in refine.refined(context, assignment, starts(), section, done):
+        here[0].refined = experts
         yield here[0]
 
 
@@ -90,9 +90,9 @@ def _write_layer(context: Context, replicas: Replicas, directory: Path, done: re
     files = {layer_name(layer.index): tensors | guards(layer)}
     if extra:
         files[extra_name(layer.index)] = extra
-    for name, mine in files.items():
+    for name, contents in files.items():
         if name not in done.files:
-            write_tensors(directory / name, mine, METADATA)
+            write_tensors(directory / name, contents, METADATA)
     if context.recipe.quantize.refine is not None:
         done.add([directory / name for name in files])
     return sum(map(_bytes, tensors.values())), sum(map(_bytes, extra.values()))
@@ -103,9 +103,10 @@ def _write_others(context: Context, directory: Path) -> dict[str, int]:
     stored = Stored(context)
     size = 0
     for number, modules in stored.by_number().items():
-        tensors = {f"{one.name}.{part}": t for one in modules for part, t in stored.packed(one).parts().items()}
+        packed = {module.name: stored.packed(module) for module in modules}
+        tensors = {f"{name}.{part}": tensor for name, made in packed.items() for part, tensor in made.parts().items()}
         size += sum(map(_bytes, tensors.values()))
-        tensors |= {guard_name(one.name): torch.zeros(GUARD_SHAPE, dtype=GUARD_DTYPE) for one in modules}
+        tensors |= {guard_name(name): torch.zeros(GUARD_SHAPE, dtype=GUARD_DTYPE) for name in packed}
         write_tensors(directory / others_name(number), tensors, METADATA)
     return {"packed_module_bytes": size} if stored.modules else {}
 
@@ -148,10 +149,10 @@ def quantizers(directory: Path) -> dict[str, list[dict[int, str]]]:
     Raises ArtifactError when the file is missing, damaged or of another schema version.
     """
     path, remedy = directory / NAME, "run `moeq quantize` again"
-    found = read_json(path, remedy=remedy)
-    version = found.get("schema_version") if isinstance(found, dict) else None
+    document = read_json(path, remedy=remedy)
+    version = document.get("schema_version") if isinstance(document, dict) else None
     check_schema_version(version, SCHEMA_VERSION, path, remedy=remedy)
     return {
-        name: [{int(bits): method for bits, method in one.items()} for one in experts]
-        for name, experts in found["layers"].items()
+        name: [{int(bits): method for bits, method in made.items()} for made in experts]
+        for name, experts in document["layers"].items()
     }

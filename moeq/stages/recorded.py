@@ -25,24 +25,24 @@ def stamp_of(source: ModelSource, files: Mapping[str, str], out: Path) -> ModelS
     if any(record.model.digest == stamp.digest for record in records):
         return stamp
     older = source.sampled_digest(files)
-    mine = [record for record in records if record.model.digest == older]
-    if not mine or any(changed_files(record, files) for record in mine):
+    of_older = [record for record in records if record.model.digest == older]
+    if not of_older or any(changed_files(record, files) for record in of_older):
         return stamp
     return stamp.model_copy(update={"digest": older})
 
 
 def changed_files(record: StageRecord, files: Mapping[str, str]) -> list[str]:
     """Files of the model that are not as the stage found them; none where its moeq did not write that down."""
-    found = record.volatile.get(MODEL_FILES, files)
-    known = found if isinstance(found, Mapping) else {}
+    noted = record.volatile.get(MODEL_FILES, files)
+    known = noted if isinstance(noted, Mapping) else {}
     return sorted(name for name in {*known, *files} if known.get(name) != files.get(name))
 
 
 def _records(out: Path) -> list[StageRecord]:
-    found = []
+    records = []
     for path in sorted(out.glob(f"*/{RECORD}")):
         try:
-            found.append(read_record(path.parent, path.parent.name))
+            records.append(read_record(path.parent, path.parent.name))
         except ArtifactError:
             continue  # the stage that it belongs to says so
-    return found
+    return records

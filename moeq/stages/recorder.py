@@ -60,8 +60,8 @@ class Recorder:
 
 def _stacked(layers: list[np.ndarray], width: int, fill: int) -> np.ndarray:
     """One array [N, L, width] of a layer's [N, k] each, which are removed from the list one by one."""
-    found = np.full((len(layers[0]), len(layers), width), fill, dtype=layers[0].dtype)
+    stacked = np.full((len(layers[0]), len(layers), width), fill, dtype=layers[0].dtype)
     for index in reversed(range(len(layers))):
-        one = layers.pop()
-        found[:, index, : one.shape[1]] = one
-    return found
+        layer = layers.pop()
+        stacked[:, index, : layer.shape[1]] = layer
+    return stacked

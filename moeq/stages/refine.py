@@ -68,10 +68,10 @@ class Progress:
         editable = {"losses": frozenset[str](), **EDITABLE}
         before = [current_digest(context.directory(stage), stage, names) for stage, names in editable.items()]
         section = context.recipe.quantize.model_dump(mode="json")
-        key = digest_of([REVISION, context.stamp.digest, *before, section, context.compute()])
+        key = digest_of([REVISION, context.model.stamp.digest, *before, section, context.model.compute()])
         try:
-            found = read_json(directory / PROGRESS)
-            files: dict[str, str] = found["files"] if found["key"] == key else {}
+            noted = read_json(directory / PROGRESS)
+            files: dict[str, str] = noted["files"] if noted["key"] == key else {}
         except (ArtifactError, KeyError, TypeError):
             files = {}
         sound = {
@@ -103,28 +103,27 @@ def refined(
     batches = sequences.batches(context.recipe.corpus.batch_size)
     link: float | None = None
     changed: Tensor | None = None
-    try:
-        for beside in walk_beside(context.model, context.layers, batches, context.device, streamed=context.streamed):
+    model = context.model
+    with model.changeable():
+        for beside in walk_beside(model.module, model.layers, batches, model.device, streamed=model.streamed):
             layer = beside.inputs.layer
             if beside.moved is not None and changed is not None and bool(changed.any()):
                 link = link_of(beside.moved, changed)
             job = _job(context, assignment, beside, link)
             start = next(starts)
             if layer_name(layer.index) in done.files:
-                found = read(context.directory("quantize"), layer, assignment, list(start))
+                trained = read(context.directory("quantize"), layer, assignment, list(start))
             else:
-                found = refine_layer(job, start, section)
+                trained = refine_layer(job, start, section)
             change = Change(job)
-            for expert, own in found.items():
-                values = {name: packed.dequantize() for name, packed in own.items()}
+            for expert, packed in trained.items():
+                values = {name: matrix.dequantize() for name, matrix in packed.items()}
                 change.add(expert, values)
-                set_expert_weights(context.model, layer, expert, values)
+                set_expert_weights(model.module, layer, expert, values)
             changed = change.total
-            found = {expert: own for expert, own in found.items() if _is_changed(start[expert], own)}
+            trained = {expert: packed for expert, packed in trained.items() if _is_changed(start[expert], packed)}
             del beside, job, start, change
-            yield found
-    finally:
-        context.drop_model()
+            yield trained
 
 
 def _refuse_dense_matrices(assignment: Assignment) -> None:
@@ -145,9 +144,9 @@ def _job(context: Context, assignment: Assignment, beside: Beside, link: float |
     return LayerJob(
         inputs=inputs,
         behind=None if link is None or beside.behind is None else beside.behind.to(device) / link,
-        weights=stacked_weights(context.model, layer, slice(None)),
-        biases=stacked_biases(context.model, layer, slice(None)),
-        math=expert_math(context.model, layer),
+        weights=stacked_weights(context.model.module, layer, slice(None)),
+        biases=stacked_biases(context.model.module, layer, slice(None)),
+        math=expert_math(context.model.module, layer),
         bits=tuple(_widths(choice, layer) for choice in assignment.layers[layer.index].experts),
         group_size=assignment.group_size,
         symmetric=assignment.symmetric,
@@ -164,25 +163,25 @@ def _widths(choice: ExpertChoice, layer: ExpertLayer) -> Widths:
 def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: list[int]) -> Experts:
     """Placed replicas of some of a layer's experts, as the quantize stage wrote them."""
     path = directory / layer_name(layer.index)
-    found: dict[int, dict[str, PackedWeight]] = {}
+    replicas: dict[int, dict[str, PackedWeight]] = {}
     with safe_open(path, "pt") as file:
         there = set(file.keys())
         for expert in experts:
             widths = assignment.layers[layer.index].experts[expert].widths
-            found[expert] = {}
+            replicas[expert] = {}
             for name in layer.projections:
                 keys = {part: f"{layer.name}.{expert}.{name}.{part}" for part in PARTS}
                 parts: dict[str, Any] = {p: file.get_tensor(key) if key in there else None for p, key in keys.items()}
                 if parts["codes"] is None or parts["scales"] is None:
                     raise ArtifactError(f"no {keys['codes']}", where=str(path), do="run `moeq quantize` again")
-                found[expert][name] = PackedWeight(
+                replicas[expert][name] = PackedWeight(
                     **parts,
                     bits=width_of(widths, name),
                     group_size=assignment.group_size,
                     inputs=layer.shape(name)[1],
                     symmetric=assignment.symmetric,
                 )
-    return found
+    return replicas
 
 
 def quantized_experts(assignment: Assignment, layer: ExpertLayer) -> list[int]:
@@ -202,10 +201,10 @@ def read_refined(directory: Path, layer: ExpertLayer, assignment: Assignment, ma
     return read(directory, layer, assignment, experts)
 
 
-def _is_changed(start: Mapping[str, PackedWeight], found: Mapping[str, PackedWeight]) -> bool:
+def _is_changed(start: Mapping[str, PackedWeight], trained: Mapping[str, PackedWeight]) -> bool:
     """Whether any code or grid of an expert is another one."""
     return any(
-        not torch.equal(mine, other)
+        not torch.equal(before, after)
         for name in start
-        for mine, other in zip(start[name].parts().values(), found[name].parts().values(), strict=True)
+        for before, after in zip(start[name].parts().values(), trained[name].parts().values(), strict=True)
     )

@@ -42,14 +42,13 @@ from moeq.integers.folding import (
     make_fold,
 )
 from moeq.integers.same_outputs import Difference, Outputs, compare, outputs
-from moeq.models.source import ModelSource, open_source
+from moeq.models.source import open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, current_batch, run_batch
 from moeq.recipe import ReparamSection
 from moeq.stages import integer_forward, w8a8
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file
-from moeq.stages.side_files import code_of, say_left_behind
 
 TOLERANCE = 1e-5  # of the float32 error
 TRACED_TOKENS = 32
@@ -62,11 +61,11 @@ def run(context: Context) -> dict[str, Any]:
     scale, and where the folded model does not compute the same.
     """
     section = settings(context)
-    say_left_behind(context, context.source)
+    context.model.say_left_behind()
     directory = make_directory(context.directory("reparam"))
     batches = sample(context, section)
-    with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.described[1])) as advance:
-        streamed = open_streamed(context)
+    with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.model.described[1])) as advance:
+        streamed = context.model.in_float32()
         gained = gain_router_biases(streamed.model) if section.bias == "auto" else []
         edges = find_edges(streamed.model, streamed.layers, streamed.blocks, _calls(streamed, batches))
         chosen, left = choose(edges, section.norms, streamed)
@@ -78,7 +77,7 @@ def run(context: Context) -> dict[str, Any]:
             )
             _check(context, exact)
             written = open_source(str(unfinished), trust_remote_code=context.recipe.trust_remote_code)
-            stored = compare(before, outputs(open_streamed(context, written), batches, advance=advance))
+            stored = compare(before, outputs(context.model.in_float32(written), batches, advance=advance))
     del before, streamed
     perplexity = w8a8.compare(context, folds, largest) if section.compare else None
     report = _report(section, batches, folds, left, (exact, stored), perplexity)
@@ -99,14 +98,14 @@ def settings(context: Context) -> ReparamSection:
 def inputs(context: Context) -> dict[str, Any]:
     """What the stage reads beside the corpus: its section and, where perplexities are compared, their text."""
     section = settings(context)
-    found: dict[str, Any] = {"reparam": section.model_dump(mode="json"), "device": context.device.type}
+    read: dict[str, Any] = {"reparam": section.model_dump(mode="json"), "device": context.model.device.type}
     if section.compare and context.text.perplexity is not None:
-        found["text"] = context.text.digest("evaluation")
-        found["perplexity"] = context.text.perplexity.model_dump(mode="json", exclude={"source"})
+        read["text"] = context.text.digest("evaluation")
+        read["perplexity"] = context.text.perplexity.model_dump(mode="json", exclude={"source"})
     if section.integer is not None:
-        found["integer"] = integer_forward.inputs(context)
-    code = code_of(context)
-    return found if code is None else found | {"code": code}
+        read["integer"] = integer_forward.inputs(context)
+    code = context.model.code()
+    return read if code is None else read | {"code": code}
 
 
 def sample(context: Context, section: ReparamSection) -> list[Batch]:
@@ -117,8 +116,14 @@ def sample(context: Context, section: ReparamSection) -> list[Batch]:
         if left > 0:
             batches.append(first_rows(batch, left))
             left -= len(batches[-1].sequences)
-    tasks = getattr(context.described[0].config, "num_tasks", 1)
-    return batches if tasks == 1 else [_of_task(batch, task, tasks) for task in range(tasks) for batch in batches]
+    tasks = getattr(context.model.skeleton.config, "num_tasks", 1)
+    if tasks == 1:
+        return batches
+    return [  # sequences are numbered apart from those of the other tasks
+        replace(batch, sequences=batch.sequences * tasks + task, extra=batch.extra | {"task": torch.tensor(task)})
+        for task in range(tasks)
+        for batch in batches
+    ]
 
 
 def first_rows(batch: Batch, rows: int, tokens: int | None = None) -> Batch:
@@ -133,23 +138,11 @@ def first_rows(batch: Batch, rows: int, tokens: int | None = None) -> Batch:
     )
 
 
-def _of_task(batch: Batch, task: int, tasks: int) -> Batch:
-    """A batch for one of a model's tasks; its sequences are numbered apart from those of the other tasks."""
-    extra = batch.extra | {"task": torch.tensor(task)}
-    return replace(batch, sequences=batch.sequences * tasks + task, extra=extra)
-
-
-def open_streamed(context: Context, source: ModelSource | None = None) -> StreamedModel:
-    """The model, or one of its versions, in float32."""
-    trust = context.recipe.trust_remote_code
-    return StreamedModel(source or context.source, torch.float32, context.device, trust)
-
-
 def _calls(streamed: StreamedModel, batches: Sequence[Batch]) -> list[Any]:
     """Forward passes on few tokens, or one image; one for every task of the model."""
     by_task = {int(batch.extra.get("task", torch.tensor(0))): batch for batch in reversed(batches)}
     few = [first_rows(batch, 1, TRACED_TOKENS) for batch in by_task.values()]
-    return [partial(run_batch, streamed.model, one, streamed.device, None) for one in few]
+    return [partial(run_batch, streamed.model, batch, streamed.device, None) for batch in few]
 
 
 def choose(edges: Edges, norms: str | list[str], streamed: StreamedModel) -> tuple[list[Edge], dict[str, str]]:
@@ -159,7 +152,9 @@ def choose(edges: Edges, norms: str | list[str], streamed: StreamedModel) -> tup
         for pattern in norms:
             if not any(fnmatchcase(name, pattern) for name in names):
                 close = nearest(pattern, names)
-                raise RecipeError(f"no norm is called {pattern!r}", where="reparam.norms", do=f"{_first(close, names)}")
+                like = f"norms are called like {names[0]}" if names else "it has none"
+                do = f"did you mean {close!r}?" if close else like
+                raise RecipeError(f"no norm is called {pattern!r}", where="reparam.norms", do=do)
         wanted = {name for name in names if any(fnmatchcase(name, pattern) for pattern in norms)}
     else:
         wanted = {name for name in names if norms == "all" or streamed.block_of(name)}
@@ -180,10 +175,6 @@ def choose(edges: Edges, norms: str | list[str], streamed: StreamedModel) -> tup
         )
     left = {name: "not among reparam.norms" for name in names if name not in wanted}
     return chosen, left | edges.refused | edges.left
-
-
-def _first(close: str | None, names: Sequence[str]) -> str:
-    return f"did you mean {close!r}?" if close else f"norms are called like {names[0]}" if names else "it has none"
 
 
 def _calibrate(
@@ -238,9 +229,9 @@ def _fold_and_write(
     changed = {name for folded in folds for name in changed_names(folded)}
     used = set(gained) if changed & set(gained) else set()
     writer = ChangedCheckpoint(
-        context.source,
+        context.model.source,
         streamed.reader,
-        context.described[0],
+        context.model.skeleton,
         directory,
         changed,
         float32=section.dtype == "float32",
@@ -258,13 +249,13 @@ def _fold_and_write(
 
     fold(None, "")
     streamed.block_overlay = fold
-    found = outputs(streamed, batches, advance=advance)
+    folded = outputs(streamed, batches, advance=advance)
     for block in streamed.blocks:  # those that the batches did not come to
         if block not in written:
             streamed.load(block)
             streamed.drop(block)
     writer.finish()
-    return found
+    return folded
 
 
 def fold_block(streamed: StreamedModel, folds: Iterable[FoldedNorm], block: str, gained: Iterable[str] = ()) -> None:
@@ -279,7 +270,7 @@ def _check(context: Context, exact: Difference) -> None:
     if not exact.error <= TOLERANCE:
         raise QuantizationError(
             f"the folded model's float32 logits are off by {exact.error:.2g} relative, more than {TOLERANCE:g}",
-            where=context.source.name,
+            where=context.model.source.name,
             do="fold fewer norms (reparam.norms); if one alone is off, report the model's family; if none is, this "
             "model makes much of rounding",
         )
@@ -309,6 +300,9 @@ def _report(
 
 
 def _row(folded: FoldedNorm) -> NormRow:
+    def ends(values: Tensor) -> tuple[float, float]:
+        return float(values.min()), float(values.max())
+
     norm, fold = folded.edge.norm, folded.fold
     return NormRow(
         path=norm.name,
@@ -318,19 +312,15 @@ def _row(folded: FoldedNorm) -> NormRow:
         mode="asymmetric" if folded.why is None else "scale-only",
         why=folded.why,
         scale=fold.scale,
-        r1=_ends(fold.r1),
-        r2=_ends(fold.r2),
-        low=_ends(folded.low),
-        high=_ends(folded.high),
+        r1=ends(fold.r1),
+        r2=ends(fold.r2),
+        low=ends(folded.low),
+        high=ends(folded.high),
         consumers=tuple(
-            ConsumerRow(weight=one.weight, axis=one.axis, bias=one.bias if folded.why is None else None)
-            for one in folded.edge.consumers
+            ConsumerRow(weight=consumer.weight, axis=consumer.axis, bias=consumer.bias if folded.why is None else None)
+            for consumer in folded.edge.consumers
         ),
     )
-
-
-def _ends(values: Tensor) -> tuple[float, float]:
-    return float(values.min()), float(values.max())
 
 
 def _say(context: Context, report: ReparamReport) -> None:
@@ -344,8 +334,8 @@ def _say(context: Context, report: ReparamReport) -> None:
     if report.float32.left_out:
         say(f"  left out for ties in routing: {report.float32.left_out} of {report.float32.sequences} sequences")
     if report.perplexity is not None:
-        found = report.perplexity
-        say(f"  perplexity: original {found.original:.4f}, W8A8 {found.w8a8:.4f}, W8A8 folded {found.w8a8_folded:.4f}")
+        row = report.perplexity
+        say(f"  perplexity: original {row.original:.4f}, W8A8 {row.w8a8:.4f}, W8A8 folded {row.w8a8_folded:.4f}")
     say(f"  {escape(str(context.finished('reparam') / FOLDED))}")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
+from rich.markup import escape
 from torch import Tensor, nn
 
 from moeq.artifacts import expert_effects, replicas
@@ -13,7 +15,7 @@ from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, matrix_wid
 from moeq.artifacts.effects import LayerEffects, read_effects
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.losses import NAME, LossTable, read_losses
-from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex
+from moeq.artifacts.replicas import LayerReplicas, Made, MadeType, ReplicaIndex
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
@@ -39,7 +41,7 @@ def planned(context: Context, tokens: str) -> ReplicaIndex:
     """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
     own = {name for quantizer in QUANTIZERS for name in quantizer.settings.model_fields}
     common = context.recipe.losses.model_dump(mode="json", exclude={*CHOICES, *MEASURING, *own})
-    key = [REVISION, replicas.SCHEMA_VERSION, context.stamp.digest, common, tokens, context.compute()]
+    key = [REVISION, replicas.SCHEMA_VERSION, context.model.stamp.digest, common, tokens, context.model.compute()]
     return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
 
 
@@ -77,16 +79,25 @@ def load_index(context: Context) -> ReplicaIndex:
     return replicas.read_index(context.directory("losses"))
 
 
+def lacking(context: Context, set_name: str, layer: int, made: Iterable[MadeType]) -> list[MadeType]:
+    """What the store lacks of a layer in one of its sets; files that are damaged are said, and lacking."""
+
+    def damaged(path: Path) -> None:
+        context.reporter.say(f"  [yellow]{escape(str(path))}: damaged, made again[/yellow]")
+
+    return replicas.lacking(context.store / set_name, layer, made, damaged, cached=not context.check)
+
+
 def open_layer(context: Context, index: ReplicaIndex, layer: int) -> LayerReplicas:
     """One layer's replicas as the index names them; ArtifactError when they are missing or others.
 
     Those of which an expert is asked for are read, and checked again, then.
     """
-    found = LayerReplicas(context.store / index.set, layer)
     if layer >= len(index.layers):
         raise ArtifactError("not finished", where=str(context.directory("losses")), do=replicas.REMEDY)
-    found.check(index.layers[layer], cached=True)
-    return found
+    stored = LayerReplicas(context.store / index.set, layer)
+    stored.check(index.layers[layer], cached=True)
+    return stored
 
 
 class Replicas:
@@ -118,7 +129,7 @@ class Replicas:
     def keys(self) -> list[list[int]]:
         """The replicas that the checkpoint has of each expert, the placed one first."""
         more = (*self.context.recipe.losses.bits, FULL) if self.context.recipe.quantize.replicas == "all" else ()
-        return [[one.key, *(width for width in more if width != one.key)] for one in self.choices]
+        return [[choice.key, *(width for width in more if width != choice.key)] for choice in self.choices]
 
     def widths(self, expert: int, key: int) -> Width:
         """The width of one of an expert's replicas, or those of its matrices."""
@@ -183,12 +194,12 @@ class Replicas:
         if expert in self.refined and key == self.choices[expert].key:
             return dict(self.refined[expert])
         widths = self.widths(expert, key)
-        found: dict[str, PackedWeight] = {}
+        matrices: dict[str, PackedWeight] = {}
         for bits in dict.fromkeys(matrix_widths(widths)):
             if bits != FULL:
                 names = [name for name in self.layer.projections if width_of(widths, name) == bits]
-                found |= self._at(expert, bits, names)
-        return {name: found[name] for name in self.layer.projections if name in found}
+                matrices |= self._at(expert, bits, names)
+        return {name: matrices[name] for name in self.layer.projections if name in matrices}
 
     def _at(self, expert: int, bits: int, projections: Sequence[str]) -> dict[str, PackedWeight]:
         """Some matrices of an expert's replica of one width."""
@@ -198,20 +209,21 @@ class Replicas:
             return {projection: self.store.expert(entry, projection, expert) for projection in projections}
         section = self.context.recipe.losses
         weights, _ = self.original(expert)
-        as_computed = {name: weights[name].to(self.context.dtype).float() for name in projections}
+        as_computed = {name: weights[name].to(self.context.model.dtype).float() for name in projections}
         made = made_on_demand(method, as_computed, section, bits, layer=self.layer, expert=expert)
         return {name: packed.map(Tensor.cpu) for name, packed in made.items()}
 
     def original(self, expert: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Matrices and biases of one expert in the checkpoint's own type."""
         if self.model is not None:
-            dtype = source_dtype(self.context.source)
-            which = slice(expert, expert + 1)
-            weights, biases = (of(self.model, self.layer, which) for of in (stacked_weights, stacked_biases))
-            found = [{name: stack[0].to(dtype).cpu() for name, stack in of.items()} for of in (weights, biases)]
-            return found[0], found[1]
+            dtype, which = source_dtype(self.context.model.source), slice(expert, expert + 1)
+            weights, biases = (
+                {name: stack[0].to(dtype).cpu() for name, stack in stacked(self.model, self.layer, which).items()}
+                for stacked in (stacked_weights, stacked_biases)
+            )
+            return weights, biases
         if self._last is None or self._last[0] != expert:
-            self._last = (expert, *self.context.expert_reader.read(self.layer, expert))
+            self._last = (expert, *self.context.model.expert_reader.read(self.layer, expert))
         return self._last[1], self._last[2]
 
     def tensors(self, expert: int, key: int, prefix: str) -> dict[str, Tensor]:
@@ -219,10 +231,8 @@ class Replicas:
         widths = self.widths(expert, key)
         dense = [name for name in self.layer.projections if width_of(widths, name) == FULL]
         weights, biases = self.original(expert) if dense or self.layer.biased else ({}, {})
-        found = {f"{prefix}.{name}.bias": bias for name, bias in biases.items()}
-        found |= {f"{prefix}.{name}.dense": weights[name] for name in dense}
-        return found | {
-            f"{prefix}.{name}.{part}": tensor
-            for name, packed in self.packed(expert, key).items()
-            for part, tensor in packed.parts().items()
-        }
+        tensors = {f"{prefix}.{name}.bias": bias for name, bias in biases.items()}
+        tensors |= {f"{prefix}.{name}.dense": weights[name] for name in dense}
+        for name, packed in self.packed(expert, key).items():
+            tensors |= {f"{prefix}.{name}.{part}": tensor for part, tensor in packed.parts().items()}
+        return tensors

@@ -12,7 +12,6 @@ from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
-from moeq.exporters.front_matter import read_origin
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Refined, ReportInputs, SpeedInputs
 from moeq.reporting.page import render
@@ -24,7 +23,6 @@ from moeq.stages import (
     evaluate,
     export,
     integer_forward,
-    model_card,
     profile,
     quantize,
     reparam,
@@ -51,10 +49,10 @@ def run(context: Context) -> dict[str, Any]:
 
 def collect(context: Context) -> ReportInputs:
     """Read every artifact of the run; ArtifactError when one is missing or damaged."""
-    found, assignment = profile.load(context), assign.load(context)
+    routing, assignment = profile.load(context), assign.load(context)
     return ReportInputs(
-        profile=found,
-        coverage=found.coverage(**profile.coverage_settings(context)),
+        profile=routing,
+        coverage=routing.coverage(**profile.coverage_settings(context)),
         losses=load_losses(context),
         sensitivities=assign.sensitivities(context),
         weights=others.weights(context),
@@ -102,12 +100,10 @@ def refined(context: Context, assignment: Assignment) -> Refined | None:
 def write_maps(context: Context, directory: Path) -> list[Path]:
     """Write every map of the report as NAME.svg with its values as NAME.csv; returns the files."""
     make_directory(directory)
-    written = []
-    for one in atlas(collect(context)):
-        for ending, text in (("svg", one.svg()), ("csv", one.csv())):
-            written.append(directory / f"{one.key}.{ending}")
-            write_text(written[-1], text)
-    return written
+    texts = analysis.written(atlas(collect(context)))
+    for name, text in texts.items():
+        write_text(directory / name, text)
+    return [directory / name for name in texts]
 
 
 def speed_inputs(report: EstimateReport) -> SpeedInputs:
@@ -117,7 +113,7 @@ def speed_inputs(report: EstimateReport) -> SpeedInputs:
         hardware=report.hardware,
         popularity=report.popularity,
         estimates=report.estimates,
-        decode_speedups={one.placement: estimate.decode_speedups(one) for one in report.estimates},
+        decode_speedups={made.placement: estimate.decode_speedups(made) for made in report.estimates},
     )
 
 
@@ -130,15 +126,13 @@ def card_figures(report: EvalReport) -> list[dict[str, Any]]:
 
 def is_intact(context: Context) -> bool:
     """Whether the checkpoint's card still has the figures: an export that ran again wrote it without them."""
-    card = context.directory("export") / CARD
+    path = context.directory("export") / CARD
     figures = card_figures(evaluate.load(context))
-    manifest = read_manifest(context.directory("export"))
-    origin = read_origin(context.source.path)
-    wanted = model_card.render(manifest, context.source.config, figures, origin)
-    return card.is_file() and card.read_text("utf-8") == wanted
+    expected = export.card(context, read_manifest(path.parent), figures)
+    return path.is_file() and path.read_text("utf-8") == expected
 
 
 def _recipe_text(context: Context) -> str:
     """The recipe with its defaults filled in; the model by name, and nothing of where things lie on this machine."""
     data = context.recipe.model_dump(mode="json", exclude={"store"})
-    return yaml.safe_dump(data | {"model": context.source.name}, sort_keys=False)
+    return yaml.safe_dump(data | {"model": context.model.source.name}, sort_keys=False)

@@ -38,14 +38,14 @@ def check_model(context: Context, stages: Iterable[str]) -> None:
     context: before norms are folded. The same model is one of the same digest, whatever it is called and wherever it
     lies; where norms were folded, the model that this was done to counts.
     """
-    found = {name: record_of(context.finished(name), name) for name in stages}
-    first = found.pop("reparam", None)
+    records = {name: record_of(context.finished(name), name) for name in stages}
+    first, model = records.pop("reparam", None), context.model
     if first is None and context.recipe.reparam is not None:
         return  # what is there may be of the folded model, and is remade
-    for record in found.values() if first is None else [first]:
-        if record is not None and record.model.digest != context.stamp.digest:
+    for record in records.values() if first is None else [first]:
+        if record is not None and record.model.digest != model.stamp.digest:
             what = f"the run in it was made from another model ({record.model.name})"
-            changed = changed_files(record, context.model_files) if record.model.name == context.stamp.name else []
+            changed = changed_files(record, model.files) if record.model.name == model.stamp.name else []
             more = f": {changed[0]} is not the file that it read" if changed else ""
             raise ArtifactError(what + more, where=f"--out {context.out}", do=ELSEWHERE)
 
@@ -54,9 +54,9 @@ def recipe_data(context: Context) -> dict[str, Any]:
     """The recipe as it was run: paths absolute, hub models and datasets at their commit."""
     before = _recipe_before(context.out)
     data = context.recipe.model_dump(mode="json") | {"model": absolute(context.model_name)}
-    data["revision"] = context.source.revision or data["revision"]
+    data["revision"] = context.model.source.revision or data["revision"]
     data["store"] = None if context.owns_store else str(context.store.resolve())
-    if context.takes_images:
+    if context.model.takes_images:
         data["corpus"]["source"] = absolute(data["corpus"]["source"])
         data["eval"]["perplexity"] = None
     elif before is None or before["corpus"]["source"] != data["corpus"]["source"]:
@@ -126,6 +126,6 @@ def _pinned(source: str | list[str], opened: list[Source]) -> Any:
 def absolute(name: Any) -> Any:
     """Paths that exist become absolute, so that the copied recipe works from any directory; other names stay."""
     if isinstance(name, list):
-        return [absolute(one) for one in name]
+        return [absolute(part) for part in name]
     own = not isinstance(name, str) or name in (BUNDLED, DIGITS)
     return name if own or not Path(name).exists() else str(Path(name).resolve())

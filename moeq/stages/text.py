@@ -1,4 +1,4 @@
-"""What a run is calibrated and measured on: text, or the images of an image classifier."""
+"""What a run is calibrated and measured on: text with tasks, or the images of an image classifier."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
-
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.profile import read_profile
 from moeq.errors import ArtifactError, CorpusError, RecipeError
+from moeq.evaluation.harness import BUNDLED_TASK, open_tasks
 from moeq.models import corpus
-from moeq.models.experts import ExpertLayer
-from moeq.models.source import ModelSource
 from moeq.progress import Reporter
 from moeq.recipe import PerplexitySection, Recipe, TestImagesSection
+from moeq.stages.model import RunModel
 
 
 class Run(Protocol):
@@ -27,15 +25,7 @@ class Run(Protocol):
     text_digests: dict[str, str]
 
     @property
-    def source(self) -> ModelSource: ...
-    @property
-    def described(self) -> tuple[nn.Module, list[ExpertLayer]]: ...
-    @property
-    def takes_images(self) -> bool: ...
-    @property
-    def image_task(self) -> corpus.ImageTask: ...
-    @property
-    def tokenizer(self) -> Any: ...
+    def model(self) -> RunModel: ...
     def directory(self, stage: str) -> Path: ...
 
 
@@ -43,7 +33,7 @@ class RunText:
     """The sequences of a run, read when they are first asked for."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self.recipe = run, run.recipe
+        self._run, self.recipe, self.model = run, run.recipe, run.model
 
     @cached_property
     def perplexity(self) -> PerplexitySection | None:
@@ -52,7 +42,7 @@ class RunText:
         Raises RecipeError where the recipe asks for what its model cannot do.
         """
         section = self.recipe.eval
-        if not self._run.takes_images:
+        if not self.model.takes_images:
             if section.images is not None:
                 raise RecipeError("the model reads text, no images", where="eval.images", do="leave it out")
             return section.perplexity
@@ -66,7 +56,7 @@ class RunText:
     @cached_property
     def calibration_sources(self) -> list[corpus.Source]:
         """What calibration text comes from; none for image classifiers."""
-        return [] if self._run.takes_images else corpus.open_sources(self.recipe.corpus.source, "calibration")
+        return [] if self.model.takes_images else corpus.open_sources(self.recipe.corpus.source, "calibration")
 
     @cached_property
     def evaluation_sources(self) -> list[corpus.Source]:
@@ -77,14 +67,14 @@ class RunText:
         """The labelled images that a source names."""
         section = self.recipe.corpus
         files = corpus.ImageFiles(
-            model=self._run.source.path,
+            model=self.model.source.path,
             trust_remote_code=self.recipe.trust_remote_code,
-            channels=self._run.image_task.shape[0],
+            channels=self.model.image_task.shape[0],
             image_field=section.image_field or "image",
             label_field=section.label_field,
-            names=self._run.described[0].config.label2id,  # type: ignore[union-attr,arg-type]
+            names=self.model.skeleton.config.label2id,  # type: ignore[union-attr,arg-type]
         )
-        return corpus.open_image_sets(source, self._run.image_task, files)
+        return corpus.open_image_sets(source, self.model.image_task, files)
 
     @cached_property
     def calibration_images(self) -> list[corpus.ImageSet]:
@@ -96,11 +86,11 @@ class RunText:
         source = self.test_images.source
         if source is not None:
             return self._image_sets(source)
-        for one in self.calibration_images:
-            if not one.rows:
+        for images in self.calibration_images:
+            if not images.rows:
                 raise CorpusError(
                     "no row numbers train and test: there is nothing left to be measured on",
-                    where=one.name,
+                    where=images.name,
                     do="store them, or name other images in eval.images.source",
                 )
         return self.calibration_images
@@ -113,24 +103,24 @@ class RunText:
     @property
     def corpus_names(self) -> tuple[str, ...]:
         """What artifacts call what was calibrated on."""
-        if self._run.takes_images:
-            return tuple(one.public_name for one in self.calibration_images)
+        if self.model.takes_images:
+            return tuple(images.public_name for images in self.calibration_images)
         return tuple(source.public_name for source in self.calibration_sources)
 
     def calibration_chunks(self) -> Iterator[corpus.Sequences]:
         """The calibration sequences that the recipe asks for; then, with corpus.until_covered, more and more."""
         section = self.recipe.corpus
         limit = section.sequences if section.until_covered is None else section.until_covered.max_sequences
-        if self._run.takes_images:
+        if self.model.takes_images:
             where = f"corpus {section.source}"
-            pictures = corpus.ImagePool(self.calibration_images, "train", self._run.image_task, where)
+            pictures = corpus.ImagePool(self.calibration_images, "train", self.model.image_task, where)
             yield from pictures.chunks(section.sequences, limit)
             return
         self.check_length(section.sequence_length, "corpus.sequence_length")
         pool = corpus.open_text(
             self.calibration_sources,
             self._calibration_fields,
-            self._run.tokenizer,
+            self.model.tokenizer,
             length=section.sequence_length,
             first=section.sequences,
             most=limit,
@@ -140,7 +130,7 @@ class RunText:
             bar=self._run.reporter.bar,
         )
         if pool.with_images():
-            processor = corpus.load_processor(self._run.source.path, self.recipe.trust_remote_code)
+            processor = corpus.load_processor(self.model.source.path, self.recipe.trust_remote_code)
             pool.images = corpus.Encoder(processor, section.sequence_length)
         yield from pool.chunks(section.sequences, limit)
 
@@ -177,26 +167,26 @@ class RunText:
             total += len(chunk)
             if total >= len(wanted.tokens):
                 break
-        found = corpus.join(parts)
-        if found.digest() != wanted.text:
+        sequences = corpus.join(parts)
+        if sequences.digest() != wanted.text:
             raise ArtifactError("made of other sequences", where=str(path), do="run `moeq profile` again")
-        return found
+        return sequences
 
     @cached_property
     def evaluation(self) -> corpus.Sequences | None:
         """The evaluation text as sequences, None when the recipe wants no perplexity; or the images."""
         section = self.perplexity
-        if self._run.takes_images:
+        if self.model.takes_images:
             wanted = self.test_images
             where = f"eval.images {wanted.source or self.recipe.corpus.source}"
-            return corpus.ImagePool(self.evaluation_images, "test", self._run.image_task, where).take(wanted.images)
+            return corpus.ImagePool(self.evaluation_images, "test", self.model.image_task, where).take(wanted.images)
         if section is None:
             return None
         self.check_length(section.sequence_length, "eval.perplexity.sequence_length")
         pool = corpus.open_text(
             self.evaluation_sources,
             corpus.Fields(text=section.text_field),
-            self._run.tokenizer,
+            self.model.tokenizer,
             length=section.sequence_length,
             first=section.sequences,
             most=section.sequences,
@@ -204,6 +194,27 @@ class RunText:
             bar=self._run.reporter.bar,
         )
         return pool.take(section.sequences)
+
+    @cached_property
+    def task_manager(self) -> Any:
+        """lm-eval's task manager with the recipe's tasks, None when the recipe names none."""
+        section = self.recipe.eval
+        return open_tasks(section.tasks, section.include_path) if section.tasks else None
+
+    @cached_property
+    def image_processor(self) -> Any:
+        """The model's processor where a task of the recipe has images, else None.
+
+        Raises EvaluationError for such a task on a model that takes text only, and for images that are not there.
+        """
+        section, folder = self.recipe.eval, self.model.source.path
+        if not section.tasks or section.tasks == [BUNDLED_TASK]:
+            return None
+        from moeq.evaluation.multimodal import check_images, image_tasks  # brings lm-eval in, which takes seconds
+
+        tasks = image_tasks(self.task_manager, section.tasks, with_images=corpus.has_processor(folder))
+        check_images(tasks, section.limit)
+        return corpus.load_processor(folder, self.recipe.trust_remote_code) if tasks else None
 
     def digest(self, part: str) -> str:
         """Digest of all that decides the calibration or evaluation text, beside the recipe's sections.
@@ -216,9 +227,9 @@ class RunText:
         return known[part]
 
     def _digest(self, part: str) -> str:
-        if self._run.takes_images:
+        if self.model.takes_images:
             sets = self.evaluation_images if part == "evaluation" else self.calibration_images
-            return digest_of([[one.domain, one.digest] for one in sets])
+            return digest_of([[images.domain, images.digest] for images in sets])
         sources = self.evaluation_sources if part == "evaluation" else self.calibration_sources
         if not sources:
             return "none"
@@ -226,20 +237,20 @@ class RunText:
         rule = {} if corpus.is_small(sources) else {"places": str(corpus.RULE)}
         if part == "evaluation":
             return digest_of({"sources": digest} | rule) if rule else digest
-        found = {"sources": digest} | rule
+        parts = {"sources": digest} | rule
         images = corpus.images_digest(sources, self._calibration_fields, self._run.reporter.bar)
         if images is not None:
-            found["images"] = images
+            parts["images"] = images
         if self.recipe.corpus.shuffle:
-            found["seed"] = str(self.recipe.seed)
-        return digest_of(found)
+            parts["seed"] = str(self.recipe.seed)
+        return digest_of(parts)
 
     def check(self, parts: Collection[str]) -> None:
         """CorpusError for text that is not there, cannot be read or is too little: what is cheap to tell comes first.
 
         parts: calibration, evaluation.
         """
-        if parts and not self._run.takes_images:
+        if parts and not self.model.takes_images:
             perplexity = self.perplexity if "evaluation" in parts else None
             if "calibration" in parts:
                 self.check_length(self.recipe.corpus.sequence_length, "corpus.sequence_length")
@@ -247,13 +258,13 @@ class RunText:
             if perplexity is not None:
                 self.check_length(perplexity.sequence_length, "eval.perplexity.sequence_length")
                 _ = self.evaluation_sources
-            _ = self._run.tokenizer
+            _ = self.model.tokenizer
         for part in sorted(parts):
             getattr(self, part)
 
     def check_length(self, length: int, key: str) -> None:
         """CorpusError when sequences are longer than the positions that the model knows."""
-        config = self._run.source.config
+        config = self.model.source.config
         positions = (config.get("text_config") or config).get("max_position_embeddings")
         if isinstance(positions, int) and length > positions:
             raise CorpusError(

@@ -22,7 +22,7 @@ class Translating:
 
     def __init__(self, context: Context) -> None:
         self.context, self.section = context, context.recipe.eval.translation
-        self._found: dict[str, dict[int, list[str]]] = {}
+        self._translated: dict[str, dict[int, list[str]]] = {}
 
     @cached_property
     def pairs(self) -> translation.Pairs:
@@ -40,8 +40,8 @@ class Translating:
         """Translate with one variant."""
         if self.section is not None:
             context = self.context
-            self._found[name] = translation.translate(
-                model, context.tokenizer, self.pairs.sources, self.section, context.device, advance
+            self._translated[name] = translation.translate(
+                model, context.model.tokenizer, self.pairs.sources, self.section, context.model.device, advance
             )
 
     def result(self, baseline: str) -> Translation | None:
@@ -52,7 +52,7 @@ class Translating:
             return None
         make_directory(path.parent)
         write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self._rows()))
-        return translation.score(self._found, baseline, self.pairs, self.section)
+        return translation.score(self._translated, baseline, self.pairs, self.section)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         """Every sentence with its reference and {variant: {beams: translation}}."""
@@ -62,7 +62,7 @@ class Translating:
                 "reference": reference,
                 "translations": {
                     name: {str(beams): texts[index] for beams, texts in by_beams.items()}
-                    for name, by_beams in self._found.items()
+                    for name, by_beams in self._translated.items()
                 },
             }
 
@@ -71,7 +71,7 @@ def check_translation(context: Context) -> None:
     """CorpusError for text that is missing or not parallel, EvaluationError for a model that cannot translate."""
     section = context.recipe.eval.translation
     if section is not None:
-        translation.check_model(context.described[0].config, context.tokenizer, context.model_name)
+        translation.check_model(context.model.skeleton.config, context.model.tokenizer, context.model_name)
         translation.read_pairs(section)
 
 
@@ -84,14 +84,14 @@ def text_digests(context: Context) -> list[str] | None:
     return [digest_of_file(Path(name).expanduser()) for name in names]
 
 
-def figures(found: Translation) -> dict[str, dict[str, float]]:
+def figures(result: Translation) -> dict[str, dict[str, float]]:
     """{variant, beams: scores and what they lose} of the summary."""
     return {
-        f"{one.name}, beam {one.beams}": {
+        f"{scored.name}, beam {scored.beams}": {
             name: value
-            for metric, score in (("bleu", one.bleu), ("chrf", one.chrf))
+            for metric, score in (("bleu", scored.bleu), ("chrf", scored.chrf))
             for name, value in ((metric, score.score), (f"{metric}_difference", score.difference))
             if value is not None
         }
-        for one in found.scores
+        for scored in result.scores
     }

@@ -24,14 +24,15 @@ from moeq.stages.context import Context
 
 def noting(context: Context, streamed: StreamedModel) -> StaticInputs:
     """A mode that notes the largest input of every linear that W8A8 rounds."""
-    return StaticInputs(streamed.model, streamed.blocks, linears(context.others, context.described[1]))
+    return StaticInputs(streamed.model, streamed.blocks, linears(context.model.others, context.model.described[1]))
 
 
 def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, float]) -> PerplexityRow | None:
     """Three perplexities on the evaluation text, None where there is none; largest: inputs in calibration."""
     if context.text.perplexity is None:
         return None
-    behind = {one.weight: folded.fold for folded in folds for one in folded.edge.consumers if one.weight in largest}
+    consumers = ((consumer.weight, folded.fold) for folded in folds for consumer in folded.edge.consumers)
+    behind = {weight: fold for weight, fold in consumers if weight in largest}
     bits = {name: behind[name].bits if name in behind else BITS for name in largest}
     scales = {name: scale_of(most, bits[name]) for name, most in largest.items()}
     folded_scales = {name: (fold.scale, fold.bits) for name, fold in behind.items()}
@@ -48,7 +49,7 @@ def compare(context: Context, folds: Sequence[FoldedNorm], largest: dict[str, fl
 
 def _measure(context: Context, scales: dict[str, Scale] | None, folds: Sequence[FoldedNorm]) -> dict[str, Any]:
     """Perplexity of one version in float32; scales None: of the original."""
-    streamed = StreamedModel(context.source, torch.float32, context.device, context.recipe.trust_remote_code)
+    streamed = context.model.in_float32()
     section, sequences = context.text.perplexity, context.text.evaluation
     assert section is not None
     assert sequences is not None
@@ -63,8 +64,8 @@ def _measure(context: Context, scales: dict[str, Scale] | None, folds: Sequence[
         with torch.no_grad():
             round_experts(model, layer)
 
-    chosen = linears(context.others, context.described[1])
-    experts = {f"{layer.name}.{name}" for layer in context.described[1] for name in layer.parameters}
+    chosen = linears(context.model.others, context.model.described[1])
+    experts = {f"{layer.name}.{name}" for layer in context.model.described[1] for name in layer.parameters}
     others: dict[str, list[str]] = {}
     for name in sorted(chosen - experts) if scales is not None else ():
         others.setdefault(streamed.block_of(name), []).append(name)
@@ -76,5 +77,5 @@ def _measure(context: Context, scales: dict[str, Scale] | None, folds: Sequence[
         rounding = StaticInputs(streamed.model, streamed.blocks, chosen, scales)
     with rounding:
         return perplexity(
-            streamed.model, sequences, section.batch_size, context.device, lambda: None, streamed=streamed
+            streamed.model, sequences, section.batch_size, context.model.device, lambda: None, streamed=streamed
         )

@@ -321,6 +321,14 @@ def test_another_packages_policy_is_estimated(tmp_path: Path) -> None:
     assert "policies.strangers.padding" in {row["assumption"] for row in case["estimate"]["sensitivity"]}
     written = {path.name: path.read_text("utf-8") for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert "all experts near their memory" in "".join(written.values())
+    failing = STRANGER.replace("hot, bits = work.placed(layers)", "1 / 0")
+    tmp_path.joinpath("there", "strangers_policy.py").write_text(failing)
+    failed = moeq_estimate("--quiet")
+    assert failed.returncode == 10
+    assert failed.stderr == (
+        "moeq: strangers 1.0: policy 'strangers' failed at decode() (ZeroDivisionError: division by zero); report it "
+        "to the authors of that package, or use another policy\n"
+    )
     refused = moeq_estimate("--policy", "broken")
     assert refused.returncode == 10
     assert len(refused.stderr.splitlines()) == 1

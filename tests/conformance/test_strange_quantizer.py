@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,13 +38,20 @@ def quantize(weights, statistics, settings):
     return found
 
 
+def linear(weight, factor, grid):
+    from moeq.numerics import gptq
+
+    assert factor is None, "it needs none"
+    return gptq.quantize(weight[None], None, bits=[grid.bits], group_size=grid.group_size, symmetric=grid.symmetric)
+
+
 def memory(sizes):
     return [sizes.experts * sizes.layer.parameters_per_expert * (4 + len(sizes.settings.bits))]
 
 
 QUANTIZER = Quantizer(
     name="strangers", label="Half the range", help="rounding to nearest within a part of the range",
-    quantize=quantize, memory=memory, settings=Settings, widths=(2, 3, 4), grids=("asymmetric",),
+    quantize=quantize, memory=memory, settings=Settings, widths=(2, 3, 4), grids=("asymmetric",), linear=linear,
 )
 """
 ALL = """
@@ -66,6 +74,7 @@ SMALL = (
     "assign={method: uniform, bits: 2, quantizer: strangers}",
     "eval.compare=[{name: chosen, method: uniform, bits: 2, quantizer: best}]", "eval.tasks=[]", "export.verify=false",
     "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=32", "estimate.grid.inputs=[128]",
+    "others.attention=4", "others.method=strangers",
 )  # fmt: skip
 MODULES = {"strangers_quantizer": HALF}
 ENTRIES = {"strangers": "strangers_quantizer:QUANTIZER"}
@@ -96,7 +105,9 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
                row["method"] == "strangers")  # fmt: skip
     made = json.loads((out / "quantize" / "quantizers.json").read_text())["layers"]
     assert {method for layer in made.values() for expert in layer for method in expert.values()} == {"strangers"}
-    experts = [expert for layer in read_manifest(out / "checkpoint").layers for expert in layer.experts]
+    manifest = read_manifest(out / "checkpoint")
+    assert {module.quantizer for module in manifest.others} == {"strangers"}
+    experts = [expert for layer in manifest.layers for expert in layer.experts]
     assert {replica.quantizer for expert in experts for replica in expert.replicas} == {"strangers"}
     page = next((out / "report").glob("*.html")).read_text("utf-8")
     assert "Half the range" in page
@@ -108,6 +119,32 @@ def test_the_command_line_knows_it_and_what_it_cannot_do(package: Path, tiny_mix
     assert refused.returncode == 2
     assert "bits: strangers makes no codes of 1, 8 bits" in refused.stderr
     assert "'strangers'" in started(package, *run, "stranger").stderr
+
+
+FAILING = {
+    "an exception": (
+        "    if 2 in statistics.batch.numbers():\n        raise ZeroDivisionError('no\\nrange')\n",
+        r"expert 2 \(ZeroDivisionError: no range\)",
+    ),
+    "nothing made": ("    return None\n", r"experts 0 to 4 \(TypeError: .*NoneType.*\)"),
+}
+
+
+@pytest.mark.parametrize("how", FAILING)
+def test_what_it_raises_is_one_line_that_names_package_layer_and_expert(
+    how: str, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    code, where = FAILING[how]
+    head = "def quantize(weights, statistics, settings):\n"
+    modules = {"strangers_quantizer": HALF.replace(head, head + code)}
+    write_package(tmp_path / "there", QUANTIZERS.group, ENTRIES, modules)
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    losses = ("-m", "moeq", "losses", "--quiet", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"))
+    failed = started(tmp_path / "there", *losses, *settings)
+    assert failed.returncode == 5, failed.stderr
+    what = rf"quantizer 'strangers' failed at model\.layers\.0\.[a-z.]*experts, {where}"
+    do = "report it to the authors of that package, or use another quantizer"
+    assert re.fullmatch(rf"moeq: strangers 1\.0: {what}; {do}\n", failed.stderr)
 
 
 def test_its_label_is_its_name_once_it_is_gone(package: Path) -> None:

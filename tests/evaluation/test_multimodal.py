@@ -201,7 +201,7 @@ def test_a_run_measures_original_dequantized_and_packed(finished: Context, proce
     assert set(original.tasks) == {"seen", "read"}
     assert original.tasks["seen"]["acc_stderr"] > 0
     manager = open_tasks(["seen"], str(folder))
-    alone = run_tasks(finished.model, processor, ["seen"], manager, 2)
+    alone = run_tasks(finished.model.module, processor, ["seen"], manager, 2)
     assert alone["seen"] == original.tasks["seen"]
 
 

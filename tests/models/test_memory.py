@@ -145,6 +145,6 @@ def test_nothing_of_a_layer_is_held_while_the_next_is_read(
     )  # fmt: skip
     context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / "out", reporter=Reporter(quiet=True))
     pipeline.run(context, ("profile", "losses", "assign", "quantize"))
-    assert context.streamed is not None
-    assert len(reads) == 2 * len(context.streamed.blocks)
+    assert context.model.streamed is not None
+    assert len(reads) == 2 * len(context.model.streamed.blocks)
     assert made

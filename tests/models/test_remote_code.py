@@ -115,4 +115,4 @@ def test_the_recipe_passes_it_on(stream: str, own_code: Path, tmp_path: Path) ->
 
     recipe = load_recipe(None, ["trust_remote_code=true", f"stream={stream}"])
     context = Context(recipe=recipe, model_name=str(own_code), out=tmp_path / "run")
-    assert type(context.model).__name__ == "OwnMoeForCausalLM"
+    assert type(context.model.module).__name__ == "OwnMoeForCausalLM"

@@ -83,7 +83,7 @@ def test_a_streamed_run_has_the_same_digests(overrides: tuple[str, ...], tiny_mi
             recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / stream, reporter=Reporter(quiet=True)
         )
         outcomes = pipeline.run(context)
-        assert (context.streamed is not None) == (stream == "always")
+        assert (context.model.streamed is not None) == (stream == "always")
         digests.append({outcome.stage: outcome.record.digest for outcome in outcomes if outcome.stage != "report"})
     assert digests[0] == digests[1]
 

@@ -150,7 +150,7 @@ def test_stages_are_within_two_percent(finished: Context, disk: Disk) -> None:
 def test_assign_reads_every_expert_once(finished: Context, disk: Disk) -> None:
     fresh = Context(recipe=finished.recipe, model_name=finished.model_name, out=finished.out / "elsewhere")
     traces(fresh, AssignSection(method="mopeq"))
-    assert fresh.expert_reader.bytes_read == disk.read("assign") - sum(disk.lasting("assign").values())
+    assert fresh.model.expert_reader.bytes_read == disk.read("assign") - sum(disk.lasting("assign").values())
 
 
 def test_linked_files_are_counted_once(finished: Context, disk: Disk) -> None:

@@ -76,9 +76,8 @@ def test_peaks_are_bounded_and_not_far_off(size: str, stream: str, tmp_path: Pat
 
 def terms(context: Context, stage: str, work: Work | None = None) -> dict[str, int]:
     recipe, sizes = context.recipe, model_sizes(context)
-    model = Memory(
-        sizes, work or work_sizes(context), recipe, streams=context.streams, gpu=context.device.type == "cuda", placed=0
-    )
+    gpu = context.model.device.type == "cuda"
+    model = Memory(sizes, work or work_sizes(context), recipe, streams=context.model.streams, gpu=gpu, placed=0)
     return {term.what: term.bytes for term in peak(model.moments(stage), gpu=False)}
 
 

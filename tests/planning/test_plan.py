@@ -209,7 +209,7 @@ def test_formats_say_what_they_cannot_carry(
     tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = context_of(tiny_mixtral, tmp_path)
-    layers = tuple(context.layers)
+    layers = tuple(context.model.layers)
     mixed = capability.Asked(layers=layers, widths=((1, 2, 3, 4, 16),) * 2, group_size=16, symmetric=False,
                              all_replicas=False)  # fmt: skip
     assert capability.refusals(context, mixed) == []
@@ -238,8 +238,8 @@ def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> Non
 
     context = context_of(tiny_mixtral, tmp_path)
     work = sizes.work_sizes(context)
-    documents = read_documents(context.text.calibration_sources, Fields(), context.tokenizer)
-    everything = make_sequences(documents, context.tokenizer, length=32, count=None)
+    documents = read_documents(context.text.calibration_sources, Fields(), context.model.tokenizer)
+    everything = make_sequences(documents, context.model.tokenizer, length=32, count=None)
     assert 0.9 < work.calibration.whole / everything.ids.numel() < 1.1
     import pyarrow as pa
     import pyarrow.parquet as pq

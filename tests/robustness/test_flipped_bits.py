@@ -86,7 +86,7 @@ def again(run: Context, **changes: Any) -> tuple[Context, io.StringIO]:
     """The run as a new process would open it, and what it tells the user."""
     reporter, told = Reporter(), io.StringIO()
     reporter.console = Console(file=told, width=1000)
-    return replace(run, reporter=reporter, announced=False, overwritten=[], traces={}, **changes), told
+    return replace(run, reporter=reporter, **changes), told
 
 
 def store_file(run: Context) -> Path:
@@ -378,14 +378,14 @@ def test_a_run_of_an_older_moeq_is_known_again(run: Context, model: Path) -> Non
             record["model"]["digest"] = older
             record["volatile"].pop("model_files", None)
             path.write_text(json.dumps(record), "utf-8")
-        assert again(run)[0].stamp.digest == older
+        assert again(run)[0].model.stamp.digest == older
         pipeline.run_alone(again(run)[0], "assign")  # its key has another digest in it: it runs
         assert json.loads((run.out / "assign" / "stage.json").read_text("utf-8"))["model"]["digest"] == older
         length = int.from_bytes((model / "model.safetensors").open("rb").read(8), "little")
         size = (model / "model.safetensors").stat().st_size
         with flipped(model / "model.safetensors", at=8 + length + (size - 8 - length) * 21 // 126):
             assert source.sampled_digest(files) == older
-            assert again(run)[0].stamp.digest != older
+            assert again(run)[0].model.stamp.digest != older
     finally:
         for path, text in records.items():
             path.write_text(text, "utf-8")

@@ -50,7 +50,7 @@ def test_the_files_say_what_the_profile_says(profiled: Context, tmp_path: Path) 
     assert sorted(found["files"]) == sorted(str(path) for path in (tmp_path / "found").iterdir())
     table = json.loads((tmp_path / "found" / "routing.json").read_text("utf-8"))
     counted = profile.load(profiled)
-    assert (table["text_digest"], table["model"]["digest"]) == (counted.text, profiled.stamp.digest)
+    assert (table["text_digest"], table["model"]["digest"]) == (counted.text, profiled.model.stamp.digest)
     assert table["prefill_decode_cosine"]["all"]["own_decode_by_layer"] == pytest.approx(counted.similarity(), abs=1e-6)
     whole = found["prefill_decode_cosine"]["all"]
     assert whole["own_decode"] == pytest.approx(np.mean([one for one in counted.similarity() if one is not None]))

@@ -68,7 +68,7 @@ def test_every_method_is_an_entry_of_compare(finished: Context) -> None:
 
 def test_sensitivities_have_what_the_losses_stage_measured(finished: Context) -> None:
     table = pq.read_table(finished.directory("assign") / SENSITIVITIES).to_pydict()
-    layers = finished.layers
+    layers = finished.model.layers
     assert len(table["expert"]) == sum(layer.num_experts for layer in layers)
     assert min(table["calibration_hessian_trace"]) > 0
     counts = np.concatenate([profile.load(finished).total(layer.index)[0] for layer in layers])
@@ -169,7 +169,7 @@ def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None
 def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context, tmp_path: Path, others: str) -> None:
     sizes = CheckpointSize(context_of(tiny_qwen, tmp_path, f"others={others}"))
     assert (sizes.other_bytes < CheckpointSize(finished).other_bytes - 100_000) == (others != "{}")
-    size = sum(sizes.files([[1] * layer.num_experts for layer in finished.layers]).values()) + 20_000
+    size = sum(sizes.files([[1] * layer.num_experts for layer in finished.model.layers]).values()) + 20_000
     shutil.copytree(finished.out, tmp_path / "run")
     section = f"assign={{method: optimal, size: {size}}}"
     context = context_of(tiny_qwen, tmp_path / "run", section, "eval.compare=[]", f"others={others}")

@@ -52,7 +52,7 @@ def directory_bytes(context: Context) -> int:
 
 
 def spare(context: Context) -> int:
-    return SPARE_FILES + SPARE_BYTES * sum(layer.num_experts for layer in context.layers)
+    return SPARE_FILES + SPARE_BYTES * sum(layer.num_experts for layer in context.model.layers)
 
 
 def test_the_table_shows_what_the_directory_has(finished: Context, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,8 +60,10 @@ def test_the_table_shows_what_the_directory_has(finished: Context, capsys: pytes
     own, written = rows[finished.recipe.name]["checkpoint_bytes"], directory_bytes(finished)
     assert written <= own <= written + spare(finished)
     assert own <= 1.01 * written
-    assert rows["original"]["checkpoint_bytes"] == original_bytes(finished.source)
-    assert rows["original"]["checkpoint_bytes"] == sum(path.stat().st_size for path in finished.source.path.iterdir())
+    assert rows["original"]["checkpoint_bytes"] == original_bytes(finished.model.source)
+    assert rows["original"]["checkpoint_bytes"] == sum(
+        path.stat().st_size for path in finished.model.source.path.iterdir()
+    )
     summary = pipeline.read_record(finished.directory("assign"), "assign").summary
     assert summary["checkpoint_bytes"] == own == evaluate.load(finished).row(finished.recipe.name).checkpoint_bytes  # type: ignore[union-attr]
     print_final(list(rows.values()), {}, [pipeline.run_stage(finished, pipeline.BY_NAME["estimate"])])

@@ -110,7 +110,7 @@ def test_the_maximum_and_the_end_of_the_text_end_it(
                     "corpus.until_covered={max_sequences: 4096}")  # fmt: skip
     pipeline.run(short, ("profile",))
     available = len(corpus.Pool(read_documents(short.text.calibration_sources, corpus.Fields(), None),
-                                short.tokenizer, length=16))  # fmt: skip
+                                short.model.tokenizer, length=16))  # fmt: skip
     assert table(tmp_path / "short")["sequences"] == available
 
 
@@ -156,7 +156,7 @@ def test_experts_that_are_never_chosen_stay_uncovered(tmp_path: Path) -> None:
         model, tmp_path / "run", "profile.min_tokens=1", "corpus.until_covered={share: 1.0, max_sequences: 32}"
     )
     with torch.no_grad():
-        gate = one.model.get_submodule(one.layers[0].name.replace("experts", "gate"))
+        gate = one.model.module.get_submodule(one.model.layers[0].name.replace("experts", "gate"))
         gate.weight.zero_()
     pipeline.run(one, ("profile",))
     found = table(tmp_path / "run")

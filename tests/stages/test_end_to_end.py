@@ -128,11 +128,11 @@ def test_logits_equal_the_dequantized_models(finished: Context) -> None:
     ids = torch.arange(3, 63).reshape(2, 30)
     packed = AutoModelForCausalLM.from_pretrained(finished.directory("export"), dtype=torch.float32)
     plain = Context(recipe=finished.recipe, model_name=finished.model_name, out=finished.out)
-    plain.__dict__["dtype"] = torch.float32
-    evaluate.apply_assignment(plain, assign.load(plain))
-    with torch.no_grad():
-        torch.testing.assert_close(packed(ids).logits, plain.model(ids).logits, rtol=1e-4, atol=1e-4)
-    assert evaluate.load(finished).export_logit_error <= evaluate.CHECK_TOLERANCE[finished.dtype]
+    plain.model.__dict__["dtype"] = torch.float32
+    with torch.no_grad(), plain.model.overlay() as overlay:
+        model = evaluate.replaced(plain, overlay, assign.load(plain))
+        torch.testing.assert_close(packed(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert evaluate.load(finished).export_logit_error <= evaluate.CHECK_TOLERANCE[finished.model.dtype]
 
 
 def test_everything_but_the_experts_is_untouched(finished: Context) -> None:
@@ -175,7 +175,7 @@ def test_evaluated_rows_and_card(finished: Context) -> None:
     assert rows["original"]["expert_bytes"] > rows["uniform-3"]["expert_bytes"] > rows["u1"]["expert_bytes"]
     card = (finished.directory("export") / "README.md").read_text()
     assert "import moeq" in card
-    assert finished.source.name in card
+    assert finished.model.source.name in card
 
 
 def test_generation_runs_on_the_export(finished: Context) -> None:
@@ -193,7 +193,7 @@ def test_loss_table_is_complete_and_readable_by_others(finished: Context) -> Non
     import pyarrow.parquet as pq
 
     table = pq.read_table(finished.directory("losses") / "losses.parquet").to_pandas()
-    experts = sum(layer.num_experts for layer in finished.layers)
+    experts = sum(layer.num_experts for layer in finished.model.layers)
     assert len(table) == experts * 4 * 2 * 5
     assert table.loss.notna().all()
     index = load_index(finished)

@@ -66,12 +66,12 @@ def test_every_effect_is_the_divergence_of_the_whole_model(finished: Context) ->
     """Against full forward passes in which the expert's weights are those of its replica, in float64."""
     found = artifact.read_effects(finished.directory("losses"))
     assert found is not None
-    assert found.measured == sum(layer.num_experts for layer in finished.layers)
+    assert found.measured == sum(layer.num_experts for layer in finished.model.layers)
     assert all(all(row) for row in found.is_measured)
     batches: list[Sequences] = heldout_batches(finished, 2)  # type: ignore[assignment]
-    model = finished.model
+    model = finished.model.module
     for layer, expert in ((0, 1), (0, 6), (1, 0), (1, 4)):
-        here = finished.layers[layer]
+        here = finished.model.layers[layer]
         replica = alone(finished, here, 2, "gptq").packed(expert, 2)
         total, tokens = 0.0, 0
         experts = model.get_submodule(here.name)

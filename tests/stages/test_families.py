@@ -64,8 +64,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def streams(family: str, context: Context) -> bool:
-    whole = loading.load_model(context.source, torch.float32, CPU)
-    streamed = StreamedModel(context.source, torch.float32, CPU).model
+    whole = loading.load_model(context.model.source, torch.float32, CPU)
+    streamed = StreamedModel(context.model.source, torch.float32, CPU).model
     with torch.no_grad():
         one, other = (model(**family_models.inputs(family)).logits for model in (streamed, whole))
     return torch.equal(one, other)
@@ -78,7 +78,7 @@ def check_export(context: Context, folder: Path) -> None:
     assert inspection.inspect(export)["check"].startswith("every size")
     packed = load_checkpoint(export, torch.float32, CPU)
     places = [export, folder / "again"]
-    if context.source.config["model_type"] == "inkling_mm_model":
+    if context.model.source.config["model_type"] == "inkling_mm_model":
         with pytest.raises(ValueError, match="not serializable"):
             packed.save_pretrained(places.pop())
     else:
@@ -97,9 +97,9 @@ def check_export(context: Context, folder: Path) -> None:
 def measure(family: str, folder: Path) -> Support:
     family_models.save(family, folder / "model")
     context = context_of(family, folder)
-    model = loading.skeleton(context.source, torch.float32)
+    model = loading.skeleton(context.model.source, torch.float32)
     row = Support(
-        model_type=context.source.config["model_type"],
+        model_type=context.model.source.config["model_type"],
         model=type(model).__name__,
         experts="",
         streamed=streams(family, context),

@@ -157,7 +157,7 @@ def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, 
         run(model, tmp_path, *one, "export.formats=[auto-round]")
     assert not (tmp_path / "checkpoint").exists()
     context = context_of(model, tmp_path, *one, "export.formats=[auto-round, compressed-tensors]", "export.widen=true")
-    layers = tuple(context.layers)
+    layers = tuple(context.model.layers)
     asked = Asked(layers=layers, widths=((1,) * 6,) * 2, group_size=32, symmetric=False, all_replicas=False)
     assert refusals(context, asked) == []
     narrow = context_of(model, tmp_path, *one, "export.formats=[gptq]")
@@ -202,11 +202,11 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
     good = save_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
     narrow = context_of(good, tmp_path / "run", *GGUF)
     for bits, why in ((2, "2 bits of 128 inputs in groups of 32; llama.cpp has blocks of 256"), (4, "")):
-        asked = Asked(layers=tuple(narrow.layers), widths=((bits,) * 6,) * 2, group_size=32, symmetric=True,
+        asked = Asked(layers=tuple(narrow.model.layers), widths=((bits,) * 6,) * 2, group_size=32, symmetric=True,
                       all_replicas=False)  # fmt: skip
         lines = [line for line in refusals(narrow, asked) if "gguf" in line]
         assert [why in line for line in lines] == [True] * bool(why)
-    mixed = Asked(layers=tuple(narrow.layers), widths=((4, 8, 4, 4, 4, 4),) * 2, group_size=32, symmetric=True,
+    mixed = Asked(layers=tuple(narrow.model.layers), widths=((4, 8, 4, 4, 4, 4),) * 2, group_size=32, symmetric=True,
                   all_replicas=False)  # fmt: skip
     assert any("8 bits beside 4" in line for line in refusals(narrow, mixed))
     within = context_of(good, tmp_path / "run", *GGUF, "assign.target=llama.cpp")

@@ -63,5 +63,5 @@ def test_evaluation_text_comes_from_the_hub_too(hub: Hub, tmp_path: Path) -> Non
     context, _ = run(tmp_path / "run", *SMALL, "corpus.source=hub:org/words")
     assert context.text.evaluation is not None
     assert context.text.evaluation.domains == ("org/words:default:test",) * 2
-    first = context.tokenizer.decode(context.text.evaluation.ids[0].tolist(), skip_special_tokens=True)
+    first = context.model.tokenizer.decode(context.text.evaluation.ids[0].tolist(), skip_special_tokens=True)
     assert first.startswith("test 0")

@@ -153,7 +153,7 @@ def test_a_dequantized_copy_is_verified_by_the_moeq_that_brings_the_model(tmp_pa
     context = context_of(tmp_path / "run", "export.formats=[dequantized]", "losses.expert_effects.experts=1")
     pipeline.run(context, TO_EXPORT)
     plain = loading.load_model(
-        context_of(tmp_path, "reparam=null", model=str(tmp_path / "run" / "checkpoint-dequantized")).source,
+        context_of(tmp_path, "reparam=null", model=str(tmp_path / "run" / "checkpoint-dequantized")).model.source,
         torch.float32,
         CPU,
     )

@@ -59,14 +59,13 @@ def alone(one: Context, low: list[set[int]], bits: int, high: int) -> float:
                     for expert in range(layer.num_experts)
                 ),
             )
-            for layer in one.layers
+            for layer in one.model.layers
         ),
     )
-    one.drop_model()
-    evaluate.apply_assignment(one, assignment)
     assert one.text.evaluation is not None
-    found = perplexity(one.model, one.text.evaluation, 3, one.device, lambda: None, one.streamed)
-    one.drop_model()
+    with one.model.overlay() as overlay:
+        model = evaluate.replaced(one, overlay, assignment)
+        found = perplexity(model, one.text.evaluation, 3, one.model.device, lambda: None, one.model.streamed)
     return float(found["perplexity"])
 
 

@@ -67,7 +67,7 @@ def test_every_replica_of_every_expert_is_rebuilt_bit_for_bit(made: Context, tin
     original = AutoModelForCausalLM.from_pretrained(tiny_mixtral, dtype=torch.float32)
     index, widths = load_index(made), set()
     for number, layer in enumerate(manifest["layers"]):
-        stored, source = open_layer(made, index, number), made.layers[number]
+        stored, source = open_layer(made, index, number), made.model.layers[number]
         assert len(layer["experts"]) == layer["num_experts"] == 5
         for expert in layer["experts"]:
             assert sum(replica["placed"] for replica in expert["replicas"]) == 1

@@ -130,10 +130,10 @@ def test_what_is_exported_is_what_was_evaluated(family: str, tmp_path: Path) -> 
     assert {module.kind for module in manifest.others} == FAMILIES[family]
     packed: Any = load_checkpoint(made.directory("export"), torch.float32, CPU)
     stored = others.Stored(made)
-    original: Any = loading.load_model(made.source, torch.float32, CPU)
-    made.drop_model()
-    made.__dict__["model"] = original
-    evaluate.apply_assignment(made, assign.load(made))
+    original: Any = loading.load_model(made.model.source, torch.float32, CPU)
+    made.model.__dict__["module"] = original
+    with made.model.overlay() as overlay:
+        evaluate.replaced(made, overlay, assign.load(made))
     for module in stored.modules:
         values = stored.packed(module).dequantize()
         assert torch.equal(original.get_submodule(module.name).weight, values)
@@ -160,7 +160,7 @@ def test_codes_in_the_checkpoint_are_those_of_the_numerics(deepseek: Path, tmp_p
         "others.symmetric=true", f"corpus.source={texts}", "corpus.packed=false", "corpus.sequences=24",
         stages=TO_EXPORT,
     )  # fmt: skip
-    model: Any = loading.load_model(made.source, torch.float32, CPU)
+    model: Any = loading.load_model(made.model.source, torch.float32, CPU)
     names = ("model.layers.0.self_attn.kv_b_proj", "model.layers.1.self_attn.q_a_proj",
              "model.layers.2.mlp.shared_experts.down_proj", "model.layers.0.mlp.up_proj", "lm_head")  # fmt: skip
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in names}
@@ -212,7 +212,7 @@ def test_errors_in_the_table_are_those_of_held_out_rows(deepseek: Path, tmp_path
     made = run(deepseek, tmp_path / "run", ALL)
     table = others.table(made)
     assert table is not None
-    model: Any = loading.load_model(made.source, torch.float32, CPU)
+    model: Any = loading.load_model(made.model.source, torch.float32, CPU)
     rows: dict[str, list[torch.Tensor]] = {}
     for row in table.modules:
         model.get_submodule(row.module).register_forward_hook(
@@ -239,16 +239,16 @@ def test_a_streamed_run_writes_the_same_bytes(deepseek: Path, tmp_path: Path) ->
     figures = [evaluate.load(one).rows for one in (whole, streamed)]
     for one, other in zip(*figures, strict=True):
         assert one.perplexity == pytest.approx(other.perplexity, rel=1e-6)
-    assert isinstance(streamed.streamed, StreamedModel)
-    before = streamed.streamed.bytes_read
+    assert isinstance(streamed.model.streamed, StreamedModel)
+    before = streamed.model.streamed.bytes_read
     alone = context(deepseek, tmp_path / "alone", "stream=always")
     pipeline.run(alone, ("profile", "losses"))
-    assert alone.streamed is not None
-    reads.append(alone.streamed.bytes_read)
+    assert alone.model.streamed is not None
+    reads.append(alone.model.streamed.bytes_read)
     more = context(deepseek, tmp_path / "more", "stream=always", ALL)
     pipeline.run(more, ("profile", "losses"))
-    assert more.streamed is not None
-    assert more.streamed.bytes_read == reads[0] < before  # the same walk, no second one
+    assert more.model.streamed is not None
+    assert more.model.streamed.bytes_read == reads[0] < before  # the same walk, no second one
 
 
 def test_the_original_stays_the_original(tied: Path, tmp_path: Path) -> None:
@@ -257,12 +257,12 @@ def test_the_original_stays_the_original(tied: Path, tmp_path: Path) -> None:
     pipeline.run(made, ("profile", "losses", "assign"))
     ids = torch.arange(24).view(2, 12)
     with torch.no_grad():
-        before = forward(made.model, ids).logits
-        evaluate.apply_assignment(made, assign.load(made))
-        assert not torch.allclose(forward(made.model, ids).logits, before, rtol=1e-4)
-        made.drop_model()
-        assert torch.equal(forward(made.model, ids).logits, before)
-    model: Any = made.model
+        before = forward(made.model.module, ids).logits
+        with made.model.overlay() as overlay:
+            changed = evaluate.replaced(made, overlay, assign.load(made))
+            assert not torch.allclose(forward(changed, ids).logits, before, rtol=1e-4)
+        assert torch.equal(forward(made.model.module, ids).logits, before)
+    model: Any = made.model.module
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
@@ -274,7 +274,7 @@ def test_compared_assignments_have_the_same_rest(deepseek: Path, tmp_path: Path)
     assert original.perplexity != pytest.approx(own.perplexity, rel=1e-3)
     manifest = read_manifest(made.directory("export"))
     assert own.other_bytes == again.other_bytes == manifest.totals.non_expert_bytes
-    assert original.total_bytes == sum(header.bytes for header in made.source.tensors.values())
+    assert original.total_bytes == sum(header.bytes for header in made.model.source.tensors.values())
     summary = json.loads((made.directory("assign") / "stage.json").read_text())["summary"]
     assert summary["checkpoint_bytes"] == own.checkpoint_bytes
     assert summary["expert_bytes"] + summary["other_bytes"] == own.total_bytes
@@ -422,7 +422,7 @@ def test_what_the_model_lacks_or_keeps_is_said(tmp_path: Path) -> None:
 def test_loading_without_moeq_fails_by_these_guards_alone(deepseek: Path, tmp_path: Path) -> None:
     made = run(deepseek, tmp_path / "run", "others={attention: 4}", stages=TO_EXPORT)
     folder = shutil.copytree(made.directory("export"), tmp_path / "copy")
-    plain: Any = loading.load_model(made.source, torch.float32, CPU)
+    plain: Any = loading.load_model(made.model.source, torch.float32, CPU)
     headers = {key: header for path in folder.glob("others-*.safetensors") for key, header in read_header(path).items()}
     modules = read_manifest(folder).others
     assert len(modules) == 15
@@ -456,7 +456,7 @@ def test_inspect_finds_a_flipped_bit(deepseek: Path, tmp_path: Path) -> None:
 def test_modules_of_unlike_types_are_not_touched(deepseek: Path, tmp_path: Path) -> None:
     made = run(deepseek, tmp_path / "run", ALL, stages=TO_EXPORT)
     packed: Any = load_checkpoint(made.directory("export"), torch.float32, CPU)
-    original: Any = loading.load_model(made.source, torch.float32, CPU)
+    original: Any = loading.load_model(made.model.source, torch.float32, CPU)
     kept = dict(original.named_parameters())
     left = {name for name, _ in packed.named_parameters()}
     assert left == {name for name in kept if "norm" in name or name.endswith("mlp.gate.weight")}

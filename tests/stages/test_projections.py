@@ -66,7 +66,7 @@ def test_the_bundled_model_at_two_bits(finished: Context) -> None:
     assert summary["gap_to_optimum"] == pytest.approx(0, abs=1e-9)
     size = sum(
         packed_bytes(*layer.shape(name), width_of(choice.widths, name), 16, False)
-        for layer, mine in zip(finished.layers, assignment.layers, strict=True)
+        for layer, mine in zip(finished.model.layers, assignment.layers, strict=True)
         for choice in mine.experts
         for name in layer.projections
     )
@@ -89,10 +89,10 @@ def test_the_checkpoint_is_the_dequantized_model(finished: Context, tmp_path: Pa
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["format_version"] == 2
     packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = make(finished.model_name, finished.out, OPTIMAL, "dtype=float32")
-    evaluate.apply_assignment(plain, assign.load(plain))
-    with torch.no_grad():
+    with torch.no_grad(), plain.model.overlay() as overlay:
         logits = forward(packed, ids).logits
-        torch.testing.assert_close(logits, forward(plain.model, ids).logits, rtol=1e-4, atol=1e-4)
+        model = evaluate.replaced(plain, overlay, assign.load(plain))
+        torch.testing.assert_close(logits, forward(model, ids).logits, rtol=1e-4, atol=1e-4)
         packed.save_pretrained(tmp_path / "again")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
         assert torch.equal(forward(again, ids).logits, logits)
@@ -156,7 +156,7 @@ def test_a_matrix_left_as_it_is_and_who_made_the_others(tiny_mixtral: Path, tmp_
     context = run(tiny_mixtral, tmp_path, "assign={method: uniform, bits: 2, quantizer: best}", "dtype=float32")
     edit(context, bits=16, projections={"gate_proj": 16, "up_proj": 3, "down_proj": 3}, quantizer=None)
     pipeline.run(context, STAGES)
-    layer = context.layers[1]
+    layer = context.model.layers[1]
     with safe_open(quantize.files(context.directory("quantize"))[1], "pt") as file:
         keys = [key for key in file.keys() if key.startswith(f"{layer.name}.0.")]  # noqa: SIM118
     ends = ["down_proj.codes", "down_proj.scales", "down_proj.zeros", "gate_proj.dense", "up_proj.codes",
@@ -168,10 +168,10 @@ def test_a_matrix_left_as_it_is_and_who_made_the_others(tiny_mixtral: Path, tmp_
         context, assign.load(context)
     )
     ids = torch.arange(3, 33)[None]
-    with torch.no_grad():
+    with torch.no_grad(), context.model.overlay() as overlay:
         found = forward(AutoModelForCausalLM.from_pretrained(context.directory("export")), ids).logits
-        evaluate.apply_assignment(context, assign.load(context))
-        torch.testing.assert_close(found, forward(context.model, ids).logits, rtol=1e-4, atol=1e-4)
+        model = evaluate.replaced(context, overlay, assign.load(context))
+        torch.testing.assert_close(found, forward(model, ids).logits, rtol=1e-4, atol=1e-4)
     refining = make(tiny_mixtral, tmp_path, "assign={method: uniform, bits: 2, quantizer: best}", "dtype=float32",
                     "quantize.refine={iterations: 3}")  # fmt: skip
     with pytest.raises(AssignmentError, match=r"layers\.1.*, expert 0: some of its matrices have 16 bits"):
@@ -179,10 +179,10 @@ def test_a_matrix_left_as_it_is_and_who_made_the_others(tiny_mixtral: Path, tmp_
 
 
 @torch.no_grad()
-def predictions(context: Context) -> torch.Tensor:
+def predictions(context: Context, model: Any) -> torch.Tensor:
     """Logits on the calibration text."""
     batches = context.text.calibration.batches(4)
-    return torch.cat([forward(context.model, b.input_ids, b.mask.long()).logits[b.mask] for b in batches])
+    return torch.cat([forward(model, b.input_ids, b.mask.long()).logits[b.mask] for b in batches])
 
 
 def test_refined_at_the_widths_of_matrices(tiny_mixtral: Path, tmp_path: Path) -> None:
@@ -194,15 +194,15 @@ def test_refined_at_the_widths_of_matrices(tiny_mixtral: Path, tmp_path: Path) -
             assert replica.widths == choice.widths
             changed += choice.projections is not None and replica.quantizer == "gptq+refined"
     assert changed > 0
-    outputs = [predictions(context)]
-    for exported in (False, True):
-        evaluate.apply_assignment(context, assign.load(context), exported=exported)
-        outputs.append(predictions(context))
-        context.drop_model()
+    with context.model.overlay() as overlay:
+        outputs = [predictions(context, overlay.set())]
+        for exported in (False, True):
+            model = evaluate.replaced(context, overlay, assign.load(context), exported=exported)
+            outputs.append(predictions(context, model))
     plain, refined = (float((one - outputs[0]).square().mean()) for one in outputs[1:])
     assert refined < plain
-    context.__dict__["model"] = AutoModelForCausalLM.from_pretrained(context.directory("export"))
-    torch.testing.assert_close(predictions(context), outputs[2], rtol=1e-4, atol=1e-4)
+    packed = AutoModelForCausalLM.from_pretrained(context.directory("export"))
+    torch.testing.assert_close(predictions(context, packed), outputs[2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])  # biases; two matrices

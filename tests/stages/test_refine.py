@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import family_models
 import pytest
@@ -14,7 +15,6 @@ from moeq import inspection, pipeline
 from moeq.artifacts.manifest import read_manifest
 from moeq.errors import ArtifactError
 from moeq.models.forward import forward
-from moeq.models.walk import walk
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, losses, quantize, refine
@@ -45,14 +45,14 @@ def run(model: Path, out: Path, *overrides: str, stages: tuple[str, ...] = STAGE
 def divergence(context: Context, *, refined: bool) -> float:
     """Mean KL divergence of the next tokens on the calibration text, from the original model."""
 
-    def predictions() -> torch.Tensor:
+    def predictions(model: Any) -> torch.Tensor:
         batches = context.text.calibration.batches(5)
-        return torch.cat([forward(context.model, b.input_ids, b.mask.long()).logits[b.mask] for b in batches])
+        return torch.cat([forward(model, b.input_ids, b.mask.long()).logits[b.mask] for b in batches])
 
-    wanted = predictions().log_softmax(-1)
-    evaluate.apply_assignment(context, assign.load(context), exported=refined)
-    found = predictions().log_softmax(-1)
-    context.drop_model()
+    with context.model.overlay() as overlay:
+        wanted = predictions(overlay.set()).log_softmax(-1)
+        model = evaluate.replaced(context, overlay, assign.load(context), exported=refined)
+        found = predictions(model).log_softmax(-1)
     return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 
 
@@ -115,7 +115,7 @@ def test_streamed_and_loaded_give_the_same_bytes(tiny_mixtral: Path, tmp_path: P
         {path.name: path.read_bytes() for path in sorted(one.directory("quantize").glob("*.safetensors"))}
         for one in contexts
     )
-    assert len(first) == 2 * len(contexts[0].layers)
+    assert len(first) == 2 * len(contexts[0].model.layers)
     assert first == second
 
 
@@ -159,7 +159,7 @@ def test_a_killed_run_goes_on_with_the_next_layer(
     with pytest.raises(KeyboardInterrupt):
         run(tiny_mixtral, tmp_path / "killed", REFINE)
     context = run(tiny_mixtral, tmp_path / "killed", REFINE)
-    names = [layer.name for layer in context.layers]
+    names = [layer.name for layer in context.model.layers]
     assert trained == [names[0], names[1], *names[1:]]
     for path in quantize.files(unbroken.directory("quantize")):
         assert (context.directory("quantize") / path.name).read_bytes() == path.read_bytes()
@@ -182,10 +182,10 @@ def test_a_damaged_or_changed_layer_is_trained_again(
         refine, "refine_layer", lambda job, *more: (trained.append(job.inputs.layer.name), train(job, *more))[1]
     )
     run(tiny_mixtral, tmp_path, REFINE)
-    assert trained == [context.layers[1].name]
+    assert trained == [context.model.layers[1].name]
     assert path.read_bytes() == good
     run(tiny_mixtral, tmp_path, "quantize.refine={iterations: 20}")
-    assert trained[1:] == [layer.name for layer in context.layers]
+    assert trained[1:] == [layer.name for layer in context.model.layers]
 
 
 def test_losses_of_other_text_are_refused(tiny_mixtral: Path, tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_the_model_is_as_it_was_afterwards(tiny_mixtral: Path, tmp_path: Path) -
     """Refining overwrites the loaded experts; the next stage has the checkpoint's again."""
     context = run(tiny_mixtral, tmp_path, stages=("profile", "losses", "assign"))
     batches = context.text.calibration.batches(5)
-    before = [inputs.hidden for inputs in walk(context.model, context.layers, batches, context.device)]
+    before = [inputs.hidden for inputs in context.model.walk(batches)]
     other = run(tiny_mixtral, tmp_path, REFINE)
-    after = [inputs.hidden for inputs in walk(other.model, other.layers, batches, other.device)]
+    after = [inputs.hidden for inputs in other.model.walk(batches)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert losses.is_intact(other)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moeq import pipeline
+from moeq.artifacts.run import FOLDED
 from moeq.artifacts.stage import read_record
 from moeq.errors import ArtifactError, ModelError, NotFiniteError, QuantizationError, RecipeError
 from moeq.integers import folding
@@ -23,7 +24,7 @@ from moeq.integers.artifacts.reparam import SCHEMA, PerplexityRow, read_reparam
 from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages.context import FOLDED, Context
+from moeq.stages.context import Context
 
 SMALL = (
     "corpus.sequences=10", "corpus.sequence_length=32", "corpus.batch_size=5", "reparam.samples=8",

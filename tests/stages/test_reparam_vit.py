@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification
 
 from moeq import pipeline
+from moeq.artifacts.run import FOLDED
 from moeq.integers.artifacts.reparam import read_reparam
 from moeq.integers.vit.configuration import MoeViTConfig
 from moeq.integers.vit.modeling import MoeViTForImageClassification
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages.context import FOLDED, Context
+from moeq.stages.context import Context
 
 SMALL = ("corpus.source=digits", "corpus.sequences=24", "corpus.batch_size=9", "reparam.samples=20")
 

@@ -95,7 +95,7 @@ def test_a_lost_table_of_sensitivities_is_made_again(finished: Context, tmp_path
 
 def test_sizes_of_every_row(finished: Context) -> None:
     rows = {row["name"]: row for row in results.final_rows(finished)}
-    whole = sum(header.bytes for header in finished.source.tensors.values())
+    whole = sum(header.bytes for header in finished.model.source.tensors.values())
     original = rows["original"]
     assert original["total_bytes"] == whole
     assert (original["expert_share"], original["total_share"]) == (1, 1)

@@ -147,7 +147,8 @@ def test_what_stores_were_given_before_is_found_by_its_names() -> None:
                "assign={method: uniform, bits: 4}", "eval.compare=[]"],
     )  # fmt: skip
     computed = {"device": "cpu", "dtype": "float32"}
-    run: Any = SimpleNamespace(recipe=recipe, stamp=SimpleNamespace(digest="d" * 64), compute=lambda: computed)
+    model = SimpleNamespace(stamp=SimpleNamespace(digest="d" * 64), compute=lambda: computed)
+    run: Any = SimpleNamespace(recipe=recipe, model=model)
     index = losses.planned(run, "t" * 64)
     assert index.set == "68f656d645d7a68f24ac312953043d0d94c255ec8220974c0d6a7221582689e2"
     assert [(made.entry, made.rows) for made in index.made] == [
@@ -287,7 +288,7 @@ def test_best_takes_each_experts_replica_from_the_method_that_lost_least(
 def stored_as_said(context: Context) -> bool:
     """Whether every placed expert has the codes of the method that the assignment names."""
     assignment = assign.load(context)
-    for layer in context.layers:
+    for layer in context.model.layers:
         mine = Replicas(context, assignment, layer)
         for expert, choice in enumerate(assignment.layers[layer.index].experts):
             only = assignment.model_copy(update={"parameters": {"quantizer": choice.quantizer}})
@@ -324,5 +325,5 @@ def test_rtn_alone_keeps_no_replicas(tiny_mixtral: Path, tmp_path: Path, monkeyp
     reads: list[int] = []
     read = ExpertReader.read
     monkeypatch.setattr(ExpertReader, "read", lambda *given: (reads.append(1), read(*given))[1])
-    assert np.prod(Replicas(made, assign.load(made), made.layers[0]).packed(0, 2)["up_proj"].codes.shape)
+    assert np.prod(Replicas(made, assign.load(made), made.model.layers[0]).packed(0, 2)["up_proj"].codes.shape)
     assert reads

@@ -33,9 +33,14 @@ def priced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def refused(context: Context, name: str, bits: int) -> tuple[str, str] | None:
     """Why the format of a target refuses experts that all have one width."""
     section = context.recipe.losses
-    widths = [[bits] * layer.num_experts for layer in context.layers]
+    widths = [[bits] * layer.num_experts for layer in context.model.layers]
     return refuse_layers(
-        name, context.layers, widths, group_size=section.group_size, symmetric=section.symmetric, nested=section.nested
+        name,
+        context.model.layers,
+        widths,
+        group_size=section.group_size,
+        symmetric=section.symmetric,
+        nested=section.nested,
     )
 
 

@@ -68,7 +68,7 @@ def test_the_trace_says_what_the_profile_says(family: str, stream: str, tmp_path
     agrees(trace, one)
     assert trace.domains == one.text.calibration.domains
     assert len(set(trace.domains)) > 1
-    assert trace.model == one.stamp
+    assert trace.model == one.model.stamp
 
 
 def test_tokens_that_were_left_out_or_chose_fewer_keep_their_row() -> None:

@@ -68,10 +68,10 @@ def bleu(one: Context, model: torch.nn.Module, beams: int) -> float:
     sources, references = ((folder / name).read_text("utf-8").splitlines() for name in ("source.txt", "target.txt"))
     texts = []
     for source in sources:
-        ids = one.tokenizer(source, return_tensors="pt")["input_ids"]
+        ids = one.model.tokenizer(source, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             (found,) = model.generate(ids, num_beams=beams, max_new_tokens=TOKENS, do_sample=False)  # type: ignore[operator]
-        texts.append(one.tokenizer.decode(found, skip_special_tokens=True))
+        texts.append(one.model.tokenizer.decode(found, skip_special_tokens=True))
     return float(sacrebleu.corpus_bleu(texts, [references]).score)
 
 
@@ -79,8 +79,8 @@ def test_every_variant_is_scored_as_its_model_translates(finished: Context) -> N
     found = {(one.name, one.beams): one for one in scores(finished).scores}
     assert set(found) == {(name, beams) for name in ("original", "int4", "int8") for beams in (1, 2)}
     assert found["original", 1].bleu.score > 20
-    original = finished.model
-    packed = load_checkpoint(finished.directory("export"), finished.dtype, finished.device)
+    original = finished.model.module
+    packed = load_checkpoint(finished.directory("export"), finished.model.dtype, finished.model.device)
     assert found["original", 1].bleu.score == pytest.approx(bleu(finished, original, 1))
     assert found["original", 2].bleu.score == pytest.approx(bleu(finished, original, 2))
     assert found["int4", 2].bleu.score == pytest.approx(bleu(finished, packed, 2))

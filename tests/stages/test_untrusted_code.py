@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moeq import conversion, pipeline
 from moeq.artifacts.manifest import read_manifest
+from moeq.artifacts.run import FOLDED
 from moeq.errors import ArtifactError
 from moeq.exporters.native_reader import NativeReader
 from moeq.inspection import inspect
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT
-from moeq.stages.context import FOLDED, Context
+from moeq.stages.context import Context
 from moeq.stages.export import format_directory
 
 STAGES = ("profile", "losses", "assign", "quantize", "export")
