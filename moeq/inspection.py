@@ -60,10 +60,15 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
 
 def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
-    """Describe a directory of weights, of GGUF or of safetensors."""
-    from moeq.exporters.readers import holds_gguf
+    """Describe a directory of weights, of safetensors or of files of an exporter's own."""
+    from moeq.exporters.readers import file_format
 
-    return (_gguf if holds_gguf(path) else _model)(path, reporter, trust_remote_code)
+    exporter = file_format(path)
+    if exporter is None or exporter.described is None:
+        return _model(path, reporter, trust_remote_code)
+    described = exporter.described(path, trust_remote_code)
+    sums = check_sums(path, reporter=reporter)
+    return described | ({} if sums is None else {"checked_files": sums.text})
 
 
 def _integer(path: Path) -> dict[str, Any]:
@@ -246,27 +251,6 @@ def _trace(path: Path) -> dict[str, Any]:
         **({} if found.images is None else {"image_tokens": int(found.images.sum())}),
         "routing_weights": found.weights is not None,
         "check": "every SHA-256 equals the header",
-    }
-
-
-def _gguf(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
-    from moeq.exporters.gguf_families import stack_name
-    from moeq.exporters.readers.gguf import open_gguf
-
-    found = open_gguf(path, trust_remote_code)
-    sums = check_sums(path, reporter=reporter)
-    stacks = {stack_name(layer, part) for layer in found.layers for part in layer.projections}
-    sizes = {name: tensor.bytes for name, tensor in found.file.tensors.items()}
-    types = Counter(found.file.tensors[name].type.name for name in sorted(stacks))
-    return {
-        "kind": f"GGUF ({found.family.arch})",
-        "model": str(found.file.fields.get("general.name", ""))[:200],
-        "moe_layers": len(found.layers),
-        "experts": ", ".join(f"{count} stacks of {kind}" for kind, count in types.items()),
-        "expert_bytes": sum(size for name, size in sizes.items() if name in stacks),
-        "non_expert_bytes": sum(size for name, size in sizes.items() if name not in stacks),
-        "check": "every tensor of the model is there, in its shape, and no other",
-        **({} if sums is None else {"checked_files": sums.text}),
     }
 
 

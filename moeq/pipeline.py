@@ -341,7 +341,7 @@ def _remove_partials(context: Context) -> None:
         for name, stage in BY_NAME.items()
         if stage.progress(context) and record_of(_begun(context, name), name) is None
     ]
-    remove_partials(context.out, [RECIPE_COPY, *own, *stages, *export.FORMAT_DIRECTORIES], kept)
+    remove_partials(context.out, [RECIPE_COPY, *own, *stages, *export.format_directories()], kept)
 
 
 def _begun(context: Context, name: str) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moeq.errors import CorpusError, EvaluationError, ModelError, RecipeError, StorageError
+from moeq.exporters.exporter import loaders
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
 
@@ -52,6 +53,12 @@ def check_directory(path: Path) -> None:
     """RecipeError where there is nothing of that name."""
     if not path.exists():
         raise RecipeError("no such directory", where=str(path), do="give a checkpoint's directory")
+
+
+def check_loader(target: str | None) -> None:
+    """RecipeError for a runtime whose loader no format names; None: the usual one."""
+    if target is not None and target not in loaders():
+        raise RecipeError(f"no loader for target {target!r}", where="--target", do=f"use {', '.join(loaders())}")
 
 
 def check_absent(out: Path) -> None:

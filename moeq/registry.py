@@ -1,4 +1,4 @@
-"""Registries: the members of a kind (allocators, quantizers, policies) by name, moeq's own and those of other packages.
+"""Registries: the members of a kind (allocators, exporters, quantizers, policies) by name, moeq's own and others'.
 
 Own members are found by themselves: every module of the kind's package that declares one (`ALLOCATOR = ...`) is one,
 and gives it its name; a module that declares none is a helper. Other packages name theirs in the entry points of a
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 LONGEST = 80  # characters of an unknown name that are shown
+NATIVE = "moeq"  # the exporter whose format a run always writes, and all others are made of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,6 +138,9 @@ def _broken(entry: EntryPoint, reason: str) -> MoeqError:
 ALLOCATORS = Registry(
     kind="allocator", group="moeq.allocators", package="moeq.assigners", base="moeq.assigners.allocator:Allocator"
 )
+EXPORTERS = Registry(
+    kind="exporter", group="moeq.exporters", package="moeq.exporters", base="moeq.exporters.exporter:Exporter"
+)
 QUANTIZERS = Registry(
     kind="quantizer", group="moeq.quantizers", package="moeq.quantizers", base="moeq.quantizers.quantizer:Quantizer"
 )
@@ -147,3 +151,8 @@ POLICIES = Registry(
     base="moeq.estimator.policies:Policy",
     separator="_",
 )
+
+
+def converted() -> tuple[str, ...]:
+    """Names of the formats that are made of the native one."""
+    return tuple(name for name in EXPORTERS.names() if name != NATIVE)

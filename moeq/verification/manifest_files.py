@@ -12,7 +12,7 @@ from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, re
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, read_record
 from moeq.artifacts.sums import NAME, Sums, check_sums
 from moeq.errors import ArtifactError
-from moeq.exporters.moeq import tensors_sha256
+from moeq.exporters.native_writer import tensors_sha256
 from moeq.models.source import read_header
 from moeq.progress import Reporter
 from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256

@@ -7,6 +7,7 @@ were, a group at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,13 @@ CPU = torch.device("cpu")
 GROUP_BYTES = 128 << 20  # of experts in float32 that lie in memory at a time
 
 
+def relative(output: Tensor, wanted: Tensor) -> float:
+    """||output - wanted|| / ||wanted||, or ||output|| where nothing is wanted; infinite where one is not finite."""
+    size = float(wanted.double().norm())
+    error = float((output.double() - wanted.double()).norm()) / (size or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
 def values(matrix: PackedWeight | Tensor) -> Tensor:
     """A matrix's values in float32."""
     return matrix.dequantize() if isinstance(matrix, PackedWeight) else matrix.float()
@@ -33,8 +41,8 @@ def values(matrix: PackedWeight | Tensor) -> Tensor:
 
 def rounded_values(matrix: PackedWeight | Tensor, stored: torch.dtype | None) -> Tensor:
     """A matrix's values in float32 as a checkpoint has them that stores them in a type; None: one that packs them."""
-    found = values(matrix)
-    return found if stored is None or not isinstance(matrix, PackedWeight) else found.to(stored).float()
+    exact = values(matrix)
+    return exact if stored is None or not isinstance(matrix, PackedWeight) else exact.to(stored).float()
 
 
 def streamed(

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import family_models
-import peers
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,11 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moeq.artifacts.files import PARTIAL
-from moeq.artifacts.sums import NAME as SUMS
-from moeq.artifacts.sums import check_sums
-from moeq.artifacts.targets import LOADED_BY, TARGETS, Grid, refuse_matrix
+from moeq.artifacts.targets import Grid, refuse_matrix, targets
 from moeq.errors import ArtifactError, PlanError, RecipeError
-from moeq.exporters import CONVERTED, known_formats, write
+from moeq.exporters import write
 from moeq.exporters.dequantized import plain_dtype
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gptq_layout import patterns
@@ -31,6 +28,7 @@ from moeq.models.source import open_source
 from moeq.numerics.layouts import column_stream, zeros_of
 from moeq.numerics.packed import symmetric_bits, widened
 from moeq.numerics.packing import unpack
+from moeq.registry import converted
 
 MIX = (2, 3, 4, 8, 16, 4)
 
@@ -219,14 +217,12 @@ def test_names_on_disk_are_the_familys(family: str, tmp_path: Path) -> None:
 
 
 def test_targets_say_what_they_load_and_why() -> None:
-    assert set(LOADED_BY) | {"dequantized"} == set(known_formats())
-    assert {target.format for target in TARGETS.values()} <= set(known_formats())
-    for target in TARGETS.values():
+    for target in targets().values():
         assert target.proof
         whole = Grid(rows=128, inputs=128, bits=4, group_size=32, symmetric=True)
         assert refuse_matrix(target, whole) is None
     ragged = Grid(rows=128, inputs=72, bits=4, group_size=32, symmetric=True)
-    assert {name for name in TARGETS if refuse_matrix(TARGETS[name], ragged) is None} == {"moeq"}
+    assert {name for name, target in targets().items() if refuse_matrix(target, ragged) is None} == {"moeq"}
 
 
 def test_a_write_that_fails_leaves_the_older_checkpoint(
@@ -246,23 +242,8 @@ def test_a_write_that_fails_leaves_the_older_checkpoint(
     assert not list(tmp_path.glob(f"*{PARTIAL}"))
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_every_file_has_a_digest(name: str, mixtral: Path, tmp_path: Path) -> None:
-    if name == "gguf":
-        peers.module("gguf")
-    write(name, MadeSource(mixtral, lambda layer, expert, projection: 4), tmp_path / "out", WriteOptions())
-    files = {path.name for path in (tmp_path / "out").iterdir()} - {SUMS, "README.md"}
-    assert {line[66:] for line in (tmp_path / "out" / SUMS).read_text("utf-8").splitlines()} == files
-    shard = tmp_path / "out" / ("model.gguf" if name == "gguf" else "model-experts-001.safetensors")
-    data = bytearray(shard.read_bytes())
-    data[-5] ^= 8
-    shard.write_bytes(data)
-    with pytest.raises(ArtifactError, match=rf"{re.escape(shard.name)}.*changed since"):
-        check_sums(tmp_path / "out")
-
-
 def test_unknown_formats_are_refused(mixtral: Path, tmp_path: Path) -> None:
     source = MadeSource(mixtral, lambda layer, expert, projection: 4)
     with pytest.raises(RecipeError, match="no format 'awq'"):
         write("awq", source, tmp_path / "out", WriteOptions())
-    assert "awq" not in CONVERTED
+    assert "awq" not in converted()

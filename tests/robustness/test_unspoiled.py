@@ -218,7 +218,7 @@ def _copy_flipped(monkeypatch: pytest.MonkeyPatch) -> None:
         if target.name == "experts-layer-001.safetensors":
             _flip(target)
 
-    monkeypatch.setattr("moeq.exporters.moeq.place", flipping)
+    monkeypatch.setattr("moeq.exporters.native_writer.place", flipping)
 
 
 def _weights_flipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def _weights_flipped(monkeypatch: pytest.MonkeyPatch) -> None:
         _flip(directory / sorted(set(where.values()))[0])
         return where
 
-    monkeypatch.setattr("moeq.exporters.moeq.write_plain", flipping)
+    monkeypatch.setattr("moeq.exporters.native_writer.write_plain", flipping)
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from moeq.exporters.readers.layout import Grid, Parts, Stored, expect, group_length, kept_scales
+from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, expect, group_length, read_back
 from moeq.models.source import TensorHeader
 from moeq.numerics import grids
 from moeq.numerics.layouts import WORD, row_stream
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import pack, packed_row_bytes, unpack
+from moeq.numerics.packing import unpack
 
 FORMAT = "pack-quantized"
-FLOATS = ("F16", "BF16", "F32")
 LINEAR = "Linear"
 
 
 class CompressedTensors:
     """config_groups, each with the modules that it is for: names, `re:` patterns, or the class Linear."""
 
-    name = "compressed-tensors"
     anchor = "weight_packed"
     parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
@@ -72,30 +66,10 @@ class CompressedTensors:
         if "weight_zero_point" in parts:
             words = parts["weight_zero_point"].mT.contiguous()
             zeros = unpack(row_stream(words, grid.bits, rows), grid.bits, rows).mT.contiguous()
-        middle = zeros is None or bool((zeros == 2 ** (grid.bits - 1)).all())
-        size = group_length(grid, inputs)
-        packed = PackedWeight(
-            codes=_codes(parts["weight_packed"], grid.bits, inputs),
-            scales=kept_scales(parts["weight_scale"]),
-            zeros=None if middle or zeros is None else pack(zeros, grid.bits),
-            bits=grid.bits,
-            group_size=size,
-            inputs=inputs,
-            symmetric=middle,
-        )
-        return Stored(weight=packed, groups=_groups(parts, inputs, size))
-
-
-def _codes(words: Tensor, bits: int, inputs: int) -> Tensor:
-    return row_stream(words, bits, inputs)[..., : packed_row_bytes(inputs, bits)].contiguous()
-
-
-def _groups(parts: Parts, inputs: int, size: int) -> Tensor | None:
-    found = parts.get("weight_g_idx")
-    if found is None or bool((found < 0).all()):
-        return None
-    length = grids.resolved_group_size(inputs, size)
-    return None if torch.equal(found.long(), torch.arange(inputs) // length) else found.long()
+        codes = row_stream(parts["weight_packed"], grid.bits, inputs)
+        index = parts.get("weight_g_idx")
+        unset = index is None or bool((index < 0).all())
+        return read_back(codes, parts["weight_scale"], zeros, grid, inputs, None if unset else index)
 
 
 def _matches(pattern: re.Pattern[str] | None, names: Sequence[str]) -> bool:

@@ -62,10 +62,7 @@ class Foreign:
         if layer.index in self._names.stacked:
             values, biases = self._stacks(layer).read(layer, expert)
             return dict(values), biases
-        found: Matrices = {}
-        for projection in layer.projections:
-            found[projection] = self._matrix(self._of_expert(layer, expert, projection))
-        return found, {}
+        return {name: self._matrix(self._of_expert(layer, expert, name)) for name in layer.projections}, {}
 
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
         """Packed modules outside of the experts, by their names in memory."""
@@ -178,10 +175,10 @@ class Foreign:
         return grid, headers
 
     def _matrix(self, wanted: _Wanted) -> PackedWeight | Tensor:
-        found = self._grid_of(wanted)
-        if found is None or self.layout is None:
+        packed = self._grid_of(wanted)
+        if packed is None or self.layout is None:
             return self._tensor(wanted.key)
-        grid, headers = found
+        grid, headers = packed
         try:
             parts = {part: self._tensor(f"{wanted.module}.{part}") for part in headers}
             stored = self.layout.read(parts, grid, *wanted.shape)
@@ -200,8 +197,8 @@ class Foreign:
         file = self.source.tensors[key].file
         if file not in self._handles:
             self._handles[file] = safe_open(file, "pt")
-        found: Tensor = self._handles[file].get_tensor(key)
-        return found
+        tensor: Tensor = self._handles[file].get_tensor(key)
+        return tensor
 
     def _stacks(self, layer: ExpertLayer) -> ExpertReader:
         dtype = torch_dtype(self.source.tensors[self.stacked(layer)[0]].dtype)
