@@ -209,15 +209,20 @@ def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
 
 
 def _model(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
+    from moeq.exporters.exporter import of_method
+    from moeq.exporters.readers import format_of
     from moeq.models import loading
+    from moeq.models.weights import quantization_of
 
     source = open_source(str(path))
+    packed = None if quantization_of(source.config) is None else of_method(format_of(source))
     sums = check_sums(path, reporter=reporter)
     skeleton, layers = loading.describe(source, trust_remote_code)
     keys = loading.expert_keys(source, skeleton, layers)
     expert_bytes = sum(source.tensors[key].bytes for key in keys)
     return {
         "kind": f"transformers model ({source.config['model_type']})",
+        **({} if packed is None else {"packed": packed.label}),
         "moe_layers": len(layers),
         "experts_a_layer": sorted({layer.num_experts for layer in layers}),
         "expert_shape": sorted({f"{layer.hidden_size} x {layer.intermediate_size}" for layer in layers}),

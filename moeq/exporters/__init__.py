@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ def write(name: str, source: PackedSource, directory: Path, options: WriteOption
     exporter = EXPORTERS.find(name)
     if exporter is None or exporter.write is None:
         raise RecipeError(f"no format {name!r}", do=f"use one of {', '.join(converted())}")
-    if options.settings is None and exporter.settings is not None:
-        options = replace(options, settings=exporter.settings())
-    exporter.write(source, directory, options)
+    from moeq.exporters.foreign import drafting
+
+    with drafting(exporter, source, directory, options) as draft:
+        exporter.write(draft)

@@ -8,7 +8,6 @@ as they are: the first stores them less one and its kernels give a zero point of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
@@ -16,20 +15,19 @@ from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader
 from moeq.numerics.widths import FULL
 
 if TYPE_CHECKING:
-    from moeq.exporters.foreign import WriteOptions
+    from moeq.exporters.foreign import Draft
     from moeq.exporters.gptq_layout import Modules
-    from moeq.exporters.packed_source import PackedSource
     from moeq.exporters.readers.gptq import AutoRound
 
 VERSION = "0.16.1"
 PLAIN = {"bits": FULL, "data_type": "float"}
 
 
-def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
-    """Build the checkpoint; PlanError for what auto-round would not load as it is meant."""
+def write(draft: Draft) -> None:
+    """PlanError for what auto-round would not load as it is meant."""
     from moeq.exporters.gptq_layout import write_gptq
 
-    write_gptq(EXPORTER, source, directory, options, configuration)
+    write_gptq(draft, configuration)
 
 
 def configuration(modules: Modules) -> dict[str, Any]:

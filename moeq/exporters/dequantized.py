@@ -6,7 +6,6 @@ A family that keeps every matrix of an expert on its own is written expert by ex
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeq.exporters.exporter import Exporter
@@ -15,24 +14,23 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from moeq.exporters.foreign import Draft, WriteOptions
+    from moeq.exporters.foreign import Draft
     from moeq.exporters.packed_source import PackedSource
     from moeq.models.experts import ExpertLayer
     from moeq.numerics.packed import PackedWeight
 
 
-def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
-    """Build the checkpoint; values are rounded to the model's type once."""
-    from moeq.exporters.foreign import OTHERS_FILE, drafting
+def write(draft: Draft) -> None:
+    """Values are rounded to the model's type once."""
+    from moeq.exporters.foreign import OTHERS_FILE
 
-    with drafting(EXPORTER, source, directory, options) as draft:
-        dtype = plain_dtype(source)
-        for layer in source.layers:
-            _write_layer(draft, layer, dtype)
-        packed = {draft.names.renamed(f"{name}.weight"): weight.dequantize(dtype) for name, weight in source.others()}
-        if packed:
-            draft.write(OTHERS_FILE, packed)
-        draft.finish(None)
+    source, dtype = draft.source, plain_dtype(draft.source)
+    for layer in source.layers:
+        _write_layer(draft, layer, dtype)
+    packed = {draft.names.renamed(f"{name}.weight"): weight.dequantize(dtype) for name, weight in source.others()}
+    if packed:
+        draft.write(OTHERS_FILE, packed)
+    draft.finish(None)
 
 
 def plain_dtype(source: PackedSource) -> torch.dtype:

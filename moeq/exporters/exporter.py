@@ -19,7 +19,7 @@ from moeq.registry import EXPORTERS
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from moeq.exporters.foreign import WriteOptions
+    from moeq.exporters.foreign import Draft
     from moeq.exporters.packed_source import PackedSource
     from moeq.exporters.readers.layout import Layout
     from moeq.models.source import ModelSource
@@ -70,15 +70,15 @@ def as_packed(sizes: ExportSizes) -> int:
 class Exporter:
     """A format of packed checkpoints.
 
-    write(source, directory, options) makes one of a `packed_source.PackedSource` (see `foreign.drafting`); PlanError
-    for what its runtime would not load as it is meant, with nothing left behind; None of the native format, which a
-    run itself writes. check(source, model) refuses, before anything runs, a model that it could not write whatever its
-    experts become.
+    write(draft) fills a `foreign.Draft`, which becomes a checkpoint when it returns: draft.source is what it is made
+    of. It raises PlanError for what its runtime would not load as it is meant, and nothing is left behind. None of the
+    native format, which a run itself writes. check(source, model) refuses, before anything runs, a model that it could
+    not write whatever its experts become.
 
     label: what pages call the format; help: a line; runtime: what loads it, with the version that was measured;
     snippet: how, in Python; library: as the hub calls it. settings: keys of `export` that it alone reads, each called
-    NAME_..., which `write` finds in options.settings. targets: what can load it, first the one that exports are checked
-    against; none where nothing is packed. size: bytes of the tensors of a checkpoint.
+    NAME_..., which `write` finds in draft.options.settings. targets: what can load it, first the one that exports are
+    checked against; none where nothing is packed. size: bytes of the tensors of a checkpoint.
 
     Read back: methods: what quant_method of config.json calls it, none: its name; layout(quantization_config): how its
     matrices lie in safetensors, ValueError for what is not read. A format of other files names them: file, the one that
@@ -92,7 +92,7 @@ class Exporter:
     name: str
     label: str
     help: str
-    write: Callable[[PackedSource, Path, WriteOptions], None] | None
+    write: Callable[[Draft], None] | None
     check: Callable[[ModelSource, Any], None] | None = None
     runtime: str
     snippet: str = ""

@@ -87,6 +87,13 @@ class Draft:
     syncing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     unsynced: list[Future[None]] = field(default_factory=list)
 
+    def restart(self) -> None:
+        """Forget what was written."""
+        wait(self.unsynced)
+        for path in self.directory.iterdir():
+            path.unlink()
+        self.where, self.grids, self.plain, self.unsynced = {}, {}, [], []
+
     @property
     def target(self) -> Target:
         """What the checkpoint is checked against."""
@@ -233,6 +240,8 @@ def drafting(exporter: Exporter, source: PackedSource, directory: Path, options:
     """A draft that becomes `directory` when the block ends well; an older one is replaced only then."""
     model = describe(replace(source.source, config=source.config), options.trust_remote_code)[0]
     sides = find_side_files(source.source.path, source.config, options.trust_remote_code)
+    if options.settings is None and exporter.settings is not None:
+        options = replace(options, settings=exporter.settings())
     with filling(directory) as unfinished:
         draft = Draft(
             exporter=exporter,

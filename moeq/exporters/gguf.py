@@ -17,8 +17,7 @@ from moeq.numerics.ggml_types import HOLDS, LENGTHS, TYPES
 from moeq.numerics.widths import FULL
 
 if TYPE_CHECKING:
-    from moeq.exporters.foreign import WriteOptions
-    from moeq.exporters.packed_source import PackedSource
+    from moeq.exporters.foreign import Draft
     from moeq.exporters.readers.gguf import Gguf
     from moeq.models.source import ModelSource
 
@@ -39,11 +38,11 @@ def check(source: ModelSource, model: Any) -> None:
     gguf_writer.check(source, model)
 
 
-def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
-    """Build the directory; PlanError for what llama.cpp would not load as it is meant."""
+def write(draft: Draft) -> None:
+    """PlanError for what llama.cpp would not load as it is meant."""
     from moeq.exporters import gguf_writer
 
-    gguf_writer.write(EXPORTER, source, directory, options)
+    gguf_writer.write(draft)
 
 
 def opened(path: Path, trust_remote_code: bool, as_values: bool) -> Gguf:

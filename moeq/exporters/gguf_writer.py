@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from moeq.artifacts.gguf_file import FILE
 from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, WIDEN, Grid, refuse_stack, widest_of
 from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
 from moeq.errors import PlanError, RecipeError
-from moeq.exporters.exporter import Exporter
-from moeq.exporters.foreign import Draft, WriteOptions, drafting, grid_of
+from moeq.exporters.foreign import Draft, grid_of
 from moeq.exporters.gguf_families import (
     Family,
     Piece,
@@ -41,7 +40,6 @@ from moeq.exporters.gguf_families import (
     stack_shapes,
 )
 from moeq.exporters.gguf_tokenizer import tokenizer
-from moeq.exporters.packed_source import PackedSource
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
 from moeq.models.weights import plain_chunks, plain_header
@@ -161,36 +159,34 @@ def check(source: ModelSource, model: Any) -> None:
     tokenizer(source, model.config.vocab_size)
 
 
-def write(exporter: Exporter, source: PackedSource, directory: Path, options: WriteOptions) -> None:
-    """Build the directory; PlanError for what llama.cpp would not load as it is meant."""
-    gguf = package()
-    with drafting(exporter, source, directory, options) as draft:
-        config: Any = draft.model.config
-        family = family_of(config)
-        plain, packed = _plain(draft, family), _packed(draft, family)
-        shapes = stack_shapes(source.layers)
-        shapes |= {piece.name: piece.shape for parts in (*plain.values(), *packed.values()) for piece in parts}
-        with (draft.directory / FILE).open("wb") as stream:
-            writer = Writer(
-                gguf=gguf,
-                arch=family.arch,
-                stream=stream,
-                fields=_fields(draft, family),
-                entries={name: Entry(shape=shape) for name, shape in shapes.items()},
-                scratch=draft.directory / f"{FILE}.header",
-            )
-            writer.begin()
-            for layer in source.layers:
-                _write_layer(draft, writer, layer)
-            for key, parts in plain.items():
-                for piece in parts:
-                    writer.add(piece.name, *_contents(draft, config, key, piece))
-            for name, weight in source.others():
-                for piece in packed[name]:
-                    writer.add(piece.name, *_packed_module(draft, name, piece, weight))
-            writer.finish()
-        read_back(draft.directory / FILE, writer.start, writer.crc)
-        draft.complete(source.config)
+def write(draft: Draft) -> None:
+    """Write the file and what lies beside it; PlanError for what llama.cpp would not load as it is meant."""
+    gguf, source, config = package(), draft.source, cast(Any, draft.model.config)
+    family = family_of(config)
+    plain, packed = _plain(draft, family), _packed(draft, family)
+    shapes = stack_shapes(source.layers)
+    shapes |= {piece.name: piece.shape for parts in (*plain.values(), *packed.values()) for piece in parts}
+    with (draft.directory / FILE).open("wb") as stream:
+        writer = Writer(
+            gguf=gguf,
+            arch=family.arch,
+            stream=stream,
+            fields=_fields(draft, family),
+            entries={name: Entry(shape=shape) for name, shape in shapes.items()},
+            scratch=draft.directory / f"{FILE}.header",
+        )
+        writer.begin()
+        for layer in source.layers:
+            _write_layer(draft, writer, layer)
+        for key, parts in plain.items():
+            for piece in parts:
+                writer.add(piece.name, *_contents(draft, config, key, piece))
+        for name, weight in source.others():
+            for piece in packed[name]:
+                writer.add(piece.name, *_packed_module(draft, name, piece, weight))
+        writer.finish()
+    read_back(draft.directory / FILE, writer.start, writer.crc)
+    draft.complete(source.config)
 
 
 def _fields(draft: Draft, family: Family) -> dict[str, Value]:

@@ -9,7 +9,6 @@ model is loaded in: float16 keeps them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
@@ -17,19 +16,18 @@ from moeq.exporters.exporter import Exporter, Loader
 from moeq.numerics.widths import FULL
 
 if TYPE_CHECKING:
-    from moeq.exporters.foreign import WriteOptions
+    from moeq.exporters.foreign import Draft
     from moeq.exporters.gptq_layout import Modules
-    from moeq.exporters.packed_source import PackedSource
     from moeq.exporters.readers.gptq import Gptq
 
 VERSION = "7.6.0"
 
 
-def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
-    """Build the checkpoint; PlanError for what gptqmodel would not load as it is meant."""
+def write(draft: Draft) -> None:
+    """PlanError for what gptqmodel would not load as it is meant."""
     from moeq.exporters.gptq_layout import write_gptq
 
-    write_gptq(EXPORTER, source, directory, options, configuration, ordered=True, as_in_memory=True)
+    write_gptq(draft, configuration, ordered=True, as_in_memory=True)
 
 
 def configuration(modules: Modules) -> dict[str, Any]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +17,7 @@ from torch import Tensor, nn
 
 from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import PlanError
-from moeq.exporters.exporter import Exporter
-from moeq.exporters.foreign import OTHERS_FILE, Draft, Tensors, WriteOptions, drafting
-from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.foreign import OTHERS_FILE, Draft, Tensors
 from moeq.numerics.grids import SCALE_DTYPE
 from moeq.numerics.layouts import column_words, zero_words
 from moeq.numerics.packed import PackedWeight
@@ -49,26 +45,27 @@ class Modules:
 
 
 def write_gptq(
-    exporter: Exporter,
-    source: PackedSource,
-    directory: Path,
-    options: WriteOptions,
+    draft: Draft,
     configuration: Callable[[Modules], Mapping[str, Any]],
     *,
     ordered: bool = False,
     as_in_memory: bool = False,
 ) -> None:
-    """Build a checkpoint in the first format or, where it cannot hold the zero points, in the second.
+    """Write a checkpoint in the first format or, where it cannot hold the zero points, in the second.
 
     configuration: its quantization_config; ordered: every module has a g_idx; as_in_memory: tensors are called as they
     are in memory, not as the family has them. PlanError for what the target cannot load.
     """
-    for first in (True, False):
-        with suppress(ZeroPoints), drafting(exporter, source, directory, options) as draft:
-            _write_linears(draft, partial(_tensors, first, ordered), str if as_in_memory else draft.names.renamed)
-            renamed = {key: draft.names.in_memory(key) for key in source.rest()} if as_in_memory else None
-            draft.finish(configuration(modules_of(draft, first)), renamed)
-            return
+    key_of = str if as_in_memory else draft.names.renamed
+    first = True
+    try:
+        _write_linears(draft, partial(_tensors, first, ordered), key_of)
+    except ZeroPoints:
+        first = False
+        draft.restart()
+        _write_linears(draft, partial(_tensors, first, ordered), key_of)
+    renamed = {key: draft.names.in_memory(key) for key in draft.source.rest()} if as_in_memory else None
+    draft.finish(configuration(modules_of(draft, first)), renamed)
 
 
 def linear_tensors(weight: PackedWeight, *, less_one: bool, ordered: bool) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from made_sources import FAMILIES, IDS, Choose, MadeSource, quantization_of, ref
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeq.exporters import compressed_writer, foreign, gptq_layout, write
+from moeq.exporters import compressed_tensors, foreign, gptq_layout, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.numerics.layouts import row_words
 from moeq.numerics.packing import pack, unpack
@@ -109,7 +109,7 @@ def forced(name: str, source: MadeSource, out: Path, monkeypatch: pytest.MonkeyP
     """Write what would be refused."""
     with monkeypatch.context() as patch:
         patch.setattr(foreign, "refuse_matrix", lambda target, grid: None)
-        patch.setattr(compressed_writer, "_check_equal", lambda *arguments: None)
+        patch.setattr(compressed_tensors, "_check_equal", lambda *arguments: None)
         write(name, source, out, WriteOptions())
 
 
@@ -206,14 +206,14 @@ def several_layers(name: str, model: Path, out: Path, monkeypatch: pytest.Monkey
 def zero_points(name: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> MadeSource:
     """compressed-tensors' own tensor of zero points, and symmetric: false."""
     source = MadeSource(model, uniform(4), symmetric=False)
-    original = compressed_writer.linear_tensors
+    original = compressed_tensors.linear_tensors
 
     def with_zeros(weight: Any) -> dict[str, Tensor]:
         zeros = unpack(weight.zeros, weight.bits, weight.scales.shape[-1])
         return original(weight) | {"weight_zero_point": row_words(pack(zeros.mT, weight.bits)).mT.contiguous()}
 
     with monkeypatch.context() as patch:
-        patch.setattr(compressed_writer, "linear_tensors", with_zeros)
+        patch.setattr(compressed_tensors, "linear_tensors", with_zeros)
         forced(name, source, out, monkeypatch)
     edit(out, lambda declared: declared["config_groups"]["group_0"]["weights"].update(symmetric=False))
     return source
