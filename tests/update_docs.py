@@ -16,7 +16,7 @@ from moeq.estimator import known_hardware, load_hardware
 from moeq.models.support import families
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.recipe import Recipe
-from moeq.registry import EXPORTERS
+from moeq.registry import EXPORTERS, NATIVE
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moeq"
@@ -74,7 +74,8 @@ def hardware() -> str:
 def targets() -> str:
     """What runtimes load, as refusals and `assign.target` have it."""
     rows = []
-    for name, target in ((one.name, target) for one in EXPORTERS for target in one.targets):
+    native_first = sorted(EXPORTERS, key=lambda one: one.name != NATIVE)
+    for name, target in ((one.name, target) for one in native_first for target in one.targets):
         grid = "symmetric" if target.symmetric_only else "symmetric, zero points" if target.blocks is None else "below"
         one = "matrix of a layer" if target.stacks else "matrix" if target.granularity == "projection" else None
         shared = one or target.granularity
