@@ -7,17 +7,15 @@ as they are: the first stores them less one and its kernels give a zero point of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
-from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader
+from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
 from moeq.numerics.widths import FULL
 
 if TYPE_CHECKING:
     from moeq.exporters.foreign import Draft
     from moeq.exporters.gptq_layout import Modules
-    from moeq.exporters.readers.gptq import AutoRound
 
 VERSION = "0.16.1"
 PLAIN = {"bits": FULL, "data_type": "float"}
@@ -49,13 +47,6 @@ def configuration(modules: Modules) -> dict[str, Any]:
     }
 
 
-def layout(declared: Mapping[str, Any]) -> AutoRound:
-    """How the matrices lie."""
-    from moeq.exporters.readers.gptq import AutoRound
-
-    return AutoRound(declared)
-
-
 EXPORTER = Exporter(
     name="auto-round",
     label="auto-round",
@@ -75,7 +66,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
         ),
     ),
     methods=("auto-round", "intel/auto-round"),
-    layout=layout,
+    layout=later("moeq.exporters.readers.gptq:AutoRound"),
     loaders=(
         Loader(
             name="auto-round",

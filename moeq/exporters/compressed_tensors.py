@@ -9,12 +9,11 @@ N output rows, K inputs, G groups of inputs, b bits.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
 from moeq.errors import PlanError
-from moeq.exporters.exporter import TRANSFORMERS, Exporter
+from moeq.exporters.exporter import TRANSFORMERS, Exporter, later
 from moeq.numerics.widths import FULL
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from moeq.exporters.foreign import Draft
     from moeq.exporters.packed_source import PackedSource
-    from moeq.exporters.readers.compressed import CompressedTensors
     from moeq.numerics.packed import PackedWeight
 
 NAME, VERSION = "compressed-tensors", "0.20.0"
@@ -139,13 +137,6 @@ def _config(draft: Draft) -> dict[str, Any]:
     }
 
 
-def layout(declared: Mapping[str, Any]) -> CompressedTensors:
-    """How the matrices lie."""
-    from moeq.exporters.readers.compressed import CompressedTensors
-
-    return CompressedTensors(declared)
-
-
 EXPORTER = Exporter(
     name=NAME,
     label="compressed-tensors (pack-quantized)",
@@ -172,7 +163,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
             proof="read in its source, not loaded",
         ),
     ),
-    layout=layout,
+    layout=later("moeq.exporters.readers.compressed:CompressedTensors"),
     loaders=(TRANSFORMERS,),
     needs={"compressed_tensors": "pip install compressed-tensors"},
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
     from moeq.exporters.packed_source import PackedSource
     from moeq.exporters.readers.layout import Layout
     from moeq.models.source import ModelSource
+
+
+def later(name: str) -> Callable[..., Any]:
+    """The function or class "module:name", whose module is imported when it is called."""
+
+    def call(*arguments: Any) -> Any:
+        module, _, attribute = name.partition(":")
+        return getattr(import_module(module), attribute)(*arguments)
+
+    return call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +138,10 @@ class Exporter:
 
 def of_method(method: str) -> Exporter | None:
     """The exporter of checkpoints whose config.json names this quant_method, `dequantized` where it names none."""
-    found: Exporter
-    for found in EXPORTERS:
-        if method in (found.methods or (found.name,)):
-            return found
+    exporter: Exporter
+    for exporter in EXPORTERS:
+        if method in (exporter.methods or (exporter.name,)):
+            return exporter
     return None
 
 

@@ -6,20 +6,16 @@ alone.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.gguf_file import FILE
 from moeq.artifacts.targets import Grid, Target, loadable_grid, widest_of
-from moeq.errors import ArtifactError
-from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader
+from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader, later
 from moeq.numerics.ggml_types import HOLDS, LENGTHS, TYPES
 from moeq.numerics.widths import FULL
 
 if TYPE_CHECKING:
     from moeq.exporters.foreign import Draft
-    from moeq.exporters.readers.gguf import Gguf
-    from moeq.models.source import ModelSource
 
 VERSION = "0.19.0"
 LLAMA_CPP = Loader(
@@ -31,35 +27,11 @@ LLAMA_CPP = Loader(
 )
 
 
-def check(source: ModelSource, model: Any) -> None:
-    """RecipeError without the package gguf, PlanError for a family or a tokenizer that llama.cpp has otherwise."""
-    from moeq.exporters import gguf_writer
-
-    gguf_writer.check(source, model)
-
-
 def write(draft: Draft) -> None:
     """PlanError for what llama.cpp would not load as it is meant."""
     from moeq.exporters import gguf_writer
 
     gguf_writer.write(draft)
-
-
-def opened(path: Path, trust_remote_code: bool, as_values: bool) -> Gguf:
-    """The values of its tensors, which are all that is read back."""
-    from moeq.exporters.readers.gguf import open_gguf
-
-    if not as_values:
-        do = "convert the checkpoint that it was made of"
-        raise ArtifactError("GGUF is read by `moeq verify` only", where=str(path / FILE), do=do)
-    return open_gguf(path, trust_remote_code)
-
-
-def described(path: Path, trust_remote_code: bool) -> dict[str, Any]:
-    """Its stacks and their types, every tensor's shape compared with the model's."""
-    from moeq.exporters.readers import gguf
-
-    return gguf.described(path, trust_remote_code)
 
 
 def loader_of(source: Any) -> Loader:
@@ -93,7 +65,7 @@ EXPORTER = Exporter(
     label="GGUF",
     help="one file for llama.cpp and what is built on it",
     write=write,
-    check=check,
+    check=later("moeq.exporters.gguf_writer:check"),
     runtime=f"llama.cpp, with gguf {VERSION}",
     snippet=f"""from llama_cpp import Llama  # pip install llama-cpp-python, or llama-cli -m {FILE}
 model = Llama("THIS_DIRECTORY/{FILE}")""",
@@ -113,8 +85,8 @@ model = Llama("THIS_DIRECTORY/{FILE}")""",
     ),
     size=size,
     file=FILE,
-    opened=opened,
-    described=described,
+    opened=later("moeq.exporters.readers.gguf:opened"),
+    described=later("moeq.exporters.readers.gguf:described"),
     loaders=(TRANSFORMERS, LLAMA_CPP),
     loader_of=loader_of,
     needs={"gguf": f"pip install gguf=={VERSION}"},

@@ -8,17 +8,15 @@ model is loaded in: float16 keeps them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
-from moeq.exporters.exporter import Exporter, Loader
+from moeq.exporters.exporter import Exporter, Loader, later
 from moeq.numerics.widths import FULL
 
 if TYPE_CHECKING:
     from moeq.exporters.foreign import Draft
     from moeq.exporters.gptq_layout import Modules
-    from moeq.exporters.readers.gptq import Gptq
 
 VERSION = "7.6.0"
 
@@ -47,13 +45,6 @@ def configuration(modules: Modules) -> dict[str, Any]:
     }
 
 
-def layout(declared: Mapping[str, Any]) -> Gptq:
-    """How the matrices lie."""
-    from moeq.exporters.readers.gptq import Gptq
-
-    return Gptq(declared)
-
-
 EXPORTER = Exporter(
     name="gptq",
     label="gptq",
@@ -73,7 +64,7 @@ model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would 
             proof=f"tests/exporters/test_peers.py, gptqmodel {VERSION}",
         ),
     ),
-    layout=layout,
+    layout=later("moeq.exporters.readers.gptq:Gptq"),
     loaders=(
         Loader(name="gptqmodel", packages={"gptqmodel": f"pip install gptqmodel=={VERSION}"}, load="gptqmodel_model"),
     ),

@@ -155,8 +155,8 @@ def modules_of(draft: Draft, first: bool) -> Modules:
     sized: dict[tuple[int, int], list[str]] = {}
     for name, grid in draft.grids.items():
         sized.setdefault((grid.bits, grid.group_size), []).append(name)
-    found = (re.match(r"(.+?)\.\d+\.", name) for name in [*draft.grids, *draft.plain])
-    blocks = sorted({match[1] for match in found if match})
+    numbered = (re.match(r"(.+?)\.\d+\.", name) for name in [*draft.grids, *draft.plain])
+    blocks = sorted({match[1] for match in numbered if match})
     return Modules(
         first=first,
         bits=bits,

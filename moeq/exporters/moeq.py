@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from moeq.artifacts.targets import Target
-from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader
+from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
 from moeq.numerics.widths import FULL
-
-if TYPE_CHECKING:
-    from moeq.exporters.native_reader import NativeReader
-
-
-def opened(path: Path, trust_remote_code: bool, as_values: bool) -> NativeReader:
-    """The experts as placement.json has them."""
-    from moeq.exporters.native_reader import NativeReader
-
-    return NativeReader(path, trust_remote_code)
-
 
 EXPORTER = Exporter(
     name="moeq",
@@ -36,6 +22,6 @@ EXPORTER = Exporter(
             proof="tests/runtime/test_every_kind.py",
         ),
     ),
-    opened=opened,
+    opened=later("moeq.exporters.native_reader:opened"),
     loaders=(Loader(name="moeq", packages={**TRANSFORMERS.packages, "moeq": "pip install moeq"}),),
 )

@@ -13,7 +13,8 @@ SHA256SUMS                       of all files; README.md, the model card, which 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,9 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
         for path in inputs.expert_files:
             place(path, unfinished / path.name)
             where |= {} if path.name.startswith(_EXTRA) else dict.fromkeys(read_header(path), path.name)
-        found = {key: header for path in unfinished.glob("*.safetensors") for key, header in read_header(path).items()}
+        headers = {
+            key: header for path in unfinished.glob("*.safetensors") for key, header in read_header(path).items()
+        }
         write_index(unfinished, where)
         plain = sides.config(inputs.source.config)
         config = plain if inputs.own_code else hooked(plain)
@@ -112,7 +115,7 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
         sides.copy(unfinished)
         if not inputs.own_code:
             write_text(unfinished / HOOK_FILE, HOOK_TEXT)
-        manifest = _manifest(inputs, found, sides)
+        manifest = _manifest(inputs, headers, sides)
         write_manifest(unfinished, manifest)
         write_sums(unfinished)
     return manifest
@@ -153,10 +156,6 @@ def other_widths(others: OtherTable) -> dict[str, Any]:
     }
 
 
-def _layout(assignment: Assignment) -> dict[str, Any]:
-    return layout(assignment.group_size, assignment.symmetric, assignment.nested, assignment.is_mixed)
-
-
 def listed_code(sides: SideFiles, own_code: bool) -> tuple[CodeFile, ...]:
     """The Python files of a checkpoint: moeq's hook, unless the model is made by code of its own, and the model's."""
     hook = [] if own_code else [CodeFile(file=HOOK_FILE, sha256=HOOK_SHA256, origin="moeq")]
@@ -165,23 +164,25 @@ def listed_code(sides: SideFiles, own_code: bool) -> tuple[CodeFile, ...]:
 
 
 def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], sides: SideFiles) -> PlacementManifest:
-    by_expert: dict[str, list[str]] = {}
+    own, by_expert = inputs.assignment, dict[str, list[str]]()
     names = {layer.name for layer in inputs.layers}
     for key in headers:
         prefix = _expert_prefix(key, names)
         if prefix is not None:
             by_expert.setdefault(prefix, []).append(key)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes most of the time, and lets the others run
-        each = zip(inputs.layers, inputs.assignment.layers, inputs.top_k, strict=True)
-        layers = list(pool.map(lambda one: _placed_layer(inputs, by_expert, headers, *one), each))
+        each = zip(inputs.layers, own.layers, inputs.top_k, strict=True)
+        layers = list(pool.map(lambda layer: _placed_layer(inputs, by_expert, headers, *layer), each))
     others = () if inputs.others is None else tuple(_placed_modules(inputs.others, headers))
+    guard = sum(headers[f"{layer.name}.{part}"].bytes for layer in inputs.layers for part in guard_shapes(layer))
+    guard += sum(headers[guard_name(module.name)].bytes for module in others)
     return PlacementManifest(
         model=inputs.stamp,
-        assignment=inputs.assignment.model_dump(mode="json", include={"name", "method", "parameters"}),
-        layout=_layout(inputs.assignment),
+        assignment=own.model_dump(mode="json", include={"name", "method", "parameters"}),
+        layout=layout(own.group_size, own.symmetric, own.nested, own.is_mixed),
         layers=tuple(layers),
         others=others,
-        totals=_totals(layers, inputs.layers, others, headers),
+        totals=totals(layers, others, sum(header.bytes for header in headers.values()), guard),
         inputs=inputs.digests,
         code=listed_code(sides, inputs.own_code),
     )
@@ -196,19 +197,17 @@ def _placed_layer(
     top_k: int,
 ) -> PlacedLayer:
     """One layer of the manifest; by_expert: keys of tensors by `{layer}.{expert}.`."""
+    losses = [{}] * layer.num_experts if inputs.losses is None else inputs.losses[layer.name]
     experts = []
     for number, choice in enumerate(choices.experts):
         prefix, made_by = f"{layer.name}.{number}.", inputs.quantizers[layer.name][number]
-        replicas = _replicas(prefix, choice, by_expert[prefix], headers, made_by)
-        if inputs.losses is not None:
-            replicas = _with_losses(replicas, inputs.losses[layer.name][number])
         experts.append(
             PlacedExpert(
                 expert=number,
                 tier=choice.tier,
                 bits=choice.bits,
                 importance=choice.importance,
-                replicas=replicas,
+                replicas=_replicas(prefix, choice, by_expert[prefix], headers, made_by, losses[number]),
             )
         )
     return PlacedLayer(
@@ -227,8 +226,6 @@ def _placed_layer(
 def _placed_modules(others: OtherTable, headers: dict[str, TensorHeader]) -> Iterator[PlacedModule]:
     for row in others.modules:
         prefix = f"{row.module}."
-        mine = [part for part in sorted(PARTS) if f"{prefix}{part}" in headers]
-        found = [headers[f"{prefix}{part}"] for part in mine]
         yield PlacedModule(
             name=row.module,
             kind=row.kind,
@@ -239,15 +236,21 @@ def _placed_modules(others: OtherTable, headers: dict[str, TensorHeader]) -> Ite
             rows=row.rows,
             inputs=row.inputs,
             tied=row.tied,
-            file=found[0].file.name,
-            key_prefix=prefix,
-            tensors=tuple(
-                TensorStamp(name=part, dtype=header.dtype, shape=header.shape)
-                for part, header in zip(mine, found, strict=True)
-            ),
-            bytes=sum(header.bytes for header in found),
-            sha256=tensors_sha256(found),
+            **_stamped(prefix, [f"{prefix}{part}" for part in PARTS if f"{prefix}{part}" in headers], headers),
         )
+
+
+def _stamped(prefix: str, keys: Iterable[str], headers: Mapping[str, TensorHeader]) -> dict[str, Any]:
+    """Where tensors below a prefix lie, what they are, and the digest of their bytes."""
+    stored = {key.removeprefix(prefix): headers[key] for key in sorted(keys)}
+    stamps = (TensorStamp(name=name, dtype=header.dtype, shape=header.shape) for name, header in stored.items())
+    return {
+        "file": next(iter(stored.values())).file.name,
+        "key_prefix": prefix,
+        "tensors": tuple(stamps),
+        "bytes": sum(header.bytes for header in stored.values()),
+        "sha256": tensors_sha256(stored.values()),
+    }
 
 
 def _expert_prefix(key: str, names: set[str]) -> str | None:
@@ -260,83 +263,61 @@ def _expert_prefix(key: str, names: set[str]) -> str | None:
 
 
 def _replicas(
-    prefix: str, choice: ExpertChoice, keys: list[str], headers: dict[str, TensorHeader], made_by: dict[int, str]
+    prefix: str,
+    choice: ExpertChoice,
+    keys: list[str],
+    headers: Mapping[str, TensorHeader],
+    made_by: Mapping[int, str],
+    losses: Mapping[int, float],
 ) -> tuple[Replica, ...]:
-    """The placed replica first, then the others by width, those without tensors last; made_by: {bits, or MIXED:
-    method}."""
-    placed = choice.key
+    """The placed replica first, then the others by width, those without tensors last.
+
+    made_by: {bits, or MIXED: method}; losses: by width, of those whose matrices have one.
+    """
     by_width: dict[int, list[str]] = {}
     for key in keys:
         first = key.removeprefix(prefix).split(".")[0]
-        by_width.setdefault(int(first[4:]) if first.startswith("bits") else placed, []).append(key)
+        by_width.setdefault(int(first[4:]) if first.startswith("bits") else choice.key, []).append(key)
     stored = {
-        width: _stored(width, prefix if width == placed else f"{prefix}bits{width}.", by_width[width], headers)
-        for width in [placed, *sorted(set(by_width) - {placed})]
+        width: Replica(
+            bits=width,
+            placed=width == choice.key,
+            quantizer=made_by.get(width),
+            **_stamped(prefix if width == choice.key else f"{prefix}bits{width}.", by_width[width], headers),
+        )
+        for width in [choice.key, *sorted(set(by_width) - {choice.key})]
     }
-    found = [one.model_copy(update={"placed": width == placed, "quantizer": made_by.get(width)})
-             for width, one in stored.items()]  # fmt: skip
-    found[0] = found[0].model_copy(update={"bits": choice.bits, "projections": choice.projections})
+    placed = stored[choice.key].model_copy(update={"bits": choice.bits, "projections": choice.projections})
+    replicas = [placed, *list(stored.values())[1:]]
     for width in sorted(set(made_by) - set(stored)):
         wide = max(one for one in set(stored) & set(NESTED_BITS) if made_by[one] == made_by[width])
-        update = {"bits": width, "leading_bits_of": wide, "quantizer": made_by[width]}
-        found.append(stored[wide].model_copy(update=update))
-    return tuple(found)
-
-
-def _with_losses(replicas: tuple[Replica, ...], losses: dict[int, float]) -> tuple[Replica, ...]:
-    """Replicas whose matrices have one width, with what is lost at it."""
+        update = {"bits": width, "placed": False, "leading_bits_of": wide, "quantizer": made_by[width]}
+        replicas.append(stored[wide].model_copy(update=update))
     return tuple(
         one if one.projections is not None else one.model_copy(update={"loss": losses.get(one.bits)})
         for one in replicas
     )
 
 
-def _stored(width: int, start: str, keys: list[str], headers: dict[str, TensorHeader]) -> Replica:
-    """A replica whose tensors lie under `start`."""
-    mine = sorted(keys)
-    return Replica(
-        bits=width,
-        placed=False,
-        file=headers[mine[0]].file.name,
-        key_prefix=start,
-        tensors=tuple(
-            TensorStamp(name=key.removeprefix(start), dtype=headers[key].dtype, shape=headers[key].shape)
-            for key in mine
-        ),
-        bytes=sum(headers[key].bytes for key in mine),
-        sha256=tensors_sha256([headers[key] for key in mine]),
-    )
-
-
-def tensors_sha256(headers: Sequence[TensorHeader]) -> str:
+def tensors_sha256(headers: Iterable[TensorHeader]) -> str:
     """SHA-256 of tensors' bytes, one after the other, read from their files."""
     return digest_of_chunks(chunk for header in headers for chunk in stored_chunks(header))
 
 
-def _totals(
-    layers: list[PlacedLayer],
-    sources: list[ExpertLayer],
-    others: tuple[PlacedModule, ...],
-    headers: dict[str, TensorHeader],
-) -> Totals:
-    placed = other = 0
-    tiers: dict[str, int] = {}
-    for layer in layers:
-        for expert in layer.experts:
-            for replica in expert.replicas:
-                if replica.placed:
-                    placed += replica.bytes
-                    tiers[expert.tier] = tiers.get(expert.tier, 0) + replica.bytes
-                elif replica.leading_bits_of is None:
-                    other += replica.bytes
-    guard = sum(headers[f"{layer.name}.{part}"].bytes for layer in sources for part in guard_shapes(layer))
-    guard += sum(headers[guard_name(module.name)].bytes for module in others)
-    everything = sum(header.bytes for header in headers.values())
+def totals(layers: Iterable[PlacedLayer], others: Iterable[PlacedModule], everything: int, guard_bytes: int) -> Totals:
+    """Sums over what is placed. everything: bytes of all tensors; guard_bytes: of those that stand for packed ones."""
+    replicas = [(expert.tier, one) for layer in layers for expert in layer.experts for one in expert.replicas]
+    by_tier = Counter[str]()
+    for tier, one in replicas:
+        if one.placed:
+            by_tier[tier] += one.bytes
+    placed = by_tier.total()
+    other = sum(one.bytes for _, one in replicas if not one.placed and one.leading_bits_of is None)
     return Totals(
         placed_expert_bytes=placed,
         other_replica_bytes=other,
-        non_expert_bytes=everything - placed - other - guard,
-        guard_bytes=guard,
+        non_expert_bytes=everything - placed - other - guard_bytes,
+        guard_bytes=guard_bytes,
         packed_module_bytes=sum(module.bytes for module in others),
-        bytes_by_tier=dict(sorted(tiers.items())),
+        bytes_by_tier=dict(sorted(by_tier.items())),
     )

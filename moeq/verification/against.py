@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -84,6 +84,11 @@ def differences(made_of: PackedSource, packed: PackedSource, reporter: Reporter)
         if name not in theirs or not torch.equal(values(read()), values(theirs[name]())):
             problems.append(f"{name}: its values differ")
     return problems + [f"{key} is not as in {made_of.source.name}" for key in _tensors(made_of.source, packed)[1]]
+
+
+def first_of(problems: Sequence[str]) -> str:
+    """The first problem, and how many more there are."""
+    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 def _model(source: ModelSource, other: PackedSource | None, trust: bool) -> StreamedModel:

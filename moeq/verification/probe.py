@@ -37,14 +37,14 @@ class Recorder:
 
     def __init__(self, experts: Any, block: Any) -> None:
         self.experts, self.block = experts, block
-        self.found: dict[str, Any] = {}
+        self.seen: dict[str, Any] = {}
         self.handles = [experts.register_forward_hook(self._called, with_kwargs=True)]
         if block is not None:
             self.handles.append(block.register_forward_hook(self._around, with_kwargs=True))
 
     def _called(self, module: Any, arguments: Any, named: Any, output: Any) -> None:
         given = [*arguments, *(named or {}).values()]
-        if self.found or isinstance(output, tuple):
+        if self.seen or isinstance(output, tuple):
             return
         if is_call(given):
             self._keep("call", given[:3], output)
@@ -54,12 +54,12 @@ class Recorder:
     def _around(self, module: Any, arguments: Any, named: Any, output: Any) -> None:
         given = [*arguments, *(named or {}).values()]
         first = output[0] if isinstance(output, tuple) else output
-        if not self.found and is_single(given, first):
+        if not self.seen and is_single(given, first):
             self._keep("block", given, first)
 
     def _keep(self, how: str, given: list[Any], output: Any) -> None:
-        self.found = {f"{how}.{place}": part.detach().clone() for place, part in enumerate(given)}
-        self.found["output"] = output.detach().clone()
+        self.seen = {f"{how}.{place}": part.detach().clone() for place, part in enumerate(given)}
+        self.seen["output"] = output.detach().clone()
 
     def stop(self) -> None:
         for handle in self.handles:
@@ -83,12 +83,12 @@ def alone(recorder: Recorder, rows: Any, expert: int) -> Any:
     """One expert's output for rows [t, H]; None where experts cannot be called one by one."""
     import torch
 
-    if "self.0" in recorder.found:
+    if "self.0" in recorder.seen:
         return None
-    if "call.1" in recorder.found:
-        shape = (len(rows), recorder.found["call.1"].shape[1])
-        chosen = torch.full(shape, expert, dtype=recorder.found["call.1"].dtype, device=rows.device)
-        weights = torch.zeros(shape, dtype=recorder.found["call.2"].dtype, device=rows.device)
+    if "call.1" in recorder.seen:
+        shape = (len(rows), recorder.seen["call.1"].shape[1])
+        chosen = torch.full(shape, expert, dtype=recorder.seen["call.1"].dtype, device=rows.device)
+        weights = torch.zeros(shape, dtype=recorder.seen["call.2"].dtype, device=rows.device)
         weights[:, 0] = 1
         return recorder.experts(rows, chosen, weights)
     child = getattr(recorder.experts, "_modules", {}).get(str(expert))
@@ -110,21 +110,21 @@ def record(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     floats = getattr(torch, request["dtype"])
     inputs = {name: value.to(floats) if value.is_floating_point() else value for name, value in inputs.items()}
     with torch.no_grad():
-        found = {"logits": model(**inputs, use_cache=False).logits.float()}
+        tensors = {"logits": model(**inputs, use_cache=False).logits.float()}
         for name, experts in request["layers"].items():
             recorder = recorders[name]
             recorder.stop()
-            if not recorder.found:
+            if not recorder.seen:
                 continue
-            found |= {f"{name}.{part}": value.contiguous() for part, value in recorder.found.items()}
-            first = next(recorder.found[part] for part in ("call.0", "self.0", "block.0") if part in recorder.found)
+            tensors |= {f"{name}.{part}": value.contiguous() for part, value in recorder.seen.items()}
+            first = next(recorder.seen[part] for part in ("call.0", "self.0", "block.0") if part in recorder.seen)
             rows = first.reshape(-1, first.shape[-1])[: request["rows"]]
             if rows.shape[-1] != request["hidden"][name]:
                 continue
             outputs: list[Any] = [alone(recorder, rows, expert) for expert in range(experts)]
             if not any(output is None for output in outputs):
-                found |= {f"{name}.rows": rows.clone(), f"{name}.alone": torch.stack(outputs).float()}
-    return found
+                tensors |= {f"{name}.rows": rows.clone(), f"{name}.alone": torch.stack(outputs).float()}
+    return tensors
 
 
 def llama_logits(request: dict[str, Any]) -> tuple[Any, None]:
@@ -220,10 +220,10 @@ def main(folder: Path) -> None:
             answer["versions"][package] = str(getattr(module, "__version__", None) or installed(package))
         answer["absent"] = None
         model, answer["loading"] = load(request)
-        found = {"logits": model} if request["logits_only"] else record(model.eval(), request)
+        tensors = {"logits": model} if request["logits_only"] else record(model.eval(), request)
         from safetensors.torch import save_file
 
-        save_file({name: value.cpu() for name, value in found.items()}, folder / TENSORS)
+        save_file({name: value.cpu() for name, value in tensors.items()}, folder / TENSORS)
     except Exception as error:
         text = str(error).strip().splitlines()
         answer["error"] = f"{type(error).__name__}: {text[0] if text else 'no message'}"

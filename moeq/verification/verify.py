@@ -31,7 +31,7 @@ from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
 from moeq.registry import NATIVE
 from moeq.verification import launch
-from moeq.verification.against import Distance, compare_with, differences
+from moeq.verification.against import Distance, compare_with, differences, first_of
 from moeq.verification.manifest_files import check_native
 from moeq.verification.reference import after_experts, relative, run_alone, run_recorded, streamed
 
@@ -169,9 +169,8 @@ def require(verdict: Verdict) -> None:
 
 def error_of(verdict: Verdict) -> EvaluationError:
     """The problems of a verdict as one line."""
-    more = f" (and {len(verdict.problems) - 1} more)" if len(verdict.problems) > 1 else ""
     return EvaluationError(
-        f"{verdict.problems[0]}{more}",
+        first_of(verdict.problems),
         where=f"{verdict.checkpoint}, target {verdict.target}",
         do="do not use it with this target; `moeq verify --json` lists everything",
     )

@@ -93,9 +93,7 @@ class Foreign:
         """Name of the file that holds an expert's first matrix."""
         if layer.index in self._names.stacked:
             return self.source.tensors[self.stacked(layer)[0]].file.name
-        wanted = self._of_expert(layer, expert, layer.projections[0])
-        headers = self._parts_of.get(wanted.module)
-        return (next(iter(headers.values())) if headers else self.source.tensors[wanted.key]).file.name
+        return self._file(self._of_expert(layer, expert, layer.projections[0])).name
 
     def check(self) -> None:
         """Compare every packed matrix's headers with the configuration; ArtifactError at the first that differs.
@@ -204,10 +202,12 @@ class Foreign:
         dtype = torch_dtype(self.source.tensors[self.stacked(layer)[0]].dtype)
         return ExpertReader(self._names.reader.source, self.model.to(dtype))
 
-    def _wrong(self, what: str, wanted: _Wanted) -> ArtifactError:
+    def _file(self, wanted: _Wanted) -> Path:
         headers = self._parts_of.get(wanted.module)
-        file = next(iter(headers.values())).file if headers else self.source.tensors[wanted.key].file
-        return ArtifactError(f"{wanted.module}: {what}", where=f"{file}, {wanted.where}", do=AGAIN)
+        return (next(iter(headers.values())) if headers else self.source.tensors[wanted.key]).file
+
+    def _wrong(self, what: str, wanted: _Wanted) -> ArtifactError:
+        return ArtifactError(f"{wanted.module}: {what}", where=f"{self._file(wanted)}, {wanted.where}", do=AGAIN)
 
 
 _ORDERED = "quantize it again without act order (desc_act), or convert it to dequantized"

@@ -174,6 +174,14 @@ def _with_tensors(opened: Gguf) -> Gguf:
     return opened
 
 
+def opened(path: Path, trust_remote_code: bool, as_values: bool) -> Gguf:
+    """As `open_gguf`; ArtifactError for who needs more than values."""
+    if not as_values:
+        do = "convert the checkpoint that it was made of"
+        raise ArtifactError("GGUF is read by `moeq verify` only", where=str(path / FILE), do=do)
+    return open_gguf(path, trust_remote_code)
+
+
 def described(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     """What a directory with model.gguf holds, every tensor's shape compared with the model's."""
     gguf = open_gguf(path, trust_remote_code)
