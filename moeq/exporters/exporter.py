@@ -20,9 +20,7 @@ from moeq.registry import EXPORTERS
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from moeq.exporters.foreign import Draft
     from moeq.exporters.packed_source import PackedSource
-    from moeq.exporters.readers.layout import Layout
     from moeq.models.source import ModelSource
 
 
@@ -103,7 +101,7 @@ class Exporter:
     name: str
     label: str
     help: str
-    write: Callable[[Draft], None] | None
+    write: Callable[[Any], None] | None
     check: Callable[[ModelSource, Any], None] | None = None
     runtime: str
     snippet: str = ""
@@ -112,7 +110,7 @@ class Exporter:
     targets: tuple[Target, ...] = ()
     size: Callable[[ExportSizes], int] = as_packed
     methods: tuple[str, ...] = ()
-    layout: Callable[[Mapping[str, Any]], Layout] | None = None
+    layout: Callable[[Mapping[str, Any]], Any] | None = None
     file: str | None = None
     opened: Callable[[Path, bool, bool], PackedSource] | None = None
     described: Callable[[Path, bool], dict[str, Any]] | None = None
