@@ -2,7 +2,8 @@
 
 transformers takes one scheme for all experts whatever config.json says of each, and ignores zero points: other mixes
 would load without an error and compute something else, so they are refused. With options.widen all codes go into the
-least common width. vLLM reads the format too, and takes a scheme a layer.
+least common width. It multiplies codes by scales in the scales' own type: values are rounded to float16, and what lies
+beyond its largest number is refused. vLLM reads the format too, and takes a scheme a layer.
 N output rows, K inputs, G groups of inputs, b bits.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from moeq.artifacts.targets import Target
+from moeq.artifacts.targets import ANY_GRID, Target
 from moeq.errors import PlanError
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, later
 from moeq.numerics.widths import FULL
@@ -44,6 +45,12 @@ def write(draft: Draft) -> None:
         if isinstance(matrix, Tensor):
             raise _mixed(name, "full precision", "packed experts")
         _check_equal(draft, name)
+        if _overflows(matrix):
+            raise PlanError(
+                "values beyond float16, in which transformers multiplies codes by scales",
+                where=f"format {NAME}: {name}",
+                do=ANY_GRID,
+            )
         return linear_tensors(matrix)
 
     for layer in draft.source.layers:
@@ -87,6 +94,15 @@ def _check_equal(draft: Draft, name: str) -> None:
         raise _mixed(name, f"{grid.bits} bits", f"{first.bits} bits of {first_name}")
     if grid.group_size != first.group_size:
         raise _mixed(name, f"groups of {grid.group_size}", f"groups of {first.group_size} of {first_name}")
+
+
+def _overflows(weight: PackedWeight) -> bool:
+    """Whether codes times float16 scales are infinite in float16."""
+    import torch
+
+    largest = torch.finfo(torch.float16).max
+    near = bool((weight.scales.float() * 2 ** (weight.bits - 1) > largest).any())
+    return near and weight.scales.dtype == torch.float16 and bool((weight.dequantize().abs() > largest).any())
 
 
 def _mixed(name: str, what: str, other: str) -> PlanError:

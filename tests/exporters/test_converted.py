@@ -22,11 +22,13 @@ from moeq.exporters import write
 from moeq.exporters.dequantized import plain_dtype
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gptq_layout import patterns
+from moeq.exporters.packed_source import Matrices
 from moeq.models.disk_names import DiskNames
+from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe, expert_keys, load_model
 from moeq.models.source import open_source
 from moeq.numerics.layouts import column_stream, zeros_of
-from moeq.numerics.packed import symmetric_bits, widened
+from moeq.numerics.packed import PackedWeight, symmetric_bits, widened
 from moeq.numerics.packing import unpack
 from moeq.registry import converted
 
@@ -147,6 +149,32 @@ REFUSED = {
         "full precision only", "auto-round or gptq",
     ),
 }  # fmt: skip
+
+
+def test_values_beyond_float16_are_refused_where_they_are_computed_in_it(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At float16's ends: the least scales are written as they are, the largest only where no product is infinite."""
+    source = MadeSource(mixtral, lambda layer, expert, projection: 8)
+    honest = source.expert
+    scale = 0.0
+
+    def scaled(layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
+        matrices, biases = honest(layer, expert)
+        weight = matrices["up_proj"]
+        assert isinstance(weight, PackedWeight)
+        return matrices | {"up_proj": replace(weight, scales=torch.full_like(weight.scales, scale))}, biases
+
+    monkeypatch.setattr(source, "expert", scaled)
+    for scale in (2.0**-24, 511.0):
+        write("compressed-tensors", source, tmp_path / "out", WriteOptions())
+        tensors = all_tensors(tmp_path / "out")
+        stored = [tensor for key, tensor in tensors.items() if key.endswith("w3.weight_scale")]
+        assert stored
+        assert all(bool((tensor == scale).all()) for tensor in stored)
+    scale = 60000.0
+    with pytest.raises(PlanError, match=r"experts\.0\.up_proj: values beyond float16"):
+        write("compressed-tensors", source, tmp_path / "no", WriteOptions())
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
