@@ -60,15 +60,44 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
 
 def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
-    """Describe a directory of weights, of safetensors or of files of an exporter's own."""
-    from moeq.exporters.readers import file_format
+    """Describe a directory of weights: packed ones in a format of the registry, or a model's."""
+    from moeq.exporters.exporter import of_method
+    from moeq.exporters.readers import file_format, format_of
+    from moeq.models.weights import quantization_of
 
     exporter = file_format(path)
-    if exporter is None or exporter.described is None:
-        return _model(path, reporter, trust_remote_code)
-    described = exporter.described(path, trust_remote_code)
+    if exporter is not None and exporter.described is not None:
+        described = exporter.described(path, trust_remote_code)
+    else:
+        source = open_source(str(path))
+        exporter = None if quantization_of(source.config) is None else of_method(format_of(source))
+        if exporter is None or exporter.layout is None:
+            return _model(path, reporter, trust_remote_code)
+        described = _packed(path, exporter.label, trust_remote_code)
     sums = check_sums(path, reporter=reporter)
     return described | ({} if sums is None else {"checked_files": sums.text})
+
+
+def _packed(path: Path, label: str, trust_remote_code: bool) -> dict[str, Any]:
+    """Describe a checkpoint of another tool's, or for it; ArtifactError where a header is not as config.json says."""
+    from moeq.exporters.packed_source import Checkable
+    from moeq.exporters.readers import open_packed
+
+    packed = open_packed(path, trust_remote_code=trust_remote_code, as_values=True)
+    if isinstance(packed, Checkable):
+        packed.check()
+    tensors = packed.source.tensors
+    plain_bytes = sum(tensors[key].bytes for key in packed.rest())
+    return {
+        "kind": f"packed checkpoint ({label})",
+        "model_type": packed.config["model_type"],
+        "moe_layers": len(packed.layers),
+        "experts_a_layer": sorted({layer.num_experts for layer in packed.layers}),
+        "packed_modules_beside_experts": len(packed.other_names()),
+        "packed_bytes": sum(header.bytes for header in tensors.values()) - plain_bytes,
+        "plain_bytes": plain_bytes,
+        "check": "every tensor has the shape and type that config.json says",
+    }
 
 
 def _integer(path: Path) -> dict[str, Any]:
@@ -209,20 +238,15 @@ def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
 
 
 def _model(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
-    from moeq.exporters.exporter import of_method
-    from moeq.exporters.readers import format_of
     from moeq.models import loading
-    from moeq.models.weights import quantization_of
 
     source = open_source(str(path))
-    packed = None if quantization_of(source.config) is None else of_method(format_of(source))
     sums = check_sums(path, reporter=reporter)
     skeleton, layers = loading.describe(source, trust_remote_code)
     keys = loading.expert_keys(source, skeleton, layers)
     expert_bytes = sum(source.tensors[key].bytes for key in keys)
     return {
         "kind": f"transformers model ({source.config['model_type']})",
-        **({} if packed is None else {"packed": packed.label}),
         "moe_layers": len(layers),
         "experts_a_layer": sorted({layer.num_experts for layer in layers}),
         "expert_shape": sorted({f"{layer.hidden_size} x {layer.intermediate_size}" for layer in layers}),

@@ -87,7 +87,7 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
     run, stage, copy = told["inspect"]
     assert run["checkpoint-strangers"] == stage["checked_files"]
     assert stage["kind"] == "artifact of moeq export-strangers"
-    assert copy["packed"] == "the strangers' format"
+    assert copy["kind"] == "packed checkpoint (the strangers' format)"
     assert "strangers-runtime" in told["prices"]
     page = next((out / "report").glob("*.html")).read_text("utf-8")
     assert "strangers" in page
@@ -95,7 +95,7 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
 
 
 def test_the_command_line_knows_it_and_what_it_cannot_do(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
-    run = ("-m", "moeq", "run", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--format")
+    run = ("-m", "moeq", "export", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--format")
     assert "'strangers'" in started(package, *run, "stranger").stderr
     narrow = ("strangers", "--set", "losses.bits=[2]", "--set", "assign={method: uniform, bits: 2, target: nobody}")
     assert "'strangers-runtime'" in started(package, *run, *narrow).stderr
