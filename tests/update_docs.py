@@ -84,6 +84,12 @@ def targets() -> str:
     return table(title, rows)
 
 
+def formats() -> str:
+    """What exporters write, and for whom."""
+    rows = [(f"`{one.name}`", one.help, one.runtime) for one in EXPORTERS if one.name in EXPORTERS.own]
+    return table("| format | | loaded by |", rows)
+
+
 def gguf() -> str:
     """The grids that llama.cpp's types hold exactly."""
     return table(
@@ -119,6 +125,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "exit codes": exit_codes,
     "families": all_families,
     "files": files,
+    "formats": formats,
     "gguf": gguf,
     "hardware": hardware,
     "recipe": lambda: reference(Recipe),

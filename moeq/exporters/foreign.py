@@ -195,8 +195,8 @@ class Draft:
 
         try:
             yield add
-            for tensor in pending:
-                tensor.result()
+            for written in pending:
+                written.result()
             stream.finish()
         finally:
             wait(pending)

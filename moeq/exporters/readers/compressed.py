@@ -8,7 +8,7 @@ weight_shape int64 [2]; weight_g_idx int32 [K] where activations were ordered.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, expect, group_length, read_back
@@ -30,24 +30,20 @@ class CompressedTensors:
     def __init__(self, declared: Mapping[str, Any]) -> None:
         """ValueError for groups whose weights lie in another format."""
         self.ignored = [_matcher(name) for name in declared.get("ignore") or ()]
-        self.groups: list[tuple[list[re.Pattern[str] | None], Grid]] = []
+        self.targets: list[tuple[re.Pattern[str] | None, Grid]] = []
         for name, group in (declared.get("config_groups") or {}).items():
             form = group.get("format") or declared.get("format")
             if form != FORMAT:
                 raise ValueError(f"format {form} ({name})")
-            self.groups.append(([_matcher(target) for target in group["targets"]], _grid(name, group["weights"])))
+            grid = _grid(name, group["weights"])
+            self.targets += [(_matcher(target), grid) for target in group["targets"]]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
         if any(_matches(pattern, names) for pattern in self.ignored):
             return None
-        named = [grid for pattern, grid in self._targets() if _matches(pattern, names)]
-        whole = [grid for pattern, grid in self._targets() if pattern is None]
+        named = [grid for pattern, grid in self.targets if _matches(pattern, names)]
+        whole = [grid for pattern, grid in self.targets if pattern is None]
         return next(iter([*named, *whole]), None)
-
-    def _targets(self) -> Iterator[tuple[re.Pattern[str] | None, Grid]]:
-        for targets, grid in self.groups:
-            for pattern in targets:
-                yield pattern, grid
 
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
         groups = grids.group_count(inputs, group_length(grid, inputs))
