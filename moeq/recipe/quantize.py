@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer
 
 from moeq.recipe.choices import Format, Native
 from moeq.recipe.types import Bytes, Section
@@ -35,6 +35,12 @@ class _ExportSection(Section):
     widen: bool = Field(False, description="codes that a format's runtime cannot read go into wider ones, same values")
     verify: bool = Field(True, description="load what was written in a fresh process and compare it with its weights")
     max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")
+
+    @model_serializer(mode="wrap")
+    def _given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without keys of formats' own that are not given: a digest then does not hang on which packages there are."""
+        kept = {*_ExportSection.model_fields, *self.model_fields_set}
+        return {key: value for key, value in handler(self).items() if key in kept}
 
 
 if TYPE_CHECKING:  # mypy takes no class of bases that are not known
