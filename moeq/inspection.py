@@ -70,7 +70,7 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
         described = exporter.described(path, trust_remote_code)
     else:
         source = open_source(str(path))
-        exporter = None if quantization_of(source.config) is None else of_method(format_of(source))
+        exporter = of_method(format_of(source)) if quantization_of(source.config) else None
         if exporter is None or exporter.layout is None:
             return _model(path, reporter, trust_remote_code)
         described = _packed(path, exporter.label, trust_remote_code)

@@ -290,12 +290,12 @@ def _replicas(
     placed = stored[choice.key].model_copy(update={"bits": choice.bits, "projections": choice.projections})
     replicas = [placed, *list(stored.values())[1:]]
     for width in sorted(set(made_by) - set(stored)):
-        wide = max(one for one in set(stored) & set(NESTED_BITS) if made_by[one] == made_by[width])
+        wide = max(bits for bits in set(stored) & set(NESTED_BITS) if made_by[bits] == made_by[width])
         update = {"bits": width, "placed": False, "leading_bits_of": wide, "quantizer": made_by[width]}
         replicas.append(stored[wide].model_copy(update=update))
     return tuple(
-        one if one.projections is not None else one.model_copy(update={"loss": losses.get(one.bits)})
-        for one in replicas
+        replica if replica.projections is not None else replica.model_copy(update={"loss": losses.get(replica.bits)})
+        for replica in replicas
     )
 
 
@@ -306,13 +306,12 @@ def tensors_sha256(headers: Iterable[TensorHeader]) -> str:
 
 def totals(layers: Iterable[PlacedLayer], others: Iterable[PlacedModule], everything: int, guard_bytes: int) -> Totals:
     """Sums over what is placed. everything: bytes of all tensors; guard_bytes: of those that stand for packed ones."""
-    replicas = [(expert.tier, one) for layer in layers for expert in layer.experts for one in expert.replicas]
-    by_tier = Counter[str]()
-    for tier, one in replicas:
-        if one.placed:
-            by_tier[tier] += one.bytes
+    by_tier, other = Counter[str](), 0
+    for expert in (expert for layer in layers for expert in layer.experts):
+        by_tier[expert.tier] += sum(replica.bytes for replica in expert.replicas if replica.placed)
+        waiting = (replica for replica in expert.replicas if not replica.placed)
+        other += sum(replica.bytes for replica in waiting if replica.leading_bits_of is None)
     placed = by_tier.total()
-    other = sum(one.bytes for _, one in replicas if not one.placed and one.leading_bits_of is None)
     return Totals(
         placed_expert_bytes=placed,
         other_replica_bytes=other,

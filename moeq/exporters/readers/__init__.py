@@ -54,7 +54,7 @@ def open_packed(path: Path, *, trust_remote_code: bool = False, as_values: bool 
 def open_other(source: ModelSource, *, trust_remote_code: bool = False, as_values: bool = False) -> Foreign:
     """As `open_packed`, for a checkpoint that is not in moeq's own format."""
     declared = quantization_of(source.config)
-    if declared is None:
+    if not declared:
         return open_foreign(source, None, trust_remote_code, as_values)
     method = format_of(source)
     where = str(source.path / "config.json")
