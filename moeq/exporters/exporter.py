@@ -31,6 +31,7 @@ def later(name: str) -> Callable[..., Any]:
         module, _, attribute = name.partition(":")
         return getattr(import_module(module), attribute)(*arguments)
 
+    call.__doc__ = f"As {name}."
     return call
 
 

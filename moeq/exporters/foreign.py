@@ -34,7 +34,7 @@ from moeq.numerics.packed import PackedWeight, widened
 from moeq.version import __version__
 
 AHEAD = 4  # tensors that may wait to be written
-Names = dict[tuple[int, str], str]  # {(expert, projection): name of the module or key on disk}
+Names = dict[tuple[int, str], str]  # {(expert, projection): key of the matrix}
 Tensors = Callable[[str, PackedWeight | Tensor], Mapping[str, Tensor]]  # of a matrix, by what follows its module's name
 
 
@@ -98,14 +98,6 @@ class Draft:
     def target(self) -> Target:
         """What the checkpoint is checked against."""
         return self.exporter.targets[0]
-
-    def expert_modules(self, layer: ExpertLayer) -> Names:
-        """Names in memory of the linears that a runtime makes of a layer's experts."""
-        return {
-            (expert, projection): f"{layer.name}.{expert}.{projection}"
-            for expert in range(layer.num_experts)
-            for projection in layer.projections
-        }
 
     def expert_keys(self, layer: ExpertLayer) -> Names:
         """Keys of the experts' weights as the family has them; PlanError where it keeps them in other tensors."""

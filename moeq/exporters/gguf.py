@@ -6,16 +6,13 @@ alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moeq.artifacts.gguf_file import FILE
 from moeq.artifacts.targets import Grid, Target, loadable_grid, widest_of
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader, later
 from moeq.numerics.ggml_types import HOLDS, LENGTHS, TYPES
 from moeq.numerics.widths import FULL
-
-if TYPE_CHECKING:
-    from moeq.exporters.foreign import Draft
 
 VERSION = "0.19.0"
 LLAMA_CPP = Loader(
@@ -25,13 +22,6 @@ LLAMA_CPP = Loader(
     logits_only=True,
     rounding=0.05,
 )
-
-
-def write(draft: Draft) -> None:
-    """PlanError for what llama.cpp would not load as it is meant."""
-    from moeq.exporters import gguf_writer
-
-    gguf_writer.write(draft)
 
 
 def loader_of(source: Any) -> Loader:
@@ -64,7 +54,7 @@ EXPORTER = Exporter(
     name="gguf",
     label="GGUF",
     help="one file for llama.cpp and what is built on it",
-    write=write,
+    write=later("moeq.exporters.gguf_writer:write"),
     check=later("moeq.exporters.gguf_writer:check"),
     runtime=f"llama.cpp, with gguf {VERSION}",
     snippet=f"""from llama_cpp import Llama  # pip install llama-cpp-python, or llama-cli -m {FILE}

@@ -113,8 +113,8 @@ def _write_linears(draft: Draft, tensors: Tensors, key_of: Callable[[str], str])
     """
     parts = ("weight", *PARTS)
     for layer in draft.source.layers:
-        draft.expert_keys(layer)
-        weights = {place: key_of(f"{name}.weight") for place, name in draft.expert_modules(layer).items()}
+        places = draft.expert_keys(layer)
+        weights = {(expert, name): key_of(f"{layer.name}.{expert}.{name}.weight") for expert, name in places}
         draft.write_experts(layer, weights, parts, tensors)
     others = draft.source.other_names()
     if others:
