@@ -61,7 +61,7 @@ def make_experts(folder: Path, model: Path, widths: tuple[int, ...]) -> None:
     import torch
 
     from moeq.artifacts.tensor_files import write_tensors
-    from moeq.exporters.moeq import layer_name
+    from moeq.exporters.native_writer import layer_name
     from moeq.models.loading import describe
     from moeq.models.source import open_source
     from moeq.numerics.packed import packed_shapes
@@ -82,7 +82,7 @@ def make_experts(folder: Path, model: Path, widths: tuple[int, ...]) -> None:
 def export_inputs(files: Path, model: Path, widths: tuple[int, ...]) -> Any:
     """What the native exporter is given for them."""
     from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
-    from moeq.exporters.moeq import ExportInputs
+    from moeq.exporters.native_writer import ExportInputs
     from moeq.models.loading import describe
     from moeq.models.source import open_source
 
@@ -119,8 +119,8 @@ def writer(name: str, folder: Path, out: Path) -> Callable[[], object]:
     """What writes a format of the checkpoint below `folder`; everything that needs reading once is read."""
     from moeq.exporters import write
     from moeq.exporters.foreign import WriteOptions
-    from moeq.exporters.moeq import export
     from moeq.exporters.native_reader import NativeReader
+    from moeq.exporters.native_writer import export
 
     kind = kind_of(name)
     for path in (folder / kind).iterdir():
@@ -175,7 +175,7 @@ def measure(name: str, folder: Path) -> dict[str, float]:
 
 def run(options: argparse.Namespace, folder: Path) -> int:
     """Measure every format and report; the exit code."""
-    from moeq.exporters.moeq import export
+    from moeq.exporters.native_writer import export
 
     make_model(folder / "model", options)
     for kind, widths in WIDTHS.items():

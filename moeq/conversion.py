@@ -8,13 +8,14 @@ from typing import Any
 from moeq.artifacts.files import building, claimed
 from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError, RecipeError
-from moeq.exporters import CONVERTED, write
+from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.front_matter import read_origin
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.models.side_files import find_side_files
 from moeq.preflight import check_absent
 from moeq.progress import Reporter
+from moeq.registry import converted
 from moeq.tables import human_bytes
 from moeq.verification.written import check_written
 
@@ -33,11 +34,10 @@ def convert(
     verify: where to tell what the format's own loader makes of it; None: it is not loaded. Raises EvaluationError where
     it loads wrongly or holds other values, RecipeError for an unknown format or an `out` that is there, StorageError
     while another process writes it, ArtifactError for a directory that is no packed checkpoint of moeq's or of another
-    tool's, PlanError for what the format's runtime
-    would not load as it is meant.
+    tool's, PlanError for what the format's runtime would not load as it is meant.
     """
-    if name not in CONVERTED:
-        raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(CONVERTED)}")
+    if name not in converted():
+        raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(converted())}")
     check_absent(out)
     source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
     if format_of(source.source) == PLAIN:
@@ -55,6 +55,7 @@ def convert(
             if verify is not None:
                 verdict = check_written(unfinished, verify, against=checkpoint, trust_remote_code=trust_remote_code)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    found = {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
-    found |= {"notes": said} if said else {}
-    return found if verdict is None else found | {"verified_with": verdict.target, "logits_error": verdict.logits_error}
+    summary = {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
+    summary |= {"notes": said} if said else {}
+    verified = {} if verdict is None else {"verified_with": verdict.target, "logits_error": verdict.logits_error}
+    return summary | verified

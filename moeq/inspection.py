@@ -57,10 +57,44 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
 
 def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
-    """Describe a directory of weights, of GGUF or of safetensors."""
-    from moeq.exporters.readers import holds_gguf
+    """Describe a directory of weights: packed ones in a format of the registry, or a model's."""
+    from moeq.exporters.exporter import of_method
+    from moeq.exporters.readers import file_format, format_of
+    from moeq.models.weights import quantization_of
 
-    return (_gguf if holds_gguf(path) else _model)(path, reporter, trust_remote_code)
+    exporter = file_format(path)
+    if exporter is not None and exporter.described is not None:
+        described = exporter.described(path, trust_remote_code)
+    else:
+        source = open_source(str(path))
+        exporter = of_method(format_of(source)) if quantization_of(source.config) else None
+        if exporter is None or exporter.layout is None:
+            return _model(path, reporter, trust_remote_code)
+        described = _packed(path, exporter.label, trust_remote_code)
+    sums = check_sums(path, reporter=reporter)
+    return described | ({} if sums is None else {"checked_files": sums.text})
+
+
+def _packed(path: Path, label: str, trust_remote_code: bool) -> dict[str, Any]:
+    """Describe a checkpoint of another tool's, or for it; ArtifactError where a header is not as config.json says."""
+    from moeq.exporters.packed_source import Checkable
+    from moeq.exporters.readers import open_packed
+
+    packed = open_packed(path, trust_remote_code=trust_remote_code, as_values=True)
+    if isinstance(packed, Checkable):
+        packed.check()
+    tensors = packed.source.tensors
+    plain_bytes = sum(tensors[key].bytes for key in packed.rest())
+    return {
+        "kind": f"packed checkpoint ({label})",
+        "model_type": packed.config["model_type"],
+        "moe_layers": len(packed.layers),
+        "experts_a_layer": sorted({layer.num_experts for layer in packed.layers}),
+        "packed_modules_beside_experts": len(packed.other_names()),
+        "packed_bytes": sum(header.bytes for header in tensors.values()) - plain_bytes,
+        "plain_bytes": plain_bytes,
+        "check": "every tensor has the shape and type that config.json says",
+    }
 
 
 def _integer(path: Path) -> dict[str, Any]:
@@ -245,27 +279,6 @@ def _trace(path: Path) -> dict[str, Any]:
         **({} if trace.images is None else {"image_tokens": int(trace.images.sum())}),
         "routing_weights": trace.weights is not None,
         "check": "every SHA-256 equals the header",
-    }
-
-
-def _gguf(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
-    from moeq.exporters.gguf_families import stack_name
-    from moeq.exporters.readers.gguf import open_gguf
-
-    found = open_gguf(path, trust_remote_code)
-    sums = check_sums(path, reporter=reporter)
-    stacks = {stack_name(layer, part) for layer in found.layers for part in layer.projections}
-    sizes = {name: tensor.bytes for name, tensor in found.file.tensors.items()}
-    types = Counter(found.file.tensors[name].type.name for name in sorted(stacks))
-    return {
-        "kind": f"GGUF ({found.family.arch})",
-        "model": str(found.file.fields.get("general.name", ""))[:200],
-        "moe_layers": len(found.layers),
-        "experts": ", ".join(f"{count} stacks of {kind}" for kind, count in types.items()),
-        "expert_bytes": sum(size for name, size in sizes.items() if name in stacks),
-        "non_expert_bytes": sum(size for name, size in sizes.items() if name not in stacks),
-        "check": "every tensor of the model is there, in its shape, and no other",
-        **({} if sums is None else {"checked_files": sums.text}),
     }
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
-from moeq.registry import QUANTIZERS
+from moeq.registry import QUANTIZERS, converted
 
 if TYPE_CHECKING:
     QuantizerOrBest = str
@@ -58,8 +58,7 @@ class RunOptions:
     out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe].")
     set_: list[str] = option("Override a key: --set assign.average_bits=2.5", OF_A_RUN, default=list)
     format: list[str] = option(
-        "Also write auto-round, gptq, compressed-tensors, gguf or dequantized (export.formats); may be given several "
-        "times.",
+        f"Also write one of {', '.join(converted())} (export.formats); may be given several times.",
         default=list,
     )
     widen: WidenOption = field(default=False, metadata={"sets": "export.widen"})

@@ -342,7 +342,7 @@ def _remove_partials(context: Context) -> None:
         if stage.progress(context) and record_of(context.out / f"{folders[name]}{BEGUN}", name) is None
     ]
     own = [STORE] if context.owns_store else []
-    remove_partials(context.out, [RECIPE_COPY, *own, *folders.values(), *export.FORMAT_DIRECTORIES], kept)
+    remove_partials(context.out, [RECIPE_COPY, *own, *folders.values(), *export.format_directories()], kept)
 
 
 def result_paths(context: Context) -> dict[str, Path]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moeq.errors import ArtifactError, CorpusError, EvaluationError, ModelError, RecipeError, StorageError
+from moeq.exporters.exporter import loaders
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
 
@@ -58,6 +59,12 @@ def check_path(path: Path) -> None:
     """ArtifactError where there is neither a file nor a directory of that name."""
     if not path.exists():
         raise ArtifactError("no such file or directory", where=str(path), do="give a path that moeq wrote")
+
+
+def check_loader(target: str | None) -> None:
+    """RecipeError for a runtime whose loader no format names; None: the usual one."""
+    if target is not None and target not in loaders():
+        raise RecipeError(f"no loader for target {target!r}", where="--target", do=f"use {', '.join(loaders())}")
 
 
 def check_absent(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Registries: the members of a kind (allocators, quantizers, policies) by name, moeq's own and those of other packages.
+"""Registries: the members of a kind (allocators, exporters, quantizers, policies) by name, moeq's own and others'.
 
 Own members are found by themselves: every module of the kind's package that declares one (`ALLOCATOR = ...`) is one,
 and gives it its name; a module that declares none is a helper. Other packages name theirs in the entry points of a
@@ -18,12 +18,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.errors import AssignmentError, EstimateError, MoeqError, QuantizationError, RecipeError, hint
+from moeq.errors import ArtifactError, AssignmentError, EstimateError, MoeqError, QuantizationError, RecipeError, hint
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 LONGEST = 80  # characters of an unknown name that are shown
+NATIVE = "moeq"  # the exporter whose format a run always writes, and all others are made of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,6 +187,14 @@ ALLOCATORS = Registry(
     error=AssignmentError,
     guarded=("assign", "trials", "at_bytes", "foreseen"),
 )
+EXPORTERS = Registry(
+    kind="exporter",
+    group="moeq.exporters",
+    package="moeq.exporters",
+    base="moeq.exporters.exporter:Exporter",
+    error=ArtifactError,
+    guarded=("write", "check", "size", "opened", "described"),
+)
 QUANTIZERS = Registry(
     kind="quantizer",
     group="moeq.quantizers",
@@ -203,3 +212,8 @@ POLICIES = Registry(
     guarded=("decode", "prefill", "migration", "refusal"),
     separator="_",
 )
+
+
+def converted() -> tuple[str, ...]:
+    """Names of the formats that are made of the native one."""
+    return tuple(name for name in EXPORTERS.names() if name != NATIVE)

@@ -6,7 +6,11 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from moeq.registry import Registry
 
@@ -20,6 +24,11 @@ def write_package(folder: Path, group: str, entries: Mapping[str, str], modules:
     info.joinpath("entry_points.txt").write_text("\n".join(lines) + "\n")
     for name, source in modules.items():
         folder.joinpath(f"{name}.py").write_text(source)
+
+
+def changed(patch: pytest.MonkeyPatch, registry: Registry, name: str, **fields: Any) -> None:
+    """A member has other fields, as long as the patch lasts."""
+    patch.setitem(registry._loaded, name, replace(registry.get(name), **fields))
 
 
 @contextmanager

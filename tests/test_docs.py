@@ -20,8 +20,8 @@ from typer.main import get_command
 from update_docs import updated
 
 from moeq.cli import app
-from moeq.exporters import known_formats
 from moeq.recipe import Recipe, load_recipe
+from moeq.registry import EXPORTERS
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LINES = [
@@ -54,7 +54,7 @@ def test_the_front_page_is_short_and_complete() -> None:
     for command in ("make demo", "make test", "make test-full", "make docs"):
         assert command in text
         assert f"\n{command.removeprefix('make ')}:" in makefile
-    for name in known_formats():
+    for name in EXPORTERS.own:
         assert name == "moeq" or f"`--format {name}`" in text, "what loads where: every format"
 
 

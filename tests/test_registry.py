@@ -11,10 +11,11 @@ import pytest
 from strangers import on_path, write_package
 
 from moeq.errors import AssignmentError, BudgetError, EstimateError, RecipeError
-from moeq.registry import ALLOCATORS, POLICIES, QUANTIZERS, Registry
+from moeq.registry import ALLOCATORS, EXPORTERS, POLICIES, QUANTIZERS, Registry
 
 OWN = {
     ALLOCATORS: ("budget", "frequency", "mopeq", "optimal", "prefix-split", "uniform"),
+    EXPORTERS: ("auto-round", "compressed-tensors", "dequantized", "gguf", "gptq", "moeq"),
     QUANTIZERS: ("gptq", "rtn", "signround"),
     POLICIES: ("context_aware", "dynaexq", "gpu_only", "hobbit", "monde", "static_mixed", "static_placement"),
 }
@@ -51,10 +52,10 @@ def test_own_members_are_the_modules_that_declare_one(registry: Registry) -> Non
 def test_listing_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from moeq.registry import ALLOCATORS, POLICIES, QUANTIZERS\n"
-        "assert ALLOCATORS.names() and POLICIES.names() and QUANTIZERS.names()\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'moeq.assigners', 'moeq.estimator', 'moeq.quantizers'}"
-        " & set(sys.modules)\n"
+        "from moeq.registry import ALLOCATORS, EXPORTERS, POLICIES, QUANTIZERS\n"
+        "assert all(one.names() for one in (ALLOCATORS, EXPORTERS, POLICIES, QUANTIZERS))\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'moeq.assigners', 'moeq.estimator', 'moeq.quantizers',"
+        " 'moeq.exporters'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -12,11 +12,11 @@ from recipe_reference import reference
 
 from moeq import errors
 from moeq.artifacts.assignment import FULL
-from moeq.artifacts.targets import TARGETS
 from moeq.estimator import known_hardware, load_hardware
 from moeq.models.support import families
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.recipe import Recipe
+from moeq.registry import EXPORTERS, NATIVE
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moeq"
@@ -74,13 +74,20 @@ def hardware() -> str:
 def targets() -> str:
     """What runtimes load, as refusals and `assign.target` have it."""
     rows = []
-    for target in TARGETS.values():
-        widths = ", ".join(str(width) for width in target.widths)
+    native_first = sorted(EXPORTERS, key=lambda one: one.name != NATIVE)
+    for name, target in ((one.name, target) for one in native_first for target in one.targets):
         grid = "symmetric" if target.symmetric_only else "symmetric, zero points" if target.blocks is None else "below"
         one = "matrix of a layer" if target.stacks else "matrix" if target.granularity == "projection" else None
-        rows.append((f"`{target.name}`", f"`{target.format}`", widths, one or target.granularity, grid, target.proof))
+        shared = one or target.granularity
+        rows.append((f"`{target.name}`", f"`{name}`", target.listed(), shared, grid, target.proof))
     title = f"| target | format | bits ({FULL}: plain) | one width for every | grids | shown by |"
     return table(title, rows)
+
+
+def formats() -> str:
+    """What exporters write, and for whom."""
+    rows = [(f"`{one.name}`", one.help, one.runtime) for one in EXPORTERS if one.name in EXPORTERS.own]
+    return table("| format | | loaded by |", rows)
 
 
 def gguf() -> str:
@@ -118,6 +125,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "exit codes": exit_codes,
     "families": all_families,
     "files": files,
+    "formats": formats,
     "gguf": gguf,
     "hardware": hardware,
     "recipe": lambda: reference(Recipe),

@@ -1,18 +1,21 @@
 """What runtimes can load: the widths, how far they may be mixed, the grid, and the format that is written for them.
 
-From exports that were loaded and compared with the dequantized model, and from the runtimes' own sources (see
-MIXED for what goes wrong). `moeq` is the native format, which carries everything.
+Exporters declare theirs (`moeq.registry`), from exports that were loaded and compared with the dequantized model, and
+from the runtimes' own sources (see MIXED for what goes wrong).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from moeq.artifacts.assignment import FULL, WIDTHS, Width, matrix_widths, width_of
 from moeq.errors import AssignmentError
-from moeq.numerics.ggml_types import LENGTHS
+from moeq.numerics.widths import FULL
+from moeq.registry import EXPORTERS, NATIVE
+
+if TYPE_CHECKING:
+    from moeq.artifacts.assignment import Width
 
 Granularity = Literal[
     "projection", "expert", "stack", "layer", "model"
@@ -24,28 +27,28 @@ MIXED = {
     "layer": "it takes one width for all experts of a layer",
     "model": "it takes one width for all experts of the model",
 }
-
-
-PACKED = (2, 3, 4, 5, 6, 7, 8, FULL)
 NESTED = (2, 3)  # widths whose codes can lead wider ones and then stand between the points of a grid
 WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
 ONE_WIDTH = "give every layer's experts one width (assign.granularity: layer), or use the formats moeq or auto-round"
+ANY_GRID = "use the formats moeq or dequantized"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """granularity: what shares one width; reads: where that comes from; format: the export format that it loads;
-    multiple: of what a matrix's rows and inputs must be; short_groups: whether a row's last group may be shorter;
-    nested: whether codes may be the leading bits of wider ones; stacks: whether, where the experts of a layer share a
-    width, their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be multiples}, where
-    only these grids have a type at all; proof: the test or source behind the row."""
+    """What a runtime loads of a format.
+
+    granularity: what shares one width; reads: where that comes from; multiple: of what a matrix's rows and inputs must
+    be; short_groups: whether a row's last group may be shorter; nested: whether codes may be the leading bits of wider
+    ones; stacks: whether, where the experts of a layer share a width, their matrices may differ; blocks: {(bits,
+    symmetric): of what a row and its groups must be multiples}, where only these grids have a type at all; proof: the
+    test or source behind the row.
+    """
 
     name: str
     widths: tuple[int, ...]
-    granularity: Granularity
-    symmetric_only: bool
+    granularity: Granularity = "projection"
+    symmetric_only: bool = False
     reads: str
-    format: str
     multiple: int = 1
     short_groups: bool = False
     nested: bool = False
@@ -53,86 +56,21 @@ class Target:
     blocks: Mapping[tuple[int, bool], int] | None = None
     proof: str
 
-
-TARGETS = {
-    target.name: target
-    for target in (
-        Target(
-            name="moeq",
-            widths=WIDTHS,
-            granularity="projection",
-            symmetric_only=False,
-            reads="the native format: any mix",
-            format="moeq",
-            short_groups=True,
-            nested=True,
-            proof="tests/runtime/test_every_kind.py",
-        ),
-        Target(
-            name="auto-round",
-            widths=PACKED,
-            granularity="projection",
-            symmetric_only=False,
-            reads="extra_config, a pattern a layer and width; zero points as packing_format auto_round has them",
-            format="auto-round",
-            multiple=32,
-            proof="tests/exporters/test_peers.py, auto-round 0.16.1",
-        ),
-        Target(
-            name="gptqmodel",
-            widths=(2, 3, 4, 8, FULL),
-            granularity="projection",
-            symmetric_only=False,
-            reads="dynamic rules, a pattern a layer and width; experts are unfused; zero points as gptq_v2 has them",
-            format="gptq",
-            multiple=32,
-            short_groups=True,
-            proof="tests/exporters/test_peers.py, gptqmodel 7.6.0",
-        ),
-        Target(
-            name="vllm",
-            widths=(2, 4, 8, FULL),
-            granularity="layer",
-            symmetric_only=False,
-            reads="the scheme of expert 0 is taken for its whole fused layer",
-            format="compressed-tensors",
-            multiple=32,
-            proof="read in its source, not loaded",
-        ),
-        Target(
-            name="transformers",
-            widths=PACKED[:-1],
-            granularity="model",
-            symmetric_only=True,
-            reads="compressed-tensors without a peer's package: one scheme for all experts, zero points are ignored",
-            format="compressed-tensors",
-            multiple=1,
-            proof="tests/exporters/test_peers.py, compressed-tensors 0.19",
-        ),
-        Target(
-            name="llama.cpp",
-            widths=(1, 2, 3, 4, 5, 6, 8, FULL),
-            granularity="layer",
-            symmetric_only=False,
-            reads="one type a stack of a layer's experts: 4, 5, 8 bits symmetric in groups of 32 and more, 1 bit of "
-            "128, 2, 3, 6 bits and zero points of 4, 5 bits of 256 (numerics.ggml_types)",
-            format="gguf",
-            short_groups=True,
-            stacks=True,
-            blocks=LENGTHS,
-            proof="tests/exporters/test_gguf.py, gguf 0.19.0, transformers 5.23, llama-cpp-python 0.3.36",
-        ),
-    )
-}
+    def listed(self) -> str:
+        """Its widths as a message has them."""
+        return ", ".join(map(str, self.widths))
 
 
-LOADED_BY = {  # what an export format is checked against
-    "moeq": TARGETS["moeq"],
-    "auto-round": TARGETS["auto-round"],
-    "gptq": TARGETS["gptqmodel"],
-    "compressed-tensors": TARGETS["transformers"],
-    "gguf": TARGETS["llama.cpp"],
-}
+def targets() -> dict[str, Target]:
+    """Every target by its name, the native format's first."""
+    ordered = sorted(EXPORTERS, key=lambda exporter: exporter.name != NATIVE)
+    return {target.name: target for exporter in ordered for target in exporter.targets}
+
+
+def loaded_by(name: str) -> Target | None:
+    """What an export format is checked against; None for one whose tensors are not packed."""
+    exporter = EXPORTERS.find(name)
+    return next(iter(exporter.targets), None) if exporter is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +92,7 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     if grid.bits not in target.widths:
         wider = min((width for width in target.widths if grid.bits < width < FULL), default=None)
         do = WIDEN if wider else "leave it in full precision"
-        return f"{grid.bits} bits; {target.name} loads {', '.join(map(str, target.widths))}", do
+        return f"{grid.bits} bits; {target.name} loads {target.listed()}", do
     if target.symmetric_only and not grid.symmetric:
         return f"zero points; {target.name} reads symmetric grids only", f"set losses.symmetric: true, or {WIDEN}"
     if grid.group_size != -1 and grid.inputs % grid.group_size and not target.short_groups:
@@ -163,8 +101,7 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
         return what, f"set losses.group_size: {fits if grid.inputs % fits == 0 else -1}"
     for what, size in (("rows", grid.rows), ("inputs", grid.inputs)):
         if size % target.multiple:
-            found = f"{size} {what}; {target.name} packs multiples of {target.multiple}"
-            return found, "use the formats moeq or dequantized"
+            return f"{size} {what}; {target.name} packs multiples of {target.multiple}", ANY_GRID
     return None if target.blocks is None else _refuse_blocks(target, target.blocks, grid)
 
 
@@ -184,20 +121,17 @@ def _refuse_blocks(target: Target, blocks: Mapping[tuple[int, bool], int], grid:
         return None
     widens = any(_in_blocks(blocks, wide) for wide in _wider(target, grid))
     length, least = blocks.get((grid.bits, grid.symmetric)), min(blocks.values())
-    zeros = "" if grid.symmetric else " with zero points"
+    kind = f"{grid.bits} bits{'' if grid.symmetric else ' with zero points'}"
     if length is None:
-        found = f"{grid.bits} bits{zeros}; {target.name} has no type that holds them"
-        return found, WIDEN if widens else "set losses.symmetric: true, or use the formats moeq or dequantized"
-    found = f"{grid.bits} bits{zeros} of {grid.inputs} inputs in groups of {_group(grid)}; {target.name} has blocks of"
-    found = f"{found} {length}"
+        why = f"{kind}; {target.name} has no type that holds them"
+        return why, WIDEN if widens else f"set losses.symmetric: true, or {ANY_GRID}"
+    why = f"{kind} of {grid.inputs} inputs in groups of {_group(grid)}; {target.name} has blocks of {length}"
     if grid.inputs % length == 0:
         size = f"set losses.group_size: {length} or a multiple"
-        return found, f"{size}, or {WIDEN}" if widens else size
+        return why, f"{size}, or {WIDEN}" if widens else size
     if widens:
-        return found, WIDEN
-    if grid.inputs % least == 0:
-        return found, f"set losses.group_size: {least}, and {WIDEN}"
-    return found, "use the formats moeq or dequantized"
+        return why, WIDEN
+    return why, f"set losses.group_size: {least}, and {WIDEN}" if grid.inputs % least == 0 else ANY_GRID
 
 
 class Sized(Protocol):
@@ -224,22 +158,25 @@ def refuse_layers(
 
     widen: whether codes may go into wider symmetric ones of the same values.
     """
-    target = LOADED_BY.get(name)
+    from moeq.artifacts.assignment import matrix_widths, width_of
+
+    target = loaded_by(name)
     if target is None:
         return None
     if not widen:
         mixed = refusal(target, widths, [layer.name for layer in layers], symmetric=symmetric)
         if mixed is not None:
-            narrow = any(bits not in target.widths for mine in widths for one in mine for bits in matrix_widths(one))
+            used = {bits for experts in widths for one in experts for bits in matrix_widths(one)}
             near = f"assign.target: {target.name} assigns what it loads"
-            return mixed, f"{near}, or {WIDEN}" if narrow or target.granularity == "model" or target.stacks else near
-    for layer, mine in zip(layers, widths, strict=True):
+            widens = not used <= set(target.widths) or target.granularity == "model" or target.stacks
+            return mixed, f"{near}, or {WIDEN}" if widens else near
+    for layer, experts in zip(layers, widths, strict=True):
         for projection in layer.projections:
-            used = sorted({width_of(one, projection) for one in mine})
-            grids = grids_of(layer, projection, used, group_size=group_size, symmetric=symmetric, nested=nested)
-            found = refuse_stack(target, grids, full=FULL in used, widen=widen)
-            if found is not None:
-                return f"{layer.name}, {projection}: {found[0]}", found[1]
+            of_matrix = sorted({width_of(one, projection) for one in experts})
+            grids = grids_of(layer, projection, of_matrix, group_size=group_size, symmetric=symmetric, nested=nested)
+            refused = refuse_stack(target, grids, full=FULL in of_matrix, widen=widen)
+            if refused is not None:
+                return f"{layer.name}, {projection}: {refused[0]}", refused[1]
     return None
 
 
@@ -260,9 +197,9 @@ def refuse_stack(target: Target, grids: Sequence[Grid], *, full: bool, widen: bo
     if full and grids and target.stacks:
         return f"full precision beside {grids[0].bits} bits; {target.name} has one type for all", ONE_WIDTH
     for grid in grids:
-        found = refuse_matrix(target, loadable_grid(target, grid) if widen else grid)
-        if found is not None:
-            return found
+        refused = refuse_matrix(target, loadable_grid(target, grid) if widen else grid)
+        if refused is not None:
+            return refused
     if target.stacks and widen and len(grids) > 1 and widest_of(target, grids) is None:
         return f"no width that {target.name} loads holds {', '.join(str(grid.bits) for grid in grids)} bits", ONE_WIDTH
     return None
@@ -272,7 +209,7 @@ def loadable_grid(target: Target, grid: Grid) -> Grid:
     """The grid itself or, where a target cannot read it, the least symmetric one of the same values that it can."""
     if grid.nested or refuse_matrix(target, grid) is None:
         return grid
-    return next((one for one in _wider(target, grid) if refuse_matrix(target, one) is None), grid)
+    return next((wide for wide in _wider(target, grid) if refuse_matrix(target, wide) is None), grid)
 
 
 def _wider(target: Target, grid: Grid) -> list[Grid]:
@@ -290,7 +227,7 @@ def widest_of(target: Target, grids: Sequence[Grid]) -> int | None:
     least = max(map(_least, grids))
     for width in target.widths:
         wide = [replace(grid, bits=width, symmetric=True) for grid in grids]
-        if least <= width < FULL and all(refuse_matrix(target, one) is None for one in wide):
+        if least <= width < FULL and all(refuse_matrix(target, grid) is None for grid in wide):
             return width
     return None
 
@@ -343,17 +280,17 @@ def refusal(
 
     group_size: where what a target loads depends on it; None: it is looked at later.
     """
-    grid = refuse_grid(target, symmetric=symmetric)
-    if grid is not None:
-        return grid
+    refused = refuse_grid(target, symmetric=symmetric)
+    if refused is not None:
+        return refused
     loaded = [
         bits
         for bits in target.widths
         if group_size is None or loads_width(target, bits, group_size=group_size, symmetric=symmetric)
     ]
-    for name, mine in zip(names, widths, strict=True):
-        for expert, width in enumerate(mine):
-            first = mine[0] if target.granularity == "layer" else widths[0][0]
+    for name, experts in zip(names, widths, strict=True):
+        for expert, width in enumerate(experts):
+            first = experts[0] if target.granularity == "layer" else widths[0][0]
             reason = _refuse_expert(target, width, first, loaded)
             if reason is not None:
                 return f"{name}, expert {expert}: {reason}"
@@ -362,6 +299,8 @@ def refusal(
 
 def _refuse_expert(target: Target, width: Width, first: Width, loaded: Sequence[int]) -> str | None:
     """Why a target cannot load one expert beside the first of its layer or model; loaded: the widths that it can."""
+    from moeq.artifacts.assignment import matrix_widths
+
     foreign = sorted(set(matrix_widths(width)) - set(loaded))
     if foreign:
         grid = "" if len(loaded) == len(target.widths) else " of this grid"

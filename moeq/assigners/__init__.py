@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.targets import TARGETS, check
+from moeq.artifacts.targets import check, targets
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import AssignmentError
 from moeq.registry import ALLOCATORS
@@ -17,7 +17,7 @@ def assign(inputs: AssignInputs) -> Assignment:
     result: Assignment = ALLOCATORS.get(inputs.config.method, AssignmentError).assign(inputs)
     if inputs.config.target is not None:
         check(
-            TARGETS[inputs.config.target],
+            targets()[inputs.config.target],
             result.expert_widths(),
             inputs.profile.layers,
             symmetric=inputs.symmetric,

@@ -19,9 +19,10 @@ from math import lcm
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.targets import OF_MATRICES, TARGETS, Granularity, Target, loads_width
+from moeq.artifacts.targets import OF_MATRICES, Granularity, Target, loads_width, targets
 from moeq.assigners.inputs import AssignInputs, decided, hot_masks
 from moeq.errors import AssignmentError, BudgetError
+from moeq.registry import NATIVE
 from moeq.tables import human_bytes, human_size
 
 
@@ -83,9 +84,10 @@ def choices(inputs: AssignInputs) -> tuple[int, ...]:
     """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads."""
     known = inputs.config.widths or inputs.measured()
     target = inputs.config.target
-    allowed = sorted(width for width in set(known) if target is None or loads(inputs, TARGETS[target], width))
+    runtime = None if target is None else targets()[target]
+    allowed = sorted(width for width in set(known) if runtime is None or loads(inputs, runtime, width))
     if not allowed:
-        every = [width for width in TARGETS[target].widths if loads(inputs, TARGETS[target], width)] if target else []
+        every = [] if runtime is None else [width for width in runtime.widths if loads(inputs, runtime, width)]
         raise AssignmentError(
             f"none of the widths {sorted(set(known))} can be loaded",
             where=f"target {target}",
@@ -132,7 +134,7 @@ def gpu_bytes(inputs: AssignInputs, hot: Sequence[np.ndarray]) -> int:
 
 def _longer_groups(inputs: AssignInputs, widths: Sequence[int]) -> str:
     """Which groups would let the target load fewer bits, for a message; nothing where none would."""
-    target = TARGETS[inputs.config.target or "moeq"]
+    target = targets()[inputs.config.target or NATIVE]
     if target.blocks is None:
         return ""
     lengths = {target.blocks.get((bits, inputs.symmetric)) for bits in range(1, widths[0])} - {None}

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from moeq.artifacts.assignment import FULL, Assignment, matrix_widths, mean_width
-from moeq.artifacts.targets import FINENESS, MIXED, TARGETS, Granularity, Target, refuse_grid
+from moeq.artifacts.targets import FINENESS, MIXED, Granularity, Target, refuse_grid, targets
 from moeq.assigners import latency
 from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, decided, expert_widths, hot_masks
@@ -109,7 +109,7 @@ def prices(inputs: AssignInputs, assignment: Assignment, refuse: Refuse = lambda
     hot = assignment.hot()
     limit = budget_of(inputs, assignment, inputs.measured(), finest(inputs))
     free = optimum(inputs, limit, hot, finest(inputs))
-    return [_price(inputs, assignment, target, free, refuse) for target in TARGETS.values()]
+    return [_price(inputs, assignment, target, free, refuse) for target in targets().values()]
 
 
 def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: Optimum, refuse: Refuse) -> Price:

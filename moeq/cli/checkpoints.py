@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
 from moeq.options import JsonOption, QuietOption, TrustOption, VerifyOption, WidenOption
+from moeq.registry import converted
+
+if TYPE_CHECKING:  # mypy takes no Literal of what the registry has
+    Format = str
+else:
+    Format = Literal[converted()]
 
 
 def inspect(
@@ -28,9 +34,7 @@ def inspect(
 
 def convert(
     checkpoint: Annotated[Path, Argument(help="A packed checkpoint.")],
-    to: Annotated[
-        Literal["auto-round", "gptq", "compressed-tensors", "gguf", "dequantized"], Option(help="The format to write.")
-    ],
+    to: Annotated[Format, Option(help="The format to write.")],
     out: Annotated[Path, Option(help="Directory to write, which must not be there yet.")],
     widen: WidenOption = False,
     verify: VerifyOption = True,
@@ -59,8 +63,7 @@ def verify(
         str | None, Option(help="Model (or packed checkpoint) that it was made of: how far it is from that.")
     ] = None,
     target: Annotated[
-        Literal["moeq", "auto-round", "gptqmodel", "transformers", "llama.cpp"] | None,
-        Option(help="Whose loader is used [default: the one that the format is for]."),
+        str | None, Option(help="Whose loader is used, such as transformers [default: the one that the format is for].")
     ] = None,
     python: Annotated[
         str | None, Option(help="Interpreter of an environment with the target's package [default: this one].")
@@ -77,6 +80,7 @@ def verify(
     from moeq.models.source import check_there
 
     preflight.check_directory(checkpoint)
+    preflight.check_loader(target)
     if against is not None:
         check_there(against)
     from moeq import terminal

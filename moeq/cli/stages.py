@@ -64,10 +64,7 @@ class AssignOptions(StageOptions):
     hardware: str | None = option(
         "Preset or YAML file whose near-data latency is shown and limited.", sets="assign.hardware"
     )
-    target: str | None = option(
-        "Runtime that must load it: moeq, auto-round, gptqmodel, llama.cpp, vllm or transformers.",
-        sets="assign.target",
-    )
+    target: str | None = option("Runtime that must load it; --price lists them.", sets="assign.target")
     price: bool = option("Show what each target's restriction costs.", default=False)
     frontier: bool = option("Objective against bytes of every method: table, JSON and plot.", default=False)
 

@@ -7,50 +7,71 @@ as they are: the first stores them less one and its kernels give a zero point of
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moeq.artifacts.targets import LOADED_BY
-from moeq.exporters.foreign import Draft, WriteOptions, card, drafting
-from moeq.exporters.gptq_layout import Layout, beside, blocks, common_grid, in_one_of, left_patterns, write_linears
-from moeq.exporters.packed_source import PackedSource
+from moeq.artifacts.targets import Target
+from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
+from moeq.numerics.widths import FULL
 
-NAME = "auto-round"
+if TYPE_CHECKING:
+    from moeq.exporters.foreign import Draft
+    from moeq.exporters.gptq_layout import Modules
+
 VERSION = "0.16.1"
-FIRST, SECOND = "auto_round:auto_gptq", "auto_round"
-FULL = {"bits": 16, "data_type": "float"}
-LOADING = """import auto_round  # pip install auto-round
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")"""
+PLAIN = {"bits": FULL, "data_type": "float"}
 
 
-def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
-    """Build the checkpoint; PlanError for what auto-round would not load as it is meant."""
-    in_one_of(partial(_write, source, directory, options), FIRST, SECOND)
+def write(draft: Draft) -> None:
+    """PlanError for what auto-round would not load as it is meant."""
+    from moeq.exporters.gptq_layout import write_gptq
+
+    write_gptq(draft, configuration)
 
 
-def _write(source: PackedSource, directory: Path, options: WriteOptions, packing: str) -> None:
-    with drafting(source, LOADED_BY[NAME], directory, options) as draft:
-        write_linears(draft, Layout(less_one=packing == FIRST, ordered=False, key_of=draft.names.renamed))
-        draft.finish(_config(draft, packing), card(draft, f"auto-round {VERSION}", LOADING))
-
-
-def _config(draft: Draft, packing: str) -> dict[str, Any]:
-    common = common_grid(draft.grids)
-    symmetric = packing == FIRST
-    extra: dict[str, Any] = dict.fromkeys(left_patterns(draft), FULL)
-    for bits, group_size, names in beside(draft, common):
-        rule = {"bits": bits, "group_size": group_size, "sym": symmetric}
-        extra |= dict.fromkeys(names, rule)
+def configuration(modules: Modules) -> dict[str, Any]:
+    """quantization_config: the common grid, and patterns of what differs."""
+    extra: dict[str, Any] = dict.fromkeys(modules.plain, PLAIN)
+    for bits, group_size, patterns in modules.others:
+        rule = {"bits": bits, "group_size": group_size, "sym": modules.first}
+        extra |= dict.fromkeys(patterns, rule)
     return {
         "quant_method": "auto-round",
-        "packing_format": packing,
+        "packing_format": "auto_round:auto_gptq" if modules.first else "auto_round",
         "autoround_version": VERSION,
-        "bits": common.bits,
-        "group_size": common.group_size,
-        "sym": symmetric,
+        "bits": modules.bits,
+        "group_size": modules.group_size,
+        "sym": modules.first,
         "data_type": "int",
-        "block_name_to_quantize": ",".join(blocks(draft)),
+        "block_name_to_quantize": ",".join(modules.blocks),
         "extra_config": extra,
     }
+
+
+EXPORTER = Exporter(
+    name="auto-round",
+    label="auto-round",
+    help="GPTQ's layout with a width for every matrix, with or without zero points",
+    write=write,
+    runtime=f"auto-round {VERSION}",
+    snippet="""import auto_round  # pip install auto-round
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
+    targets=(
+        Target(
+            name="auto-round",
+            widths=(2, 3, 4, 5, 6, 7, 8, FULL),
+            reads="extra_config, a pattern a layer and width; zero points as packing_format auto_round has them",
+            multiple=32,
+            proof=f"tests/exporters/test_peers.py, auto-round {VERSION}",
+        ),
+    ),
+    methods=("auto-round", "intel/auto-round"),
+    layout=later("moeq.exporters.readers.gptq:AutoRound"),
+    loaders=(
+        Loader(
+            name="auto-round",
+            packages={**TRANSFORMERS.packages, "auto_round": f"pip install auto-round=={VERSION}"},
+            load="auto_round_model",
+        ),
+    ),
+)

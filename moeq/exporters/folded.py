@@ -62,25 +62,26 @@ class ChangedCheckpoint:
 
     def _with_partners(self, parameters: Iterable[str]) -> set[str]:
         """Parameters of the disk with those that share a tensor there, directly or by way of others."""
-        found: set[str] = set()
+        partners: set[str] = set()
         ahead = [name for name in parameters if name in self._reader.origins]
         while ahead:
             name = ahead.pop()
-            if name not in found:
-                found.add(name)
+            if name not in partners:
+                partners.add(name)
                 ahead += [other for origin in self._reader.origins[name] for other in origin.targets]
-        return found
+        return partners
 
     def add(self, names: Iterable[str]) -> None:
         """Write those of these parameters and buffers that are to be written; they lie in memory as they became."""
         model: Any = self._reader.model
-        mine = sorted(set(names) & self._parameters)
-        if mine:
-            state = {name: self._stored(name, model.get_parameter_or_buffer(name).detach()) for name in mine}
+        changed = sorted(set(names) & self._parameters)
+        if changed:
+            state = {name: self._stored(name, model.get_parameter_or_buffer(name).detach()) for name in changed}
             tensors = self._names.on_disk(state)
             self._files += 1
             file = f"model-folded-{self._files:05d}.safetensors"
-            write_tensors(self._directory / file, {key: one.contiguous() for key, one in tensors.items()}, METADATA)
+            whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            write_tensors(self._directory / file, whole, METADATA)
             self._where |= dict.fromkeys(tensors, file)
 
     def _stored(self, name: str, tensor: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ are synced while the next are written.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from moeq.artifacts.files import filling, sync, write_json, write_text
 from moeq.artifacts.sums import write_sums
-from moeq.artifacts.targets import Grid, Target, loadable_grid, refuse_matrix
+from moeq.artifacts.targets import ANY_GRID, Grid, Target, loadable_grid, refuse_matrix
 from moeq.artifacts.tensor_files import TensorFile
-from moeq.errors import PlanError
+from moeq.errors import ArtifactError, PlanError
+from moeq.exporters.exporter import Exporter
 from moeq.exporters.front_matter import CARD, code_lines, front_matter, markdown, read_origin
-from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.packed_source import Matrices, PackedSource
 from moeq.exporters.plain import METADATA, write_index, write_plain
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
@@ -33,18 +34,20 @@ from moeq.numerics.packed import PackedWeight, widened
 from moeq.version import __version__
 
 AHEAD = 4  # tensors that may wait to be written
-Names = dict[tuple[int, str], str]  # {(expert, projection): name of the module or key on disk}
+Names = dict[tuple[int, str], str]  # {(expert, projection): key of the matrix}
+Tensors = Callable[[str, PackedWeight | Tensor], Mapping[str, Tensor]]  # of a matrix, by what follows its module's name
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
     """max_shard_bytes: of plain tensors; widen: whether what a target cannot read is stored in a wider symmetric grid
-    of the same values; model_name: for the model card."""
+    of the same values; model_name: for the model card; settings: the exporter's own keys, None: their defaults."""
 
     max_shard_bytes: int = 5 * 10**9
     widen: bool = False
     trust_remote_code: bool = False
     model_name: str = ""
+    settings: Any = None
 
 
 class Buffers:
@@ -68,8 +71,8 @@ class Draft:
     """An unfinished checkpoint. where: the file of every tensor; grids: of every packed module, by its name in memory;
     plain: modules of experts in full precision, by theirs."""
 
+    exporter: Exporter
     source: PackedSource
-    target: Target | None
     options: WriteOptions
     directory: Path
     model: nn.Module
@@ -84,13 +87,17 @@ class Draft:
     syncing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     unsynced: list[Future[None]] = field(default_factory=list)
 
-    def expert_modules(self, layer: ExpertLayer) -> Names:
-        """Names in memory of the linears that a runtime makes of a layer's experts."""
-        return {
-            (expert, projection): f"{layer.name}.{expert}.{projection}"
-            for expert in range(layer.num_experts)
-            for projection in layer.projections
-        }
+    def restart(self) -> None:
+        """Forget what was written."""
+        wait(self.unsynced)
+        for path in self.directory.iterdir():
+            path.unlink()
+        self.where, self.grids, self.plain, self.unsynced = {}, {}, [], []
+
+    @property
+    def target(self) -> Target:
+        """What the checkpoint is checked against."""
+        return self.exporter.targets[0]
 
     def expert_keys(self, layer: ExpertLayer) -> Names:
         """Keys of the experts' weights as the family has them; PlanError where it keeps them in other tensors."""
@@ -99,44 +106,68 @@ class Draft:
             why = "has biases" if layer.biased else "does not keep every matrix of an expert in a tensor of its own"
             raise PlanError(
                 f"model_type {self.source.config.get('model_type')} {why}",
-                where=self._format(),
-                do="use the formats moeq or dequantized",
+                where=f"format {self.exporter.name}",
+                do=ANY_GRID,
             )
         return keys
 
-    def matrices(self, layer: ExpertLayer) -> Iterator[tuple[int, str, PackedWeight | Tensor]]:
-        """Every expert's matrices in turn, each as the target can load it; PlanError for what it cannot.
+    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
+        """Matrices and biases of one expert; ArtifactError where a packed one stands for no numbers."""
+        matrices, biases = self.source.expert(layer, expert)
+        for projection, matrix in matrices.items():
+            if isinstance(matrix, PackedWeight) and not bool(torch.isfinite(matrix.scales).all()):
+                where = f"{self.source.source.name}, {layer.name}, expert {expert}, {projection}"
+                raise ArtifactError("scales that are not finite", where=where, do="make the checkpoint again")
+        return matrices, biases
 
-        The next expert is read, and its digest taken, meanwhile.
+    def matrices(
+        self, layer: ExpertLayer, bits: int | None = None
+    ) -> Iterator[tuple[int, str, str, PackedWeight | Tensor]]:
+        """(expert, projection, name, matrix) in turn, each as the target can load it, or at `bits`.
+
+        PlanError for what it cannot load. The next expert is read, and its digest taken, meanwhile.
         """
-        coming = self.reading.submit(self.source.expert, layer, 0)
+        coming = self.reading.submit(self.expert, layer, 0)
         for expert in range(layer.num_experts):
             matrices, _ = coming.result()
             if expert + 1 < layer.num_experts:
-                coming = self.reading.submit(self.source.expert, layer, expert + 1)
+                coming = self.reading.submit(self.expert, layer, expert + 1)
             for projection, matrix in matrices.items():
                 name = f"{layer.name}.{expert}.{projection}"
                 if isinstance(matrix, PackedWeight):
-                    yield expert, projection, self.loadable(name, matrix)
+                    yield expert, projection, name, self.loadable(name, matrix, bits)
                 else:
                     self.plain.append(name)
-                    yield expert, projection, matrix
+                    yield expert, projection, name, matrix
 
     def loadable(self, name: str, weight: PackedWeight, bits: int | None = None) -> PackedWeight:
         """The weight as it is or, where options.widen, in the wider grid that the target needs (or of `bits`).
 
         Raises PlanError naming what the target cannot read; notes the grid.
         """
-        assert self.target is not None
         grid = grid_of(weight)
         if self.options.widen and not grid.nested:
             wide = bits or loadable_grid(self.target, grid).bits
             weight = weight if wide == grid.bits and bits is None else widened(weight, wide)
         refused = refuse_matrix(self.target, grid_of(weight))
         if refused is not None:
-            raise PlanError(refused[0], where=f"{self._format()}: {name}", do=refused[1])
+            raise PlanError(refused[0], where=f"format {self.exporter.name}: {name}", do=refused[1])
         self.grids[name] = grid_of(weight)
         return weight
+
+    def write_experts(
+        self, layer: ExpertLayer, weights: Names, parts: Sequence[str], tensors: Tensors, bits: int | None = None
+    ) -> None:
+        """Write a layer's experts into a file of their own.
+
+        weights: the key of every matrix as the model has it, `MODULE.weight`; parts: what a matrix may be stored as,
+        each as `MODULE.PART`; tensors(name, matrix): the parts of one.
+        """
+        stems = {place: key.removesuffix("weight") for place, key in weights.items()}
+        with self.file(layer_file(layer.index), (f"{stem}{part}" for stem in stems.values() for part in parts)) as add:
+            for expert, projection, name, matrix in self.matrices(layer, bits):
+                for part, tensor in tensors(name, matrix).items():
+                    add(f"{stems[expert, projection]}{part}", tensor)
 
     @contextmanager
     def file(self, name: str, tensors: Iterable[str]) -> Iterator[Callable[[str, Tensor], None]]:
@@ -156,8 +187,8 @@ class Draft:
 
         try:
             yield add
-            for one in pending:
-                one.result()
+            for written in pending:
+                written.result()
             stream.finish()
         finally:
             wait(pending)
@@ -170,9 +201,7 @@ class Draft:
             for key, tensor in tensors.items():
                 add(key, tensor)
 
-    def finish(
-        self, quantization: Mapping[str, Any] | None, card: str, renamed: Mapping[str, str] | None = None
-    ) -> None:
+    def finish(self, quantization: Mapping[str, Any] | None, renamed: Mapping[str, str] | None = None) -> None:
         """Write what is not packed, config.json, the index, the side files, the model card and the digests of all."""
         rest = write_plain(
             self.source.source, self.source.rest(), self.directory, self.options.max_shard_bytes, renamed
@@ -180,19 +209,16 @@ class Draft:
         self.where |= rest
         write_index(self.directory, self.where)
         block = {} if quantization is None else {"quantization_config": dict(quantization)}
-        self.complete(self.source.config | block, card)
+        self.complete(self.source.config | block)
 
-    def complete(self, config: Mapping[str, Any], card: str) -> None:
+    def complete(self, config: Mapping[str, Any]) -> None:
         """Write config.json, the side files, the model card and the digests of all files."""
         write_json(self.directory / "config.json", self.sides.config(config))
         self.sides.copy(self.directory)
-        write_text(self.directory / CARD, card)
+        write_text(self.directory / CARD, card(self))
         for file in self.unsynced:
             file.result()
         write_sums(self.directory)
-
-    def _format(self) -> str:
-        return "format" if self.target is None else f"format {self.target.format}"
 
 
 def _kept(path: Path, stream: TensorFile) -> None:
@@ -202,14 +228,16 @@ def _kept(path: Path, stream: TensorFile) -> None:
 
 
 @contextmanager
-def drafting(source: PackedSource, target: Target | None, directory: Path, options: WriteOptions) -> Iterator[Draft]:
+def drafting(exporter: Exporter, source: PackedSource, directory: Path, options: WriteOptions) -> Iterator[Draft]:
     """A draft that becomes `directory` when the block ends well; an older one is replaced only then."""
     model = describe(replace(source.source, config=source.config), options.trust_remote_code)[0]
     sides = find_side_files(source.source.path, source.config, options.trust_remote_code)
+    if options.settings is None and exporter.settings is not None:
+        options = replace(options, settings=exporter.settings())
     with filling(directory) as unfinished:
         draft = Draft(
+            exporter=exporter,
             source=source,
-            target=target,
             options=options,
             directory=unfinished,
             model=model,
@@ -240,25 +268,23 @@ def layer_file(index: int) -> str:
 OTHERS_FILE = "model-others.safetensors"
 
 
-def card(draft: Draft, runtime: str, loading: str, library: str = "transformers") -> str:
-    """A model card that names the runtime, the versions that were measured, and how to load it."""
-    source = draft.source.source
+def card(draft: Draft) -> str:
+    """A model card that names the runtime, the version that was measured, and how to load it."""
+    source, exporter = draft.source.source, draft.exporter
     name = draft.options.model_name or source.name
-    widths: dict[int, int] = {}
-    for grid in draft.grids.values():
-        widths[grid.bits] = widths.get(grid.bits, 0) + 1
+    widths = Counter(grid.bits for grid in draft.grids.values())
     counted = ", ".join(f"{count} at {bits} bits" for bits, count in sorted(widths.items())) or "none"
     return "\n".join(
         [
-            *front_matter(name, library, read_origin(source.path)),
-            f"# {markdown(name)} for {runtime}",
+            *front_matter(name, exporter.library, read_origin(source.path)),
+            f"# {markdown(name)} for {exporter.runtime}",
             "",
-            f"Written by moeq {__version__} for {runtime}.",
+            f"Written by moeq {__version__} for {exporter.runtime}.",
             f"Packed matrices: {counted}; in full precision: {len(draft.plain)} matrices of experts, and all else.",
             *code_lines(draft.sides.code_digests()),
             "",
             "```python",
-            loading,
+            exporter.snippet,
             "```",
             "",
         ]

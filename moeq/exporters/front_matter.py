@@ -56,8 +56,8 @@ def read_origin(directory: Path) -> Origin:
     check_part(directory, CARD)
     try:
         with path.open("rb") as stream:
-            found = _FRONT.match(stream.read(HEAD_BYTES).decode("utf-8", errors="replace"))
-        values = {} if found is None else top_level(found[1])
+            front = _FRONT.match(stream.read(HEAD_BYTES).decode("utf-8", errors="replace"))
+        values = {} if front is None else top_level(front[1])
     except OSError as error:
         return Origin(problem=str(error.strerror))
     except (ValueError, yaml.YAMLError) as error:
@@ -89,7 +89,7 @@ def top_level(text: str) -> dict[str, str | list[str]]:
     """
     if len(text.encode()) > FRONT_BYTES:
         raise ValueError(f"front matter of more than {FRONT_BYTES} bytes")
-    found: dict[str, str | list[str]] = {}
+    values: dict[str, str | list[str]] = {}
     key: str | None = None
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
@@ -106,27 +106,27 @@ def top_level(text: str) -> dict[str, str | list[str]]:
             if depth == 2 and key is None:
                 raise ValueError("front matter with keys that are no text")
             if depth == 2 and isinstance(event, yaml.SequenceStartEvent) and key is not None:
-                found[key] = []
+                values[key] = []
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
             key = None if depth == 1 else key
         elif isinstance(event, yaml.ScalarEvent):
-            key = _place(found, key, depth, event)
-    return found
+            key = _place(values, key, depth, event)
+    return values
 
 
-def _place(found: dict[str, str | list[str]], key: str | None, depth: int, event: yaml.ScalarEvent) -> str | None:
+def _place(values: dict[str, str | list[str]], key: str | None, depth: int, event: yaml.ScalarEvent) -> str | None:
     """Put a scalar where it belongs; returns the key that waits for its value."""
     if depth == 1 and key is None:
         return str(event.value)
     said = not (event.implicit[0] and event.value in _NULL)
-    values = found.get(key) if key is not None else None
+    listed = values.get(key) if key is not None else None
     if depth == 1 and key is not None:
         if said:
-            found[key] = event.value
+            values[key] = event.value
         return None
-    if depth == 2 and isinstance(values, list) and said:
-        values.append(event.value)
+    if depth == 2 and isinstance(listed, list) and said:
+        listed.append(event.value)
     return key
 
 
@@ -137,9 +137,9 @@ def front_matter(name: str, library: str, origin: Origin) -> list[str]:
     of its own card is named where there is one.
     """
     base = [name] if _HUB_ID.fullmatch(name) or not origin.base_model else list(origin.base_model)
-    base = [one_line(one, NAME_CHARACTERS) for one in base]
+    base = [one_line(model, NAME_CHARACTERS) for model in base]
     languages = list(origin.language)
-    found = {
+    front = {
         "library_name": library,
         "base_model": base[0] if len(base) == 1 else base,
         "base_model_relation": "quantized",
@@ -149,7 +149,7 @@ def front_matter(name: str, library: str, origin: Origin) -> list[str]:
         "language": languages[0] if len(languages) == 1 else languages or None,
         "tags": ["moeq", "mixture-of-experts", "quantized"],
     }
-    said = {key: value for key, value in found.items() if value is not None}
+    said = {key: value for key, value in front.items() if value is not None}
     text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=1 << 20, default_flow_style=None)
     return ["---", *text.splitlines(), "---"]
 
@@ -162,7 +162,7 @@ def one_line(text: str, most: int) -> str:
 
 def markdown(text: object) -> str:
     """Text on one line in which nothing is markup: neither a link, a table's border, emphasis nor HTML."""
-    return _MARKUP.sub(lambda found: f"\\{found[0]}", one_line(str(text), LINK_CHARACTERS))
+    return _MARKUP.sub(lambda mark: f"\\{mark[0]}", one_line(str(text), LINK_CHARACTERS))
 
 
 def code_lines(digests: Mapping[str, str]) -> Iterator[str]:

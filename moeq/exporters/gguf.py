@@ -1,339 +1,84 @@
 """For llama.cpp: one file, model.gguf, with the experts of a layer stacked by projection, one type a stack.
 
-Every matrix goes into the type of ggml that holds its grid exactly (`numerics.ggml_types`); what none holds is refused
-or, with options.widen, stored in a wider symmetric grid of the same values, which brings a stack to one width too. All
-else keeps its type, but vectors and routers, which llama.cpp wants in float32. config.json and the tokenizer's files
-lie beside it for `moeq verify` and transformers; llama.cpp reads model.gguf alone.
-
-The tensors are written as they come, one layer in memory; the header, whose length does not depend on the types, is put
-before them last. E experts, N output rows, K inputs.
+config.json and the tokenizer's files lie beside it for `moeq verify` and transformers; llama.cpp reads model.gguf
+alone.
 """
 
 from __future__ import annotations
 
-import importlib
-import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
-from torch import Tensor
+from moeq.artifacts.gguf_file import FILE
+from moeq.artifacts.targets import Grid, Target, loadable_grid, widest_of
+from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader, later
+from moeq.numerics.ggml_types import HOLDS, LENGTHS, TYPES
+from moeq.numerics.widths import FULL
 
-from moeq.artifacts.files import read_back
-from moeq.artifacts.targets import LOADED_BY, ONE_WIDTH, WIDEN, Grid, Target, refuse_stack, widest_of
-from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
-from moeq.errors import PlanError, RecipeError
-from moeq.exporters.foreign import Draft, WriteOptions, card, drafting, grid_of
-from moeq.exporters.gguf_families import (
-    FILE,
-    Family,
-    Piece,
-    Value,
-    family_of,
-    is_beyond,
-    made,
-    parameters,
-    pieces,
-    stack_name,
-)
-from moeq.exporters.gguf_tokenizer import tokenizer
-from moeq.exporters.packed_source import PackedSource
-from moeq.models.experts import ExpertLayer
-from moeq.models.source import ModelSource
-from moeq.models.weights import plain_chunks, plain_header
-from moeq.numerics import ggml
-from moeq.numerics.ggml_types import FLOATS, HOLDS, TYPES
-from moeq.numerics.packed import PackedWeight
-from moeq.version import __version__
-
-NAME = "gguf"
 VERSION = "0.19.0"
-ALIGNMENT = 32
-QUANTIZATION_VERSION = 2  # of ggml's blocks
-LOADING = """from llama_cpp import Llama  # pip install llama-cpp-python, or llama-cli -m model.gguf
-model = Llama("THIS_DIRECTORY/model.gguf")"""
+LLAMA_CPP = Loader(
+    name="llama.cpp",
+    packages={"llama_cpp": "pip install llama-cpp-python"},
+    load="llama_logits",
+    logits_only=True,
+    rounding=0.05,
+)
 
 
-@dataclass(kw_only=True)
-class Entry:
-    """A tensor of the file: its shape, row by row, and, when it is written, its type and bytes."""
-
-    shape: tuple[int, ...]
-    type: str = "F32"
-    bytes: int = 0
+def loader_of(source: Any) -> Loader:
+    """transformers where it knows the family and gguf all types, which shows every layer."""
+    return TRANSFORMERS if source.by_transformers else LLAMA_CPP
 
 
-@dataclass(kw_only=True)
-class Writer:
-    """The file while it is written; entries: its tensors in order."""
-
-    gguf: Any
-    arch: str
-    stream: IO[bytes]
-    fields: dict[str, Value]
-    entries: dict[str, Entry]
-    scratch: Path
-    written: list[str] = field(default_factory=list)
-    start: int = 0
-    crc: int = 0  # of the tensors
-
-    def begin(self) -> None:
-        """Leave room for the header."""
-        self.start = self.stream.write(bytes(len(self._header())))
-
-    def add(self, name: str, kind: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write the next tensor's bytes; they are padded to the alignment."""
-        entry = self.entries[name]
-        assert name == list(self.entries)[len(self.written)], name
-        self.written.append(name)
-        rows = TYPES[kind].row_bytes(entry.shape[-1])
-        entry.type, entry.bytes = kind, rows * int(torch.Size(entry.shape[:-1]).numel())
-        written = sum(self._write(chunk) for chunk in chunks)
-        assert written == entry.bytes, (name, written, entry.bytes)
-        self._write(bytes(-written % ALIGNMENT))
-
-    def _write(self, chunk: bytes | memoryview) -> int:
-        self.crc = zlib.crc32(chunk, self.crc)
-        return self.stream.write(chunk)
-
-    def finish(self) -> None:
-        """Put the header before the tensors."""
-        assert self.written == list(self.entries)
-        self.stream.seek(0)
-        self.stream.write(self._header())
-
-    def _header(self) -> bytes:
-        """The header, padded, as gguf's own writer has it."""
-        writer = self.gguf.GGUFWriter(self.scratch, self.arch)
-        kinds = Counter(entry.type for name, entry in self.entries.items() if "_exps." in name)
-        common = next(iter(kinds)) if len(kinds) == 1 else None
-        writer.add_file_type(_file_type(self.gguf, common))
-        for key, value in self.fields.items():
-            _add(writer, key, value)
-        for name, entry in self.entries.items():
-            number = self.gguf.GGMLQuantizationType[entry.type]
-            writer.add_tensor_info(name, entry.shape, torch.empty(0).numpy().dtype, entry.bytes, raw_dtype=number)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        writer.close()
-        found = self.scratch.read_bytes()
-        self.scratch.unlink()
-        return found + bytes(-len(found) % ALIGNMENT)
+def size(sizes: ExportSizes) -> int:
+    """Of what no type holds, which is refused, in full precision."""
+    bits = (weights * _stack_bits(grids, full, sizes.widen) for weights, grids, full in sizes.stacks)
+    return sizes.rest + sizes.packed + sum(int(stack / 8) for stack in bits)
 
 
-def _file_type(gguf: Any, common: str | None) -> int:
-    """What the file says of its weights as a whole: the type of all stacks, where they have one."""
-    names = {"F32": "ALL_F32", "Q3_K": "MOSTLY_Q3_K_M", "Q4_K": "MOSTLY_Q4_K_M", "Q5_K": "MOSTLY_Q5_K_M"}
-    name = "GUESSED" if common is None else names.get(common, f"MOSTLY_{common}")
-    return int(gguf.LlamaFileType[name])
+def _stack_bits(grids: tuple[Grid, ...], full: bool, widen: bool) -> float:
+    """Bits a weight of one matrix of a layer's experts, scales included."""
+    target = EXPORTER.targets[0]
+    if not grids or full:
+        return FULL
+    bits, symmetric = grids[0].bits, grids[0].symmetric
+    if len(grids) > 1:
+        bits, symmetric = widest_of(target, grids) or FULL, True
+    elif widen:
+        wide = loadable_grid(target, grids[0])
+        bits, symmetric = wide.bits, wide.symmetric
+    held = HOLDS.get((bits, symmetric))
+    return FULL if held is None else 8 * TYPES[held].bytes / TYPES[held].length
 
 
-def _add(writer: Any, key: str, value: Value) -> None:
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    else:
-        writer.add_string(key, value)
-
-
-def package() -> Any:
-    """The gguf package; RecipeError where it is not installed."""
-    try:
-        return importlib.import_module("gguf")
-    except ImportError:
-        raise RecipeError(
-            "the package gguf is not installed", where=f"format {NAME}", do="pip install 'moeq[gguf]'"
-        ) from None
-
-
-def check(source: ModelSource, model: Any) -> None:
-    """What stands in the way of a model whatever its experts become; model: its structure.
-
-    Raises RecipeError without the gguf package, PlanError for a family or a tokenizer that llama.cpp has otherwise.
-    """
-    package()
-    family_of(model.config)
-    tokenizer(source, model.config.vocab_size)
-
-
-def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
-    """Build the directory; PlanError for what llama.cpp would not load as it is meant."""
-    gguf = package()
-    with drafting(source, LOADED_BY[NAME], directory, options) as draft:
-        config: Any = draft.model.config
-        family = family_of(config)
-        plain, packed = _plain(draft, family), _packed(draft, family)
-        stacks = [(layer, projection) for layer in source.layers for projection in layer.projections]
-        entries = {
-            stack_name(layer, projection): Entry(shape=(layer.num_experts, *layer.shape(projection)))
-            for layer, projection in stacks
-        }
-        for mine in (*plain.values(), *packed.values()):
-            entries |= {piece.name: Entry(shape=piece.shape) for piece in mine}
-        fields = _fields(draft, family)
-        with (draft.directory / FILE).open("wb") as stream:
-            writer = Writer(
-                gguf=gguf,
-                arch=family.arch,
-                stream=stream,
-                fields=fields,
-                entries=entries,
-                scratch=draft.directory / f"{FILE}.header",
-            )
-            writer.begin()
-            for layer in source.layers:
-                _write_layer(draft, writer, layer)
-            for key, mine in plain.items():
-                for piece in mine:
-                    writer.add(piece.name, *_contents(draft, config, key, piece))
-            for name, weight in source.others():
-                for piece in packed[name]:
-                    writer.add(piece.name, *_packed_module(draft, name, piece, weight))
-            writer.finish()
-        read_back(draft.directory / FILE, writer.start, writer.crc)
-        draft.complete(source.config, card(draft, f"llama.cpp, with gguf {VERSION}", LOADING, "gguf"))
-
-
-def _fields(draft: Draft, family: Family) -> dict[str, Value]:
-    """The header's keys and values but for the architecture and the type."""
-    config: Any = draft.model.config
-    source = draft.source.source
-    found: dict[str, Value] = {
-        "general.type": "model",
-        "general.name": draft.options.model_name or source.name,
-        "general.quantization_version": QUANTIZATION_VERSION,
-        "general.quantized_by": f"moeq {__version__}",
-    }
-    found |= {f"{family.arch}.{key}": value for key, value in parameters(config, family).items()}
-    return found | {f"tokenizer.{key}": value for key, value in tokenizer(source, config.vocab_size).items()}
-
-
-def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
-    """{key: what the file holds of it} of all tensors that are neither of routed experts nor packed."""
-    config: Any = draft.model.config
-    for layer in draft.source.layers:
-        draft.expert_keys(layer)
-    found = {}
-    for key in draft.source.rest():
-        if not is_beyond(config, key):
-            found[key] = pieces(config, family, key, plain_header(draft.source.source, key)[1])
-    return found
-
-
-def _packed(draft: Draft, family: Family) -> dict[str, list[Piece]]:
-    """{module: what the file holds of it} of the packed modules outside of the experts.
-
-    Raises PlanError for those that GGUF keeps otherwise than as matrices of blocks.
-    """
-    found = {}
-    for name, weight in draft.source.others():
-        key = draft.names.renamed(f"{name}.weight")
-        found[name] = pieces(draft.model.config, family, key, (weight.codes.shape[-2], weight.inputs))
-        for piece in found[name]:
-            if piece.split or piece.in_float32:
-                why = "it is kept transposed" if piece.split else "it is kept in float32"
-                do = f"leave {name} out of `others`, or use the formats moeq or dequantized"
-                raise PlanError(f"packed, and {why} in GGUF", where=f"format {NAME}: {name}", do=do)
-    return found
-
-
-def _write_layer(draft: Draft, writer: Writer, layer: ExpertLayer) -> None:
-    """Write the stacks of one layer."""
-    experts = [draft.source.expert(layer, expert)[0] for expert in range(layer.num_experts)]
-    for projection in layer.projections:
-        matrices = [found.pop(projection) for found in experts]
-        kind, stack = _stack(draft, layer, projection, matrices)
-        writer.add(stack_name(layer, projection), kind, stack)
-
-
-def _stack(
-    draft: Draft, layer: ExpertLayer, projection: str, matrices: list[PackedWeight | Tensor]
-) -> tuple[str, Iterator[bytes | memoryview]]:
-    """One matrix of all experts in one type, and its bytes, expert by expert; PlanError where they do not fit one."""
-    names = [f"{layer.name}.{expert}.{projection}" for expert in range(len(matrices))]
-    packed = [matrix for matrix in matrices if isinstance(matrix, PackedWeight)]
-    full = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
-    if not packed:
-        draft.plain += names
-        kind = _float_type(dtype_name(full[0].dtype), names[0])
-        return kind, (tensor_bytes(matrix) for matrix in full)
-    bits = _common_width(draft, f"{layer.name}, {projection}", [grid_of(weight) for weight in packed], bool(full))
-    wide = [draft.loadable(name, weight, bits) for name, weight in zip(names, packed, strict=True)]
-    kinds = {ggml.type_of(weight) for weight in wide}
-    assert len(kinds) == 1, kinds
-    return kinds.pop(), (_blocks(name, weight) for name, weight in zip(names, wide, strict=True))
-
-
-def _common_width(draft: Draft, what: str, grids: list[Grid], full: bool) -> int | None:
-    """The width that all of a stack are widened to; None where each stays as it is, or goes into a wider one alone.
-
-    full: whether some of the stack are in full precision. PlanError where no type holds them all.
-    """
-    target = _target(draft)
-    refused = refuse_stack(target, grids, full=full, widen=draft.options.widen)
-    if refused is not None:
-        raise PlanError(refused[0], where=f"format {NAME}: {what}", do=refused[1])
-    if len({HOLDS.get((grid.bits, grid.symmetric)) for grid in grids}) == 1:
-        return None
-    bits = widest_of(target, grids) if draft.options.widen else None
-    if bits is None:
-        listed = ", ".join(map(str, sorted({grid.bits for grid in grids})))
-        zeros = "" if "," in listed else ", with and without zero points,"
-        raise PlanError(
-            f"{listed} bits{zeros} among its experts; llama.cpp has one type for all",
-            where=f"format {NAME}: {what}",
-            do=ONE_WIDTH if draft.options.widen else f"{ONE_WIDTH}; or {WIDEN}",
-        )
-    return bits
-
-
-def _target(draft: Draft) -> Target:
-    assert draft.target is not None
-    return draft.target
-
-
-def _blocks(name: str, weight: PackedWeight) -> memoryview:
-    try:
-        return tensor_bytes(ggml.encode(weight))
-    except ValueError as error:
-        raise PlanError(str(error), where=f"format {NAME}: {name}", do="use the formats moeq or dequantized") from None
-
-
-def _contents(draft: Draft, config: Any, key: str, piece: Piece) -> tuple[str, Iterable[bytes | memoryview]]:
-    """The type and the bytes of a tensor that is neither of a routed expert nor packed."""
-    source = draft.source.source
-    dtype = plain_header(source, key)[0]
-    if piece.as_it_is and (dtype == "F32" or not piece.in_float32):
-        return _float_type(dtype, key), plain_chunks(source, key)
-    whole = torch.frombuffer(bytearray(b"".join(plain_chunks(source, key))), dtype=torch_dtype(dtype))
-    tensor = made(config, piece, whole.view(plain_header(source, key)[1]))
-    tensor = tensor.float() if piece.in_float32 else tensor
-    return _float_type(dtype_name(tensor.dtype), key), [tensor_bytes(tensor)]
-
-
-def _float_type(dtype: str, key: str) -> str:
-    """The type of a floating-point tensor, which ggml calls as safetensors does; PlanError for others."""
-    if dtype not in FLOATS:
-        raise PlanError(
-            f"a tensor of type {dtype}", where=f"format {NAME}: {key}", do="use the formats moeq or dequantized"
-        )
-    return dtype
-
-
-def _packed_module(
-    draft: Draft, name: str, piece: Piece, weight: PackedWeight
-) -> tuple[str, Iterable[bytes | memoryview]]:
-    """The type and the bytes of a packed module outside of the experts."""
-    wide = draft.loadable(name, weight)
-    if piece.rows is not None:
-        wide = wide.map(lambda part: part[piece.rows])
-    return ggml.type_of(wide), [_blocks(name, wide)]
+EXPORTER = Exporter(
+    name="gguf",
+    label="GGUF",
+    help="one file for llama.cpp and what is built on it",
+    write=later("moeq.exporters.gguf_writer:write"),
+    check=later("moeq.exporters.gguf_writer:check"),
+    runtime=f"llama.cpp, with gguf {VERSION}",
+    snippet=f"""from llama_cpp import Llama  # pip install llama-cpp-python, or llama-cli -m {FILE}
+model = Llama("THIS_DIRECTORY/{FILE}")""",
+    library="gguf",
+    targets=(
+        Target(
+            name="llama.cpp",
+            widths=(1, 2, 3, 4, 5, 6, 8, FULL),
+            granularity="layer",
+            reads="one type a stack of a layer's experts: 4, 5, 8 bits symmetric in groups of 32 and more, 1 bit of "
+            "128, 2, 3, 6 bits and zero points of 4, 5 bits of 256 (numerics.ggml_types)",
+            short_groups=True,
+            stacks=True,
+            blocks=LENGTHS,
+            proof=f"tests/exporters/test_gguf.py, gguf {VERSION}, transformers 5.23, llama-cpp-python 0.3.36",
+        ),
+    ),
+    size=size,
+    file=FILE,
+    opened=later("moeq.exporters.readers.gguf:opened"),
+    described=later("moeq.exporters.readers.gguf:described"),
+    loaders=(TRANSFORMERS, LLAMA_CPP),
+    loader_of=loader_of,
+    needs={"gguf": f"pip install gguf=={VERSION}"},
+    loading={"gguf_file": FILE},
+)

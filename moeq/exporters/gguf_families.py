@@ -7,7 +7,7 @@ Letters: H attention heads, D their size, R the latent size of deepseek's keys a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from moeq.errors import PlanError
 from moeq.models.experts import ExpertLayer
 
-FILE = "model.gguf"
 Value = int | float | bool | str | list[str] | list[int] | list[float]
 
 NAMES = {
@@ -85,10 +84,10 @@ def _nothing(config: Any) -> dict[str, Value]:
 
 
 def _qwen(config: Any) -> dict[str, Value]:
-    found: dict[str, Value] = {"expert_feed_forward_length": config.moe_intermediate_size}
+    lengths: dict[str, Value] = {"expert_feed_forward_length": config.moe_intermediate_size}
     if config.model_type == "qwen2_moe":
-        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
-    return found
+        lengths["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    return lengths
 
 
 def _heads(config: Any) -> dict[str, Value]:
@@ -98,7 +97,7 @@ def _heads(config: Any) -> dict[str, Value]:
 
 def _deepseek(config: Any) -> dict[str, Value]:
     rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
-    found: dict[str, Value] = {
+    values: dict[str, Value] = {
         "attention.head_count_kv": 1,
         "attention.kv_lora_rank": rank,
         "attention.key_length": rank + rope,
@@ -116,11 +115,11 @@ def _deepseek(config: Any) -> dict[str, Value]:
         "expert_group_used_count": config.topk_group,
     }
     if config.q_lora_rank is not None:
-        found["attention.q_lora_rank"] = config.q_lora_rank
+        values["attention.q_lora_rank"] = config.q_lora_rank
     scaled = _rope(config)
     if scaled.get("rope_type") == "yarn" and scaled.get("mscale_all_dim"):
-        found["rope.scaling.yarn_log_multiplier"] = 0.1 * float(scaled["mscale_all_dim"])
-    return found
+        values["rope.scaling.yarn_log_multiplier"] = 0.1 * float(scaled["mscale_all_dim"])
+    return values
 
 
 FAMILIES = {
@@ -191,8 +190,8 @@ def _rope_reasons(config: Any) -> Iterator[str]:
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return found
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return parameters
 
 
 def _head_size(config: Any) -> int:
@@ -203,7 +202,7 @@ def parameters(config: Any, family: Family) -> dict[str, Value]:
     """What llama.cpp wants to know of a model, {key without the architecture: value}."""
     rope = _rope(config)
     experts = next(getattr(config, name) for name in ("num_local_experts", "num_experts") if hasattr(config, name))
-    found: dict[str, Value] = {
+    values: dict[str, Value] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -217,24 +216,24 @@ def parameters(config: Any, family: Family) -> dict[str, Value]:
         "expert_used_count": config.num_experts_per_tok,
     }
     if rope.get("rope_type") in ("linear", "yarn"):
-        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope.get("rope_type") == "yarn":
-        found |= {
+        values |= {
             "rope.scaling.original_context_length": int(
                 rope.get("original_max_position_embeddings") or config.max_position_embeddings
             ),
             "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32),
             "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1),
         }
-    return found | family.more(config)
+    return values | family.more(config)
 
 
 def block_of(layer: ExpertLayer) -> int:
     """The number of the decoder layer that holds a layer's experts."""
-    found = _LAYER.search(layer.name)
-    if found is None:
+    numbered = _LAYER.search(layer.name)
+    if numbered is None:
         raise PlanError("experts are in no numbered layer", where=f"format gguf: {layer.name}")
-    return int(found[1])
+    return int(numbered[1])
 
 
 def stack_name(layer: ExpertLayer, projection: str) -> str:
@@ -242,22 +241,31 @@ def stack_name(layer: ExpertLayer, projection: str) -> str:
     return f"blk.{block_of(layer)}.{STACKS[projection]}.weight"
 
 
+def stack_shapes(layers: Iterable[ExpertLayer]) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the stacks of layers' experts."""
+    return {
+        stack_name(layer, projection): (layer.num_experts, *layer.shape(projection))
+        for layer in layers
+        for projection in layer.projections
+    }
+
+
 def is_beyond(config: Any, key: str) -> bool:
     """Whether a tensor is of a layer after the last: of those that predict further tokens, which no loader runs."""
-    found = _KEY.fullmatch(key.replace(CORRECTION, "mlp.gate.bias"))
-    return found is not None and found["block"] is not None and int(found["block"]) >= config.num_hidden_layers
+    parts = _KEY.fullmatch(key.replace(CORRECTION, "mlp.gate.bias"))
+    return parts is not None and parts["block"] is not None and int(parts["block"]) >= config.num_hidden_layers
 
 
 def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...]) -> list[Piece]:
     """What a file holds of a tensor that is not of a routed expert; PlanError where its name is not known."""
     if key.endswith(f".{CORRECTION}"):
         return [Piece(name=f"blk.{key.split('.')[2]}.exp_probs_b.bias", shape=shape)]
-    found = _KEY.fullmatch(key)
-    stem = None if found is None else NAMES.get(found["module"])
-    if found is None or stem is None or (found["block"] is None) != (found["module"] in list(NAMES)[:3]):
+    parts = _KEY.fullmatch(key)
+    stem = None if parts is None else NAMES.get(parts["module"])
+    if parts is None or stem is None or (parts["block"] is None) != (parts["module"] in list(NAMES)[:3]):
         raise PlanError("moeq knows no name for it in GGUF", where=f"format gguf: {key}", do="use another format")
-    start = "" if found["block"] is None else f"blk.{found['block']}."
-    name = f"{start}{stem}.{found['leaf']}"
+    start = "" if parts["block"] is None else f"blk.{parts['block']}."
+    name = f"{start}{stem}.{parts['leaf']}"
     if stem == "attn_kv_b":
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         return [
@@ -270,12 +278,11 @@ def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...]) -> lis
     if family.turned and stem in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if stem == "attn_q" else config.num_key_value_heads
         rows = torch.arange(shape[0]).view(heads, 2, -1).mT.reshape(-1)
-    mine = [Piece(name=name, shape=shape, rows=rows)]
     if stem == "output" and config.tie_word_embeddings:
         return []
-    if stem == "token_embd" and config.tie_word_embeddings and family.own_head:
-        mine.append(Piece(name="output.weight", shape=shape))
-    return mine
+    doubled = stem == "token_embd" and config.tie_word_embeddings and family.own_head
+    head = [Piece(name="output.weight", shape=shape)] if doubled else []
+    return [Piece(name=name, shape=shape, rows=rows), *head]
 
 
 def made(config: Any, piece: Piece, tensor: Tensor) -> Tensor:
@@ -287,12 +294,12 @@ def made(config: Any, piece: Piece, tensor: Tensor) -> Tensor:
     return (tensor if piece.rows is None else tensor[piece.rows]).reshape(piece.shape)
 
 
-def restored(mine: list[Piece], parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The tensor of the checkpoint that pieces were made of."""
-    if mine[0].split:
+def restored(first: Piece, parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The tensor of the checkpoint that pieces were made of; first: of them."""
+    if first.split:
         return torch.cat([parts[0].mT, parts[1]], 1).reshape(shape)
-    if mine[0].rows is None:
+    if first.rows is None:
         return parts[0].reshape(shape)
     whole = torch.empty_like(parts[0])
-    whole[mine[0].rows] = parts[0]
+    whole[first.rows] = parts[0]
     return whole.reshape(shape)

@@ -61,32 +61,32 @@ def _parsed(source: ModelSource, data: dict[str, Any], settings: dict[str, Any],
     model = data.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise _refused(source, f"a tokenizer of type {(model or {}).get('type')}, not BPE")
-    added = {int(one["id"]): one for one in data.get("added_tokens") or ()}
+    added = {int(token["id"]): token for token in data.get("added_tokens") or ()}
     tokens = {int(number): text for text, number in model["vocab"].items()} | {
-        number: one["content"] for number, one in added.items()
+        number: token["content"] for number, token in added.items()
     }
     if max(tokens, default=-1) >= vocabulary:
         raise _refused(source, f"{max(tokens) + 1} tokens, the embeddings have {vocabulary}")
-    merges = [one.split(" ", 1) if isinstance(one, str) else one for one in model.get("merges") or ()]
-    found: dict[str, Value] = {
+    merges = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+    values: dict[str, Value] = {
         "ggml.tokens": [tokens.get(number, f"[PAD{number}]") for number in range(vocabulary)],
         "ggml.token_type": [_kind(number, tokens, added, model) for number in range(vocabulary)],
     }
     if model.get("byte_fallback"):
-        found |= _pieces(source, data, found["ggml.tokens"], merges)
+        values |= _pieces(source, data, values["ggml.tokens"], merges)
     else:
-        found |= _bytes(source, data, merges)
-    return found | _special(source, settings, data, tokens) | _template(source, settings)
+        values |= _bytes(source, data, merges)
+    return values | _special(source, settings, data, tokens) | _template(source, settings)
 
 
 def _read(source: ModelSource, name: str) -> dict[str, Any]:
     try:
-        found = read_json_file(source.path / name)
+        data = read_json_file(source.path / name)
     except (OSError, ValueError) as error:
         raise _refused(source, f"{name} cannot be read ({error})", "download it again") from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise _refused(source, f"{name} is no object", "download it again")
-    return found
+    return data
 
 
 def _refused(source: ModelSource, what: str, do: str = WITHOUT) -> PlanError:
@@ -158,19 +158,19 @@ def _special(
 ) -> dict[str, Value]:
     """Numbers of the special tokens, and whether the tokenizer adds them to a text."""
     numbers = {text: number for number, text in tokens.items()}
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = settings.get(f"{name}_token")
         text = token.get("content") if isinstance(token, dict) else token
         number = numbers.get(text) if isinstance(text, str) else source.config.get(f"{name}_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and number in tokens:
-            found[f"ggml.{key}_token_id"] = number
+            values[f"ggml.{key}_token_id"] = number
     steps = _steps(data.get("post_processor"), "processors")
     around = next((step.get("single") or [] for step in steps if step.get("type") == "TemplateProcessing"), [])
-    found["ggml.add_bos_token"] = bool(around) and "SpecialToken" in around[0]
-    found["ggml.add_eos_token"] = bool(around) and "SpecialToken" in around[-1]
-    return found
+    values["ggml.add_bos_token"] = bool(around) and "SpecialToken" in around[0]
+    values["ggml.add_eos_token"] = bool(around) and "SpecialToken" in around[-1]
+    return values
 
 
 def _template(source: ModelSource, settings: dict[str, Any]) -> dict[str, Value]:

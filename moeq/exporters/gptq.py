@@ -8,47 +8,64 @@ model is loaded in: float16 keeps them.
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moeq.artifacts.targets import LOADED_BY
-from moeq.exporters.foreign import Draft, WriteOptions, card, drafting
-from moeq.exporters.gptq_layout import Layout, beside, common_grid, in_one_of, left_patterns, write_linears
-from moeq.exporters.packed_source import PackedSource
+from moeq.artifacts.targets import Target
+from moeq.exporters.exporter import Exporter, Loader, later
+from moeq.numerics.widths import FULL
 
-NAME = "gptq"
+if TYPE_CHECKING:
+    from moeq.exporters.foreign import Draft
+    from moeq.exporters.gptq_layout import Modules
+
 VERSION = "7.6.0"
-FIRST, SECOND = "gptq", "gptq_v2"
-LOADING = """import torch
-from gptqmodel import GPTQModel  # pip install gptqmodel
-model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would round the scales"""
 
 
-def write(source: PackedSource, directory: Path, options: WriteOptions) -> None:
-    """Build the checkpoint; PlanError for what gptqmodel would not load as it is meant."""
-    in_one_of(partial(_write, source, directory, options), FIRST, SECOND)
+def write(draft: Draft) -> None:
+    """PlanError for what gptqmodel would not load as it is meant."""
+    from moeq.exporters.gptq_layout import write_gptq
+
+    write_gptq(draft, configuration, ordered=True, as_in_memory=True)
 
 
-def _write(source: PackedSource, directory: Path, options: WriteOptions, version: str) -> None:
-    with drafting(source, LOADED_BY[NAME], directory, options) as draft:
-        write_linears(draft, Layout(less_one=version == FIRST, ordered=True, key_of=str))
-        renamed = {key: draft.names.in_memory(key) for key in source.rest()}
-        draft.finish(_config(draft, version), card(draft, f"gptqmodel {VERSION}", LOADING), renamed)
-
-
-def _config(draft: Draft, version: str) -> dict[str, Any]:
-    common = common_grid(draft.grids)
-    dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in left_patterns(draft)}
-    for bits, group_size, names in beside(draft, common):
-        dynamic |= {f"+:{pattern}": {"bits": bits, "group_size": group_size} for pattern in names}
+def configuration(modules: Modules) -> dict[str, Any]:
+    """quantization_config: the common grid, and rules for what differs."""
+    dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in modules.plain}
+    for bits, group_size, patterns in modules.others:
+        dynamic |= {f"+:{pattern}": {"bits": bits, "group_size": group_size} for pattern in patterns}
     return {
         "quant_method": "gptq",
-        "checkpoint_format": version,
-        "bits": common.bits,
-        "group_size": common.group_size,
-        "sym": version == FIRST,
+        "checkpoint_format": "gptq" if modules.first else "gptq_v2",
+        "bits": modules.bits,
+        "group_size": modules.group_size,
+        "sym": modules.first,
         "desc_act": False,
         "lm_head": False,
         "dynamic": dynamic,
     }
+
+
+EXPORTER = Exporter(
+    name="gptq",
+    label="gptq",
+    help="AutoGPTQ's layout with a width for every matrix, with or without zero points",
+    write=write,
+    runtime=f"gptqmodel {VERSION}",
+    snippet="""import torch
+from gptqmodel import GPTQModel  # pip install gptqmodel
+model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would round the scales""",
+    targets=(
+        Target(
+            name="gptqmodel",
+            widths=(2, 3, 4, 8, FULL),
+            reads="dynamic rules, a pattern a layer and width; experts are unfused; zero points as gptq_v2 has them",
+            multiple=32,
+            short_groups=True,
+            proof=f"tests/exporters/test_peers.py, gptqmodel {VERSION}",
+        ),
+    ),
+    layout=later("moeq.exporters.readers.gptq:Gptq"),
+    loaders=(
+        Loader(name="gptqmodel", packages={"gptqmodel": f"pip install gptqmodel=={VERSION}"}, load="gptqmodel_model"),
+    ),
+)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.targets import Grid
+from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import PlanError
-from moeq.exporters.foreign import OTHERS_FILE, Draft, layer_file
+from moeq.exporters.foreign import OTHERS_FILE, Draft, Tensors
 from moeq.numerics.grids import SCALE_DTYPE
 from moeq.numerics.layouts import column_words, zero_words
 from moeq.numerics.packed import PackedWeight
@@ -30,12 +30,42 @@ class ZeroPoints(Exception):
     """A matrix has zero points of its own, which AutoGPTQ's first format cannot hold where they are 0."""
 
 
-def in_one_of(write: Callable[[str], None], first: str, second: str) -> None:
-    """Write in the first format or, where it cannot hold the zero points, in the second."""
+@dataclass(frozen=True, kw_only=True)
+class Modules:
+    """What a configuration says of the modules. first: whether it is AutoGPTQ's first format, of symmetric grids alone;
+    bits, group_size: of most; others: those of the rest with patterns of their names; plain: patterns of the names of
+    what is not packed; blocks: the lists of decoder layers that hold packed modules, such as model.layers."""
+
+    first: bool
+    bits: int
+    group_size: int
+    others: list[tuple[int, int, list[str]]]
+    plain: list[str]
+    blocks: list[str]
+
+
+def write_gptq(
+    draft: Draft,
+    configuration: Callable[[Modules], Mapping[str, Any]],
+    *,
+    ordered: bool = False,
+    as_in_memory: bool = False,
+) -> None:
+    """Write a checkpoint in the first format or, where it cannot hold the zero points, in the second.
+
+    configuration: its quantization_config; ordered: every module has a g_idx; as_in_memory: tensors are called as they
+    are in memory, not as the family has them. PlanError for what the target cannot load.
+    """
+    key_of = str if as_in_memory else draft.names.renamed
+    first = True
     try:
-        write(first)
+        _write_linears(draft, partial(_tensors, first, ordered), key_of)
     except ZeroPoints:
-        write(second)
+        first = False
+        draft.restart()
+        _write_linears(draft, partial(_tensors, first, ordered), key_of)
+    renamed = {key: draft.names.in_memory(key) for key in draft.source.rest()} if as_in_memory else None
+    draft.finish(configuration(modules_of(draft, first)), renamed)
 
 
 def linear_tensors(weight: PackedWeight, *, less_one: bool, ordered: bool) -> dict[str, Tensor]:
@@ -54,14 +84,14 @@ def linear_tensors(weight: PackedWeight, *, less_one: bool, ordered: bool) -> di
         zeros = _middle_words(rows, groups, weight.bits, less_one)
     else:
         zeros = zero_words(unpack(weight.zeros, weight.bits, groups), weight.bits, less_one=less_one)
-    found = {
+    parts = {
         "qweight": column_words(weight.codes, weight.bits, weight.inputs),
         "qzeros": zeros,
         "scales": scales.mT,
     }
     if ordered:
-        found["g_idx"] = _group_of(weight.inputs, weight.inputs if weight.group_size == -1 else weight.group_size)
-    return found
+        parts["g_idx"] = _group_of(weight.inputs, weight.inputs if weight.group_size == -1 else weight.group_size)
+    return parts
 
 
 @cache
@@ -76,54 +106,33 @@ def _group_of(inputs: int, group_size: int) -> Tensor:
     return (torch.arange(inputs) // group_size).to(torch.int32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """less_one: zero points are stored less one; ordered: every module has a g_idx; key_of: what the tensor called so
-    in memory is called on disk."""
-
-    less_one: bool
-    ordered: bool
-    key_of: Callable[[str], str]
-
-
-def write_linears(draft: Draft, layout: Layout) -> None:
-    """Convert and write all packed modules of a draft.
+def _write_linears(draft: Draft, tensors: Tensors, key_of: Callable[[str], str]) -> None:
+    """Convert and write all packed modules of a draft; key_of: what a tensor called so in memory is called on disk.
 
     Raises PlanError for what the target cannot load, ZeroPoints as `linear_tensors` does.
     """
+    parts = ("weight", *PARTS)
     for layer in draft.source.layers:
-        draft.expert_keys(layer)
-        modules = draft.expert_modules(layer)
-        with draft.file(layer_file(layer.index), _names(modules.values(), layout)) as add:
-            for expert, projection, matrix in draft.matrices(layer):
-                for key, tensor in _tensors(modules[expert, projection], matrix, layout).items():
-                    add(key, tensor)
+        places = draft.expert_keys(layer)
+        weights = {(expert, name): key_of(f"{layer.name}.{expert}.{name}.weight") for expert, name in places}
+        draft.write_experts(layer, weights, parts, tensors)
     others = draft.source.other_names()
     if others:
-        with draft.file(OTHERS_FILE, _names(others, layout)) as add:
+        stems = {name: key_of(f"{name}.weight").removesuffix("weight") for name in others}
+        with draft.file(OTHERS_FILE, (f"{stem}{part}" for stem in stems.values() for part in parts)) as add:
             for name, weight in draft.source.others():
                 refuse_tables(draft, name)
-                for key, tensor in _tensors(name, draft.loadable(name, weight), layout).items():
-                    add(key, tensor)
+                for part, tensor in tensors(name, draft.loadable(name, weight)).items():
+                    add(f"{stems[name]}{part}", tensor)
 
 
-def _names(modules: Iterable[str], layout: Layout) -> Iterator[str]:
-    """Of all tensors that modules may have."""
-    for module in modules:
-        key = layout.key_of(f"{module}.weight")
-        yield key
-        yield from (f"{key.removesuffix('weight')}{part}" for part in PARTS)
-
-
-def _tensors(module: str, matrix: PackedWeight | Tensor, layout: Layout) -> dict[str, Tensor]:
-    key = layout.key_of(f"{module}.weight")
+def _tensors(less_one: bool, ordered: bool, name: str, matrix: PackedWeight | Tensor) -> dict[str, Tensor]:
     if isinstance(matrix, Tensor):
-        return {key: matrix}
+        return {"weight": matrix}
     try:
-        parts = linear_tensors(matrix, less_one=layout.less_one, ordered=layout.ordered)
+        return linear_tensors(matrix, less_one=less_one, ordered=ordered)
     except ValueError as error:
-        raise PlanError(str(error), where=module, do="use the formats moeq or dequantized") from None
-    return {f"{key.removesuffix('weight')}{name}": tensor for name, tensor in parts.items()}
+        raise PlanError(str(error), where=name, do=ANY_GRID) from None
 
 
 def refuse_tables(draft: Draft, name: str) -> None:
@@ -134,37 +143,33 @@ def refuse_tables(draft: Draft, name: str) -> None:
     if isinstance(module, nn.Embedding) or any(module is head for head in heads):
         raise PlanError(
             "packed embeddings and heads are not loaded",
-            where=f"{name}, target {draft.target.name if draft.target else ''}",
-            do="leave embeddings and head out of `others`, or use the formats moeq or dequantized",
+            where=f"{name}, target {draft.target.name}",
+            do=f"leave embeddings and head out of `others`, or {ANY_GRID}",
         )
 
 
-def common_grid(grids: Mapping[str, Grid]) -> Grid:
-    """The grid that most packed modules have: what a configuration says of all."""
-    counts = Counter((grid.bits, grid.group_size, grid.symmetric) for grid in grids.values())
-    bits, group_size, symmetric = max(sorted(counts), key=lambda which: counts[which]) if counts else (4, 128, True)
-    return Grid(rows=0, inputs=0, bits=bits, group_size=group_size, symmetric=symmetric)
-
-
-def beside(draft: Draft, common: Grid) -> Iterator[tuple[int, int, list[str]]]:
-    """Width, group size and patterns of the names of the modules that differ from the common grid."""
-    found: dict[tuple[int, int], list[str]] = {}
+def modules_of(draft: Draft, first: bool) -> Modules:
+    """What a configuration says of the modules of a draft, all of whose packed ones are written."""
+    counts = Counter((grid.bits, grid.group_size, grid.symmetric) for grid in draft.grids.values())
+    bits, group_size, _ = max(sorted(counts), key=counts.__getitem__) if counts else (4, 128, True)
+    sized: dict[tuple[int, int], list[str]] = {}
     for name, grid in draft.grids.items():
-        found.setdefault((grid.bits, grid.group_size), []).append(name)
-    for (bits, group_size), names in found.items():
-        if (bits, group_size) != (common.bits, common.group_size):
-            yield bits, group_size, patterns(names)
+        sized.setdefault((grid.bits, grid.group_size), []).append(name)
+    numbered = (re.match(r"(.+?)\.\d+\.", name) for name in [*draft.grids, *draft.plain])
+    blocks = sorted({match[1] for match in numbered if match})
+    return Modules(
+        first=first,
+        bits=bits,
+        group_size=group_size,
+        others=[(*which, patterns(names)) for which, names in sized.items() if which != (bits, group_size)],
+        plain=_plain_patterns(draft, blocks),
+        blocks=blocks,
+    )
 
 
-def blocks(draft: Draft) -> list[str]:
-    """The lists of decoder layers that hold packed modules, such as model.layers."""
-    names = [*draft.grids, *draft.plain]
-    return sorted({match[1] for match in (re.match(r"(.+?)\.\d+\.", name) for name in names) if match})
-
-
-def left_patterns(draft: Draft) -> list[str]:
+def _plain_patterns(draft: Draft, blocks: list[str]) -> list[str]:
     """Patterns of the names of all matrices below `blocks` that are not packed, one for every decoder layer."""
-    below = tuple(f"{block}." for block in blocks(draft))
+    below = tuple(f"{block}." for block in blocks)
     experts = tuple(f"{layer.name}." for layer in draft.source.layers)
     names = [
         name.removesuffix(".weight")
@@ -185,7 +190,7 @@ def patterns(names: Iterable[str]) -> list[str]:
         match = re.match(r".+?\.\d+\.", name)
         block = match[0] if match else ""
         by_block.setdefault(block, []).append(name.removeprefix(block))
-    return [f"^{re.escape(block)}(?:{'|'.join(_short(mine))})$" for block, mine in by_block.items()]
+    return [f"^{re.escape(block)}(?:{'|'.join(_short(below))})$" for block, below in by_block.items()]
 
 
 def _short(names: list[str]) -> list[str]:
@@ -195,12 +200,12 @@ def _short(names: list[str]) -> list[str]:
         stem, _, leaf = name.rpartition(".")
         leaves.setdefault(stem, []).append(re.escape(leaf))
     stems: dict[tuple[str, str], list[str]] = {}
-    for stem, found in leaves.items():
+    for stem, alternatives in leaves.items():
         parent, _, number = stem.rpartition(".")
-        stems.setdefault((parent, "|".join(found)), []).append(re.escape(number))
+        stems.setdefault((parent, "|".join(alternatives)), []).append(re.escape(number))
     return [
         (f"{re.escape(parent)}\\." if parent else "")
         + (f"(?:{'|'.join(numbers)})\\." if numbers != [""] else "")
-        + f"(?:{alternatives})"
-        for (parent, alternatives), numbers in stems.items()
+        + f"(?:{joined})"
+        for (parent, joined), numbers in stems.items()
     ]

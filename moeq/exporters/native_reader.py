@@ -64,31 +64,31 @@ class NativeReader:
     def replicas(self, layer: ExpertLayer, expert: int) -> dict[int, Replica]:
         """The replicas of an expert by their width; the placed one also under MIXED."""
         there = self._placed[layer.name].experts[expert].replicas
-        placed = next(one for one in there if one.placed)
-        return {MIXED: placed} | {one.bits: one for one in there if one.projections is None}
+        placed = next(replica for replica in there if replica.placed)
+        return {MIXED: placed} | {replica.bits: replica for replica in there if replica.projections is None}
 
     def replica(self, layer: ExpertLayer, expert: int, key: int) -> tuple[Matrices, dict[str, Tensor]]:
         """Matrices and biases of one of an expert's replicas; ArtifactError when the checkpoint has it not."""
-        found = self.replicas(layer, expert).get(key)
-        if found is None:
+        replica = self.replicas(layer, expert).get(key)
+        if replica is None:
             raise ArtifactError(
                 f"no replica of {key} bits", where=self._where(f"{layer.name}, expert {expert}"), do=ALL_REPLICAS
             )
-        self._check(found, f"{layer.name}, expert {expert}")
-        stored = found if found.leading_bits_of is None else found.model_copy(update={"bits": found.leading_bits_of})
+        self._check(replica, f"{layer.name}, expert {expert}")
+        wide = replica.leading_bits_of
+        stored = replica if wide is None else replica.model_copy(update={"bits": wide})
         matrices = {
             projection: self._matrix(stored, layer, projection, f"{layer.name}, expert {expert}, {projection}")
             for projection in layer.projections
         }
-        if stored is not found:
-            matrices = {
-                name: one.leading(found.bits) for name, one in matrices.items() if isinstance(one, PackedWeight)
-            }
+        if wide is not None:
+            packed = {name: weight for name, weight in matrices.items() if isinstance(weight, PackedWeight)}
+            matrices = {name: weight.leading(replica.bits) for name, weight in packed.items()}
         biases = {}
         if layer.biased:
             for projection in layer.projections:
-                key_of = f"{found.key_prefix}{projection}.bias"
-                biases[projection] = self._tensor(found.file, key_of, f"{layer.name}, expert {expert}, {projection}")
+                key_of = f"{replica.key_prefix}{projection}.bias"
+                biases[projection] = self._tensor(replica.file, key_of, f"{layer.name}, expert {expert}, {projection}")
         return matrices, biases
 
     def other_names(self) -> list[str]:
@@ -140,8 +140,8 @@ class NativeReader:
         for name, (size, dtype) in packed_shapes(*shape, **grid).items():
             parts[name] = self._tensor(place.file, f"{prefix}{name}", what)
             if (tuple(parts[name].shape), parts[name].dtype) != (size, dtype):
-                found = f"{name} is {parts[name].dtype} {list(parts[name].shape)}, not {dtype} {list(size)}"
-                raise ArtifactError(found, where=self._where(what), do=REMEDY)
+                why = f"{name} is {parts[name].dtype} {list(parts[name].shape)}, not {dtype} {list(size)}"
+                raise ArtifactError(why, where=self._where(what), do=REMEDY)
         return PackedWeight(
             codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), inputs=shape[1], **grid
         )
@@ -160,6 +160,11 @@ class NativeReader:
 
     def _where(self, what: str) -> str:
         return f"{self.path}: {what}"
+
+
+def opened(path: Path, trust_remote_code: bool, as_values: bool) -> NativeReader:
+    """A checkpoint as exporters are asked for it."""
+    return NativeReader(path, trust_remote_code)
 
 
 def _below(key: str, experts: set[str]) -> bool:

@@ -40,13 +40,13 @@ class CheckpointReplicas:
 
     def losses(self, widths: Sequence[int]) -> np.ndarray | None:
         """[L, E, W] as the manifest has them, None when it lacks one."""
-        found = [
+        losses = [
             [
-                [None if width not in mine else mine[width].loss for width in widths]
-                for mine in (self.reader.replicas(layer, expert) for expert in range(layer.num_experts))
+                [None if width not in replicas else replicas[width].loss for width in widths]
+                for replicas in (self.reader.replicas(layer, expert) for expert in range(layer.num_experts))
             ]
             for layer in self.reader.layers
         ]
-        if any(loss is None for experts in found for mine in experts for loss in mine):
+        if any(loss is None for experts in losses for replicas in experts for loss in replicas):
             return None
-        return np.array(found, float)
+        return np.array(losses, float)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -35,3 +35,11 @@ class PackedSource(Protocol):
 
     def rest(self) -> list[str]:
         """Keys of `source.tensors` that are neither of experts nor of packed modules."""
+
+
+@runtime_checkable
+class Checkable(Protocol):
+    """A checkpoint whose headers can be compared with what its configuration says."""
+
+    def check(self) -> None:
+        """ArtifactError at the first that differs."""

@@ -28,8 +28,8 @@ def write_plain(
     """
     where: dict[str, str] = {}
     new = names or {}
-    for name, mine in shards(source, keys, max_shard_bytes).items():
-        old = {new.get(key, key): key for key in mine}
+    for name, stored in shards(source, keys, max_shard_bytes).items():
+        old = {new.get(key, key): key for key in stored}
         headers = {called: plain_header(source, key) for called, key in old.items()}
         write_in_chunks(directory / name, headers, partial(_chunks_of, source, old), METADATA)
         where |= dict.fromkeys(old, name)
@@ -38,16 +38,16 @@ def write_plain(
 
 def shards(source: ModelSource, keys: Iterable[str], max_shard_bytes: int) -> dict[str, list[str]]:
     """{file: keys} as `write_plain` fills them; one file of no tensors where there are none."""
-    found: list[list[str]] = [[]]
+    files: list[list[str]] = [[]]
     size = 0
     for key in sorted(keys):
         tensor_bytes = plain_header(source, key)[2]
-        if found[-1] and size + tensor_bytes > max_shard_bytes:
-            found.append([])
+        if files[-1] and size + tensor_bytes > max_shard_bytes:
+            files.append([])
             size = 0
-        found[-1].append(key)
+        files[-1].append(key)
         size += tensor_bytes
-    return {f"model-{number:05d}-of-{len(found):05d}.safetensors": mine for number, mine in enumerate(found, 1)}
+    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)}
 
 
 def _chunks_of(source: ModelSource, old: Mapping[str, str], name: str) -> Iterable[bytes]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,16 @@ from moeq.artifacts.files import canonical_json
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import write_sensitivities
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
-from moeq.artifacts.targets import LOADED_BY, grids_of, loadable_grid, widest_of
+from moeq.artifacts.targets import grids_of
 from moeq.artifacts.tensor_files import safetensors_layout
 from moeq.estimator import load_hardware
 from moeq.evaluation import result_file as samples
 from moeq.evaluation.harness import guessed_results
 from moeq.evaluation.paired import RESAMPLES, SEED
-from moeq.exporters.moeq import extra_name, layer_name
+from moeq.exporters.exporter import ExportSizes
+from moeq.exporters.native_writer import extra_name, layer_name
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
-from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.numerics.packed import packed_shapes
 from moeq.numerics.widths import NESTED_BITS
 from moeq.planning.batch import store_bytes
@@ -43,7 +42,7 @@ from moeq.planning.memory import loss_rows, read_share
 from moeq.planning.placed import TYPICAL, expert_bytes, methods, placed_bytes, stand_in, widths
 from moeq.planning.sizes import ModelSizes, Work
 from moeq.recipe import AssignSection, Recipe
-from moeq.registry import QUANTIZERS
+from moeq.registry import EXPORTERS, QUANTIZERS
 from moeq.reporting import formats
 from moeq.reporting.maps import Quantity, value_map, width_map
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
@@ -72,18 +71,6 @@ CHANGE = Change(
 )
 
 
-def stack_bits(layer: ExpertLayer, projection: str, widths: Sequence[int], recipe: Recipe) -> float:
-    """Bits a weight of one matrix of a layer's experts in GGUF, scales included."""
-    target, losses = LOADED_BY["gguf"], recipe.losses
-    grids = grids_of(layer, projection, widths, group_size=losses.group_size, symmetric=losses.symmetric)
-    if not grids or FULL in widths:
-        return FULL
-    grid = grids[0] if len(grids) == 1 else replace(grids[0], bits=widest_of(target, grids) or FULL, symmetric=True)
-    grid = loadable_grid(target, grid) if recipe.export.widen else grid
-    held = HOLDS.get((grid.bits, grid.symmetric))
-    return FULL if held is None else 8 * TYPES[held].bytes / TYPES[held].length
-
-
 class Disk:
     """Files of every stage of one run."""
 
@@ -106,27 +93,28 @@ class Disk:
         return self._files[stage]
 
     def _formats(self, stage: str) -> dict[str, int]:
-        """Bytes of the checkpoints in other formats, as one file each: codes, scales and zero points are as large."""
-        if stage != "export":
-            return {}
-        rest = self.sizes.disk - self.sizes.experts_disk - self.sizes.others.disk
-        packed = rest + self.sizes.others.packed + placed_bytes(self.sizes, self.recipe.assign, self.recipe)
-        names = self.recipe.export.formats
-        sizes = {"dequantized": self.sizes.disk}
-        if "gguf" in names:
-            sizes["gguf"] = rest + self.sizes.others.packed + self._stacks()
-        return {f"../checkpoint-{name}": sizes.get(name, packed) for name in names}
+        """Bytes of the checkpoints in other formats, as one file each."""
+        names = self.recipe.export.formats if stage == "export" else []
+        sizes = self._export_sizes() if names else None
+        return {f"../checkpoint-{name}": EXPORTERS.get(name).size(sizes) for name in names}
 
-    def _stacks(self) -> int:
-        """Bytes of all experts in the types of GGUF; of what no type holds, which is refused, in full precision."""
-        total = 0
-        for layer, mine in zip(self.sizes.layers, self.own.expert_widths(), strict=True):
+    def _export_sizes(self) -> ExportSizes:
+        """What the sizes of the checkpoints in other formats follow from."""
+        losses, stacks = self.recipe.losses, []
+        for layer, experts in zip(self.sizes.layers, self.own.expert_widths(), strict=True):
             for projection in layer.projections:
-                used = sorted({width_of(one, projection) for one in mine})
+                used = sorted({width_of(one, projection) for one in experts})
                 rows, inputs = layer.shape(projection)
-                bits = stack_bits(layer, projection, used, self.recipe)
-                total += int(layer.num_experts * rows * inputs * bits / 8)
-        return total
+                grids = grids_of(layer, projection, used, group_size=losses.group_size, symmetric=losses.symmetric)
+                stacks.append((layer.num_experts * rows * inputs, tuple(grids), FULL in used))
+        return ExportSizes(
+            plain=self.sizes.disk,
+            rest=self.sizes.disk - self.sizes.experts_disk - self.sizes.others.disk,
+            packed=self.sizes.others.packed,
+            experts=placed_bytes(self.sizes, self.recipe.assign, self.recipe),
+            stacks=tuple(stacks),
+            widen=self.recipe.export.widen,
+        )
 
     def linked(self, stage: str) -> int:
         """Bytes of files that are hard links to an earlier stage's: packed experts in the checkpoint."""

@@ -9,7 +9,7 @@ from moeq.recipe.assign import (
     NamedAssignSection,
     budget_keys,
 )
-from moeq.recipe.choices import BEST, FORMATS, Bits, BitsOrFull, Denominator, Ends, Softmax
+from moeq.recipe.choices import BEST, Bits, BitsOrFull, Denominator, Ends, Softmax
 from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
 from moeq.recipe.eval import LowPrecisionSection, PerplexitySection, TestImagesSection, TranslationSection
@@ -21,7 +21,7 @@ from moeq.recipe.reparam import IntegerSection, ReparamSection
 from moeq.recipe.types import Bytes, Rational
 
 __all__ = [
-    "BEST", "BUDGETS", "BUNDLED", "DEFAULT_QUANTIZER", "DIGITS", "FORMATS", "HUB", "HUB_DATASET", "LARGEST_BATCH",
+    "BEST", "BUDGETS", "BUNDLED", "DEFAULT_QUANTIZER", "DIGITS", "HUB", "HUB_DATASET", "LARGEST_BATCH",
     "LARGEST_LENGTH", "MOST_POINTS", "SHARED", "AssignSection", "Bits", "BitsOrFull", "Bytes", "CaseSection",
     "Denominator", "Ends", "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection", "LossesSection",
     "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational", "Recipe",

@@ -1,25 +1,25 @@
-"""What a recipe chooses among: names of quantizers, formats and targets stand here; Literals are made of them."""
+"""What a recipe chooses among by name: quantizers, formats and targets, as the registries have them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from moeq.registry import QUANTIZERS
+from moeq.registry import EXPORTERS, NATIVE, QUANTIZERS, converted
 
 BEST = "best"  # quantizer: the method with the lowest loss
-FORMATS = ("auto-round", "gptq", "compressed-tensors", "gguf", "dequantized")  # written beside the native one
-TARGETS = ("moeq", "transformers", "vllm", "gptqmodel", "auto-round", "llama.cpp")
 
 if TYPE_CHECKING:  # mypy takes no Literal of a table
     Format = str
+    Native = str
     Quantizer = str
     QuantizerOrBest = str
     Target = str
 else:
-    Format = Literal[FORMATS]
+    Format = Literal[converted()]
+    Native = Literal[NATIVE]
     Quantizer = Literal[QUANTIZERS.names()]
     QuantizerOrBest = Literal[*QUANTIZERS.names(), BEST]
-    Target = Literal[TARGETS]
+    Target = Literal[tuple(target.name for exporter in EXPORTERS for target in exporter.targets)]
 
 OtherBits = Literal[2, 3, 4, 8]  # of what is not a routed expert
 Bits = Literal[1, OtherBits]

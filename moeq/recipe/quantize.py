@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer
 
-from moeq.recipe.choices import Format
+from moeq.recipe.choices import Format, Native
 from moeq.recipe.types import Bytes, Section
+from moeq.registry import EXPORTERS, NATIVE
 
 
 class RefineSection(Section):
@@ -28,9 +29,22 @@ class QuantizeSection(Section):
     )
 
 
-class ExportSection(Section):
-    format: Literal["moeq"] = Field("moeq", description="the native format, always written")
+class _ExportSection(Section):
+    format: Native = Field(NATIVE, description="the native format, always written")
     formats: list[Format] = Field([], description="written beside it, each as checkpoint-FORMAT")
     widen: bool = Field(False, description="codes that a format's runtime cannot read go into wider ones, same values")
     verify: bool = Field(True, description="load what was written in a fresh process and compare it with its weights")
     max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")
+
+    @model_serializer(mode="wrap")
+    def _given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without keys of formats' own that are not given: a digest then does not hang on which packages there are."""
+        kept = {*_ExportSection.model_fields, *self.model_fields_set}
+        return {key: value for key, value in handler(self).items() if key in kept}
+
+
+if TYPE_CHECKING:  # mypy takes no class of bases that are not known
+    ExportSection = _ExportSection
+else:
+    _OWN = dict.fromkeys(one.settings for one in EXPORTERS if one.settings is not None)
+    ExportSection = create_model("ExportSection", __base__=(*_OWN, _ExportSection), __module__=__name__)

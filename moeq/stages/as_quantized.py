@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, Assignment, width_of
 from moeq.errors import ArtifactError
-from moeq.exporters.moeq import layer_name
+from moeq.exporters.native_writer import layer_name
 from moeq.exporters.packed_source import Matrices
 from moeq.models.experts import ExpertLayer
 from moeq.models.weights import scale_keys, scales_of

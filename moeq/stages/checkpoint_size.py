@@ -25,7 +25,7 @@ from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.sums import LINE_BYTES, UNLISTED
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.tensor_files import dtype_name, safetensors_layout, torch_dtype
-from moeq.exporters.moeq import extra_name, layer_name, listed_code, quantization
+from moeq.exporters.native_writer import extra_name, layer_name, listed_code, quantization
 from moeq.exporters.plain import METADATA, shards
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype

@@ -31,7 +31,7 @@ from moeq.stages.model import Overlay
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Experts, Replicas
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
-from moeq.verification.verify import relative
+from moeq.verification.reference import relative
 
 ORIGINAL = "original"
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}  # relative, of logits

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from rich.markup import escape
 
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width
@@ -15,14 +16,16 @@ from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import damage, is_current, read_record, write_record
-from moeq.artifacts.targets import LOADED_BY, WIDEN, Target, loads_width, refuse_layers
+from moeq.artifacts.targets import WIDEN, loads_width, refuse_layers
 from moeq.errors import ArtifactError, PlanError
-from moeq.exporters import CONVERTED, export, gguf, write
+from moeq.exporters import write
+from moeq.exporters.exporter import Exporter
 from moeq.exporters.foreign import WriteOptions
-from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
+from moeq.exporters.native_writer import ExportInputs, export
 from moeq.exporters.packed_source import PackedSource
 from moeq.numerics.slab import return_memory
+from moeq.registry import EXPORTERS, converted
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
 from moeq.stages import assign, model_card, profile, quantize
@@ -61,7 +64,7 @@ def run(context: Context) -> dict[str, Any]:
     )
     target = context.directory("export")
     with context.reporter.bar("export", 1) as advance:
-        manifest = export(context.recipe.export.format, inputs, target)
+        manifest = export(inputs, target)
         advance()
     write_card(context, manifest)
     totals = manifest.totals.model_dump()
@@ -97,15 +100,19 @@ def format_directory(out: Path, name: str) -> Path:
     return out / f"checkpoint-{name}"
 
 
-FORMAT_DIRECTORIES = tuple(format_directory(Path(), name).name for name in CONVERTED)
+def format_directories() -> tuple[str, ...]:
+    """Names of those folders of all formats."""
+    return tuple(format_directory(Path(), name).name for name in converted())
 
 
 def check(context: Context) -> None:
     """What formats can be asked before anything runs: RecipeError, PlanError."""
     _check_uniform(context)
-    if gguf.NAME in context.recipe.export.formats:
-        gguf.check(context.model.source, context.model.skeleton)
-        _check_others(context, LOADED_BY[gguf.NAME])
+    for name in context.recipe.export.formats:
+        exporter = EXPORTERS.get(name)
+        if exporter.check is not None:
+            exporter.check(context.model.source, context.model.skeleton)
+        _check_others(context, exporter)
 
 
 def _check_uniform(context: Context) -> None:
@@ -122,18 +129,18 @@ def _check_uniform(context: Context) -> None:
     _check_widths(context, widths, context.recipe.losses)
 
 
-def _check_others(context: Context, target: Target) -> None:
-    """PlanError where a target has no type for the grid of what is packed outside of the experts."""
-    others = context.recipe.others
+def _check_others(context: Context, exporter: Exporter) -> None:
+    """PlanError where a target of few types has none for the grid of what is packed outside of the experts."""
+    others, target = context.recipe.others, next(iter(exporter.targets), None)
     size = context.recipe.losses.group_size if others.group_size is None else others.group_size
-    if context.recipe.export.widen:
+    if context.recipe.export.widen or target is None or target.blocks is None:
         return
     for kind, bits in others.widths().items():
         if not loads_width(target, bits, group_size=size, symmetric=others.symmetric):
             zeros = "" if others.symmetric else " with zero points"
             raise PlanError(
                 f"others.{kind}: {bits} bits{zeros} in groups of {size}; {target.name} has no type for them",
-                where=f"export.formats: {target.format}",
+                where=f"export.formats: {exporter.name}",
                 do=f"set others.symmetric: true and 4 or 8 bits, or {WIDEN}",
             )
 
@@ -181,6 +188,7 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
         widen=recipe.export.widen,
         trust_remote_code=recipe.trust_remote_code,
         model_name=context.model.stamp.name,
+        settings=_settings(context, name),
     )
     native = NativeReader(context.directory("export"), recipe.trust_remote_code)
     write(name, native, directory, options)
@@ -188,6 +196,12 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
         _check_written(context, directory, native)
     stage, stamp, seed = f"export-{name}", context.model.stamp, recipe.seed
     write_record(directory, stage=stage, model=stamp, seed=seed, key=key, inputs={}, summary={}, volatile={})
+
+
+def _settings(context: Context, name: str) -> BaseModel | None:
+    """The keys of `export` that are a format's own; None where it has none."""
+    settings = EXPORTERS.get(name).settings
+    return None if settings is None else settings.model_validate(context.recipe.export, from_attributes=True)
 
 
 def _check_copies(context: Context, directory: Path) -> None:
@@ -205,7 +219,8 @@ def _check_written(context: Context, directory: Path, against: PackedSource) -> 
 def _format_key(context: Context, name: str) -> str:
     section = context.recipe.export
     manifest = digest_of_file(context.directory("export") / MANIFEST, cached=not context.check)
-    settings = [section.max_shard, section.widen, section.verify]
+    own = _settings(context, name)
+    settings = [section.max_shard, section.widen, section.verify, *([] if own is None else [own.model_dump()])]
     return digest_of([name, FORMAT_REVISION, context.model.stamp.digest, manifest, *settings])
 
 

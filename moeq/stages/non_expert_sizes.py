@@ -14,7 +14,7 @@ from moeq.artifacts.files import canonical_json
 from moeq.artifacts.manifest import PlacedModule, TensorStamp
 from moeq.artifacts.non_experts import MadeOthers, OtherIndex, OtherRow, OtherTable
 from moeq.artifacts.tensor_files import dtype_name, safetensors_layout
-from moeq.exporters.moeq import others_name
+from moeq.exporters.native_writer import others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.non_experts import OtherModule, by_block
 from moeq.numerics.packed import packed_shapes

@@ -18,7 +18,7 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import make_directory, read_json, write_json
 from moeq.artifacts.stage import check_schema_version
 from moeq.artifacts.tensor_files import write_tensors
-from moeq.exporters.moeq import extra_name, layer_name, others_name
+from moeq.exporters.native_writer import extra_name, layer_name, others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.packed import PackedWeight

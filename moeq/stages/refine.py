@@ -22,7 +22,7 @@ from moeq.artifacts.files import digest_of, read_json, write_json
 from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.stage import current_digest
 from moeq.errors import ArtifactError, AssignmentError
-from moeq.exporters.moeq import layer_name
+from moeq.exporters.native_writer import layer_name
 from moeq.models.beside import Beside, walk_beside
 from moeq.models.experts import ExpertLayer, expert_math, set_expert_weights, stacked_biases, stacked_weights
 from moeq.numerics.packed import PARTS, PackedWeight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -20,7 +20,7 @@ from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.weights import is_dequantized
 from moeq.progress import Reporter
-from moeq.verification.reference import packed_others, streamed, values
+from moeq.verification.reference import packed_others, relative, streamed, values
 
 UNLIKE = 1.0  # relative error of a matrix beyond which it is no rounding of the original: 1 bit stays below 0.7
 
@@ -65,7 +65,7 @@ def compare_with(
     return Distance(
         model=source.name,
         kl=_kl(wanted, logits),
-        logits_error=float((logits - wanted).norm() / wanted.norm()),
+        logits_error=relative(logits, wanted),
         weights_error=sum(errors) / max(len(errors), 1),
         equal=equal,
         changed=tuple(changed),
@@ -86,6 +86,11 @@ def differences(made_of: PackedSource, packed: PackedSource, reporter: Reporter)
     return problems + [f"{key} is not as in {made_of.source.name}" for key in _tensors(made_of.source, packed)[1]]
 
 
+def first_of(problems: Sequence[str]) -> str:
+    """The first problem, and how many more there are."""
+    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+
+
 def _model(source: ModelSource, other: PackedSource | None, trust: bool) -> StreamedModel:
     if other is not None:
         return streamed(other, torch.float32, trust)
@@ -93,9 +98,9 @@ def _model(source: ModelSource, other: PackedSource | None, trust: bool) -> Stre
     return StreamedModel(source, torch.float32, torch.device("cpu"), trust)
 
 
-def _kl(wanted: Tensor, found: Tensor) -> float:
-    """Kullback-Leibler divergence of the found distributions from the wanted ones, mean over tokens, in nats."""
-    first, second = (part.double().log_softmax(-1) for part in (wanted, found))
+def _kl(wanted: Tensor, logits: Tensor) -> float:
+    """Kullback-Leibler divergence of the logits' distributions from the wanted ones, mean over tokens, in nats."""
+    first, second = (part.double().log_softmax(-1) for part in (wanted, logits))
     return float((first.exp() * (first - second)).sum(-1).mean())
 
 
@@ -109,13 +114,14 @@ def _experts(
     with reporter.bar("weights", len(packed.layers)) as advance:
         for place, layer in enumerate(packed.layers):
             for expert in range(layer.num_experts):
-                mine = packed.expert(layer, expert)[0]
+                matrices = packed.expert(layer, expert)[0]
                 if reader is not None:
                     exact = reader.read(layer, expert)[0]
                 else:
                     assert other is not None
-                    exact = {name: values(one) for name, one in other.expert(other.layers[place], expert)[0].items()}
-                for projection, matrix in mine.items():
+                    theirs = other.expert(other.layers[place], expert)[0]
+                    exact = {name: values(matrix) for name, matrix in theirs.items()}
+                for projection, matrix in matrices.items():
                     wanted = exact[projection].float()
                     if other is not None and isinstance(matrix, Tensor):
                         wanted = wanted.to(matrix.dtype).float()
@@ -149,10 +155,10 @@ def _tensors(source: ModelSource, packed: PackedSource) -> tuple[int, list[str]]
     """
     equal, changed = 0, []
     for key in packed.rest():
-        mine, theirs = packed.source.tensors[key], source.tensors.get(key)
-        if theirs is None or mine.dtype != theirs.dtype:
+        header, theirs = packed.source.tensors[key], source.tensors.get(key)
+        if theirs is None or header.dtype != theirs.dtype:
             continue
-        same = mine.shape == theirs.shape and all(
+        same = header.shape == theirs.shape and all(
             first == second for first, second in zip_longest(_chunks(packed.source, key), _chunks(source, key))
         )
         equal += same

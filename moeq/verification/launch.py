@@ -17,7 +17,6 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from moeq.artifacts.targets import LOADED_BY
 from moeq.errors import EvaluationError, MoeqError, RecipeError
 from moeq.tables import human_seconds
 from moeq.verification import probe
@@ -27,33 +26,23 @@ class NotInstalledError(RecipeError):
     """The target's package is not there."""
 
 
-TARGETS = tuple(probe.PACKAGES)
-OF_FORMAT = {name: target.name for name, target in LOADED_BY.items()} | {
-    "intel/auto-round": "auto-round",
-    "dequantized": "transformers",
-}
-INSTALL = {
-    "moeq": "pip install moeq",
-    "auto_round": "pip install auto-round==0.16.1",
-    "gptqmodel": "pip install gptqmodel==7.6.0",
-    "transformers": "pip install transformers",
-    "compressed_tensors": "pip install compressed-tensors",
-    "gguf": "pip install gguf==0.19.0",
-    "llama_cpp": "pip install llama-cpp-python",
-}
-
-
 BASE_SECONDS = 600  # that a target may take whatever the size: to import, and to compile kernels
 BYTES_PER_SECOND = 10e6  # of a checkpoint, that the slowest loader on a slow disk reads, unpacks and runs in that time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the probe is to do; inputs: tokens or pixels by the names of the model's arguments; stored: the type of most
-    weights; layers: {experts module: number of experts}, and hidden: their rows' length; rows: of experts alone."""
+    """What the probe is to do; target: the loader's name; packages, load, logits_only: see `exporters.exporter.Loader`;
+    loading: what from_pretrained is told beside; inputs: tokens or pixels by the names of the model's arguments;
+    stored: the type of most weights; layers: {experts module: number of experts}, and hidden: their rows' length; rows:
+    of experts alone."""
 
     checkpoint: Path
     target: str
+    packages: Mapping[str, str]
+    load: str
+    logits_only: bool
+    loading: Mapping[str, str]
     method: str
     architecture: str
     dtype: str
@@ -80,8 +69,8 @@ class Answer:
         return {key.removeprefix(start): self.tensors.get_tensor(key) for key in keys}
 
     def logits(self) -> Tensor:
-        found: Tensor = self.tensors.get_tensor("logits")
-        return found
+        logits: Tensor = self.tensors.get_tensor("logits")
+        return logits
 
 
 @contextmanager
@@ -96,7 +85,7 @@ def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[b
                     cwd=folder,  # gptqmodel leaves logs where it is run
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(request.target),
+                    env=_environment(request.packages),
                 )
             except OSError as error:
                 raise RecipeError(
@@ -123,15 +112,15 @@ def write_request(folder: Path, request: Request) -> None:
     (folder / "request.json").write_text(json.dumps(asked), "utf-8")
 
 
-def _environment(target: str) -> dict[str, str]:
-    """This process's, with what keeps the peers quiet and off the network; moeq itself is found where it is."""
-    found = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
-    found.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+def _environment(packages: Mapping[str, str]) -> dict[str, str]:
+    """This process's, with what keeps the peers quiet and off the network; moeq itself, where it is needed, is found
+    where it is."""
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "GPTQMODEL_CPU_WORKERS": "2", **os.environ, "HF_HUB_OFFLINE": "1"}
     own = Path(probe.__file__).resolve().parents[2]
-    given = [Path(path).absolute() for path in found.pop("PYTHONPATH", "").split(os.pathsep) if path]
-    found[probe.PARENT] = str(os.getpid())
-    paths = [own, *given] if target == "moeq" else [path for path in given if path.resolve() != own]
-    return found | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    given = [Path(path).absolute() for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path]
+    environment[probe.PARENT] = str(os.getpid())
+    paths = [own, *given] if "moeq" in packages else [path for path in given if path.resolve() != own]
+    return environment | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
 def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
@@ -176,7 +165,7 @@ def _absent(request: Request, package: str, python: str, error: str) -> MoeqErro
     return NotInstalledError(
         f"{package} cannot be imported there ({error})",
         where=f"target {request.target}, {python}",
-        do=f"{INSTALL[package]}, or name with --python the interpreter of an environment that has it",
+        do=f"{request.packages[package]}, or name with --python the interpreter of an environment that has it",
     )
 
 

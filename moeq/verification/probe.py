@@ -29,15 +29,6 @@ from typing import Any
 ANSWER, TENSORS = "answer.json", "tensors.safetensors"
 PARENT = "MOEQ_VERIFY_PARENT"  # in the environment: the process that waits for the answer
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-PACKAGES = {
-    "moeq": ("transformers", "moeq"),
-    "auto-round": ("transformers", "auto_round"),
-    "gptqmodel": ("gptqmodel",),
-    "transformers": ("transformers",),
-    "llama.cpp": ("llama_cpp",),
-}
-NEEDED = {"compressed-tensors": ("compressed_tensors",), "gguf": ("gguf",)}  # by a format beside the target's own
-GGUF_FILE = "model.gguf"
 PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
 
 
@@ -46,14 +37,14 @@ class Recorder:
 
     def __init__(self, experts: Any, block: Any) -> None:
         self.experts, self.block = experts, block
-        self.found: dict[str, Any] = {}
+        self.seen: dict[str, Any] = {}
         self.handles = [experts.register_forward_hook(self._called, with_kwargs=True)]
         if block is not None:
             self.handles.append(block.register_forward_hook(self._around, with_kwargs=True))
 
     def _called(self, module: Any, arguments: Any, named: Any, output: Any) -> None:
         given = [*arguments, *(named or {}).values()]
-        if self.found or isinstance(output, tuple):
+        if self.seen or isinstance(output, tuple):
             return
         if is_call(given):
             self._keep("call", given[:3], output)
@@ -63,12 +54,12 @@ class Recorder:
     def _around(self, module: Any, arguments: Any, named: Any, output: Any) -> None:
         given = [*arguments, *(named or {}).values()]
         first = output[0] if isinstance(output, tuple) else output
-        if not self.found and is_single(given, first):
+        if not self.seen and is_single(given, first):
             self._keep("block", given, first)
 
     def _keep(self, how: str, given: list[Any], output: Any) -> None:
-        self.found = {f"{how}.{place}": part.detach().clone() for place, part in enumerate(given)}
-        self.found["output"] = output.detach().clone()
+        self.seen = {f"{how}.{place}": part.detach().clone() for place, part in enumerate(given)}
+        self.seen["output"] = output.detach().clone()
 
     def stop(self) -> None:
         for handle in self.handles:
@@ -92,12 +83,12 @@ def alone(recorder: Recorder, rows: Any, expert: int) -> Any:
     """One expert's output for rows [t, H]; None where experts cannot be called one by one."""
     import torch
 
-    if "self.0" in recorder.found:
+    if "self.0" in recorder.seen:
         return None
-    if "call.1" in recorder.found:
-        shape = (len(rows), recorder.found["call.1"].shape[1])
-        chosen = torch.full(shape, expert, dtype=recorder.found["call.1"].dtype, device=rows.device)
-        weights = torch.zeros(shape, dtype=recorder.found["call.2"].dtype, device=rows.device)
+    if "call.1" in recorder.seen:
+        shape = (len(rows), recorder.seen["call.1"].shape[1])
+        chosen = torch.full(shape, expert, dtype=recorder.seen["call.1"].dtype, device=rows.device)
+        weights = torch.zeros(shape, dtype=recorder.seen["call.2"].dtype, device=rows.device)
         weights[:, 0] = 1
         return recorder.experts(rows, chosen, weights)
     child = getattr(recorder.experts, "_modules", {}).get(str(expert))
@@ -119,59 +110,72 @@ def record(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     floats = getattr(torch, request["dtype"])
     inputs = {name: value.to(floats) if value.is_floating_point() else value for name, value in inputs.items()}
     with torch.no_grad():
-        found = {"logits": model(**inputs, use_cache=False).logits.float()}
+        tensors = {"logits": model(**inputs, use_cache=False).logits.float()}
         for name, experts in request["layers"].items():
             recorder = recorders[name]
             recorder.stop()
-            if not recorder.found:
+            if not recorder.seen:
                 continue
-            found |= {f"{name}.{part}": value.contiguous() for part, value in recorder.found.items()}
-            first = next(recorder.found[part] for part in ("call.0", "self.0", "block.0") if part in recorder.found)
+            tensors |= {f"{name}.{part}": value.contiguous() for part, value in recorder.seen.items()}
+            first = next(recorder.seen[part] for part in ("call.0", "self.0", "block.0") if part in recorder.seen)
             rows = first.reshape(-1, first.shape[-1])[: request["rows"]]
             if rows.shape[-1] != request["hidden"][name]:
                 continue
             outputs: list[Any] = [alone(recorder, rows, expert) for expert in range(experts)]
             if not any(output is None for output in outputs):
-                found |= {f"{name}.rows": rows.clone(), f"{name}.alone": torch.stack(outputs).float()}
-    return found
+                tensors |= {f"{name}.rows": rows.clone(), f"{name}.alone": torch.stack(outputs).float()}
+    return tensors
 
 
-def llama_logits(request: dict[str, Any]) -> dict[str, Any]:
+def llama_logits(request: dict[str, Any]) -> tuple[Any, None]:
     """The logits that llama.cpp computes, sequence by sequence; it shows nothing of its layers."""
     import torch
     from llama_cpp import Llama
 
     rows = request["inputs"]["input_ids"]
-    path = os.path.join(request["checkpoint"], GGUF_FILE)
+    path = os.path.join(request["checkpoint"], request["loading"]["gguf_file"])
     float32 = 0  # ggml's number of the type, of the cache
     model = Llama(path, n_ctx=max(map(len, rows)), logits_all=True, type_k=float32, type_v=float32, verbose=False)
-    found = []
+    logits = []
     for row in rows:
         model.reset()
         model.eval(row)
-        found.append(torch.tensor(model.scores[: len(row)].tolist()))
+        logits.append(torch.tensor(model.scores[: len(row)].tolist()))
     model.close()
-    return {"logits": torch.stack(found)}
+    return torch.stack(logits), None
 
 
 def load(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]] | None]:
-    """The model in the wanted type, and what its loader complained about (None: it does not say)."""
+    """The model in the wanted type, or its logits, and what its loader complained about (None: it does not say)."""
+    module, _, name = request["load"].rpartition(":")
+    loader = getattr(importlib.import_module(module), name) if module else globals()[name]
+    return loader(request)  # type: ignore[no-any-return]
+
+
+def gptqmodel_model(request: dict[str, Any]) -> tuple[Any, None]:
+    """With gptqmodel's kernel in torch."""
     import torch
+    from gptqmodel import BACKEND, GPTQModel
 
-    path, dtype = request["checkpoint"], getattr(torch, request["dtype"])
-    if request["target"] == "gptqmodel":
-        from gptqmodel import BACKEND, GPTQModel
-
-        backend = getattr(BACKEND, "GPTQ_TORCH", None) or BACKEND.TORCH
-        trust = request["trust_remote_code"]
-        half = torch.float16  # the scales' type; its kernels take no float32
-        wrapped = GPTQModel.load(path, device="cpu", backend=backend, dtype=half, trust_remote_code=trust)
-        return wrapped.model.to(dtype), None
-    model, info = _from_pretrained(request, dtype)
-    return model.to(dtype), {problem: sorted(map(str, info.get(problem) or ())) for problem in PROBLEMS}
+    backend = getattr(BACKEND, "GPTQ_TORCH", None) or BACKEND.TORCH
+    path, trust = request["checkpoint"], request["trust_remote_code"]
+    half = torch.float16  # the scales' type; its kernels take no float32
+    wrapped = GPTQModel.load(path, device="cpu", backend=backend, dtype=half, trust_remote_code=trust)
+    return wrapped.model.to(getattr(torch, request["dtype"])), None
 
 
-def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
+def auto_round_model(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
+    """In the type of most weights, since what is asked for in float32 is rounded to float16."""
+    import transformers
+
+    more = {"quantization_config": transformers.AutoRoundConfig()} if request["method"] == "gptq" else {}
+    return transformers_model(request, dtype=request["stored"], **more)
+
+
+def transformers_model(
+    request: dict[str, Any], dtype: str | None = None, **more: Any
+) -> tuple[Any, dict[str, list[str]]]:
+    """As from_pretrained of the model's own class loads it, in a type: the one that it is then brought to, if none."""
     import torch
     import transformers
 
@@ -184,17 +188,17 @@ def _from_pretrained(request: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
     named = getattr(transformers, request["architecture"], None)
     if named is not None and kind._model_mapping.get(type(config), None) is not named:
         kind = named  # a model of text and images is not loaded by its language model's class
-    stored = getattr(torch, request["stored"])  # some loaders round to float16 what they are asked for in float32
-    options: dict[str, Any] = {
-        "dtype": stored if request["target"] == "auto-round" else dtype,
-        "output_loading_info": True,
+    if request["loading"]:  # the header of such a file lacks some of the configuration
+        more |= {**request["loading"], "config": config}
+    wanted = getattr(torch, request["dtype"])
+    model, said = kind.from_pretrained(
+        request["checkpoint"],
+        dtype=getattr(torch, dtype or request["dtype"]),
+        output_loading_info=True,
         **trust,
-    }
-    if request["method"] == "gguf":  # whose own header lacks some of the configuration
-        options |= {"gguf_file": GGUF_FILE, "config": config}
-    if request["target"] == "auto-round" and request["method"] == "gptq":
-        options["quantization_config"] = transformers.AutoRoundConfig()
-    return kind.from_pretrained(request["checkpoint"], **options)  # type: ignore[no-any-return]
+        **more,
+    )
+    return model.to(wanted), {problem: sorted(map(str, said.get(problem) or ())) for problem in PROBLEMS}
 
 
 def installed(package: str) -> str:
@@ -210,20 +214,16 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text("utf-8"))
     answer: dict[str, Any] = {"error": None, "absent": None, "loading": None, "versions": {}}
     try:
-        own = request["target"] == "llama.cpp"
-        for package in (*PACKAGES[request["target"]], *(() if own else NEEDED.get(request["method"], ()))):
+        for package in request["packages"]:
             answer["absent"] = package
             module = importlib.import_module(package)
             answer["versions"][package] = str(getattr(module, "__version__", None) or installed(package))
         answer["absent"] = None
-        if own:
-            found = llama_logits(request)
-        else:
-            model, answer["loading"] = load(request)
-            found = record(model.eval(), request)
+        model, answer["loading"] = load(request)
+        tensors = {"logits": model} if request["logits_only"] else record(model.eval(), request)
         from safetensors.torch import save_file
 
-        save_file({name: value.cpu() for name, value in found.items()}, folder / TENSORS)
+        save_file({name: value.cpu() for name, value in tensors.items()}, folder / TENSORS)
     except Exception as error:
         text = str(error).strip().splitlines()
         answer["error"] = f"{type(error).__name__}: {text[0] if text else 'no message'}"

@@ -7,6 +7,7 @@ were, a group at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,13 @@ CPU = torch.device("cpu")
 GROUP_BYTES = 128 << 20  # of experts in float32 that lie in memory at a time
 
 
+def relative(output: Tensor, wanted: Tensor) -> float:
+    """||output - wanted|| / ||wanted||, or ||output|| where nothing is wanted; infinite where one is not finite."""
+    size = float(wanted.double().norm())
+    error = float((output.double() - wanted.double()).norm()) / (size or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
 def values(matrix: PackedWeight | Tensor) -> Tensor:
     """A matrix's values in float32."""
     return matrix.dequantize() if isinstance(matrix, PackedWeight) else matrix.float()
@@ -33,8 +41,8 @@ def values(matrix: PackedWeight | Tensor) -> Tensor:
 
 def rounded_values(matrix: PackedWeight | Tensor, stored: torch.dtype | None) -> Tensor:
     """A matrix's values in float32 as a checkpoint has them that stores them in a type; None: one that packs them."""
-    found = values(matrix)
-    return found if stored is None or not isinstance(matrix, PackedWeight) else found.to(stored).float()
+    exact = values(matrix)
+    return exact if stored is None or not isinstance(matrix, PackedWeight) else exact.to(stored).float()
 
 
 def streamed(
@@ -47,7 +55,7 @@ def streamed(
     """
     stacked = [packed.stacked(layer) for layer in packed.layers] if isinstance(packed, Foreign) else []
     whole = {layer.name for layer, keys in zip(packed.layers, stacked, strict=False) if keys}
-    keys = [*packed.rest(), *(key for found in stacked for key in found)]
+    keys = [*packed.rest(), *(key for stack in stacked for key in stack)]
     others = packed_others(packed)
     supplied = {
         f"{layer.name}.{part}" for layer in packed.layers for part in layer.parameters if layer.name not in whole
@@ -60,8 +68,8 @@ def streamed(
     def fill_some(layer: ExpertLayer, experts: range) -> None:
         for expert in experts:
             matrices, biases = packed.expert(layer, expert)
-            found = {name: rounded_values(matrix, stored) for name, matrix in matrices.items()}
-            set_expert_weights(model.model, layer, expert, found)
+            exact = {name: rounded_values(matrix, stored) for name, matrix in matrices.items()}
+            set_expert_weights(model.model, layer, expert, exact)
             set_expert_biases(model.model, layer, expert, biases)
 
     grouped = set()
@@ -155,8 +163,8 @@ def run_recorded(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tenso
     else:
         block: Any = model.get_submodule(layer.name.rpartition(".")[0])
         output = block(recorded["block.0"])
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first
 
 
 def run_alone(model: nn.Module, layer: ExpertLayer, rows: Tensor, top_k: int) -> Tensor:
@@ -165,5 +173,5 @@ def run_alone(model: nn.Module, layer: ExpertLayer, rows: Tensor, top_k: int) ->
     number = torch.arange(layer.num_experts).repeat_interleave(len(rows))
     weights = torch.zeros(len(number), top_k)
     weights[:, 0] = 1
-    found: Tensor = experts(rows.repeat(layer.num_experts, 1), number[:, None].expand(-1, top_k), weights)
-    return found.view(layer.num_experts, len(rows), -1)
+    outputs: Tensor = experts(rows.repeat(layer.num_experts, 1), number[:, None].expand(-1, top_k), weights)
+    return outputs.view(layer.num_experts, len(rows), -1)

@@ -18,24 +18,24 @@ from torch import Tensor, nn
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import EvaluationError, RecipeError
+from moeq.exporters.exporter import TRANSFORMERS, loaders, of_method
 from moeq.exporters.native_reader import NativeReader
-from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.packed_source import Checkable, PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.exporters.readers.foreign import Foreign
-from moeq.exporters.readers.gguf import Gguf
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.loading import skeleton
 from moeq.models.source import ModelSource
 from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
+from moeq.registry import NATIVE
 from moeq.verification import launch
-from moeq.verification.against import Distance, compare_with, differences
+from moeq.verification.against import Distance, compare_with, differences, first_of
 from moeq.verification.manifest_files import check_native
-from moeq.verification.reference import after_experts, run_alone, run_recorded, streamed
+from moeq.verification.reference import after_experts, relative, run_alone, run_recorded, streamed
 
 TOLERANCE = {"float32": 2e-3, "float16": 1e-2, "bfloat16": 3e-2}  # of a layer's outputs, relative
-ROUNDING = {"llama.cpp": 0.05}  # of targets that round activations to 8 bits: of the median position's logits
 LOGITS_FACTOR = {"float32": 1, "float16": 3, "bfloat16": 3}  # errors of all layers, in types that round
 BATCH, LENGTH, ROWS = 2, 24, 4
 SEED = 0
@@ -89,16 +89,16 @@ class Verdict:
     @property
     def rounds(self) -> bool:
         """Whether the target rounds activations, and the error of the logits is that of the median position."""
-        return self.target in ROUNDING
+        return loaders()[self.target].rounding is not None
 
     def as_json(self) -> dict[str, Any]:
         """For --json: figures that are not finite are null."""
-        found = vars(self) | {
+        figures = vars(self) | {
             "layers": [vars(layer) | {"worst": layer.worst} for layer in self.layers],
             "distance": None if self.distance is None else vars(self.distance),
             "right": not self.problems,
         }
-        return _finite(found)  # type: ignore[no-any-return]
+        return _finite(figures)  # type: ignore[no-any-return]
 
 
 def _finite(value: Any) -> Any:
@@ -128,19 +128,20 @@ def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSour
         reporter.say(f"  loading with {request.target} in a process of its own")
         answer = launch.answer(process, request)
         layers, wanted = _compare(reference, packed, answer, request, reporter)
-        found = answer.logits()
-    error = typical(found, wanted) if request.target in ROUNDING else relative(found, wanted)
+        logits = answer.logits()
+    rounding = loaders()[request.target].rounding
+    error = relative(logits, wanted) if rounding is None else typical(logits, wanted)
     distance = None
     if options.against is not None:
         inputs = dict(request.inputs)
-        distance = compare_with(options.against, packed, inputs, found, reporter, options.trust_remote_code)
+        distance = compare_with(options.against, packed, inputs, logits, reporter, options.trust_remote_code)
     differing = () if made_of is None else differences(made_of, packed, reporter)
     verdict = Verdict(
         checkpoint=str(path),
         format=method,
         target=request.target,
         dtype=options.dtype,
-        tolerance=ROUNDING.get(request.target, TOLERANCE[options.dtype]),
+        tolerance=TOLERANCE[options.dtype] if rounding is None else rounding,
         versions=answer.versions,
         files=files,
         loading=answer.loading,
@@ -155,9 +156,9 @@ def _stored_as(packed: PackedSource) -> torch.dtype | None:
     """The type in which a checkpoint stores its experts' values; None for one that packs some."""
     if not packed.layers:
         return None
-    found = list(packed.expert(packed.layers[0], 0)[0].values())
-    plain = [matrix.dtype for matrix in found if isinstance(matrix, Tensor)]
-    return plain[0] if len(plain) == len(found) and format_of(packed.source) == PLAIN else None
+    matrices = list(packed.expert(packed.layers[0], 0)[0].values())
+    plain = [matrix.dtype for matrix in matrices if isinstance(matrix, Tensor)]
+    return plain[0] if len(plain) == len(matrices) and format_of(packed.source) == PLAIN else None
 
 
 def require(verdict: Verdict) -> None:
@@ -168,9 +169,8 @@ def require(verdict: Verdict) -> None:
 
 def error_of(verdict: Verdict) -> EvaluationError:
     """The problems of a verdict as one line."""
-    more = f" (and {len(verdict.problems) - 1} more)" if len(verdict.problems) > 1 else ""
     return EvaluationError(
-        f"{verdict.problems[0]}{more}",
+        first_of(verdict.problems),
         where=f"{verdict.checkpoint}, target {verdict.target}",
         do="do not use it with this target; `moeq verify --json` lists everything",
     )
@@ -183,34 +183,33 @@ def resident_bytes(packed: PackedSource) -> int:
     return sum(header.bytes for header in tensors.values()) + 4 * whole
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """||found - wanted|| / ||wanted||, or ||found|| where nothing is wanted; infinite where one is not finite."""
-    size = float(wanted.double().norm())
-    error = float((found.double() - wanted.double()).norm()) / (size or 1.0)
-    return error if math.isfinite(error) else math.inf
-
-
-def typical(found: Tensor, wanted: Tensor) -> float:
+def typical(logits: Tensor, wanted: Tensor) -> float:
     """The median of the positions' relative errors [B, S, V]: where activations are rounded, a router now and then
     chooses another expert, which changes one position wholly; what is loaded wrongly changes all."""
-    errors = (found - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1).clamp(min=1e-30)
+    errors = (logits - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1).clamp(min=1e-30)
     error = float(errors.median())
     return error if math.isfinite(error) else math.inf
 
 
 def _request(path: Path, packed: PackedSource, method: str, options: Options) -> launch.Request:
-    usual = packed.loaders()[0] if isinstance(packed, Gguf) else launch.OF_FORMAT.get(method, "transformers")
+    exporter, known = of_method(method), loaders()
+    usual = TRANSFORMERS if exporter is None else exporter.usual(packed)
     model = skeleton_of(packed, options.trust_remote_code)
-    if usual == "transformers" and type(model).__module__.startswith("moeq."):
-        usual = "moeq"  # which brings the model
-    target = options.target or usual
-    if target not in launch.TARGETS:
-        raise RecipeError(f"no loader for target {target!r}", where="--target", do=f"use {', '.join(launch.TARGETS)}")
+    if usual == TRANSFORMERS and type(model).__module__.startswith("moeq."):
+        usual = known[NATIVE]  # which brings the model
+    loader = usual if options.target is None else known.get(options.target)
+    if loader is None:
+        raise RecipeError(f"no loader for target {options.target!r}", where="--target", do=f"use {', '.join(known)}")
     if options.dtype not in TOLERANCE:
         raise RecipeError(f"no such type {options.dtype!r}", where="--dtype", do=f"use {', '.join(TOLERANCE)}")
+    needs = {} if exporter is None or loader.logits_only else exporter.needs
     return launch.Request(
         checkpoint=path,
-        target=target,
+        target=loader.name,
+        packages={**loader.packages, **needs},
+        load=loader.load,
+        logits_only=loader.logits_only,
+        loading={} if exporter is None else exporter.loading,
         method=method,
         architecture=type(model).__name__,
         dtype=options.dtype,
@@ -240,7 +239,7 @@ def stored_type(source: ModelSource, keys: list[str]) -> str:
 
 
 def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> str:
-    if isinstance(packed, Foreign | Gguf):
+    if isinstance(packed, Checkable):
         packed.check()
         shapes = "every tensor has the shape and type that config.json says"
         sums = check_sums(path, reporter=reporter)
@@ -257,17 +256,17 @@ def _compare(
     reporter: Reporter,
 ) -> tuple[tuple[LayerCheck, ...], Tensor]:
     """Every layer against the reference, and the reference's logits: one pass over the checkpoint."""
-    found: dict[str, LayerCheck] = {}
+    checks: dict[str, LayerCheck] = {}
     with reporter.bar("comparing", len(packed.layers)) as advance, torch.no_grad():
 
         def see(layer: ExpertLayer) -> None:
-            found[layer.name] = _layer(reference.model, layer, answer.layer(layer.name))
+            checks[layer.name] = _layer(reference.model, layer, answer.layer(layer.name))
             advance()
 
         after_experts(reference, packed.layers, see)
         logits = reference.model(**request.inputs, use_cache=False).logits.float()
     absent = LayerCheck(name="", how="the reference did not run it", error=None)
-    return tuple(found.get(layer.name, absent) for layer in packed.layers), logits
+    return tuple(checks.get(layer.name, absent) for layer in packed.layers), logits
 
 
 def _layer(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tensor]) -> LayerCheck:
@@ -287,14 +286,14 @@ def _layer(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tensor]) ->
 def _problems(packed: PackedSource, verdict: Verdict) -> list[str]:
     """All that is wrong: what the loader says, then layers, the worst first, then the logits."""
     complaints = (verdict.loading or {}).items()
-    found = [f"{len(keys)} {problem.replace('_', ' ')}, the first: {keys[0]}" for problem, keys in complaints if keys]
+    problems = [f"{len(keys)} {what.replace('_', ' ')}, the first: {keys[0]}" for what, keys in complaints if keys]
     worst_first = sorted(verdict.layers, key=lambda check: -check.worst)
     wrong = [check for check in worst_first if check.error is not None and check.worst > verdict.tolerance]
-    found += [_wrong_layer(packed, check, verdict.tolerance) for check in wrong]
+    problems += [_wrong_layer(packed, check, verdict.tolerance) for check in wrong]
     factor = 1 if verdict.rounds else LOGITS_FACTOR[verdict.dtype]
     if verdict.logits_error > verdict.tolerance * factor:
-        found.append(f"logits are off the dequantized weights' by {verdict.logits_error:.2g} relative")
-    return [*found, *(verdict.distance.problems if verdict.distance is not None else ())]
+        problems.append(f"logits are off the dequantized weights' by {verdict.logits_error:.2g} relative")
+    return [*problems, *(verdict.distance.problems if verdict.distance is not None else ())]
 
 
 def _wrong_layer(packed: PackedSource, check: LayerCheck, tolerance: float) -> str:

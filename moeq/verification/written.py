@@ -13,7 +13,7 @@ from moeq.exporters.readers import open_packed
 from moeq.models.loading import memory_bytes
 from moeq.progress import Reporter
 from moeq.tables import human_bytes
-from moeq.verification.against import differences
+from moeq.verification.against import differences, first_of
 from moeq.verification.launch import NotInstalledError
 from moeq.verification.verify import Options, Verdict, require, resident_bytes, verify
 
@@ -64,6 +64,5 @@ def _check_values(directory: Path, made_of: PackedSource | None, reporter: Repor
     packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
     problems = differences(made_of, packed, reporter)
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise EvaluationError(f"{problems[0]}{more}", where=str(directory), do="do not use it; write it again")
+        raise EvaluationError(first_of(problems), where=str(directory), do="do not use it; write it again")
     reporter.say(f"  its values are those of {escape(made_of.source.name)}")

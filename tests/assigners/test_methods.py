@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from random_inputs import BITS, expert_bytes, inputs_of, least_bytes, with_options
 
 from moeq.artifacts.losses import SCHEMA, LossTable
-from moeq.artifacts.targets import TARGETS, refusal
+from moeq.artifacts.targets import refusal, targets
 from moeq.assigners import assign, mopeq, report
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.online import decide
@@ -119,7 +119,7 @@ def test_size_counts_the_rest_of_the_checkpoint() -> None:
         assign(with_options(inputs, method="optimal", size=whole - 1))
 
 
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("target", list(targets()))
 def test_optimal_stays_within_a_target(target: str) -> None:
     inputs = inputs_of(11, 3, 6, symmetric=True, method="optimal", average_bits="5/2", target=target)
     if target == "llama.cpp":
@@ -127,7 +127,7 @@ def test_optimal_stays_within_a_target(target: str) -> None:
             assign(inputs)
         inputs = replace(inputs, group_size=256)
     found = assign(inputs)
-    assert refusal(TARGETS[target], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
+    assert refusal(targets()[target], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
     prices = {price.target: price for price in report.prices(inputs, found)}
     assert objective(inputs, found) == pytest.approx(prices[target].objective)
     order = [prices[name].ratio for name in ("moeq", "auto-round", "vllm")]

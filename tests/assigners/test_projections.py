@@ -16,7 +16,7 @@ from random_inputs import BITS, inputs_of, with_options
 
 from moeq.artifacts.assignment import Assignment, matrix_widths, read_assignment, write_assignment
 from moeq.artifacts.losses import SCHEMA, LossTable
-from moeq.artifacts.targets import TARGETS, refusal
+from moeq.artifacts.targets import refusal, targets
 from moeq.assigners import assign, report
 from moeq.assigners.inputs import AssignInputs, routing_mass
 from moeq.assigners.sensitivity import columns, matrix_tables, objective, tables
@@ -197,8 +197,8 @@ def test_targets_that_take_widths_of_matrices(target: str) -> None:
     free, within = assign(inputs), assign(with_options(inputs, method="optimal", average_bits="5/2",
                                                        granularity="projection", target=target))  # fmt: skip
     assert within.is_mixed
-    assert refusal(TARGETS[target], within.expert_widths(), inputs.profile.layers, symmetric=True) is None
-    coarse = replace(TARGETS[target], granularity="expert", widths=TARGETS["moeq"].widths)
+    assert refusal(targets()[target], within.expert_widths(), inputs.profile.layers, symmetric=True) is None
+    coarse = replace(targets()[target], granularity="expert", widths=targets()["moeq"].widths)
     reason = refusal(coarse, free.expert_widths(), inputs.profile.layers, symmetric=True)
     assert reason is not None
     assert re.search(r"gate_proj \d, up_proj \d, down_proj \d bits; it takes one width for all matrices", reason)
@@ -208,9 +208,9 @@ def test_widths_of_matrices_that_a_layers_experts_share() -> None:
     """One type a stack: matrices may differ where all experts of the layer are alike."""
     alike, other = {"gate_proj": 4, "up_proj": 4, "down_proj": 8}, {"gate_proj": 8, "up_proj": 4, "down_proj": 8}
     names = ["layers.0", "layers.1"]
-    target = TARGETS["llama.cpp"]
+    target = targets()["llama.cpp"]
     assert refusal(target, [[alike, alike], [4, 4]], names, symmetric=True) is None
-    assert refusal(TARGETS["vllm"], [[alike, alike], [4, 4]], names, symmetric=True) is not None
+    assert refusal(targets()["vllm"], [[alike, alike], [4, 4]], names, symmetric=True) is not None
     for mixed in ([alike, other], [alike, 4]):
         reason = refusal(target, [[4, 4], mixed], names, symmetric=True)
         assert reason is not None
@@ -226,12 +226,12 @@ def test_one_width_for_a_matrix_of_all_of_a_layers_experts() -> None:
     found = assign(inputs)
     assert found.is_mixed
     assert all(len({str(one) for one in mine}) == 1 for mine in found.expert_widths())
-    assert refusal(TARGETS["llama.cpp"], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
+    assert refusal(targets()["llama.cpp"], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
     prices = {price.target: price for price in report.prices(inputs, found)}
     assert objective(inputs, found) == pytest.approx(prices["llama.cpp"].objective)
     assert prices["llama.cpp"].objective <= prices["vllm"].objective
     tables = [list(one.values()) for one in matrix_tables(inputs)]
-    widths = sorted(set(tables[0][0]) & set(TARGETS["llama.cpp"].widths) - {16})
+    widths = sorted(set(tables[0][0]) & set(targets()["llama.cpp"].widths) - {16})
     best = min(
         sum(tables[place // 3][place % 3][bits].sum() for place, bits in enumerate(chosen))
         for chosen in itertools.product(widths, repeat=6)
@@ -244,7 +244,7 @@ def test_one_width_for_a_matrix_of_all_of_a_layers_experts() -> None:
 def test_targets_refuse_widths_of_matrices(target: str) -> None:
     inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits="5/2", granularity="projection")
     found = assign(inputs)
-    usual = replace(TARGETS[target], widths=TARGETS["moeq"].widths)
+    usual = replace(targets()[target], widths=targets()["moeq"].widths)
     reason = refusal(usual, found.expert_widths(), inputs.profile.layers, symmetric=True)
     assert reason is not None
     with pytest.raises(AssignmentError, match=rf"target {target}: granularity projection cannot .*target: moeq"):

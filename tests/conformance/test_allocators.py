@@ -21,7 +21,7 @@ from random_inputs import BITS, inputs_of, least_bytes, table_of
 from strangers import on_path, write_package
 
 from moeq.artifacts.assignment import FULL, Assignment, write_assignment
-from moeq.artifacts.targets import TARGETS, refusal
+from moeq.artifacts.targets import refusal, targets
 from moeq.assigners import assign, report
 from moeq.assigners.allocator import Allocator
 from moeq.assigners.inputs import AssignInputs, importance, ranking
@@ -319,7 +319,7 @@ def test_losses_of_nothing_are_losses(allocator: Allocator) -> None:
             check_kept(mine, assign(mine))
 
 
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("target", list(targets()))
 def test_a_target_loads_it_or_refuses_it_in_a_line(allocator: Allocator, target: str) -> None:
     inputs = inputs_of(8, 2, 6, symmetric=True)
     for config in configs(inputs, allocator):
@@ -327,7 +327,7 @@ def test_a_target_loads_it_or_refuses_it_in_a_line(allocator: Allocator, target:
         found = outcome(mine)
         if isinstance(found, Assignment):
             grid = {"symmetric": True, "group_size": inputs.group_size}
-            assert refusal(TARGETS[target], found.expert_widths(), inputs.profile.layers, **grid) is None
+            assert refusal(targets()[target], found.expert_widths(), inputs.profile.layers, **grid) is None
 
 
 def test_a_frontier_shows_it(allocator: Allocator) -> None:

@@ -20,19 +20,21 @@ import torch
 from exporters import handmade
 from made_sources import IDS, Choose, MadeSource, reference, reference_logits, save_model
 from safetensors.torch import load_file, save_file
+from strangers import changed
 from torch import Tensor
 
+from moeq.artifacts.gguf_file import FILE
 from moeq.bundled import bundled_path
 from moeq.conversion import convert
 from moeq.errors import ArtifactError, EvaluationError, PlanError, RecipeError
 from moeq.exporters import gguf_families, write
 from moeq.exporters.foreign import WriteOptions
-from moeq.exporters.gguf_families import FILE, block_of, stack_name
+from moeq.exporters.gguf_families import block_of, stack_name
 from moeq.exporters.readers import open_packed
 from moeq.models.disk_names import DiskNames
 from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
-from moeq.verification import launch, probe
+from moeq.registry import EXPORTERS
 from moeq.verification.verify import Options, typical, verify
 from moeq.verification.written import check_written
 
@@ -549,8 +551,7 @@ def test_values_are_compared_where_no_loader_is_installed(
     handmade.write(model, tmp_path / "packed", handmade.gptq_config(), handmade.gptq_parts)
     wider = handmade.gptq_config(bits=8)
     handmade.write(model, tmp_path / "other", wider, handmade.gptq_parts, lambda *_: 8)
-    monkeypatch.setitem(probe.NEEDED, "gguf", ("no_such_package",))
-    monkeypatch.setitem(launch.INSTALL, "no_such_package", "pip install it")
+    changed(monkeypatch, EXPORTERS, "gguf", needs={"no_such_package": "pip install it"})
     convert(tmp_path / "packed", "gguf", tmp_path / "out", verify=Reporter())
     said = " ".join(capsys.readouterr().err.split())
     assert "not verified: target transformers" in said

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import family_models
 import pytest
 from rich.console import Console
+from strangers import changed
 from typer.testing import CliRunner
 
 from moeq import cli, terminal
@@ -20,6 +22,7 @@ from moeq.planning.make import error_of, make_plan
 from moeq.planning.memory import STAGES
 from moeq.planning.result import Machine, Need, Plan, Term
 from moeq.recipe import load_recipe
+from moeq.registry import EXPORTERS, NATIVE
 from moeq.stages.context import Context
 
 GIB = 2**30
@@ -213,22 +216,18 @@ def test_formats_say_what_they_cannot_carry(
     mixed = capability.Asked(layers=layers, widths=((1, 2, 3, 4, 16),) * 2, group_size=16, symmetric=False,
                              all_replicas=False)  # fmt: skip
     assert capability.refusals(context, mixed) == []
-    monkeypatch.setitem(capability.RULES, "moeq", lambda asked: f"only one width, not {sorted({*asked.widths[0]})}")
-    assert capability.refusals(context, mixed) == [
-        "export.format moeq cannot carry it: only one width, not [1, 2, 3, 4, 16]; choose another format"
-    ]
+    narrow = replace(EXPORTERS.get(NATIVE).targets[0], widths=(16,))
+    changed(monkeypatch, EXPORTERS, NATIVE, targets=(narrow,))
+    line = capability.refusals(context, mixed)[0]
+    assert line.startswith("export.format moeq cannot carry it: ")
+    assert "1 bits; moeq loads 16; " in line
+    assert line.endswith("; choose another format")
     plan = make_plan(context, probe=False)
     assert not plan.fits
     assert "cannot carry it" in str(error_of(plan))
     monkeypatch.undo()
     few = context_of(tiny_mixtral, tmp_path, "corpus.sequences=3")
     assert "raise corpus.sequences to 4" in capability.refusals(few, mixed)[0]
-
-
-def test_every_format_has_a_rule() -> None:
-    from moeq.exporters import NATIVE
-
-    assert set(capability.RULES) == {NATIVE}
 
 
 def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> None:

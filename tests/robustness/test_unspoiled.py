@@ -218,7 +218,7 @@ def _copy_flipped(monkeypatch: pytest.MonkeyPatch) -> None:
         if target.name == "experts-layer-001.safetensors":
             _flip(target)
 
-    monkeypatch.setattr("moeq.exporters.moeq.place", flipping)
+    monkeypatch.setattr("moeq.exporters.native_writer.place", flipping)
 
 
 def _weights_flipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def _weights_flipped(monkeypatch: pytest.MonkeyPatch) -> None:
         _flip(directory / sorted(set(where.values()))[0])
         return where
 
-    monkeypatch.setattr("moeq.exporters.moeq.write_plain", flipping)
+    monkeypatch.setattr("moeq.exporters.native_writer.write_plain", flipping)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +279,7 @@ def test_two_conversions_do_not_share_a_directory(finished_run: Path, tmp_path: 
 
 def request_for(checkpoint: Path) -> launch.Request:
     sizes: dict[str, Any] = {"inputs": {}, "layers": {}, "hidden": {}, "rows": 1, "trust_remote_code": False}
+    sizes |= {"packages": {}, "load": "transformers_model", "logits_only": False, "loading": {}}
     names = {"target": "moeq", "method": "moeq", "architecture": "", "dtype": "float32", "stored": "float32"}
     return launch.Request(checkpoint=checkpoint, **names, **sizes)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from moeq import pipeline
-from moeq.artifacts.targets import LOADED_BY, TARGETS, refuse_layers
+from moeq.artifacts.targets import loaded_by, refuse_layers, targets
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.registry import EXPORTERS
 from moeq.stages import frontier
 from moeq.stages.context import Context
 
@@ -44,10 +45,17 @@ def refused(context: Context, name: str, bits: int) -> tuple[str, str] | None:
     )
 
 
+def format_of(target: str) -> str:
+    """The format that a target loads."""
+    return next(one.name for one in EXPORTERS for each in one.targets if each.name == target)
+
+
 def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:
     prices = {price["target"]: price for price in frontier.prices(priced)}
-    assert set(prices) == set(TARGETS)
-    for format_, target in LOADED_BY.items():
+    assert set(prices) == set(targets())
+    for format_, target in ((name, loaded_by(name)) for name in EXPORTERS.names()):
+        if target is None:
+            continue
         price = prices[target.name]
         taken = [bits for bits in priced.recipe.losses.bits if refused(priced, format_, bits) is None]
         if target.symmetric_only and not priced.recipe.losses.symmetric:
@@ -64,7 +72,7 @@ def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:
 
 def test_a_reason_names_a_width_a_matrix_and_what_is_in_the_way(priced: Context) -> None:
     for price in frontier.prices(priced):
-        target, reason = TARGETS[price["target"]], price["refusal"]
+        target, reason = targets()[price["target"]], price["refusal"]
         if (
             reason is None
             or "cannot be met" in reason
@@ -74,7 +82,7 @@ def test_a_reason_names_a_width_a_matrix_and_what_is_in_the_way(priced: Context)
             continue
         named = [bits for bits in priced.recipe.losses.bits if f"{bits} bits" in reason]
         assert len(named) == 1, reason
-        found = refused(priced, target.format, named[0])
+        found = refused(priced, format_of(target.name), named[0])
         assert found is not None
         assert found[0] in reason
         assert found[1] in reason

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from exporters import handmade
 from family_models import save
 from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
+from strangers import changed
 from torch import nn
 
 from moeq import pipeline
@@ -23,8 +25,9 @@ from moeq.artifacts.sums import NAME as SUMS
 from moeq.errors import ArtifactError, EvaluationError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.registry import EXPORTERS
 from moeq.stages.context import Context
-from moeq.verification import launch, probe, reference
+from moeq.verification import probe, reference
 from moeq.verification.launch import NotInstalledError
 from moeq.verification.verify import Options, Verdict, require, verify
 
@@ -318,18 +321,15 @@ def test_what_is_not_there(gptq: Path, tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_not_installed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(probe.PACKAGES, "moeq", ("no_such_package",))
-    monkeypatch.setitem(launch.INSTALL, "no_such_package", "pip install it")
+    loader = replace(EXPORTERS.get("moeq").loaders[0], packages={"no_such_package": "pip install it"})
+    changed(monkeypatch, EXPORTERS, "moeq", loaders=(loader,))
     with pytest.raises(NotInstalledError, match=r"no_such_package cannot be imported.*pip install it.*--python"):
         check(run / "checkpoint")
 
 
 def test_a_format_whose_package_is_not_installed(gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own ImportError would be taken for a checkpoint that does not load."""
-    assert set(probe.NEEDED) <= set(launch.OF_FORMAT)
-    assert {package for packages in probe.NEEDED.values() for package in packages} <= set(launch.INSTALL)
-    monkeypatch.setitem(probe.NEEDED, "gptq", ("no_such_package",))
-    monkeypatch.setitem(launch.INSTALL, "no_such_package", "pip install it")
+    changed(monkeypatch, EXPORTERS, "gptq", needs={"no_such_package": "pip install it"})
     with pytest.raises(NotInstalledError, match="no_such_package cannot be imported"):
         check(gptq / "packed", target="transformers")
 
@@ -337,8 +337,8 @@ def test_a_format_whose_package_is_not_installed(gptq: Path, monkeypatch: pytest
 def test_an_export_whose_target_is_not_installed_says_so(
     tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(probe.PACKAGES, "moeq", ("no_such_package",))
-    monkeypatch.setitem(launch.INSTALL, "no_such_package", "pip install it")
+    loader = replace(EXPORTERS.get("moeq").loaders[0], packages={"no_such_package": "pip install it"})
+    changed(monkeypatch, EXPORTERS, "moeq", loaders=(loader,))
     pipeline.run(context(tiny_mixtral, tmp_path / "run", quiet=False), STAGES)
     assert "not verified: target moeq" in " ".join(capsys.readouterr().err.split())
 

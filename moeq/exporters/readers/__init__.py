@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from moeq.errors import ArtifactError
-from moeq.exporters.gguf_families import FILE as GGUF_FILE
-from moeq.exporters.native_reader import NativeReader
+from moeq.exporters.exporter import Exporter, of_method
 from moeq.exporters.packed_source import PackedSource
-from moeq.exporters.readers.compressed import CompressedTensors
 from moeq.exporters.readers.foreign import Foreign, open_foreign
-from moeq.exporters.readers.gguf import open_gguf
-from moeq.exporters.readers.gptq import AutoRound, Gptq
-from moeq.exporters.readers.layout import Layout
 from moeq.models.source import INDEX, SINGLE, ModelSource, open_source
 from moeq.models.weights import DEQUANTIZED, quantization_of
-from moeq.numerics.widths import METHOD
+from moeq.registry import EXPORTERS
 
 PLAIN = "dequantized"
-LAYOUTS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
-    "gptq": Gptq,
-    "auto-round": AutoRound,
-    "intel/auto-round": AutoRound,
-    "compressed-tensors": CompressedTensors,
-}
-WORKS = "moeq reads its own checkpoints, gptq, auto-round, compressed-tensors (pack-quantized) and plain ones"
+
+
+def works() -> str:
+    """What can be read, for a message."""
+    labels = ", ".join(exporter.label for exporter in EXPORTERS if exporter.layout is not None)
+    return f"moeq reads its own checkpoints, {labels} and plain ones"
 
 
 def format_of(source: ModelSource) -> str:
     """The format of a checkpoint as its configuration names it: `moeq`, `dequantized`, or that of another tool."""
     return str(quantization_of(source.config).get("quant_method", PLAIN))
+
+
+def file_format(path: Path) -> Exporter | None:
+    """The format of a directory whose weights are in a file of its own, not in safetensors."""
+    if (path / SINGLE).is_file() or (path / INDEX).is_file():
+        return None
+    return next((one for one in EXPORTERS if one.file is not None and (path / one.file).is_file()), None)
 
 
 def open_packed(path: Path, *, trust_remote_code: bool = False, as_values: bool = False) -> PackedSource:
@@ -41,21 +40,15 @@ def open_packed(path: Path, *, trust_remote_code: bool = False, as_values: bool 
     directory that is damaged or of an unknown family.
     """
     if path.is_file():
-        raise ArtifactError(f"a file ({path.suffix or 'no suffix'})", where=str(path), do=WORKS)
-    if holds_gguf(path):
-        if not as_values:
-            do = "convert the checkpoint that it was made of"
-            raise ArtifactError("GGUF is read by `moeq verify` only", where=str(path / GGUF_FILE), do=do)
-        return open_gguf(path, trust_remote_code)
-    source = open_source(str(path))
-    if format_of(source) == METHOD:
-        return NativeReader(path, trust_remote_code)
-    return open_other(source, trust_remote_code=trust_remote_code, as_values=as_values)
-
-
-def holds_gguf(path: Path) -> bool:
-    """Whether a directory's weights are in model.gguf."""
-    return (path / GGUF_FILE).is_file() and not (path / SINGLE).is_file() and not (path / INDEX).is_file()
+        raise ArtifactError(f"a file ({path.suffix or 'no suffix'})", where=str(path), do=works())
+    exporter = file_format(path)
+    if exporter is None:
+        source = open_source(str(path))
+        exporter = of_method(format_of(source))
+        if exporter is None or exporter.opened is None:
+            return open_other(source, trust_remote_code=trust_remote_code, as_values=as_values)
+    assert exporter.opened is not None
+    return exporter.opened(path, trust_remote_code, as_values)
 
 
 def open_other(source: ModelSource, *, trust_remote_code: bool = False, as_values: bool = False) -> Foreign:
@@ -67,12 +60,13 @@ def open_other(source: ModelSource, *, trust_remote_code: bool = False, as_value
     where = str(source.path / "config.json")
     if method in DEQUANTIZED:
         raise ArtifactError(f"{method} weights, no integer codes", where=where, do="give it to moeq as a model instead")
-    if method not in LAYOUTS:
-        raise ArtifactError(f"quant_method {method} is not supported", where=where, do=WORKS)
+    exporter = of_method(method)
+    if exporter is None or exporter.layout is None:
+        raise ArtifactError(f"quant_method {method} is not supported", where=where, do=works())
     try:
-        layout = LAYOUTS[method](declared)
+        layout = exporter.layout(declared)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{method} with {_text(error)} is not supported", where=where, do=WORKS) from None
+        raise ArtifactError(f"{method} with {_text(error)} is not supported", where=where, do=works()) from None
     return open_foreign(source, layout, trust_remote_code, as_values)
 
 

@@ -8,52 +8,42 @@ weight_shape int64 [2]; weight_g_idx int32 [K] where activations were ordered.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from moeq.exporters.readers.layout import Grid, Parts, Stored, expect, group_length, kept_scales
+from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, expect, group_length, read_back
 from moeq.models.source import TensorHeader
 from moeq.numerics import grids
 from moeq.numerics.layouts import WORD, row_stream
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import pack, packed_row_bytes, unpack
+from moeq.numerics.packing import unpack
 
 FORMAT = "pack-quantized"
-FLOATS = ("F16", "BF16", "F32")
 LINEAR = "Linear"
 
 
 class CompressedTensors:
     """config_groups, each with the modules that it is for: names, `re:` patterns, or the class Linear."""
 
-    name = "compressed-tensors"
     anchor = "weight_packed"
     parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
         """ValueError for groups whose weights lie in another format."""
         self.ignored = [_matcher(name) for name in declared.get("ignore") or ()]
-        self.groups: list[tuple[list[re.Pattern[str] | None], Grid]] = []
+        self.targets: list[tuple[re.Pattern[str] | None, Grid]] = []
         for name, group in (declared.get("config_groups") or {}).items():
             form = group.get("format") or declared.get("format")
             if form != FORMAT:
                 raise ValueError(f"format {form} ({name})")
-            self.groups.append(([_matcher(target) for target in group["targets"]], _grid(name, group["weights"])))
+            grid = _grid(name, group["weights"])
+            self.targets += [(_matcher(target), grid) for target in group["targets"]]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
         if any(_matches(pattern, names) for pattern in self.ignored):
             return None
-        named = [grid for pattern, grid in self._targets() if _matches(pattern, names)]
-        whole = [grid for pattern, grid in self._targets() if pattern is None]
+        named = [grid for pattern, grid in self.targets if _matches(pattern, names)]
+        whole = [grid for pattern, grid in self.targets if pattern is None]
         return next(iter([*named, *whole]), None)
-
-    def _targets(self) -> Iterator[tuple[re.Pattern[str] | None, Grid]]:
-        for targets, grid in self.groups:
-            for pattern in targets:
-                yield pattern, grid
 
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
         groups = grids.group_count(inputs, group_length(grid, inputs))
@@ -72,30 +62,10 @@ class CompressedTensors:
         if "weight_zero_point" in parts:
             words = parts["weight_zero_point"].mT.contiguous()
             zeros = unpack(row_stream(words, grid.bits, rows), grid.bits, rows).mT.contiguous()
-        middle = zeros is None or bool((zeros == 2 ** (grid.bits - 1)).all())
-        size = group_length(grid, inputs)
-        packed = PackedWeight(
-            codes=_codes(parts["weight_packed"], grid.bits, inputs),
-            scales=kept_scales(parts["weight_scale"]),
-            zeros=None if middle or zeros is None else pack(zeros, grid.bits),
-            bits=grid.bits,
-            group_size=size,
-            inputs=inputs,
-            symmetric=middle,
-        )
-        return Stored(weight=packed, groups=_groups(parts, inputs, size))
-
-
-def _codes(words: Tensor, bits: int, inputs: int) -> Tensor:
-    return row_stream(words, bits, inputs)[..., : packed_row_bytes(inputs, bits)].contiguous()
-
-
-def _groups(parts: Parts, inputs: int, size: int) -> Tensor | None:
-    found = parts.get("weight_g_idx")
-    if found is None or bool((found < 0).all()):
-        return None
-    length = grids.resolved_group_size(inputs, size)
-    return None if torch.equal(found.long(), torch.arange(inputs) // length) else found.long()
+        codes = row_stream(parts["weight_packed"], grid.bits, inputs)
+        index = parts.get("weight_g_idx")
+        unset = index is None or bool((index < 0).all())
+        return read_back(codes, parts["weight_scale"], zeros, grid, inputs, None if unset else index)
 
 
 def _matches(pattern: re.Pattern[str] | None, names: Sequence[str]) -> bool:

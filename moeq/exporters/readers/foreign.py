@@ -62,10 +62,7 @@ class Foreign:
         if layer.index in self._names.stacked:
             values, biases = self._stacks(layer).read(layer, expert)
             return dict(values), biases
-        found: Matrices = {}
-        for projection in layer.projections:
-            found[projection] = self._matrix(self._of_expert(layer, expert, projection))
-        return found, {}
+        return {name: self._matrix(self._of_expert(layer, expert, name)) for name in layer.projections}, {}
 
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
         """Packed modules outside of the experts, by their names in memory."""
@@ -96,9 +93,7 @@ class Foreign:
         """Name of the file that holds an expert's first matrix."""
         if layer.index in self._names.stacked:
             return self.source.tensors[self.stacked(layer)[0]].file.name
-        wanted = self._of_expert(layer, expert, layer.projections[0])
-        headers = self._parts_of.get(wanted.module)
-        return (next(iter(headers.values())) if headers else self.source.tensors[wanted.key]).file.name
+        return self._file(self._of_expert(layer, expert, layer.projections[0])).name
 
     def check(self) -> None:
         """Compare every packed matrix's headers with the configuration; ArtifactError at the first that differs.
@@ -178,10 +173,10 @@ class Foreign:
         return grid, headers
 
     def _matrix(self, wanted: _Wanted) -> PackedWeight | Tensor:
-        found = self._grid_of(wanted)
-        if found is None or self.layout is None:
+        packed = self._grid_of(wanted)
+        if packed is None or self.layout is None:
             return self._tensor(wanted.key)
-        grid, headers = found
+        grid, headers = packed
         try:
             parts = {part: self._tensor(f"{wanted.module}.{part}") for part in headers}
             stored = self.layout.read(parts, grid, *wanted.shape)
@@ -200,17 +195,19 @@ class Foreign:
         file = self.source.tensors[key].file
         if file not in self._handles:
             self._handles[file] = safe_open(file, "pt")
-        found: Tensor = self._handles[file].get_tensor(key)
-        return found
+        tensor: Tensor = self._handles[file].get_tensor(key)
+        return tensor
 
     def _stacks(self, layer: ExpertLayer) -> ExpertReader:
         dtype = torch_dtype(self.source.tensors[self.stacked(layer)[0]].dtype)
         return ExpertReader(self._names.reader.source, self.model.to(dtype))
 
-    def _wrong(self, what: str, wanted: _Wanted) -> ArtifactError:
+    def _file(self, wanted: _Wanted) -> Path:
         headers = self._parts_of.get(wanted.module)
-        file = next(iter(headers.values())).file if headers else self.source.tensors[wanted.key].file
-        return ArtifactError(f"{wanted.module}: {what}", where=f"{file}, {wanted.where}", do=AGAIN)
+        return (next(iter(headers.values())) if headers else self.source.tensors[wanted.key]).file
+
+    def _wrong(self, what: str, wanted: _Wanted) -> ArtifactError:
+        return ArtifactError(f"{wanted.module}: {what}", where=f"{self._file(wanted)}, {wanted.where}", do=AGAIN)
 
 
 _ORDERED = "quantize it again without act order (desc_act), or convert it to dequantized"

@@ -5,6 +5,7 @@ Read by moeq's own code from the header and the blocks, so that `moeq verify` ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.gguf_file import GgufFile, GgufTensor, read_gguf
+from moeq.artifacts.gguf_file import FILE, GgufFile, GgufTensor, read_gguf
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
-from moeq.exporters.gguf_families import FILE, Family, Piece, family_of, pieces, restored, stack_name
+from moeq.exporters.gguf_families import Family, Piece, family_of, pieces, restored, stack_name, stack_shapes
 from moeq.exporters.packed_source import Matrices
 from moeq.models import loading
 from moeq.models.disk_names import DiskNames
@@ -44,13 +45,13 @@ class Gguf:
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
         """Matrices of one expert; its biases are none."""
-        found: Matrices = {}
+        matrices: Matrices = {}
         for projection in layer.projections:
             stack = self.file.tensors[stack_name(layer, projection)]
-            rows, inputs = layer.shape(projection)
             size = stack.bytes // stack.shape[0]
-            found[projection] = self._values(stack, stack.offset + expert * size, size, (rows, inputs))
-        return found, {}
+            offset = stack.offset + expert * size
+            matrices[projection] = self._values(stack, offset, size, layer.shape(projection))
+        return matrices, {}
 
     def other_names(self) -> list[str]:
         """None, as `others` says."""
@@ -66,29 +67,31 @@ class Gguf:
 
     def check(self) -> None:
         """ArtifactError unless the file holds every tensor of the model, in its shape, and no other."""
-        wanted: dict[str, tuple[int, ...]] = {
-            stack_name(layer, projection): (layer.num_experts, *layer.shape(projection))
-            for layer in self.layers
-            for projection in layer.projections
-        }
-        wanted |= {piece.name: piece.shape for mine in self._pieces.values() for piece in mine}
-        check_tensors(self.file, wanted)
+        others = {piece.name: piece.shape for parts in self._pieces.values() for piece in parts}
+        check_tensors(self.file, stack_shapes(self.layers) | others)
 
-    def loaders(self) -> tuple[str, ...]:
-        """Targets that load it right, the best first: transformers where it knows the family and gguf all types."""
-        unread = any(tensor.type.name == "Q1_0" for tensor in self.file.tensors.values())
-        return ("transformers", "llama.cpp") if self.family.alike and not unread else ("llama.cpp",)
+    @property
+    def by_transformers(self) -> bool:
+        """Whether transformers loads it right: it knows the family, and gguf all types."""
+        return self.family.alike and not any(tensor.type.name == "Q1_0" for tensor in self.file.tensors.values())
 
     def read(self, key: str) -> Tensor:
         """A tensor that is not of an expert as the checkpoint has it."""
-        mine = self._pieces[key]
-        found = [self.file.tensors[piece.name] for piece in mine]
-        parts = [self._stored(tensor, piece) for tensor, piece in zip(found, mine, strict=True)]
-        return restored(mine, parts, self.source.tensors[key].shape)
+        parts = [self._stored(self.file.tensors[piece.name], piece) for piece in self._pieces[key]]
+        return restored(self._pieces[key][0], parts, self.source.tensors[key].shape)
 
     @cached_property
     def _pieces(self) -> dict[str, list[Piece]]:
-        return _pieces_of(self.model, self.family, self.layers)
+        """{key of the checkpoint: what the file holds of it} of all tensors that are not of routed experts."""
+        names, config = DiskNames(self.model), self.model.config
+        experts = {f"{layer.name}.{part}" for layer in self.layers for part in layer.parameters}
+        kept = {
+            names.renamed(name): tuple(tensor.shape)
+            for name, tensor in self.model.state_dict().items()
+            if name not in experts
+        }
+        every = {key: pieces(config, self.family, key, shape) for key, shape in kept.items()}
+        return {key: parts for key, parts in every.items() if parts}
 
     def _stored(self, tensor: GgufTensor, piece: Piece) -> Tensor:
         """A piece as it is stored: in its own type where that is a floating-point one, else its values."""
@@ -100,10 +103,10 @@ class Gguf:
 
     def _values(self, tensor: GgufTensor, offset: int, size: int, shape: tuple[int, int]) -> Tensor:
         data = self._bytes(offset, size).view(shape[0], -1)
-        found = ggml.decode(tensor.type.name, data, shape[1])
-        if not bool(torch.isfinite(found).all()):
+        values = ggml.decode(tensor.type.name, data, shape[1])
+        if not bool(torch.isfinite(values).all()):
             raise ArtifactError("a value that is not finite", where=f"{self.file.path}, byte {offset}", do=AGAIN)
-        return found
+        return values
 
     def _bytes(self, offset: int, size: int) -> Tensor:
         with self.file.path.open("rb") as stream:
@@ -120,26 +123,12 @@ def check_tensors(file: GgufFile, wanted: dict[str, tuple[int, ...]]) -> None:
     for name, shape in wanted.items():
         if name not in file.tensors:
             raise ArtifactError(f"tensor {name} is missing", where=where, do=AGAIN)
-        found = file.tensors[name].shape
-        if found != shape:
-            raise ArtifactError(f"tensor {name} is {list(found)}, not {list(shape)}", where=where, do=AGAIN)
+        if file.tensors[name].shape != shape:
+            what = f"tensor {name} is {list(file.tensors[name].shape)}, not {list(shape)}"
+            raise ArtifactError(what, where=where, do=AGAIN)
     for name in file.tensors:
         if name not in wanted:
             raise ArtifactError(f"tensor {name} is no part of the model", where=where, do=AGAIN)
-
-
-def _pieces_of(model: Any, family: Family, layers: list[ExpertLayer]) -> dict[str, list[Piece]]:
-    """{key of the checkpoint: what a file holds of it} of all tensors that are not of routed experts."""
-    names = DiskNames(model)
-    experts = {f"{layer.name}.{part}" for layer in layers for part in layer.parameters}
-    found = {}
-    for name, tensor in model.state_dict().items():
-        if name not in experts:
-            key = names.renamed(name)
-            mine = pieces(model.config, family, key, tuple(tensor.shape))
-            if mine:
-                found[key] = mine
-    return found
 
 
 def open_gguf(path: Path, trust_remote_code: bool = False) -> Gguf:
@@ -163,24 +152,48 @@ def open_gguf(path: Path, trust_remote_code: bool = False) -> Gguf:
     model, layers = loading.describe(bare, trust_remote_code)
     family = family_of(model.config)
     if file.fields.get("general.architecture") != family.arch:
-        found = str(file.fields.get("general.architecture"))[:60]
-        raise ArtifactError(f"architecture {found!r}, config.json says {family.arch}", where=str(where), do=AGAIN)
+        arch = str(file.fields.get("general.architecture"))[:60]
+        raise ArtifactError(f"architecture {arch!r}, config.json says {family.arch}", where=str(where), do=AGAIN)
     return _with_tensors(Gguf(source=bare, config=config, file=file, family=family, model=model, layers=layers))
 
 
 def _with_tensors(opened: Gguf) -> Gguf:
     """The source with the checkpoint's keys beside the stacks', and with how they are read."""
     opened.check()
-    stacks = {stack_name(layer, part) for layer in opened.layers for part in layer.projections}
-    tensors = {name: header for name, header in opened.source.tensors.items() if name in stacks}
+    tensors = {name: opened.source.tensors[name] for name in stack_shapes(opened.layers)}
     shapes = {DiskNames(opened.model).renamed(name): part.shape for name, part in opened.model.state_dict().items()}
     for key in opened.rest():
-        mine = [opened.file.tensors[piece.name] for piece in opened._pieces[key]]
-        kind = mine[0].type.name if mine[0].type.name in FLOATS else "F32"
-        size = sum(tensor.bytes for tensor in mine)
+        parts = [opened.file.tensors[piece.name] for piece in opened._pieces[key]]
+        kind = parts[0].type.name if parts[0].type.name in FLOATS else "F32"
+        size = sum(tensor.bytes for tensor in parts)
         tensors[key] = TensorHeader(
-            file=opened.file.path, dtype=kind, shape=tuple(shapes[key]), offset=mine[0].offset, bytes=size
+            file=opened.file.path, dtype=kind, shape=tuple(shapes[key]), offset=parts[0].offset, bytes=size
         )
     config = opened.config | {"quantization_config": {"quant_method": METHOD}}
     opened.source = replace(opened.source, config=config, tensors=tensors, read=opened.read)
     return opened
+
+
+def opened(path: Path, trust_remote_code: bool, as_values: bool) -> Gguf:
+    """As `open_gguf`; ArtifactError for who needs more than values."""
+    if not as_values:
+        do = "convert the checkpoint that it was made of"
+        raise ArtifactError("GGUF is read by `moeq verify` only", where=str(path / FILE), do=do)
+    return open_gguf(path, trust_remote_code)
+
+
+def described(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """What a directory with model.gguf holds, every tensor's shape compared with the model's."""
+    gguf = open_gguf(path, trust_remote_code)
+    stacks = stack_shapes(gguf.layers)
+    sizes = {name: tensor.bytes for name, tensor in gguf.file.tensors.items()}
+    types = Counter(gguf.file.tensors[name].type.name for name in sorted(stacks))
+    return {
+        "kind": f"GGUF ({gguf.family.arch})",
+        "model": str(gguf.file.fields.get("general.name", ""))[:200],
+        "moe_layers": len(gguf.layers),
+        "experts": ", ".join(f"{count} stacks of {kind}" for kind, count in types.items()),
+        "expert_bytes": sum(size for name, size in sizes.items() if name in stacks),
+        "non_expert_bytes": sum(size for name, size in sizes.items() if name not in stacks),
+        "check": "every tensor of the model is there, in its shape, and no other",
+    }

@@ -10,18 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from moeq.exporters.readers.layout import Grid, Parts, Stored, expect, group_length, kept_scales
+from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, expect, group_length, read_back
 from moeq.models.source import TensorHeader
 from moeq.numerics import grids
 from moeq.numerics.layouts import WORD, column_stream, zeros_of
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import pack
 from moeq.numerics.widths import SUPPORTED_BITS
 
-FLOATS = ("F16", "BF16", "F32")
 FIRST, SECOND = "gptq", "gptq_v2"
 FULL_BITS = 16  # and more: a module that config.json leaves as it is
 
@@ -39,9 +33,10 @@ class Gptq:
         version = declared.get("checkpoint_format", FIRST)
         if version not in (FIRST, SECOND):
             raise ValueError(f"checkpoint_format {version}")
-        self.lessened = version == FIRST
+        self.first = version == FIRST
         self.whole = _grid(declared, None)
-        self.rules = [(_pattern(name), name.startswith("-:"), own) for name, own in _dynamic(declared).items()]
+        dynamic = dict(declared.get("dynamic") or {})
+        self.rules = [(_pattern(name), name.startswith("-:"), own) for name, own in dynamic.items()]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
         for pattern, negative, own in self.rules:
@@ -62,21 +57,9 @@ class Gptq:
             expect(headers, "g_idx", ("I32",), (inputs,))
 
     def read(self, parts: Parts, grid: Grid, rows: int, inputs: int) -> Stored:
-        size = group_length(grid, inputs)
-        groups = _groups(parts, inputs, size)
-        zeros = zeros_of(parts["qzeros"], grid.bits, rows)
-        zeros = zeros if self.lessened else (zeros.to(torch.int64) - 1).remainder(2**grid.bits).to(torch.uint8)
-        middle = bool((zeros == 2 ** (grid.bits - 1)).all())
-        weight = PackedWeight(
-            codes=column_stream(parts["qweight"], grid.bits, inputs).contiguous(),
-            scales=kept_scales(parts["scales"].mT.contiguous()),
-            zeros=None if middle else pack(zeros, grid.bits),
-            bits=grid.bits,
-            group_size=size,
-            inputs=inputs,
-            symmetric=middle,
-        )
-        return Stored(weight=weight, groups=groups)
+        zeros = zeros_of(parts["qzeros"], grid.bits, rows, less_one=self.first)
+        codes = column_stream(parts["qweight"], grid.bits, inputs)
+        return read_back(codes, parts["scales"].mT.contiguous(), zeros, grid, inputs, parts.get("g_idx"))
 
 
 class AutoRound(Gptq):
@@ -100,8 +83,8 @@ class AutoRound(Gptq):
     def grid(self, names: Sequence[str]) -> Grid | None:
         own = next((self.exact[name] for name in names if name in self.exact), None)
         if own is None:
-            found = (own for pattern, own in self.searched if own and any(pattern.search(name) for name in names))
-            own = next(found, {})
+            rules = (own for pattern, own in self.searched if own and any(pattern.search(name) for name in names))
+            own = next(rules, {})
         return _grid(own, self.whole)
 
 
@@ -129,22 +112,5 @@ def _grid(own: Mapping[str, Any], default: Grid | None) -> Grid | None:
     return Grid(bits=bits, group_size=int(size), symmetric=bool(symmetric))
 
 
-def _dynamic(declared: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(declared.get("dynamic") or {})
-
-
 def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(name.removeprefix("-:").removeprefix("+:"))
-
-
-def _groups(parts: Parts, inputs: int, size: int) -> Tensor | None:
-    """The group of every input where activations were ordered; None where groups are consecutive inputs."""
-    if "g_idx" not in parts:
-        return None
-    length = grids.resolved_group_size(inputs, size)
-    found = parts["g_idx"].long()
-    if torch.equal(found, torch.arange(inputs) // length):
-        return None
-    if int(found.min()) < 0 or int(found.max()) >= grids.group_count(inputs, size):
-        raise ValueError("g_idx names groups that there are not")
-    return found

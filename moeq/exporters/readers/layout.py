@@ -15,9 +15,10 @@ from torch import Tensor
 from moeq.models.source import TensorHeader
 from moeq.numerics import grids
 from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import unpack
+from moeq.numerics.packing import pack, unpack
 
 Parts = Mapping[str, Tensor]
+FLOATS = ("F16", "BF16", "F32")  # types of scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,8 @@ class Stored:
 
 
 class Layout(Protocol):
-    """One layout. name: as moeq calls it; anchor: the tensor that every packed module has; parts: all it may have."""
+    """One layout. anchor: the tensor that every packed module has; parts: all that it may have."""
 
-    name: str
     anchor: str
     parts: tuple[str, ...]
 
@@ -69,16 +69,45 @@ def expect(headers: Mapping[str, TensorHeader], part: str, dtypes: tuple[str, ..
     """ValueError when a part is absent, or of another type or shape."""
     if part not in headers:
         raise ValueError(f"{part} is missing")
-    found = headers[part]
-    if found.dtype not in dtypes or found.shape != shape:
+    header = headers[part]
+    if header.dtype not in dtypes or header.shape != shape:
         wanted = f"{' or '.join(dtypes)} {list(shape)}"
-        raise ValueError(f"{part} is {found.dtype} {list(found.shape)}, not {wanted} as config.json has it")
+        raise ValueError(f"{part} is {header.dtype} {list(header.shape)}, not {wanted} as config.json has it")
 
 
-def kept_scales(scales: Tensor) -> Tensor:
-    """Scales as float16 where each has exactly that value, else in their own type."""
-    half = scales.to(grids.SCALE_DTYPE)
-    return half if torch.equal(half.double(), scales.double()) else scales
+def read_back(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, grid: Grid, inputs: int, index: Tensor | None
+) -> Stored:
+    """A matrix of its parts. codes: bit streams [N, B]; scales [N, G]; zeros uint8 [N, G], None: all in the middle;
+    index: the group of every input [K], None: as they follow each other.
+
+    Scales are kept as float16 where each has exactly that value, else in their own type. ValueError for groups that
+    there are not.
+    """
+    size, half = group_length(grid, inputs), scales.to(grids.SCALE_DTYPE)
+    middle = zeros is None or bool((zeros == 2 ** (grid.bits - 1)).all())
+    weight = PackedWeight(
+        codes=codes.contiguous(),
+        scales=half if torch.equal(half.double(), scales.double()) else scales,
+        zeros=None if middle or zeros is None else pack(zeros, grid.bits),
+        bits=grid.bits,
+        group_size=size,
+        inputs=inputs,
+        symmetric=middle,
+    )
+    return Stored(weight=weight, groups=_ordered(index, inputs, size))
+
+
+def _ordered(index: Tensor | None, inputs: int, size: int) -> Tensor | None:
+    """The group of every input where activations were ordered; None where groups are consecutive inputs."""
+    if index is None:
+        return None
+    groups = index.long()
+    if torch.equal(groups, torch.arange(inputs) // grids.resolved_group_size(inputs, size)):
+        return None
+    if int(groups.min()) < 0 or int(groups.max()) >= grids.group_count(inputs, size):
+        raise ValueError("g_idx names groups that there are not")
+    return groups
 
 
 def group_length(grid: Grid, inputs: int) -> int:

@@ -96,21 +96,21 @@ def _reader(source: ModelSource, headers: dict[str, TensorHeader], model: Any) -
 
 
 def _other_name(key: str) -> str | None:
-    found = _EXPERT.search(key)
-    if found is None or found[2] not in OTHER_NAMES:
+    parts = _EXPERT.search(key)
+    if parts is None or parts[2] not in OTHER_NAMES:
         return None
-    return f"{key[: found.start(2)]}{OTHER_NAMES[found[2]]}{WEIGHT}"
+    return f"{key[: parts.start(2)]}{OTHER_NAMES[parts[2]]}{WEIGHT}"
 
 
 def _take(names: Names, source: ModelSource, layer: ExpertLayer, known: str, key: str, packed: bool) -> None:
     """Note a tensor of a layer's experts."""
-    found = _EXPERT.search(known)
-    if found is None or found[2] not in PROJECTIONS:
+    parts = _EXPERT.search(known)
+    if parts is None or parts[2] not in PROJECTIONS:
         if packed:
             raise _refused(source, key, "it is packed, and not one matrix of one expert")
         names.stacked.setdefault(layer.index, []).append(key)
         return
-    names.experts[layer.index, int(found[1]), PROJECTIONS[found[2]]] = key
+    names.experts[layer.index, int(parts[1]), PROJECTIONS[parts[2]]] = key
 
 
 def _refused(source: ModelSource, key: str, why: str) -> ArtifactError:

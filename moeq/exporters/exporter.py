@@ -1,0 +1,149 @@
+"""What an exporter is: a file that declares `EXPORTER = Exporter(...)`: a format, what loads it, its writer and reader.
+
+Recipe, command line, plan, refusals, verification and documentation take from the declaration what they need of it,
+without torch: it is imported inside of the functions. Other packages name theirs in the entry points of
+`moeq.exporters`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moeq.artifacts.targets import Grid, Target
+from moeq.registry import EXPORTERS
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from moeq.exporters.packed_source import PackedSource
+    from moeq.models.source import ModelSource
+
+
+def later(name: str) -> Callable[..., Any]:
+    """The function or class "module:name", whose module is imported when it is called."""
+
+    def call(*arguments: Any) -> Any:
+        module, _, attribute = name.partition(":")
+        return getattr(import_module(module), attribute)(*arguments)
+
+    call.__doc__ = f"As {name}."
+    return call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """Whose code loads a checkpoint, in a process of its own, where it is verified.
+
+    packages: {module that must be there: how it is installed}; load: the function that gives the model and what was
+    complained about, of verification/probe.py or, as "module:function", of another package; logits_only: it gives the
+    logits alone; rounding: of one that rounds activations, how far the median position's logits may be off, relative.
+    """
+
+    name: str
+    packages: Mapping[str, str]
+    load: str = "transformers_model"
+    logits_only: bool = False
+    rounding: float | None = None
+
+
+TRANSFORMERS = Loader(name="transformers", packages={"transformers": "pip install transformers"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSizes:
+    """Bytes that the size of a checkpoint follows from.
+
+    plain: all of it in the model's own type; rest: what is neither of routed experts nor packed; packed: codes, scales
+    and zero points of what is packed beside the experts, and experts: of those; stacks: (weights of one matrix of all
+    of a layer's experts, the grids they have, whether some are in full precision).
+    """
+
+    plain: int
+    rest: int
+    packed: int
+    experts: int
+    stacks: tuple[tuple[int, tuple[Grid, ...], bool], ...]
+    widen: bool
+
+
+def as_packed(sizes: ExportSizes) -> int:
+    """Of a format whose codes, scales and zero points are as large as the native one's."""
+    return sizes.rest + sizes.packed + sizes.experts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exporter:
+    """A format of packed checkpoints.
+
+    write(draft) fills a `foreign.Draft`, which becomes a checkpoint when it returns: draft.source is what it is made
+    of. It raises PlanError for what its runtime would not load as it is meant, and nothing is left behind. None of the
+    native format, which a run itself writes. check(source, model) refuses, before anything runs, a model that it could
+    not write whatever its experts become.
+
+    label: what pages call the format; help: a line; runtime: what loads it, with the version that was measured;
+    snippet: how, in Python; library: as the hub calls it. settings: keys of `export` that it alone reads, each called
+    NAME_..., which `write` finds in draft.options.settings. targets: what can load it, first the one that exports are
+    checked against; none where nothing is packed. size: bytes of the tensors of a checkpoint.
+
+    Read back: methods: what quant_method of config.json calls it, none: its name; layout(quantization_config): how its
+    matrices lie in safetensors, ValueError for what is not read. A format of other files names them: file, the one that
+    holds the weights; opened(path, trust_remote_code, as_values): its PackedSource; described(path, trust_remote_code):
+    what `moeq inspect` says of it.
+
+    Verified: loaders, the usual one first; loader_of: which is the usual one of a checkpoint; needs: packages beside
+    the loader's own; loading: what transformers' from_pretrained is told beside.
+    """
+
+    name: str
+    label: str
+    help: str
+    write: Callable[[Any], None] | None
+    check: Callable[[ModelSource, Any], None] | None = None
+    runtime: str
+    snippet: str = ""
+    library: str = "transformers"
+    settings: type[BaseModel] | None = None
+    targets: tuple[Target, ...] = ()
+    size: Callable[[ExportSizes], int] = as_packed
+    methods: tuple[str, ...] = ()
+    layout: Callable[[Mapping[str, Any]], Any] | None = None
+    file: str | None = None
+    opened: Callable[[Path, bool, bool], PackedSource] | None = None
+    described: Callable[[Path, bool], dict[str, Any]] | None = None
+    loaders: tuple[Loader, ...] = (TRANSFORMERS,)
+    loader_of: Callable[[PackedSource], Loader] | None = None
+    needs: Mapping[str, str] = field(default_factory=dict)
+    loading: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[a-z][a-z0-9_-]{0,39}", self.name):
+            raise ValueError(f"{self.name!r} cannot be a format's name")
+        prefix = self.name.replace("-", "_") + "_"
+        keys = () if self.settings is None else self.settings.model_fields
+        if foreign := [key for key in keys if not key.startswith(prefix)]:
+            raise ValueError(f"settings of {self.name} are called {prefix}..., not {', '.join(foreign)}")
+        if not self.loaders or (self.file is not None and None in (self.opened, self.described)):
+            raise ValueError(f"{self.name} cannot be read back")
+
+    def usual(self, source: PackedSource) -> Loader:
+        """Whose code a checkpoint is verified with."""
+        return self.loaders[0] if self.loader_of is None else self.loader_of(source)
+
+
+def of_method(method: str) -> Exporter | None:
+    """The exporter of checkpoints whose config.json names this quant_method, `dequantized` where it names none."""
+    exporter: Exporter
+    for exporter in EXPORTERS:
+        if method in (exporter.methods or (exporter.name,)):
+            return exporter
+    return None
+
+
+def loaders() -> dict[str, Loader]:
+    """Whose code can load a checkpoint, by name."""
+    return {loader.name: loader for exporter in EXPORTERS for loader in exporter.loaders}

@@ -1,0 +1,317 @@
+"""A GGUF file: the experts of a layer stacked by projection, one type a stack.
+
+Every matrix goes into the type of ggml that holds its grid exactly (`numerics.ggml_types`); what none holds is refused
+or, with options.widen, stored in a wider symmetric grid of the same values, which brings a stack to one width too. All
+else keeps its type, but vectors and routers, which llama.cpp wants in float32.
+
+The tensors are written as they come, one layer in memory; the header, whose length does not depend on the types, is put
+before them last. E experts, N output rows, K inputs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from moeq.artifacts.files import read_back
+from moeq.artifacts.gguf_file import FILE
+from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, WIDEN, Grid, refuse_stack, widest_of
+from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
+from moeq.errors import PlanError, RecipeError
+from moeq.exporters.foreign import Draft, grid_of
+from moeq.exporters.gguf_families import (
+    Family,
+    Piece,
+    Value,
+    family_of,
+    is_beyond,
+    made,
+    parameters,
+    pieces,
+    stack_name,
+    stack_shapes,
+)
+from moeq.exporters.gguf_tokenizer import tokenizer
+from moeq.models.experts import ExpertLayer
+from moeq.models.source import ModelSource
+from moeq.models.weights import plain_chunks, plain_header
+from moeq.numerics import ggml
+from moeq.numerics.ggml_types import FLOATS, HOLDS, TYPES
+from moeq.numerics.packed import PackedWeight
+from moeq.version import __version__
+
+WHERE = "format gguf"
+ALIGNMENT = 32
+QUANTIZATION_VERSION = 2  # of ggml's blocks
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """A tensor of the file: its shape, row by row, and, when it is written, its type and bytes."""
+
+    shape: tuple[int, ...]
+    type: str = "F32"
+    bytes: int = 0
+
+
+@dataclass(kw_only=True)
+class Writer:
+    """The file while it is written; entries: its tensors in order."""
+
+    gguf: Any
+    arch: str
+    stream: IO[bytes]
+    fields: dict[str, Value]
+    entries: dict[str, Entry]
+    scratch: Path
+    written: list[str] = field(default_factory=list)
+    start: int = 0
+    crc: int = 0  # of the tensors
+
+    def begin(self) -> None:
+        """Leave room for the header."""
+        self.start = self.stream.write(bytes(len(self._header())))
+
+    def add(self, name: str, kind: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write the next tensor's bytes; they are padded to the alignment."""
+        entry = self.entries[name]
+        assert name == list(self.entries)[len(self.written)], name
+        self.written.append(name)
+        rows = TYPES[kind].row_bytes(entry.shape[-1])
+        entry.type, entry.bytes = kind, rows * int(torch.Size(entry.shape[:-1]).numel())
+        written = sum(self._write(chunk) for chunk in chunks)
+        assert written == entry.bytes, (name, written, entry.bytes)
+        self._write(bytes(-written % ALIGNMENT))
+
+    def _write(self, chunk: bytes | memoryview) -> int:
+        self.crc = zlib.crc32(chunk, self.crc)
+        return self.stream.write(chunk)
+
+    def finish(self) -> None:
+        """Put the header before the tensors."""
+        assert self.written == list(self.entries)
+        self.stream.seek(0)
+        self.stream.write(self._header())
+
+    def _header(self) -> bytes:
+        """The header, padded, as gguf's own writer has it."""
+        writer = self.gguf.GGUFWriter(self.scratch, self.arch)
+        kinds = Counter(entry.type for name, entry in self.entries.items() if "_exps." in name)
+        common = next(iter(kinds)) if len(kinds) == 1 else None
+        writer.add_file_type(_file_type(self.gguf, common))
+        for key, value in self.fields.items():
+            _add(writer, key, value)
+        for name, entry in self.entries.items():
+            number = self.gguf.GGMLQuantizationType[entry.type]
+            writer.add_tensor_info(name, entry.shape, torch.empty(0).numpy().dtype, entry.bytes, raw_dtype=number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        header = self.scratch.read_bytes()
+        self.scratch.unlink()
+        return header + bytes(-len(header) % ALIGNMENT)
+
+
+def _file_type(gguf: Any, common: str | None) -> int:
+    """What the file says of its weights as a whole: the type of all stacks, where they have one."""
+    names = {"F32": "ALL_F32", "Q3_K": "MOSTLY_Q3_K_M", "Q4_K": "MOSTLY_Q4_K_M", "Q5_K": "MOSTLY_Q5_K_M"}
+    name = "GUESSED" if common is None else names.get(common, f"MOSTLY_{common}")
+    return int(gguf.LlamaFileType[name])
+
+
+def _add(writer: Any, key: str, value: Value) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)
+
+
+def package() -> Any:
+    """The gguf package; RecipeError where it is not installed."""
+    try:
+        return importlib.import_module("gguf")
+    except ImportError:
+        raise RecipeError("the package gguf is not installed", where=WHERE, do="pip install 'moeq[gguf]'") from None
+
+
+def check(source: ModelSource, model: Any) -> None:
+    """What stands in the way of a model whatever its experts become; model: its structure.
+
+    Raises RecipeError without the gguf package, PlanError for a family or a tokenizer that llama.cpp has otherwise.
+    """
+    package()
+    family_of(model.config)
+    tokenizer(source, model.config.vocab_size)
+
+
+def write(draft: Draft) -> None:
+    """Write the file and what lies beside it; PlanError for what llama.cpp would not load as it is meant."""
+    gguf, source, config = package(), draft.source, cast(Any, draft.model.config)
+    family = family_of(config)
+    plain, packed = _plain(draft, family), _packed(draft, family)
+    shapes = stack_shapes(source.layers)
+    shapes |= {piece.name: piece.shape for parts in (*plain.values(), *packed.values()) for piece in parts}
+    with (draft.directory / FILE).open("wb") as stream:
+        writer = Writer(
+            gguf=gguf,
+            arch=family.arch,
+            stream=stream,
+            fields=_fields(draft, family),
+            entries={name: Entry(shape=shape) for name, shape in shapes.items()},
+            scratch=draft.directory / f"{FILE}.header",
+        )
+        writer.begin()
+        for layer in source.layers:
+            _write_layer(draft, writer, layer)
+        for key, parts in plain.items():
+            for piece in parts:
+                writer.add(piece.name, *_contents(draft, config, key, piece))
+        for name, weight in source.others():
+            for piece in packed[name]:
+                writer.add(piece.name, *_packed_module(draft, name, piece, weight))
+        writer.finish()
+    read_back(draft.directory / FILE, writer.start, writer.crc)
+    draft.complete(source.config)
+
+
+def _fields(draft: Draft, family: Family) -> dict[str, Value]:
+    """The header's keys and values but for the architecture and the type."""
+    config: Any = draft.model.config
+    source = draft.source.source
+    return {
+        "general.type": "model",
+        "general.name": draft.options.model_name or source.name,
+        "general.quantization_version": QUANTIZATION_VERSION,
+        "general.quantized_by": f"moeq {__version__}",
+        **{f"{family.arch}.{key}": value for key, value in parameters(config, family).items()},
+        **{f"tokenizer.{key}": value for key, value in tokenizer(source, config.vocab_size).items()},
+    }
+
+
+def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
+    """{key: what the file holds of it} of all tensors that are neither of routed experts nor packed."""
+    config: Any = draft.model.config
+    for layer in draft.source.layers:
+        draft.expert_keys(layer)
+    return {
+        key: pieces(config, family, key, plain_header(draft.source.source, key)[1])
+        for key in draft.source.rest()
+        if not is_beyond(config, key)
+    }
+
+
+def _packed(draft: Draft, family: Family) -> dict[str, list[Piece]]:
+    """{module: what the file holds of it} of the packed modules outside of the experts.
+
+    Raises PlanError for those that GGUF keeps otherwise than as matrices of blocks.
+    """
+    packed = {}
+    for name, weight in draft.source.others():
+        key = draft.names.renamed(f"{name}.weight")
+        packed[name] = pieces(draft.model.config, family, key, (weight.codes.shape[-2], weight.inputs))
+        for piece in packed[name]:
+            if piece.split or piece.in_float32:
+                why = "it is kept transposed" if piece.split else "it is kept in float32"
+                do = f"leave {name} out of `others`, or {ANY_GRID}"
+                raise PlanError(f"packed, and {why} in GGUF", where=f"{WHERE}: {name}", do=do)
+    return packed
+
+
+def _write_layer(draft: Draft, writer: Writer, layer: ExpertLayer) -> None:
+    """Write the stacks of one layer."""
+    experts = [draft.expert(layer, expert)[0] for expert in range(layer.num_experts)]
+    for projection in layer.projections:
+        matrices = [expert.pop(projection) for expert in experts]
+        kind, stack = _stack(draft, layer, projection, matrices)
+        writer.add(stack_name(layer, projection), kind, stack)
+
+
+def _stack(
+    draft: Draft, layer: ExpertLayer, projection: str, matrices: list[PackedWeight | Tensor]
+) -> tuple[str, Iterator[bytes | memoryview]]:
+    """One matrix of all experts in one type, and its bytes, expert by expert; PlanError where they do not fit one."""
+    names = [f"{layer.name}.{expert}.{projection}" for expert in range(len(matrices))]
+    packed = [matrix for matrix in matrices if isinstance(matrix, PackedWeight)]
+    full = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
+    if not packed:
+        draft.plain += names
+        kind = _float_type(dtype_name(full[0].dtype), names[0])
+        return kind, (tensor_bytes(matrix) for matrix in full)
+    bits = _common_width(draft, f"{layer.name}, {projection}", [grid_of(weight) for weight in packed], bool(full))
+    wide = [draft.loadable(name, weight, bits) for name, weight in zip(names, packed, strict=True)]
+    kinds = {ggml.type_of(weight) for weight in wide}
+    assert len(kinds) == 1, kinds
+    return kinds.pop(), (_blocks(name, weight) for name, weight in zip(names, wide, strict=True))
+
+
+def _common_width(draft: Draft, what: str, grids: list[Grid], full: bool) -> int | None:
+    """The width that all of a stack are widened to; None where each stays as it is, or goes into a wider one alone.
+
+    full: whether some of the stack are in full precision. PlanError where no type holds them all.
+    """
+    refused = refuse_stack(draft.target, grids, full=full, widen=draft.options.widen)
+    if refused is not None:
+        raise PlanError(refused[0], where=f"{WHERE}: {what}", do=refused[1])
+    if len({HOLDS.get((grid.bits, grid.symmetric)) for grid in grids}) == 1:
+        return None
+    bits = widest_of(draft.target, grids) if draft.options.widen else None
+    if bits is None:
+        listed = ", ".join(map(str, sorted({grid.bits for grid in grids})))
+        zeros = "" if "," in listed else ", with and without zero points,"
+        raise PlanError(
+            f"{listed} bits{zeros} among its experts; llama.cpp has one type for all",
+            where=f"{WHERE}: {what}",
+            do=ONE_WIDTH if draft.options.widen else f"{ONE_WIDTH}; or {WIDEN}",
+        )
+    return bits
+
+
+def _blocks(name: str, weight: PackedWeight) -> memoryview:
+    try:
+        return tensor_bytes(ggml.encode(weight))
+    except ValueError as error:
+        raise PlanError(str(error), where=f"{WHERE}: {name}", do=ANY_GRID) from None
+
+
+def _contents(draft: Draft, config: Any, key: str, piece: Piece) -> tuple[str, Iterable[bytes | memoryview]]:
+    """The type and the bytes of a tensor that is neither of a routed expert nor packed."""
+    source = draft.source.source
+    dtype = plain_header(source, key)[0]
+    if piece.as_it_is and (dtype == "F32" or not piece.in_float32):
+        return _float_type(dtype, key), plain_chunks(source, key)
+    whole = torch.frombuffer(bytearray(b"".join(plain_chunks(source, key))), dtype=torch_dtype(dtype))
+    tensor = made(config, piece, whole.view(plain_header(source, key)[1]))
+    tensor = tensor.float() if piece.in_float32 else tensor
+    return _float_type(dtype_name(tensor.dtype), key), [tensor_bytes(tensor)]
+
+
+def _float_type(dtype: str, key: str) -> str:
+    """The type of a floating-point tensor, which ggml calls as safetensors does; PlanError for others."""
+    if dtype not in FLOATS:
+        raise PlanError(f"a tensor of type {dtype}", where=f"{WHERE}: {key}", do=ANY_GRID)
+    return dtype
+
+
+def _packed_module(
+    draft: Draft, name: str, piece: Piece, weight: PackedWeight
+) -> tuple[str, Iterable[bytes | memoryview]]:
+    """The type and the bytes of a packed module outside of the experts."""
+    wide = draft.loadable(name, weight)
+    if piece.rows is not None:
+        wide = wide.map(lambda part: part[piece.rows])
+    return ggml.type_of(wide), [_blocks(name, wide)]

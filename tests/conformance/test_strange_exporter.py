@@ -1,0 +1,112 @@
+"""Somebody else's exporter, one file and an entry point: from the recipe to plan, checkpoint, proof and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from strange_exporter import ENTRIES, MODULES
+from strangers import write_package
+
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.errors import ArtifactError
+from moeq.exporters.readers import open_packed
+from moeq.registry import EXPORTERS
+
+ROOT = Path(__file__).parents[2]
+ALL = """
+import json
+import sys
+from pathlib import Path
+
+from moeq import conversion, inspection, pipeline
+from moeq.planning.make import make_plan
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages import frontier
+from moeq.stages.context import Context
+from moeq.verification.verify import Options, verify
+
+model, out, *overrides = sys.argv[1:]
+recipe, quiet = load_recipe(None, overrides), Reporter(quiet=True)
+context = Context(recipe=recipe, model_name=model, out=Path(out), reporter=quiet)
+plan = make_plan(context, probe=False)
+pipeline.run(context)
+checkpoint = Path(out) / "checkpoint-strangers"
+copy = conversion.convert(Path(out) / "checkpoint", "strangers", Path(out) / "copy", verify=quiet)
+verdict = verify(checkpoint, Options(), quiet)
+seen = [inspection.inspect(path) for path in (Path(out), checkpoint, Path(out) / "copy")]
+print(json.dumps({
+    "plan": next(stage.lasting for stage in plan.stages if stage.stage == "export"), "copy": copy, "inspect": seen,
+    "verdict": [verdict.target, verdict.problems, len(verdict.layers), verdict.layers[0].error],
+    "prices": [price["target"] for price in frontier.prices(context)],
+}, default=str))
+"""
+SMALL = (
+    "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "losses.bits=[2,3]",
+    "losses.methods=[rtn]", "assign={method: uniform, bits: 2, quantizer: rtn, target: strangers-runtime}",
+    "export.formats=[strangers]", "export.strangers_note=by way of the recipe", "eval.compare=[]", "eval.tasks=[]",
+    "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=32", "estimate.grid.inputs=[128]",
+)  # fmt: skip
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    write_package(tmp_path / "there", EXPORTERS.group, ENTRIES, MODULES)
+    return tmp_path / "there"
+
+
+def started(package: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (package, ROOT)))}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = started(package, "-c", ALL, str(tiny_mixtral), str(out), *SMALL)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    checkpoint = out / "checkpoint-strangers"
+    assert json.loads((checkpoint / "config.json").read_text())["quantization_config"]["note"] == (
+        "by way of the recipe"
+    )  # fmt: skip
+    size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    assert told["plan"]["../checkpoint-strangers"] == pytest.approx(size, rel=0.05)
+    target, problems, layers, error = told["verdict"]
+    assert (target, problems, layers) == ("strangers-runtime", [], 2)
+    assert error < 1e-4
+    assert told["copy"]["verified_with"] == "strangers-runtime"
+    assert (out / "copy" / SUMS).is_file()
+    run, stage, copy = told["inspect"]
+    assert run["checkpoint-strangers"] == stage["checked_files"]
+    assert stage["kind"] == "artifact of moeq export-strangers"
+    assert copy["kind"] == "packed checkpoint (the strangers' format)"
+    assert "strangers-runtime" in told["prices"]
+    page = next((out / "report").glob("*.html")).read_text("utf-8")
+    assert "strangers" in page
+    assert "by way of the recipe" in page
+
+
+def test_the_command_line_knows_it_and_what_it_cannot_do(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    run = ("-m", "moeq", "export", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--format")
+    assert "'strangers'" in started(package, *run, "stranger").stderr
+    narrow = ("strangers", "--set", "losses.bits=[2]", "--set", "assign={method: uniform, bits: 2, target: nobody}")
+    assert "'strangers-runtime'" in started(package, *run, *narrow).stderr
+    help_of = started(package, "-m", "moeq", "convert", "--help").stdout
+    assert "strangers" in help_of
+
+
+def test_without_its_package_its_checkpoints_are_refused_by_name(tiny_mixtral: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_mixtral, tmp_path / "copy")
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    packed = config | {"quantization_config": {"quant_method": "strangers", "grids": {}}}
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(packed))
+    with pytest.raises(ArtifactError, match="quant_method strangers is not supported; moeq reads its own checkpoints"):
+        open_packed(tmp_path / "copy")
