@@ -36,8 +36,8 @@ LONGEST_FIRST = (  # so that no process is left with one of them at the end
     "robustness/test_kill_resume.py", "robustness/test_bad_input.py", "stages/test_families.py",
     "planning/test_disk.py", "verification/test_peers.py", "stages/test_end_to_end.py", "stages/test_non_experts.py",
     "stages/test_formats.py", "stages/test_demo.py", "planning/test_memory.py", "exporters/test_peers.py",
-    "reporting/test_report_page.py", "models/test_every_family.py", "stages/test_store.py", "models/test_non_experts.py",
-    "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py",
+    "reporting/test_report_page.py", "models/test_every_family.py", "stages/test_store.py",
+    "models/test_non_experts.py", "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py",
 )  # fmt: skip
 PROBE = Path(probe.__file__)
 probes_apart = False  # whether the test that runs is marked fresh_process
