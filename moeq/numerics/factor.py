@@ -42,7 +42,7 @@ class Factor:
 def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
     """Factor a batch of Hessians [E, K, K] (means of x x^T over tokens, float32 or float64), all at once.
 
-    damping: fraction of the mean diagonal that is added to it (Frantar et al., arXiv 2210.17323, section 3.3, step 3).
+    damping: fraction of the mean diagonal that is added to it (Frantar et al., arXiv 2210.17323, step 3 of GPTQ).
     Inputs that were always zero get a unit diagonal (they then neither give nor take feedback). Where the float32
     factorization fails it is repeated in float64, then with damping raised tenfold up to 1.0; nothing is raised.
     """

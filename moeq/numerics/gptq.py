@@ -61,8 +61,8 @@ def quantize(
     for the grid of every group (clipped, of SHRINKS times the range) with the least error of rounding so weighted,
     see `grids.fit_clipped_grid`. Returns `Quantized`, columns as they lie; rows are independent of each other.
 
-    Frantar et al., arXiv 2210.17323, Algorithm 1 and section 3.3 (blocks; the order of columns is GPTQ's act-order,
-    which came after the paper). Deviations: above; clipping.
+    Frantar et al., arXiv 2210.17323, Algorithm 1 in the form above; the order of columns (act-order) is that of GPTQ's
+    code, and so is the idea of the search for a range.
     """
     group = resolved_group_size(weight.shape[2], group_size)
     if factor is None:

@@ -1,9 +1,10 @@
 """Affine quantization grids, one scale and zero point a group of inputs and output row.
 
-A code c stands for the value (c - zero) * scale, c in [0, 2**bits - 1]. Scales are rounded to float16 before any code
-is computed, so that what was measured is what is stored. Widths of 2 bits and more: integer zero points, zero always
-on the grid. 1 bit is a sign grid: the two values are -s and +s with s fitted to the mean magnitude, which in the same
-formula is zero = 0.5 and scale = 2*s (codes {0, 1}); nothing is stored for the zero point.
+A code c stands for the value (c - zero) * scale, c in [0, 2**bits - 1] (Jacob et al., arXiv 1712.05877, equation 1).
+Scales are rounded to float16 before any code is computed, so that what was measured is what is stored. Widths of 2 bits
+and more: integer zero points, zero always on the grid. 1 bit is a sign grid: the two values are -s and +s with s fitted
+to the mean magnitude, which in the same formula is zero = 0.5 and scale = 2*s (codes {0, 1}); nothing is stored for the
+zero point.
 
 Letters: E experts, K inputs, G groups, g inputs of one group, B bit widths, N output rows (input-major: inputs before
 rows).

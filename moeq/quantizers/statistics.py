@@ -55,8 +55,8 @@ class Statistics:
         """Of every expert: what its first matrices are given, [H, H], and its down projection, [I, I]; fills notes.
 
         H_e <- (n_e*H_e + lambda*H_layer) / (n_e + lambda), H as means over tokens; for down, H_layer runs a sample of
-        the layer's tokens through the expert itself. GPTQ's Hessian but for a factor of 2 (Frantar et al., arXiv
-        2210.17323, section 3.1).
+        the layer's tokens through the expert itself. Up to a factor, GPTQ's H = 2 X X^T (Frantar et al., arXiv
+        2210.17323).
         """
         first, second = list[Tensor](), list[Tensor]()
         lend = self.settings.borrow_tokens
