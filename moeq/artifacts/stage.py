@@ -109,7 +109,7 @@ def is_current(
     return not _changes(directory, record, editable, cached=cached, reporter=reporter)
 
 
-def damage(directory: Path, stage: str, editable: frozenset[str] = frozenset(), *, cached: bool = True) -> list[str]:
+def damage(directory: Path, stage: str, editable: frozenset[str] = frozenset()) -> list[str]:
     """What is wrong with the files of a finished stage, a phrase each; nothing where it was not finished."""
     if not (directory / RECORD).exists():
         return []
@@ -119,7 +119,7 @@ def damage(directory: Path, stage: str, editable: frozenset[str] = frozenset(), 
         return [f"{RECORD}: {error.what}"]
     return [
         f"{name} changed since it was written" if (directory / name).is_file() else f"{name} is missing"
-        for name in _changes(directory, record, editable, cached=cached)
+        for name in _changes(directory, record, editable, cached=True)
     ]
 
 
