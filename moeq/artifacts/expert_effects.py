@@ -11,6 +11,7 @@ how long that took: it depends on the clock, and is in no digest.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from moeq.artifacts.files import write_json
@@ -62,12 +63,8 @@ def write_measured(directory: Path, measured: Measured) -> None:
 
 def read_measured(directory: Path, inputs: str) -> Measured:
     """What was measured of the same inputs; nothing of others, or when it is damaged."""
-    path = directory / MEASURED
-    if path.is_file():
-        try:
-            measured = read_model(path, Measured, SCHEMA_VERSION, remedy=REMEDY)
-        except ArtifactError:
-            return Measured(inputs=inputs)
+    with suppress(ArtifactError):
+        measured = read_model(directory / MEASURED, Measured, SCHEMA_VERSION, remedy=REMEDY)
         if measured.inputs == inputs:
             return measured
     return Measured(inputs=inputs)

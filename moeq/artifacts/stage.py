@@ -103,13 +103,14 @@ def is_current(
     `editable` files may have been changed by hand: they only have to be there. cached: digests that were taken of these
     very files before will do.
     """
-    record = _record_if_any(directory, stage)
-    if record is None or record.key != key:
-        return False
-    return not _changes(directory, record, editable, cached=cached, reporter=reporter)
+    try:
+        record = read_record(directory, stage)
+    except ArtifactError:
+        return False  # not finished, of another schema version or damaged: `moeq run` makes it again
+    return record.key == key and not _changes(directory, record, editable, cached=cached, reporter=reporter)
 
 
-def damage(directory: Path, stage: str, editable: frozenset[str] = frozenset(), *, cached: bool = True) -> list[str]:
+def damage(directory: Path, stage: str, editable: frozenset[str] = frozenset()) -> list[str]:
     """What is wrong with the files of a finished stage, a phrase each; nothing where it was not finished."""
     if not (directory / RECORD).exists():
         return []
@@ -119,7 +120,7 @@ def damage(directory: Path, stage: str, editable: frozenset[str] = frozenset(), 
         return [f"{RECORD}: {error.what}"]
     return [
         f"{name} changed since it was written" if (directory / name).is_file() else f"{name} is missing"
-        for name in _changes(directory, record, editable, cached=cached)
+        for name in _changes(directory, record, editable, cached=True)
     ]
 
 
@@ -127,7 +128,8 @@ def edited_files(directory: Path, stage: str, editable: frozenset[str]) -> list[
     """Files of a finished stage that were changed by hand, as they may be."""
     record = read_record(directory, stage)
     there = {name: stamp for name, stamp in record.files.items() if name in editable and (directory / name).is_file()}
-    return [name for name, stamp in there.items() if digests_of(directory, [name])[name] != stamp.sha256]
+    digests = digests_of(directory, there)
+    return [name for name, stamp in there.items() if digests[name] != stamp.sha256]
 
 
 def digests_of(
@@ -139,15 +141,6 @@ def digests_of(
         paths.values(), cached=cached, reporter=reporter, title=f"checking {escape(directory.name)}"
     )
     return {name: digests[path] for name, path in paths.items()}
-
-
-def _record_if_any(directory: Path, stage: str) -> StageRecord | None:
-    if not (directory / RECORD).exists():
-        return None
-    try:
-        return read_record(directory, stage)
-    except ArtifactError:
-        return None  # of another schema version or damaged: `moeq run` makes it again
 
 
 def _changes(

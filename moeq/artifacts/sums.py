@@ -43,10 +43,10 @@ class Sums:
                 raise ArtifactError(f"{NAME} does not list it", where=str(directory / name), do="remove it, " + _REMEDY)
 
 
-def write_sums(directory: Path, *, reporter: Reporter | None = None) -> None:
+def write_sums(directory: Path) -> None:
     """Write the digests of all files; those that their writers took are not taken again."""
     paths = sorted(path for path in directory.iterdir() if path.is_file() and path.name not in UNLISTED)
-    digests = digests_of_files(paths, cached=True, reporter=reporter)
+    digests = digests_of_files(paths, cached=True)
     write_text(directory / NAME, "".join(f"{digests[path]}  {path.name}\n" for path in paths))
 
 

@@ -110,9 +110,9 @@ def axes(figure: Any, left: float, bottom: float, width: float, height: float) -
     return figure.add_axes((left / whole_width, bottom / whole_height, width / whole_width, height / whole_height))
 
 
-def text_width(text: str, size: float = TEXT_SIZE) -> float:
+def text_width(text: str) -> float:
     """Points that a text takes at most, about."""
-    return LETTER_WIDTH * size * len(text)
+    return LETTER_WIDTH * TEXT_SIZE * len(text)
 
 
 def _small(svg: str, name: str) -> str:
