@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.loading import expert_keys
 from moeq.models.non_experts import OtherModule
+from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.swapping import ExpertPlace, Place, Replacement, Swapped, overwrite
 from moeq.stages import assign, export, judges, quantize, refine
@@ -28,6 +30,7 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.low_precision import write_curves
+from moeq.stages.needs import LIBRARY, PACKED_CALLS, Moment, Needs, Rates, Sizes
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Experts, Replicas
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
@@ -301,3 +304,86 @@ def load(context: Context) -> EvalReport:
     whole = CheckpointSize(context)
     rows = tuple(row.model_copy(update={"checkpoint_bytes": whole.of(row.assignment)}) for row in found.rows)
     return found.model_copy(update={"rows": rows})
+
+
+LOADING = 0.7  # seconds of building and filling a model, whatever its size
+REQUEST_OBJECTS = 6000  # bytes of a request as objects
+CHANGE, SCORES, ROW, EXPERT = 220, 180, 750, 14  # bytes of eval.json beside assignments, an expert's indentation last
+SAMPLE_ROW, SEQUENCE, REQUEST, CHARACTER = 4000, 39, 375, 1.45  # bytes of samples.json, of which for every assignment
+
+
+def needs(sizes: Sizes) -> Needs:
+    """The model with what is swapped in it, then the exported checkpoint, with logits in float32."""
+    text, tasks, section = sizes.evaluation, sizes.tasks, sizes.recipe.eval
+    count, own = len(sizes.placed), sizes.expert_parameters + sizes.others.parameters
+    walks = (0 if text is None else 1) + (0 if tasks is None else tasks.passes)  # of a streamed model, an assignment
+    read = sizes.disk * ((walks * count + 1) if sizes.streams else 2 + count)
+    stores = sum(sizes.placed) + count * sizes.others.packed
+    measured = 0 if sizes.context.takes_images else len(section.tasks) + (len(section.tasks) > 1) + (text is not None)
+    row = ROW + CHANGE * measured + SCORES * len(section.tasks)
+    row += assign.assignment_bytes(sizes) + EXPERT * sizes.experts
+    files = {NAME: ROW + count * row}
+    if not sizes.context.takes_images:
+        requests = 0 if tasks is None else REQUEST * tasks.requests + CHARACTER * tasks.characters
+        items = SAMPLE_ROW + SEQUENCE * (text.sequences if text is not None else 0) + requests
+        files[SAMPLES] = int((1 + count) * items)
+    exported = sum(sizes.checkpoint.files(sizes.widths[0]).values())
+
+    def seconds(rates: Rates) -> float:
+        forwards = batches = 0.0
+        if text is not None:
+            forwards += sizes.forward(rates, text.batch_tokens, text.batches, head=True)
+            batches += text.batches
+        if tasks is not None:
+            forwards += sizes.forward(rates, tasks.batch * tasks.mean_tokens, tasks.passes, head=True)
+            batches += tasks.passes
+        dequantizing = own / rates.dequantized_weights + sizes.experts * PACKED_CALLS
+        rounding = WEIGHT_OPERATIONS * sizes.expert_parameters / rates.losses_flops
+        made = sum(on_demand(sizes.methods(one)) for _, one in sizes.checkpoint.sections) * rounding
+        replacing = (count - 1) * dequantizing * (max(1, walks) if sizes.streams else 1)
+        reads = walks * count + 1 if sizes.streams else 2 + (count > 1)
+        found = (count + 1) * forwards + (1 + batches) * dequantizing + replacing + made
+        found += LOADING * (1 if sizes.streams else 2 + (count > 1)) + (0 if tasks is None else LIBRARY)
+        return found + reads * sizes.reading(rates, sizes.disk) + _curve_seconds(sizes, rates, dequantizing)
+
+    return Needs(moments=_moments(sizes), files=files, read=read + stores + exported, seconds=seconds)
+
+
+def _moments(sizes: Sizes) -> Sequence[Moment]:
+    """Beside a loaded model the experts that replicas stand in for, until it is dropped for the exported one."""
+    text, tasks, width = sizes.evaluation, sizes.tasks, sizes.dtype.itemsize
+    tables = {**sizes.tables(), "tokens of the text": 0 if text is None else 4 * text.whole}
+    replaced = (sizes.expert_parameters + sizes.others.parameters) * width
+    exported = {"exported checkpoint": sizes.whole - replaced + sizes.others.packed + 1.02 * sizes.placed[0]}
+    loaded = sizes.model() if sizes.streams else {}
+    once = {"one expert, dequantized": 12 * max(layer.parameters_per_expert for layer in sizes.layers), **tables}
+    swapped = {
+        "experts that were replaced": 0 if sizes.streams else sizes.expert_parameters * width,
+        "stopped texts": text.tokens * 2 * sizes.token if sizes.streams and text is not None else 0,
+    }
+    moments = [
+        {**sizes.loading(), **swapped, "experts that were replaced": 0, **once},
+        {**loaded, **exported, **tables, "being read": 0.1 * sizes.placed[0] if sizes.streams else 0},
+    ]
+    passes = [(64, 32, "logits")]
+    passes += [] if text is None else [(text.batch_tokens, text.length, "logits")]
+    passes += [] if tasks is None else [(tasks.batch * tasks.most_tokens, tasks.most_tokens, "logits of tasks")]
+    for tokens, length, logits in passes:
+        running = {**sizes.running(tokens, length), logits: tokens * sizes.vocabulary * (width + 12), **once}
+        moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
+    if tasks is not None:
+        moments[-1]["requests"] = tasks.requests * REQUEST_OBJECTS
+    return moments
+
+
+def _curve_seconds(sizes: Sizes, rates: Rates, dequantizing: float) -> float:
+    """Seconds of the curves: a pass for every point, and in every order every expert replaced about once."""
+    text, found = sizes.evaluation, 0.0
+    if text is None:
+        return found
+    for section in sizes.recipe.eval.low_precision:
+        share = min(1.0, (section.sequences or text.sequences) / text.sequences)
+        one = share * sizes.forward(rates, text.batch_tokens, text.batches, head=True)
+        one += sizes.reading(rates, sizes.disk) + dequantizing if sizes.streams else 0.0
+        found += (2 + section.seeds) * (len(section.shares) * one + dequantizing) + sizes.reading(rates, sizes.disk)
+    return found

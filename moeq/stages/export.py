@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.markup import escape
 
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width
@@ -14,7 +15,7 @@ from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.artifacts.stage import damage, is_current, read_record, write_record
+from moeq.artifacts.stage import RECORD, damage, is_current, read_record, write_record
 from moeq.artifacts.targets import LOADED_BY, WIDEN, Target, loads_width, refuse_layers
 from moeq.errors import ArtifactError, PlanError
 from moeq.exporters import CONVERTED, export, gguf, write
@@ -23,7 +24,8 @@ from moeq.exporters.front_matter import read_origin
 from moeq.exporters.moeq import ExportInputs
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource
-from moeq.models.loading import expert_keys
+from moeq.exporters.readers import PLAIN
+from moeq.models.loading import expert_keys, memory_bytes
 from moeq.numerics.slab import return_memory
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
@@ -31,8 +33,10 @@ from moeq.stages import assign, model_card, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
+from moeq.stages.needs import APART, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 from moeq.stages.side_files import say_left_behind
+from moeq.verification.reference import GROUP_BYTES
 from moeq.verification.written import check_written
 
 FORMAT_REVISION = 2  # raised when the same checkpoint gives other bytes in some format
@@ -234,3 +238,52 @@ def write_card(context: Context, manifest: PlacementManifest, figures: list[dict
     """Write the model card; the report stage writes it again with the measured figures."""
     text = model_card.render(manifest, context.source.config, figures or [], read_origin(context.source.path))
     write_text(context.directory("export") / CARD, text)
+
+
+REPLICA = 9000  # bytes of one replica in the manifest: nine tensors' stamps as objects and as JSON
+TARGET_PROGRAM = 312 << 20  # bytes of what a verification's own process loads before the checkpoint
+VERIFYING = 7.0  # seconds of starting it, and of a few tokens in it
+
+
+def manifest_bytes(sizes: Sizes) -> int:
+    """Bytes of the manifest in memory."""
+    every = sizes.recipe.quantize.replicas == "all"
+    return sizes.experts * (len(sizes.recipe.losses.bits) + 1 if every else 1) * REPLICA
+
+
+def needs(sizes: Sizes) -> Needs:
+    """The manifest, and what the target and the reference of its verification hold; files as `assign.size` counts."""
+    section, others, placed = sizes.recipe.export, sizes.others, sizes.placed[0]
+    packed = quantize.packed_files(sizes) | others.written()
+    files = sizes.checkpoint.files(sizes.widths[0]) | packed
+    del files[RECORD]
+    rest = sizes.disk - sizes.experts_disk - others.disk
+    layers = zip(sizes.layers, sizes.widths[0], strict=True)
+    stacked = sum(layer.num_experts * sizes.expert_bytes(layer, max(mine)) for layer, mine in layers)
+    for name in section.formats:  # codes, scales and zero points as large; a stack of GGUF has one width
+        experts = stacked if name == "gguf" else placed
+        files[f"../checkpoint-{name}"] = sizes.disk if name == "dequantized" else rest + others.packed + experts
+    writing = {**sizes.model(), **sizes.tables(), "manifest": manifest_bytes(sizes)}
+
+    def seconds(rates: Rates) -> float:
+        verifying = VERIFYING + 2 * sizes.reading(rates, sizes.disk) if section.verify else 0.0
+        return sizes.reading(rates, rest + others.disk) + placed / rates.hash_bytes + verifying
+
+    linked = sum(packed.values())
+    moments = [writing, *({**writing, **moment} for moment in _verifying(sizes) if section.verify)]
+    return Needs(moments=moments, files=files, linked=linked, read=rest + linked, seconds=seconds)
+
+
+def _verifying(sizes: Sizes) -> list[Moment]:
+    """The target's process, and when it has ended what its layers are compared with, a group of experts at a time."""
+    layer, parameters = sizes.largest, sizes.expert_parameters + sizes.others.parameters
+    whole = sum(sizes.block_parameters) + sizes.resident_parameters
+    loaded = 4 * (whole - parameters) + sizes.others.packed + sizes.placed[0]
+    if loaded > memory_bytes(torch.device("cpu")):
+        return []  # it is left out
+    resident, block = 4 * sizes.resident_parameters, 4 * max(sizes.block_parameters)
+    if PLAIN not in sizes.recipe.export.formats:  # whose experts are read as stacks, a layer at a time
+        one = 4 * layer.parameters_per_expert
+        block -= max(0, layer.num_experts * one - max(GROUP_BYTES, one) - one)
+    reference = "reference in float32"
+    return [{APART: TARGET_PROGRAM + loaded, reference: resident}, {reference: resident + block}]

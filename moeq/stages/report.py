@@ -32,6 +32,7 @@ from moeq.stages import (
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
+from moeq.stages.needs import Needs, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 
 NAME = "report.html"
@@ -142,3 +143,22 @@ def _recipe_text(context: Context) -> str:
     """The recipe with its defaults filled in; the model by name, and nothing of where things lie on this machine."""
     data = context.recipe.model_dump(mode="json", exclude={"store"})
     return yaml.safe_dump(data | {"model": context.source.name}, sort_keys=False)
+
+
+FIGURES = 70 << 20  # bytes of the figures while they are drawn
+ROW = 1300  # bytes of one row of the loss table as a Python dictionary
+SECONDS, EXPERT_SECONDS = 2.0, 5e-4
+PAGE, LAYER, ASSIGNMENT, METHOD = 46_000, 1_000, 2_600, 9_500  # bytes of the page without its maps
+MEASURES = 5  # maps of values beside those of losses
+VALUES, VALUE, WIDTHS, WIDTH = 3_950, 79, 2_150, 165  # bytes of a map of values and of widths, and of an expert in it
+
+
+def needs(sizes: Sizes) -> Needs:
+    """Tables, figures and the page, whose bytes are known only when it is drawn: an estimate."""
+    losses, layers, count = sizes.recipe.losses, len(sizes.layers), len(sizes.checkpoint.sections)
+    size = PAGE + LAYER * layers + ASSIGNMENT * count + METHOD * len(losses.methods)
+    size += (MEASURES + len(losses.bits)) * (VALUES + VALUE * sizes.experts) + count * (WIDTHS + WIDTH * sizes.experts)
+    once = sizes.loss_rows() // (len(losses.methods) * (4 if losses.per_projection else 1))
+    drawn = {"rows of the loss table": once * ROW, "manifest": export.manifest_bytes(sizes), "figures": FIGURES}
+    moment = {**(sizes.model() if sizes.streams else {}), **sizes.tables(), **drawn}
+    return Needs(moments=[moment], files={NAME: size}, seconds=lambda rates: SECONDS + EXPERT_SECONDS * sizes.experts)

@@ -143,6 +143,10 @@ class Places(TextRows):
             found += self._read(self._pick(missing))
         return found, count - len(found)
 
+    def tokens(self) -> int:
+        known = (one.characters / one.per_token for one in self._extents.values())
+        return int(sum(known)) if self._numbered else super().tokens()
+
     def with_images(self) -> bool:
         return any(one.images for one in self._extents.values())
 
