@@ -9,7 +9,6 @@ from typing import Any
 from moeq.artifacts.run import STORE
 from moeq.artifacts.stage import RECORD
 from moeq.errors import PlanError
-from moeq.models.corpus import LocalFile
 from moeq.planning import capability
 from moeq.planning.machine import machine
 from moeq.planning.probe import measure
@@ -46,7 +45,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     context = context.given()
     sizes, losses = Sizes(context), context.recipe.losses
     capability.check_stages(context)
-    context.text.check({"calibration", "evaluation"} - _remote(context))
+    context.text.check([part for part in ("calibration", "evaluation") if context.text.lies_here(part)])
     asked = capability.Asked(
         layers=tuple(sizes.layers),
         widths=tuple(map(tuple, sizes.widths[0])),
@@ -68,14 +67,6 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         shortages=tuple(shortages(needs, there)),
         notes=tuple(_notes(sizes, probe)),
     )
-
-
-def _remote(context: Context) -> set[str]:
-    """The parts of the text that would have to be downloaded to be checked as the run does."""
-    if context.takes_images:
-        return set()
-    parts = {"calibration": context.text.calibration_sources, "evaluation": context.text.evaluation_sources}
-    return {part for part, sources in parts.items() if not all(isinstance(one, LocalFile) for one in sources)}
 
 
 def add_up(
@@ -226,7 +217,7 @@ def _notes(sizes: Sizes, probe: bool) -> list[str]:
     """What the reader should know about the figures."""
     found = []
     if sizes.streams and sizes.tasks is not None:
-        passes = round(sizes.tasks.passes)
+        passes = round(sizes.tasks.batches)
         found.append(
             f"eval.tasks read the streamed model {passes} times for each assignment "
             f"({human_bytes(passes * sizes.disk)}); a larger eval.batch_size or fewer items make it less"

@@ -78,14 +78,11 @@ def _now() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def _since(before: np.ndarray) -> np.ndarray:
-    """Seconds by both clocks, [2]; what no clock could tell from nothing is a microsecond."""
-    taken: np.ndarray = (_now() - before).clip(1e-6)
-    return taken
-
-
 def _seconds(action: Callable[[], object], device: torch.device, limit: float = SECONDS) -> np.ndarray:
-    """Seconds of one call by both clocks, the mean of those that fit into the limit; of several the first warms up."""
+    """Seconds of one call by both clocks, the mean of those that fit into the limit; of several the first warms up.
+
+    What no clock could tell from nothing is a microsecond.
+    """
     taken: list[np.ndarray] = []
     started = time.perf_counter()
     while not taken or time.perf_counter() - started < limit:
@@ -93,7 +90,7 @@ def _seconds(action: Callable[[], object], device: torch.device, limit: float = 
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(_since(begun))
+        taken.append((_now() - begun).clip(1e-6))
     found: np.ndarray = np.mean(taken[1:] or taken, axis=0)
     return found
 
@@ -157,26 +154,28 @@ def _reading(path: Path) -> tuple[np.ndarray, np.ndarray]:
     size = min(SLICE_BYTES, path.stat().st_size)
     with storage_errors(path, "read"), path.open("rb", buffering=0) as stream:
         os.posix_fadvise(stream.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
-        found = []
-        for _ in range(2):
+
+        def read() -> None:
             stream.seek(0)
-            started, left = _now(), size
-            while left > 0 and (chunk := stream.read(min(left, 4 << 20))):
-                left -= len(chunk)
-            found.append(size / _since(started))
-    return found[0], np.maximum(*found)
+            while stream.tell() < size and stream.read(4 << 20):
+                pass
+
+        first, again = (size / _seconds(read, torch.device("cpu"), 0) for _ in range(2))
+    return first, np.maximum(first, again)
 
 
 def _writing(out: Path) -> np.ndarray:
     """Bytes a second of writing and syncing a file on the disk of the run directory."""
     folder, data = existing(out), os.urandom(4 << 20)
     with storage_errors(folder), tempfile.NamedTemporaryFile(dir=folder, prefix=".moeq-plan-") as stream:
-        started = _now()
-        for _ in range(SLICE_BYTES // len(data)):
-            stream.write(data)
-        stream.flush()
-        sync(Path(stream.name))
-        return SLICE_BYTES / _since(started)
+
+        def write() -> None:
+            for _ in range(SLICE_BYTES // len(data)):
+                stream.write(data)
+            stream.flush()
+            sync(Path(stream.name))
+
+        return SLICE_BYTES / _seconds(write, torch.device("cpu"), 0)
 
 
 def existing(path: Path) -> Path:

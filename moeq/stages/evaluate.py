@@ -33,6 +33,7 @@ from moeq.stages.low_precision import write_curves
 from moeq.stages.needs import LIBRARY, PACKED_CALLS, Moment, Needs, Rates, Sizes
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Experts, Replicas
+from moeq.stages.text_sizes import Text
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
 from moeq.verification.verify import relative
 
@@ -306,6 +307,7 @@ def load(context: Context) -> EvalReport:
     return found.model_copy(update={"rows": rows})
 
 
+CHECKED = Text(sequences=2, length=32, batch=2, whole=64)  # on which the exported checkpoint is compared
 LOADING = 0.7  # seconds of building and filling a model, whatever its size
 REQUEST_OBJECTS = 6000  # bytes of a request as objects
 CHANGE, SCORES, ROW, EXPERT = 220, 180, 750, 14  # bytes of eval.json beside assignments, an expert's indentation last
@@ -315,64 +317,57 @@ SAMPLE_ROW, SEQUENCE, REQUEST, CHARACTER = 4000, 39, 375, 1.45  # bytes of sampl
 def needs(sizes: Sizes) -> Needs:
     """The model with what is swapped in it, then the exported checkpoint, with logits in float32."""
     text, tasks, section = sizes.evaluation, sizes.tasks, sizes.recipe.eval
-    count, own = len(sizes.placed), sizes.expert_parameters + sizes.others.parameters
-    walks = (0 if text is None else 1) + (0 if tasks is None else tasks.passes)  # of a streamed model, an assignment
-    read = sizes.disk * ((walks * count + 1) if sizes.streams else 2 + count)
-    stores = sum(sizes.placed) + count * sizes.others.packed
-    measured = 0 if sizes.context.takes_images else len(section.tasks) + (len(section.tasks) > 1) + (text is not None)
-    row = ROW + CHANGE * measured + SCORES * len(section.tasks)
-    row += assign.assignment_bytes(sizes) + EXPERT * sizes.experts
+    given, count = [one for one in (text, tasks) if one is not None], len(sizes.placed)
+    walks = (text is not None) + (0 if tasks is None else tasks.batches)  # of a streamed model, for one assignment
+    changes = len(section.tasks) + (len(section.tasks) > 1) + (text is not None)
+    row = ROW + SCORES * len(section.tasks) + assign.assignment_bytes(sizes) + EXPERT * sizes.experts
+    items: float = SAMPLE_ROW + sum((SEQUENCE if one is text else REQUEST) * one.sequences for one in given)
+    items += CHARACTER * sum(one.characters for one in given)
     files = {NAME: ROW + count * row}
     if not sizes.context.takes_images:
-        requests = 0 if tasks is None else REQUEST * tasks.requests + CHARACTER * tasks.characters
-        items = SAMPLE_ROW + SEQUENCE * (text.sequences if text is not None else 0) + requests
-        files[SAMPLES] = int((1 + count) * items)
-    exported = sum(sizes.checkpoint.files(sizes.widths[0]).values())
+        files = {NAME: ROW + count * (row + CHANGE * changes), SAMPLES: int((1 + count) * items)}
 
     def seconds(rates: Rates) -> float:
-        forwards = batches = 0.0
-        if text is not None:
-            forwards += sizes.forward(rates, text.batch_tokens, text.batches, head=True)
-            batches += text.batches
-        if tasks is not None:
-            forwards += sizes.forward(rates, tasks.batch * tasks.mean_tokens, tasks.passes, head=True)
-            batches += tasks.passes
-        dequantizing = own / rates.dequantized_weights + sizes.experts * PACKED_CALLS
+        forwards = sum(
+            sizes.forward(
+                rates, min(one.batch, one.sequences) * (one.mean_length or one.length), one.batches, head=True
+            )
+            for one in given
+        )
+        weights = sizes.expert_parameters + sizes.others.parameters
+        dequantizing = weights / rates.dequantized_weights + sizes.experts * PACKED_CALLS
         rounding = WEIGHT_OPERATIONS * sizes.expert_parameters / rates.losses_flops
-        made = sum(on_demand(sizes.methods(one)) for _, one in sizes.checkpoint.sections) * rounding
-        replacing = (count - 1) * dequantizing * (max(1, walks) if sizes.streams else 1)
-        reads = walks * count + 1 if sizes.streams else 2 + (count > 1)
-        found = (count + 1) * forwards + (1 + batches) * dequantizing + replacing + made
+        found = rounding * sum(on_demand(sizes.methods(one)) for _, one in sizes.checkpoint.sections)
+        found += (count + 1) * forwards + (1 + sum(one.batches for one in given)) * dequantizing
+        found += (count - 1) * dequantizing * (max(1, walks) if sizes.streams else 1)
+        found += (walks * count + 1 if sizes.streams else 2 + (count > 1)) * sizes.reading(rates, sizes.disk)
         found += LOADING * (1 if sizes.streams else 2 + (count > 1)) + (0 if tasks is None else LIBRARY)
-        return found + reads * sizes.reading(rates, sizes.disk) + _curve_seconds(sizes, rates, dequantizing)
+        return found + _curve_seconds(sizes, rates, dequantizing)
 
-    return Needs(moments=_moments(sizes), files=files, read=read + stores + exported, seconds=seconds)
+    read = sizes.disk * (walks * count + 1 if sizes.streams else 2 + count) + sum(sizes.placed)
+    read += count * sizes.others.packed + sum(sizes.checkpoint.files(sizes.widths[0]).values())
+    return Needs(moments=_moments(sizes, given), files=files, read=read, seconds=seconds)
 
 
-def _moments(sizes: Sizes) -> Sequence[Moment]:
+def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
     """Beside a loaded model the experts that replicas stand in for, until it is dropped for the exported one."""
     text, tasks, width = sizes.evaluation, sizes.tasks, sizes.dtype.itemsize
     tables = {**sizes.tables(), "tokens of the text": 0 if text is None else 4 * text.whole}
     replaced = (sizes.expert_parameters + sizes.others.parameters) * width
     exported = {"exported checkpoint": sizes.whole - replaced + sizes.others.packed + 1.02 * sizes.placed[0]}
-    loaded = sizes.model() if sizes.streams else {}
     once = {"one expert, dequantized": 12 * max(layer.parameters_per_expert for layer in sizes.layers), **tables}
-    swapped = {
-        "experts that were replaced": 0 if sizes.streams else sizes.expert_parameters * width,
-        "stopped texts": text.tokens * 2 * sizes.token if sizes.streams and text is not None else 0,
-    }
-    moments = [
-        {**sizes.loading(), **swapped, "experts that were replaced": 0, **once},
-        {**loaded, **exported, **tables, "being read": 0.1 * sizes.placed[0] if sizes.streams else 0},
-    ]
-    passes = [(64, 32, "logits")]
-    passes += [] if text is None else [(text.batch_tokens, text.length, "logits")]
-    passes += [] if tasks is None else [(tasks.batch * tasks.most_tokens, tasks.most_tokens, "logits of tasks")]
-    for tokens, length, logits in passes:
-        running = {**sizes.running(tokens, length), logits: tokens * sizes.vocabulary * (width + 12), **once}
+    if sizes.streams:
+        loaded, stopped = sizes.model(), {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
+        swapped, reading = stopped, {"being read": 0.1 * sizes.placed[0]}
+    else:
+        loaded, stopped, reading = {}, {}, {}
+        swapped = {"experts that were replaced": sizes.expert_parameters * width}
+    moments = [{**sizes.loading(), **stopped, **once}, {**loaded, **exported, **tables, **reading}]
+    for one in (CHECKED, *given):
+        logits = {"logits of tasks" if one is tasks else "logits": one.batch_tokens * sizes.vocabulary * (width + 12)}
+        running = {**sizes.running(one.batch_tokens, one.length), **logits, **once}
         moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
-    if tasks is not None:
-        moments[-1]["requests"] = tasks.requests * REQUEST_OBJECTS
+    moments[-1]["requests"] = 0 if tasks is None else tasks.sequences * REQUEST_OBJECTS
     return moments
 
 

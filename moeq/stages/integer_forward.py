@@ -118,5 +118,4 @@ def foreseen_bytes(context: Context, section: IntegerSection) -> int:
         within = WITHIN * config.moe_intermediate_size + GIVEN * hidden
         vectors += positions * (config.num_experts_per_tok * within + ROUTED * layer.num_experts)
     weights = sum(one.numel() * (1 if one.dim() > 1 else 4) for one in model.parameters())
-    tasks = int(getattr(config, "num_tasks", 1))
-    return tasks * (section.vectors * vectors + weights + depth * MANIFEST_BLOCK)
+    return int(getattr(config, "num_tasks", 1) * (section.vectors * vectors + weights + depth * MANIFEST_BLOCK))

@@ -35,7 +35,7 @@ from moeq.stages.expert_bytes import expert_bytes
 from moeq.stages.foreseen import foreseen_widths
 from moeq.stages.geometry import first_geometry
 from moeq.stages.non_expert_sizes import Others
-from moeq.stages.text_sizes import Tasks, Text, calibration_text, evaluation_text, tasks
+from moeq.stages.text_sizes import Text, calibration_text, evaluation_text, tasks
 
 Moment = Mapping[str, float]  # {what: bytes} of what is in memory at once
 APART = "checkpoint in its target's process"
@@ -150,7 +150,7 @@ class Sizes:
         return evaluation_text(self.context)
 
     @cached_property
-    def tasks(self) -> Tasks | None:
+    def tasks(self) -> Text | None:
         return tasks(self.context)
 
     @cached_property

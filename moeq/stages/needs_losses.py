@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from moeq.artifacts import effects, expert_effects, replicas
@@ -16,7 +15,7 @@ from moeq.quantizers.layer import expert_batches
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride, part_rows, row_bytes
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, BatchSizes
-from moeq.recipe import ExpertEffectsSection, LossesSection
+from moeq.recipe import ExpertEffectsSection, LayerEffectsSection, LossesSection
 from moeq.registry import QUANTIZERS
 from moeq.stages.effects import sequences_at_once
 from moeq.stages.expert_bytes import store_bytes
@@ -24,6 +23,7 @@ from moeq.stages.expert_effects import AT_ONCE
 from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, STORED_ROW, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import entries
 
+Effects = tuple[Moment, dict[str, int], Callable[[Rates], float]]
 SET = "0" * 64  # stands for the digest that names a set in the store
 ROW = 1300  # bytes of one row of the loss table as a Python dictionary
 ROW_SECONDS = 3e-5  # a row: made, written, read and summed up
@@ -128,7 +128,8 @@ def needs(sizes: Sizes) -> Needs:
     kept = len([one for one in made if one.entry is not None])
     files = {NAME: int(TABLE + TABLE_ROW * rows)}
     files[replicas.INDEX] = INDEX + INDEX_MADE * len(made) + len(sizes.layers) * (INDEX_LAYER + INDEX_ENTRY * kept)
-    measured = _effects(sizes)
+    wanted = [one for one in (section.layer_effects, section.expert_effects) if one is not None]
+    measured = [_effects(sizes, one) for one in wanted]
 
     def seconds(rates: Rates) -> float:
         sample = min(SAMPLE_TOKENS, int(text.tokens * (1 - section.heldout_fraction)))
@@ -156,58 +157,45 @@ def needs(sizes: Sizes) -> Needs:
     )
 
 
-def _effects(sizes: Sizes) -> Sequence[tuple[Moment, dict[str, int], Callable[[Rates], float]]]:
-    """What the effects of layers and of experts need, where the recipe wants them: memory, files, seconds."""
-    losses, hidden, found = sizes.recipe.losses, sizes.geometry.hidden_size, []
-    for section in (losses.layer_effects, losses.expert_effects):
-        if section is None:
-            continue
-        kept = AT_ONCE * hidden if isinstance(section, ExpertEffectsSection) else 0  # what goes into the layers
-        text, memory = sizes.calibration, working_memory(losses.working_memory, sizes.context.device)
-        there = max(1, min(section.sequences, text.sequences // heldout_stride(losses.heldout_fraction)))
-        batches = -(-there // min(there, sequences_at_once(memory, sizes.vocabulary, text.length, kept)))
-        tokens = there * text.length / batches
-        numbers = COMPARED * sizes.vocabulary * 4 + (sizes.vocabulary + kept) * sizes.dtype.itemsize
-        moment = {**sizes.held(), "outputs that are compared": tokens * numbers, **sizes.running(tokens, text.length)}
-        if isinstance(section, ExpertEffectsSection):
-            measured = min(section.experts or sizes.experts, sizes.experts)
-            files = {
-                expert_effects.NAME: 170 + 36 * sizes.experts + 25 * len(sizes.layers),
-                expert_effects.MEASURED: 150 + 26 * measured,
-            }
-            found.append((moment, files, partial(_expert_seconds, sizes, section, measured, tokens, batches)))
-        else:
-            files = {effects.NAME: 110 + 22 * len(sizes.layers)}
-            found.append((moment, files, partial(_layer_seconds, sizes, tokens, batches)))
-    return found
+def _effects(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) -> Effects:
+    """The passes in which one layer, or one expert, after the other is quantized; at most as long as the recipe allows.
 
-
-def _layer_seconds(sizes: Sizes, tokens: float, batches: int, rates: Rates) -> float:
-    """Passes in which one layer after the other is quantized, and making its replicas weights."""
-    replacing = sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
-    return batches * ((1 + len(sizes.layers)) * _pass(sizes, rates, tokens, 1.0) + replacing)
-
-
-def _expert_seconds(
-    sizes: Sizes, section: ExpertEffectsSection, measured: int, tokens: float, batches: int, rates: Rates
-) -> float:
-    """Passes in which one expert after the other is quantized; at most what the recipe allows.
-
-    A pass runs from the expert's layer on: on average the later half of the model. With every few experts goes an exact
+    An expert's runs from its layer on: on average the later half of the model. With every few experts goes an exact
     pass, and once for each layer the check that it can be begun at.
     """
-    layers = len(sizes.layers)
-    later = _pass(sizes, rates, tokens, (layers + 1) / (2 * layers))
-    replacing = sizes.expert_parameters / sizes.experts / rates.dequantized_weights + PACKED_CALLS
-    one = batches * (later + replacing + _pass(sizes, rates, tokens, 1.0) / AT_ONCE)
-    whole = measured * one + min(measured, layers) * later
-    return whole if section.seconds is None else min(whole, max(section.seconds, one))
+    losses, text, layers, vocabulary = sizes.recipe.losses, sizes.calibration, len(sizes.layers), sizes.vocabulary
+    experts = section if isinstance(section, ExpertEffectsSection) else None
+    kept = 0 if experts is None else AT_ONCE * sizes.geometry.hidden_size  # what goes into the layers
+    there = max(1, min(section.sequences, text.sequences // heldout_stride(losses.heldout_fraction)))
+    memory = working_memory(losses.working_memory, sizes.context.device)
+    batches = -(-there // min(there, sequences_at_once(memory, vocabulary, text.length, kept)))
+    tokens = there * text.length / batches
+    numbers = COMPARED * vocabulary * 4 + (vocabulary + kept) * sizes.dtype.itemsize
+    moment = {**sizes.held(), "outputs that are compared": tokens * numbers, **sizes.running(tokens, text.length)}
 
+    def one_pass(rates: Rates, share: float) -> float:
+        """A share of the decoder layers, and comparing the output with the exact one."""
+        blocks, whole = (sizes.forward(rates, tokens, 1, head=head) for head in (False, True))
+        reading = sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
+        comparing = COMPARING * tokens * vocabulary * 4 / rates.elementwise_bytes
+        return share * (blocks + reading) + whole - blocks + comparing
 
-def _pass(sizes: Sizes, rates: Rates, tokens: float, share: float) -> float:
-    """Seconds of a share of the decoder layers, and of comparing the output with the exact one."""
-    layers = sizes.forward(rates, tokens, 1, head=False)
-    head = sizes.forward(rates, tokens, 1, head=True) - layers
-    reading = sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
-    comparing = COMPARING * tokens * sizes.vocabulary * 4 / rates.elementwise_bytes
-    return share * (layers + reading) + head + comparing
+    def replacing(rates: Rates) -> float:
+        return sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
+
+    if experts is None:
+        files = {effects.NAME: 110 + 22 * layers}
+        return moment, files, lambda rates: batches * ((1 + layers) * one_pass(rates, 1.0) + replacing(rates))
+    measured, most = min(experts.experts or sizes.experts, sizes.experts), experts.seconds
+
+    def seconds(rates: Rates) -> float:
+        later = one_pass(rates, (layers + 1) / (2 * layers))
+        one = batches * (later + replacing(rates) / sizes.experts + one_pass(rates, 1.0) / AT_ONCE)
+        whole = measured * one + min(measured, layers) * later
+        return whole if most is None else min(whole, max(most, one))
+
+    written = {
+        expert_effects.NAME: 170 + 36 * sizes.experts + 25 * layers,
+        expert_effects.MEASURED: 150 + 26 * measured,
+    }
+    return moment, written, seconds

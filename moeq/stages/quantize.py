@@ -27,8 +27,7 @@ from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
 from moeq.quantizers.refine import BATCH_ROWS
 from moeq.quantizers.signround_expert import WEIGHT_BYTES
-from moeq.recipe import BEST
-from moeq.recipe.quantize import RefineSection
+from moeq.recipe import BEST, RefineSection
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.stages import assign, refine

@@ -167,6 +167,11 @@ class RunText:
         self._there["evaluation"] = pool.tokens()
         return pool
 
+    def lies_here(self, part: str) -> bool:
+        """Whether a part can be read without a download."""
+        sources = self.calibration_sources if part == "calibration" else self.evaluation_sources
+        return all(isinstance(source, corpus.LocalFile) for source in sources)
+
     def tokens_there(self, part: str) -> int:
         """About how many tokens the files of a part have, all of them; it is read once for that."""
         if part not in self._there:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from moeq.bundled import bundled_path
 from moeq.evaluation.batching import MOST_ROWS
 from moeq.evaluation.harness import task_requests
-from moeq.models.corpus import ImageSet, LocalFile
+from moeq.models.corpus import ImageSet
 from moeq.models.corpus.labelled import Part
 from moeq.models.corpus.streams import read_text
+from moeq.recipe import CorpusSection, PerplexitySection
 from moeq.stages.context import Context
 
 SAMPLE = 1 << 16  # characters of the bundled text that tell how many make a token
@@ -18,42 +19,31 @@ SAMPLE = 1 << 16  # characters of the bundled text that tell how many make a tok
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Sequences of `length` tokens in batches of `batch`; `whole`: tokens of all of the text that they are taken from.
+    """Sequences of at most `length` tokens in batches of `batch`; `whole`: tokens of all that they are taken from.
 
-    Of images, the positions that the model sees of one are its tokens.
+    Of images, the positions that the model sees of one are its tokens. Of requests of tasks, which differ in length:
+    `mean_length` in tokens, `characters` of all, and `steps`, passes of a batch, more than one where they generate.
     """
 
     sequences: int
     length: int
     batch: int
     whole: int
+    mean_length: float | None = None
+    characters: int = 0
+    steps: float = 1
 
     @property
     def tokens(self) -> int:
         return self.sequences * self.length
 
     @property
-    def batches(self) -> int:
-        return -(-self.sequences // self.batch)
+    def batches(self) -> float:
+        return -(-self.sequences // self.batch) * self.steps
 
     @property
     def batch_tokens(self) -> int:
         return min(self.batch, self.sequences) * self.length
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tasks:
-    """Requests of the lm-eval tasks: their number, characters, mean and largest length in tokens, how many go together.
-
-    `passes`: through the model, of which a batch takes more than one where tasks generate.
-    """
-
-    requests: int
-    characters: int
-    mean_tokens: float
-    most_tokens: int
-    passes: float
-    batch: int
 
 
 def calibration_text(context: Context) -> Text:
@@ -63,24 +53,22 @@ def calibration_text(context: Context) -> Text:
     if context.takes_images:
         _ = text.perplexity  # which may be asked for in vain
         return _images(context, text.calibration_images, "train", most, section.batch_size)
-    length = section.sequence_length
-    return Text(
-        sequences=most, length=length, batch=section.batch_size, whole=_there(context, "calibration", most * length)
-    )
+    return _text(context, "calibration", section, most)
 
 
 def evaluation_text(context: Context) -> Text | None:
     """What perplexity is measured on, or images; None where the recipe wants none."""
+    section, wanted = context.text.perplexity, context.text.test_images
     if context.takes_images:
-        wanted = context.text.test_images
         return _images(context, context.text.evaluation_images, "test", wanted.images, wanted.batch_size)
-    section = context.text.perplexity
-    if section is None:
-        return None
-    length = section.sequence_length
-    whole = _there(context, "evaluation", (section.sequences or 1) * length)
-    count = max(1, whole // length) if section.sequences is None else section.sequences
-    return Text(sequences=count, length=length, batch=section.batch_size, whole=whole)
+    return None if section is None else _text(context, "evaluation", section, section.sequences)
+
+
+def _text(context: Context, part: str, section: CorpusSection | PerplexitySection, wanted: int | None) -> Text:
+    """Of a hub dataset there is as much as is wanted: nothing of it is downloaded here."""
+    length, text = section.sequence_length, context.text
+    whole = text.tokens_there(part) if text.lies_here(part) else (wanted or 1) * length
+    return Text(sequences=wanted or max(1, whole // length), length=length, batch=section.batch_size, whole=whole)
 
 
 def _images(context: Context, sets: Sequence[ImageSet], part: Part, wanted: int | None, batch: int) -> Text:
@@ -88,29 +76,21 @@ def _images(context: Context, sets: Sequence[ImageSet], part: Part, wanted: int 
     return Text(sequences=min(wanted or there, there), length=length, batch=batch, whole=there * length)
 
 
-def _there(context: Context, part: str, wanted: int) -> int:
-    """About how many tokens there are; of a hub dataset as many as are wanted, nothing of it is downloaded here."""
-    sources = context.text.calibration_sources if part == "calibration" else context.text.evaluation_sources
-    local = all(isinstance(source, LocalFile) for source in sources)
-    return context.text.tokens_there(part) if local else wanted
-
-
-def tasks(context: Context) -> Tasks | None:
+def tasks(context: Context) -> Text | None:
     """The requests that the recipe's tasks make; EvaluationError for unknown tasks."""
     section, config = context.recipe.eval, context.source.config
     if not section.tasks or not (found := task_requests(context.task_manager, section.tasks, section.limit)):
         return None
     sample = read_text(bundled_path("corpus/evaluation.jsonl"), SAMPLE)
     per_token = len(sample) / len(context.tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"])
-    lengths = [characters / per_token for characters, _ in found]
-    positions = (config.get("text_config") or config).get("max_position_embeddings") or max(lengths)
-    lengths = [min(length, positions) for length in lengths]
-    batch = MOST_ROWS if section.batch_size == "auto" else section.batch_size
-    return Tasks(
-        requests=len(found),
+    positions = (config.get("text_config") or config).get("max_position_embeddings") or float("inf")
+    lengths = [min(characters / per_token, positions) for characters, _ in found]
+    return Text(
+        sequences=len(found),
+        length=int(max(lengths)) + 1,
+        batch=MOST_ROWS if section.batch_size == "auto" else section.batch_size,
+        whole=int(sum(lengths)),
+        mean_length=sum(lengths) / len(found),
         characters=sum(characters for characters, _ in found),
-        mean_tokens=sum(lengths) / len(found),
-        most_tokens=int(max(lengths)) + 1,
-        passes=-(-len(found) // batch) * sum(max(1, generated) for _, generated in found) / len(found),
-        batch=batch,
+        steps=sum(max(1, generated) for _, generated in found) / len(found),
     )
