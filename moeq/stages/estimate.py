@@ -182,7 +182,7 @@ def load(context: Context) -> EstimateReport:
 
 
 MEMORY = 40 << 20  # bytes of the policies' arrays
-SECONDS = 0.2  # of one assignment's estimate
+SECONDS = 0.35  # of one assignment's estimate
 JSON, JSON_POINT = 31_000, 12_200  # bytes of one assignment in estimate.json, and of a point of the grid
 
 

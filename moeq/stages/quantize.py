@@ -174,10 +174,13 @@ def needs(sizes: Sizes) -> Needs:
     files = packed_files(sizes)
     files[NAME] = JSON + JSON_LAYER * len(sizes.layers)
     files[NAME] += sizes.experts * (JSON_EXPERT + JSON_REPLICA * (len(recipe.losses.bits) if every else 1))
-    dense = layer.num_experts * layer.parameters_per_expert * width
-    packed = (
-        store_bytes(layer, recipe.losses.bits, recipe.losses) + dense if every else sizes.placed[0] / len(sizes.layers)
-    )
+    packed, read = sizes.placed[0] / len(sizes.layers), sizes.placed[0] + sizes.others.packed
+    if every:
+        stores = [store_bytes(one, recipe.losses.bits, recipe.losses) for one in sizes.layers]
+        packed, read = (
+            max(stores) + layer.num_experts * layer.parameters_per_expert * width,
+            sum(stores) + sizes.others.packed,
+        )
     one = 16 * layer.parameters_per_expert if sizes.read_share() else 0
     moment = {**sizes.tables(), "packed experts of a layer": packed, "one expert": one}
     moments: list[Moment] = [{**sizes.model(), **moment}]
@@ -198,7 +201,7 @@ def needs(sizes: Sizes) -> Needs:
             found += 3 * sizes.forward(rates, text.batch_tokens, text.batches, head=False)
         return found
 
-    read = walks + sizes.experts_disk * sizes.read_share() + sizes.placed[0] + sizes.others.packed
+    read += walks + sizes.experts_disk * sizes.read_share()
     return Needs(moments=moments, files=files | sizes.others.written(), read=read, seconds=seconds)
 
 

@@ -15,6 +15,7 @@ from moeq.artifacts.stage import current_digest, read_record
 from moeq.exporters.front_matter import read_origin
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Refined, ReportInputs, SpeedInputs
+from moeq.reporting.maps import MOST_TEXTS
 from moeq.reporting.page import render
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import (
@@ -150,14 +151,17 @@ ROW = 1300  # bytes of one row of the loss table as a Python dictionary
 SECONDS, EXPERT_SECONDS = 2.0, 5e-4
 PAGE, LAYER, ASSIGNMENT, METHOD = 46_000, 1_000, 2_600, 9_500  # bytes of the page without its maps
 MEASURES = 5  # maps of values beside those of losses
-VALUES, VALUE, WIDTHS, WIDTH = 3_950, 79, 2_150, 165  # bytes of a map of values and of widths, and of an expert in it
+VALUES, VALUE, WIDTHS, WIDTH = 3_950, 76, 2_150, 165  # bytes of a map of values and of widths, and a cell's
+LABELLED, PIXELS = 30, 3.3  # cells that make a map of values larger by their labels; bytes of a cell in the picture
 
 
 def needs(sizes: Sizes) -> Needs:
     """Tables, figures and the page, whose bytes are known only when it is drawn: an estimate."""
     losses, layers, count = sizes.recipe.losses, len(sizes.layers), len(sizes.checkpoint.sections)
     size = PAGE + LAYER * layers + ASSIGNMENT * count + METHOD * len(losses.methods)
-    size += (MEASURES + len(losses.bits)) * (VALUES + VALUE * sizes.experts) + count * (WIDTHS + WIDTH * sizes.experts)
+    values = VALUES + VALUE * min(sizes.experts, LABELLED) + PIXELS * sizes.experts
+    widths = WIDTHS + (WIDTH if sizes.experts <= MOST_TEXTS else PIXELS) * sizes.experts
+    size += int((MEASURES + len(losses.bits)) * values + count * widths)
     once = sizes.loss_rows() // (len(losses.methods) * (4 if losses.per_projection else 1))
     drawn = {"rows of the loss table": once * ROW, "manifest": export.manifest_bytes(sizes), "figures": FIGURES}
     moment = {**(sizes.model() if sizes.streams else {}), **sizes.tables(), **drawn}
