@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeq.artifacts.assignment import FULL, Width
+from moeq.artifacts.assignment import Width
 from moeq.models import loading
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import blocks_of
 from moeq.models.weights import is_dequantized
-from moeq.quantizers.quantizer import on_demand
 from moeq.recipe import BEST, AssignSection
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
@@ -62,10 +61,8 @@ HEAP_MOST = 2**30  # of freed memory in the heap; larger blocks go back to the s
 STATES = 3  # hidden states a token that a stopped batch keeps: residual, the experts' input, a copy between them
 CAPTURED = 3  # copies of a layer's inputs while they are joined and looked through: pieces, whole, absolute values
 PASSES = 40  # elementwise operations over the hidden states in a decoder layer: norms, rotary, residuals, softmax
-CALLS, EXPERT_CALLS = (
-    2e-3,
-    1e-4,
-)  # seconds of Python and small kernels in a decoder layer and batch, and an expert of it
+CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
+EXPERT_CALLS = 1e-4  # and for one expert of it
 PACKED_CALLS = 1e-3  # and for one packed expert, unpacked in a batch or replaced in place
 LIBRARY = 3.0  # seconds of loading the model's classes, the tokenizer and, for eval, lm-eval
 
@@ -114,7 +111,9 @@ class Needs:
 class Sizes:
     """What is known of a run before it begins: its model from configuration and headers, its work from the recipe.
 
-    ModelError for what a run refuses. Text is read when it is first asked for, with the errors of the run.
+    Bytes on the disk: disk, experts_disk. In memory, in the dtype that computes: whole, resident (outside the decoder
+    blocks), largest_block, token (a hidden state). `..._parameters` are numbers of weights, experts and tensors numbers
+    of theirs. ModelError for what a run refuses; text is read when it is first asked for, with the errors of the run.
     """
 
     def __init__(self, context: Context) -> None:
@@ -177,15 +176,6 @@ class Sizes:
         section = self.recipe.losses
         parts = [layer.num_experts * len(layer.projections) for layer in self.layers if section.per_projection]
         return len(section.methods) * len(section.bits) * (self.experts + sum(parts))
-
-    def read_share(self) -> float:
-        """Share of the experts that `quantize` reads from the checkpoint: all of them for what is made on demand,
-        biases or every replica, else those that stay in full precision."""
-        section = self.recipe.assign
-        whole = self.recipe.quantize.replicas == "all" or on_demand(self.methods(section)) or section.named() == {FULL}
-        if whole or any(layer.biased for layer in self.layers):
-            return 1.0
-        return section.gpu_experts * len(self.layers) / self.experts
 
     # --- memory --------------------------------------------------------------------------------------------------
 

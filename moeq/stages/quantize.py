@@ -169,55 +169,55 @@ REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted
 
 def needs(sizes: Sizes) -> Needs:
     """A layer's packed experts, one of them as it is read; the walks and the training where placed ones are refined."""
-    recipe, layer, width = sizes.recipe, sizes.largest, sizes.source_dtype.itemsize
-    every, section = recipe.quantize.replicas == "all", recipe.quantize.refine
-    files = packed_files(sizes)
-    files[NAME] = JSON + JSON_LAYER * len(sizes.layers)
-    files[NAME] += sizes.experts * (JSON_EXPERT + JSON_REPLICA * (len(recipe.losses.bits) if every else 1))
-    packed, read = sizes.placed[0] / len(sizes.layers), sizes.placed[0] + sizes.others.packed
+    recipe, layer, section = sizes.recipe, sizes.largest, sizes.recipe.quantize.refine
+    every, made_now = recipe.quantize.replicas == "all", on_demand(sizes.methods(recipe.assign))
+    share = recipe.assign.gpu_experts * len(sizes.layers) / sizes.experts  # that is read: what stays as it is
+    if every or made_now or recipe.assign.named() == {FULL} or any(one.biased for one in sizes.layers):
+        share = 1.0
+    stored, packed = sizes.placed[0], sizes.placed[0] / len(sizes.layers)
     if every:
         stores = [store_bytes(one, recipe.losses.bits, recipe.losses) for one in sizes.layers]
-        packed, read = (
-            max(stores) + layer.num_experts * layer.parameters_per_expert * width,
-            sum(stores) + sizes.others.packed,
-        )
-    one = 16 * layer.parameters_per_expert if sizes.read_share() else 0
-    moment = {**sizes.tables(), "packed experts of a layer": packed, "one expert": one}
-    moments: list[Moment] = [{**sizes.model(), **moment}]
-    walks = 0
+        stored, packed = sum(stores), max(stores) + layer.num_experts * sizes.expert_bytes(layer, FULL)
+    files = packed_files(sizes)
+    replicas = len(recipe.losses.bits) if every else 1
+    files[NAME] = JSON + JSON_LAYER * len(sizes.layers) + sizes.experts * (JSON_EXPERT + JSON_REPLICA * replicas)
+    read = sizes.experts_disk * share
+    held = {**sizes.tables(), "packed experts of a layer": packed}
+    moments: list[Moment] = [{**sizes.model(), **held, "one expert": 16 * layer.parameters_per_expert if share else 0}]
     if section is not None:
         files[refine.PROGRESS] = 100 + 100 * len(files)
-        moments += _refining(sizes, section, moment)
-        walks = sizes.disk if sizes.streams else 0
+        moments += _refining(sizes, section, held)
 
     def seconds(rates: Rates) -> float:
-        found = sizes.reading(rates, sizes.experts_disk * sizes.read_share()) + sizes.placed[0] / rates.cached_bytes
-        if on_demand(sizes.methods(recipe.assign)):
-            found += WEIGHT_OPERATIONS * sizes.expert_parameters / rates.losses_flops
+        found = sizes.reading(rates, read) + sizes.placed[0] / rates.cached_bytes
+        found += WEIGHT_OPERATIONS * sizes.expert_parameters / rates.losses_flops if made_now else 0.0
         if section is not None:  # both runs, the repeated decoder layers, the training
-            training = section.iterations * sizes.expert_parameters * (6 * BATCH_ROWS + WEIGHT_OPERATIONS)
-            text = sizes.calibration
-            found += sizes.reading(rates, walks) + training / rates.losses_flops
-            found += 3 * sizes.forward(rates, text.batch_tokens, text.batches, head=False)
+            text, steps = sizes.calibration, section.iterations * sizes.expert_parameters
+            found += steps * (6 * BATCH_ROWS + WEIGHT_OPERATIONS) / rates.losses_flops
+            found += sizes.walk_seconds(rates) + 2 * sizes.forward(rates, text.batch_tokens, text.batches, head=False)
         return found
 
-    read += walks + sizes.experts_disk * sizes.read_share()
-    return Needs(moments=moments, files=files | sizes.others.written(), read=read, seconds=seconds)
+    return Needs(
+        moments=moments,
+        files=files | sizes.others.written(),
+        read=read + stored + sizes.others.packed + (sizes.disk if sizes.streams and section is not None else 0),
+        seconds=seconds,
+    )
 
 
 def _refining(sizes: Sizes, section: RefineSection, packed: Moment) -> list[Moment]:
     """Both runs of all batches stand at the end of a decoder layer, whose experts are trained."""
     text, layer = sizes.calibration, sizes.largest
     waiting = {**sizes.held(), **sizes.stopped(2 * STATES, CAPTURED)}
-    trained = max(working_memory(section.working_memory), WEIGHT_BYTES * layer.parameters_per_expert)
     training = {
         "tokens in float32": REFINED_FLOATS * 4 * text.tokens * sizes.geometry.hidden_size,
-        "codes of a layer": 2 * layer.num_experts * layer.parameters_per_expert, "experts in training": trained,
-    }  # fmt: skip
+        "codes of a layer": 2 * layer.num_experts * layer.parameters_per_expert,
+        "experts in training": max(working_memory(section.working_memory), WEIGHT_BYTES * layer.parameters_per_expert),
+    }
     return [
         {**sizes.loading(), **sizes.stopped(4)},
         {**waiting, **sizes.running(text.batch_tokens, text.length)},
-        {**waiting, **packed, "one expert": 0, **sizes.heap(text.batch_tokens, text.length), **training},
+        {**waiting, **packed, **sizes.heap(text.batch_tokens, text.length), **training},
     ]
 
 
