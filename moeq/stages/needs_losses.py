@@ -82,6 +82,7 @@ def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section
 def _store(sizes: Sizes) -> dict[str, int]:
     """Bytes of the files in an empty replica store, by name."""
     section, folder, files = sizes.recipe.losses, Path(SET), {replicas.MARKER: 56}
+    group_size, symmetric, nested = section.group_size, section.symmetric, section.nested
     for layer in sizes.layers:
         count = layer.num_experts * (1 + len(layer.projections) if section.per_projection else 1)
         shapes, stamps = {}, {}
@@ -91,14 +92,12 @@ def _store(sizes: Sizes) -> dict[str, int]:
             files[name] = ROWS + count * (ROWS_ROW + more + len(layer.name))
             if one.entry is None:
                 continue
-            inside = {"group_size": section.group_size, "symmetric": section.symmetric}
-            inside |= {"nested": True} if section.nested and one.bits in NESTED_BITS else {}
+            inside = {"group_size": group_size, "symmetric": symmetric}
+            inside |= {"nested": True} if nested and one.bits in NESTED_BITS else {}
             described = {name: {"inputs": layer.shape(name)[1], **inside} for name in layer.projections}
             stamps[one.entry] = replicas.described(one.entry, SET, described)
             for name in layer.projections:
-                parts = packed_shapes(
-                    *layer.shape(name), one.bits, section.group_size, section.symmetric, section.nested
-                )
+                parts = packed_shapes(*layer.shape(name), one.bits, group_size, symmetric, nested)
                 for part, (shape, dtype) in parts.items():
                     shapes[f"{one.entry}.{name}.{part}"] = (dtype, (layer.num_experts, *shape))
         if stamps:
@@ -110,11 +109,8 @@ def _store(sizes: Sizes) -> dict[str, int]:
 def needs(sizes: Sizes) -> Needs:
     """A walk over the calibration text, which stops in every layer while its experts are quantized; the effects."""
     section, text, hidden = sizes.recipe.losses, sizes.calibration, sizes.geometry.hidden_size
-    routed = (
-        text.tokens
-        if section.tokens == "all"
-        else min(text.tokens, 3 * text.tokens * sizes.geometry.top_k // sizes.largest.num_experts)
-    )
+    share = 1.0 if section.tokens == "all" else 3 * sizes.geometry.top_k / sizes.largest.num_experts
+    routed = int(text.tokens * min(1.0, share))  # to a popular expert: three times the mean
     batch, packed = max(batch_moments(sizes.largest, section, routed, gpu=sizes.gpu), key=sum)
     rows, made, store = sizes.loss_rows(), entries(section), _store(sizes)
     floats = 4 * hidden * min(part_rows(hidden), text.tokens * (1 - section.heldout_fraction))
@@ -137,8 +133,8 @@ def needs(sizes: Sizes) -> Needs:
         work = sum(one.num_experts * losses_operations(one, *tokens, section, sample) for one in sizes.layers)
         work += sizes.others.operations(text.tokens)
         shared = 2 * text.tokens * hidden**2 * len(sizes.layers) / rates.matrix_flops
-        effects = sum(one(rates) for _, _, one in measured)
-        return sizes.walk_seconds(rates) + shared + work / rates.losses_flops + rows * ROW_SECONDS + effects
+        passes = sum(one(rates) for _, _, one in measured)
+        return sizes.walk_seconds(rates) + shared + work / rates.losses_flops + rows * ROW_SECONDS + passes
 
     return Needs(
         moments=[
