@@ -234,7 +234,7 @@ def test_every_format_has_a_rule() -> None:
     assert set(capability.RULES) == {NATIVE}
 
 
-def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_text_is_measured_as_the_run_reads_it(tiny_mixtral: Path, tmp_path: Path) -> None:
     from moeq.models.corpus import Fields, make_sequences, read_documents
 
     context = context_of(tiny_mixtral, tmp_path)
