@@ -53,7 +53,7 @@ class Outcome:
 
 def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     """Digests of all that a stage's result depends on."""
-    earlier = stage.needs(context.recipe)
+    earlier = stage.reads(context.recipe)
     return stage.own_inputs(context) | {
         name: _digest_before(context, name, cached=not context.check) for name in earlier
     }
@@ -89,7 +89,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
         context.reporter.say(f"  [yellow]{stage.name}: {escape(what)}; made again[/yellow]")
     context.reporter.say(f"[bold]{stage.name}[/bold]")
     context.model.check_unchanged()
-    for name in stage.needs(context.recipe):
+    for name in stage.reads(context.recipe):
         _digest_before(context, name, cached=name in stage.glances and not context.check)
     started = time.monotonic()
     with building(directory, progress=stage.progress(context)) as unfinished, context.writing(stage.name, unfinished):
@@ -163,7 +163,7 @@ def _asked_otherwise(context: Context, stage: Stage) -> bool:
     own = {name: digest for name, digest in record.inputs.items() if name not in BY_NAME}
     if own != stage.own_inputs(context) or record.key != stage.key(record.inputs):
         return True
-    return any(_asked_otherwise(context, BY_NAME[name]) for name in stage.needs(context.recipe))
+    return any(_asked_otherwise(context, BY_NAME[name]) for name in stage.reads(context.recipe))
 
 
 def _look_ahead(context: Context, stages: Sequence[Stage], force: bool) -> None:
@@ -293,7 +293,7 @@ def _check_directory(context: Context) -> None:
 def _check_needed(context: Context, stage: Stage) -> None:
     """ArtifactError when an artifact that a stage reads is missing, of another model, or not what was written."""
     made = {REPARAM: context.given()} if context.folds else {}
-    for needed, of in (made | dict.fromkeys(stage.needs(context.recipe), context)).items():
+    for needed, of in (made | dict.fromkeys(stage.reads(context.recipe), context)).items():
         _check_model_of(of, needed)
         if needed == REPARAM:
             _digest_before(context, needed, cached=not context.check)

@@ -57,6 +57,14 @@ def safetensors_layout(
     return order, header, sum(size for _, _, size in entries.values())
 
 
+def safetensors_bytes(
+    tensors: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> int:
+    """Bytes of the file that `write_tensors` makes of tensors given by {name: (torch dtype, shape)}."""
+    _, header, size = safetensors_layout(tensors, metadata)
+    return len(header) + size
+
+
 def write_in_chunks(
     path: Path,
     tensors: Headers,

@@ -83,7 +83,7 @@ def plan(asked: PlanOptions) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
     context = context_of(asked, "plan")
     from moeq import terminal
-    from moeq.planning.make import error_of, make_plan
+    from moeq.planning.plan import error_of, make_plan
 
     made = make_plan(context, probe=asked.probe)
     show(made.as_json(), lambda _: terminal.print_plan(made), json=asked.json)

@@ -63,7 +63,7 @@ def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
 def _geometry(source: ModelSource, trust_remote_code: bool) -> ModelGeometry:
     """Sizes from the configuration alone, of a packed model those that it had before."""
     from moeq.models import loading
-    from moeq.stages.estimate import model_geometry
+    from moeq.stages.geometry import model_geometry
 
     skeleton, layers = loading.describe(source, trust_remote_code, packed=True)
     apart = {f"{layer.name}.{part}" for layer in layers for part in layer.parameters}

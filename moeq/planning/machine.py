@@ -62,26 +62,23 @@ def _cgroup_room(root: Path) -> list[int]:
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        names = ("memory.max", "memory.current") if not controllers else (
-            "memory.limit_in_bytes", "memory.usage_in_bytes"
-        )  # fmt: skip
         if controllers and "memory" not in controllers.split(","):
             continue
-        folder = (root if not controllers else root / "memory") / path.lstrip("/")
-        for here in (folder, *folder.parents):
-            limit, used = here / names[0], here / names[1]
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        here = (root / "memory" if controllers else root) / path.lstrip("/")
+        for folder in (here, *here.parents):
+            limit, used = (folder / name for name in names)
             if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
                 most = int(limit.read_text())
                 if most < UNLIMITED:
-                    found.append(most - int(used.read_text()) + _file_cache(here / "memory.stat"))
-            if here == root:
+                    found.append(most - int(used.read_text()) + _file_cache(folder / "memory.stat"))
+            if folder == root:
                 break
     return found
 
 
 def _file_cache(stat: Path) -> int:
     """Bytes of file pages that count as used but can be dropped."""
-    if not stat.is_file():
-        return 0
-    rows = dict(line.split(" ", 1) for line in stat.read_text().splitlines() if " " in line)
-    return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
+    lines = stat.read_text().splitlines() if stat.is_file() else []
+    rows = dict(line.split(" ", 1) for line in lines if " " in line)
+    return sum(int(rows.get(f"{which}_file", 0)) for which in ("inactive", "active"))

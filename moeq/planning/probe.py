@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,63 +20,57 @@ from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
 from moeq.numerics.packed import PackedWeight
-from moeq.planning.sizes import ModelSizes, Work
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride
-from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, BatchSizes
-from moeq.recipe import LossesSection, Recipe
+from moeq.recipe import LossesSection
 from moeq.registry import QUANTIZERS
+from moeq.stages.needs import Rates, Sizes
+from moeq.stages.needs_losses import expert_tokens, losses_operations
 
 SECONDS = 0.4  # of each measurement, about
 SLICE_BYTES = 64 << 20  # read of the checkpoint and written beside the run
 MOST_OPERATIONS = 3e10  # of the experts in the probe of losses: larger ones are scaled down
-PASSES = 40  # elementwise operations over the hidden states in one decoder layer: norms, rotary, residuals, softmax
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What was measured.
+def measure(sizes: Sizes, out: Path) -> tuple[Rates, Rates]:
+    """Every rate by the clock and in processor time; StorageError when `out` cannot be written."""
+    device, dtype, text, layer = sizes.context.model.device, sizes.dtype, sizes.calibration, sizes.layers[0]
+    width, tokens = sizes.geometry.hidden_size, sizes.expert_tokens(text.batch_tokens)
 
-    matrix_flops: floating-point operations a second of products in the computing dtype, a batch of tokens wide;
-    expert_seconds: one expert's forward on its share of a batch; attention_seconds: one layer's attention over a batch;
-    elementwise_bytes: bytes a second of one pass over the hidden states; losses_flops: operations a second of `losses`
-    (replicas, losses and packing together, float32); dequantized_weights: weights a second; bytes a second of reading
-    the checkpoint from the disk and again from the page cache, of writing and of hashing.
-    """
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5).to(dtype)
 
-    matrix_flops: float
-    expert_seconds: float
-    attention_seconds: float
-    elementwise_bytes: float
-    losses_flops: float
-    dequantized_weights: float
-    read_bytes: float
-    cached_bytes: float
-    write_bytes: float
-    hash_bytes: float
+    hidden, square = random(min(text.batch_tokens, 2048), width), random(width, width)
+    routed = random(min(tokens, 512), layer.hidden_size)  # beyond which time grows with the tokens
+    first = random((len(layer.projections) - 1) * layer.intermediate_size, layer.hidden_size)
+    second = random(layer.hidden_size, layer.intermediate_size)
+    one = random(1, sizes.geometry.num_attention_heads, text.length, sizes.geometry.head_dim)
 
+    def expert() -> Tensor:
+        inner = nn.functional.linear(routed, first).unflatten(-1, (-1, layer.intermediate_size))
+        return nn.functional.linear(nn.functional.silu(inner).prod(-2), second)
 
-def measure(
-    sizes: ModelSizes, work: Work, recipe: Recipe, files: list[Path], out: Path, device: torch.device
-) -> tuple[Rates, Rates]:
-    """Measure every rate, a second of the clock and a second of the processor; StorageError when `out` cannot be
-    written."""
-    tokens = work.calibration.batch_tokens
-    read, cached = _reading(max(files, key=lambda path: path.stat().st_size))
+    def attention() -> Tensor:
+        return nn.functional.scaled_dot_product_attention(one, one, one, is_causal=True)
+
+    read, cached = _reading(max(sizes.source.files, key=lambda path: path.stat().st_size))
     found = {
-        "matrix_flops": _matrix_flops(sizes, tokens, device),
-        "expert_seconds": _expert_seconds(sizes, expert_tokens(sizes, tokens), device),
-        "attention_seconds": _attention_seconds(sizes, work, device),
-        "elementwise_bytes": _elementwise(sizes, tokens, device),
-        "losses_flops": _losses_flops(sizes, work, recipe.losses, device),
-        "dequantized_weights": _dequantizing(sizes, recipe.losses, device),
+        "matrix_flops": 2
+        * square.numel()
+        * len(hidden)
+        / _seconds(lambda: nn.functional.linear(hidden, square), device),
+        "expert_seconds": _seconds(expert, device) * tokens / len(routed),
+        "attention_seconds": _seconds(attention, device) * min(text.batch, text.sequences),
+        "elementwise_bytes": hidden.nbytes / _seconds(lambda: hidden * hidden, device, SECONDS / 4),
+        "losses_flops": losses_flops(sizes),
+        "dequantized_weights": _dequantizing(sizes),
         "read_bytes": read,
         "cached_bytes": cached,
         "write_bytes": _writing(out),
-        "hash_bytes": _hashing(),
+        "hash_bytes": (16 << 20) / _seconds(lambda: hashlib.sha256(bytes(16 << 20)), device, 0),
     }
-    wall, processor = ({name: float(value[clock]) for name, value in found.items()} for clock in (0, 1))
-    return Rates(**wall), Rates(**processor)
+    clock, processor = (Rates(**{name: float(value[which]) for name, value in found.items()}) for which in (0, 1))
+    return clock, processor
 
 
 def _now() -> np.ndarray:
@@ -83,20 +78,11 @@ def _now() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def _since(before: np.ndarray) -> np.ndarray:
-    """Seconds by both clocks, [2]; what no clock could tell from nothing is a microsecond."""
-    taken: np.ndarray = (_now() - before).clip(1e-6)
-    return taken
-
-
-def expert_tokens(sizes: ModelSizes, tokens: int) -> int:
-    """Mean number of a batch's tokens that one expert is given."""
-    return max(1, tokens * sizes.top_k // sizes.layers[0].num_experts)
-
-
 def _seconds(action: Callable[[], object], device: torch.device, limit: float = SECONDS) -> np.ndarray:
-    """Seconds of one call by both clocks, the mean of those that fit into the limit (the first warms up, if there are
-    more)."""
+    """Seconds of one call by both clocks, the mean of those that fit into the limit; of several the first warms up.
+
+    What no clock could tell from nothing is a microsecond.
+    """
     taken: list[np.ndarray] = []
     started = time.perf_counter()
     while not taken or time.perf_counter() - started < limit:
@@ -104,141 +90,63 @@ def _seconds(action: Callable[[], object], device: torch.device, limit: float = 
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(_since(begun))
+        taken.append((_now() - begun).clip(1e-6))
     found: np.ndarray = np.mean(taken[1:] or taken, axis=0)
     return found
 
 
-def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5).to(dtype)
-
-
-def _matrix_flops(sizes: ModelSizes, tokens: int, device: torch.device) -> np.ndarray:
-    rows = min(tokens, 2048)
-    hidden = _random(rows, sizes.hidden_size, dtype=sizes.dtype, device=device)
-    weight = _random(sizes.hidden_size, sizes.hidden_size, dtype=sizes.dtype, device=device)
-    seconds = _seconds(lambda: nn.functional.linear(hidden, weight), device)
-    return 2 * rows * sizes.hidden_size**2 / seconds
-
-
-def _expert_seconds(sizes: ModelSizes, tokens: int, device: torch.device) -> np.ndarray:
-    """One expert's forward; measured on at most 512 tokens, beyond which time grows with the tokens."""
-    layer = sizes.layers[0]
-    rows = min(tokens, 512)
-    hidden = _random(rows, layer.hidden_size, dtype=sizes.dtype, device=device)
-    wide = (len(layer.projections) - 1) * layer.intermediate_size
-    first = _random(wide, layer.hidden_size, dtype=sizes.dtype, device=device)
-    second = _random(layer.hidden_size, layer.intermediate_size, dtype=sizes.dtype, device=device)
-
-    def forward() -> Tensor:
-        inner = nn.functional.linear(hidden, first).unflatten(-1, (-1, layer.intermediate_size))
-        return nn.functional.linear(nn.functional.silu(inner).prod(-2), second)
-
-    return _seconds(forward, device) * tokens / rows
-
-
-def _attention_seconds(sizes: ModelSizes, work: Work, device: torch.device) -> np.ndarray:
-    """Attention of one sequence, times the sequences of a batch."""
-    text = work.calibration
-    one = _random(1, sizes.num_heads, text.length, sizes.head_dim, dtype=sizes.dtype, device=device)
-    seconds = _seconds(lambda: nn.functional.scaled_dot_product_attention(one, one, one, is_causal=True), device)
-    return seconds * min(text.batch, text.sequences)
-
-
-def _elementwise(sizes: ModelSizes, tokens: int, device: torch.device) -> np.ndarray:
-    rows = min(tokens, 8192)
-    hidden = _random(rows, sizes.hidden_size, dtype=sizes.dtype, device=device)
-    seconds = _seconds(lambda: hidden * hidden, device, SECONDS / 4)
-    return rows * sizes.hidden_size * sizes.dtype.itemsize / seconds
-
-
-def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section: LossesSection, sample: int) -> float:
-    """Floating-point operations of `losses` for one expert; `tokens` of its own to calibrate, `heldout` to measure.
-
-    What the quantizers say of themselves, and the measured outputs.
-    """
-    hidden, inner, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
-    first = len(layer.projections) - 1
-    one = BatchSizes(layer=layer, settings=section, experts=1, tokens=tokens, lent=sample)
-    total: float = sum(part.operations(one) for method in section.methods for part in QUANTIZERS.get(method).chain())
-    products = 2 * first + 2 if section.per_projection else first + 1
-    rows = min(heldout, section.max_measured_tokens)
-    total += 2 * rows * hidden * inner * (first + 1 + products * widths * len(section.methods))
-    weights = layer.parameters_per_expert * widths * len(section.methods)
-    return total + WEIGHT_OPERATIONS * weights
-
-
-def _losses_flops(sizes: ModelSizes, work: Work, section: LossesSection, device: torch.device) -> np.ndarray:
+def losses_flops(sizes: Sizes) -> np.ndarray:
     """`quantize_layer` itself on a few experts, scaled down in both sizes and tokens where one of them is too much.
 
     Products of a method that starts from another's codes run at the rate of that one's.
     """
+    section, device = sizes.recipe.losses, sizes.context.model.device
     first = dict.fromkeys(QUANTIZERS.get(method).chain()[0] for method in section.methods)
     kept = [one for one in first if one.stored][:1]
     methods = [one.name for one in first if one in kept or not one.stored]
     section = section.model_copy(update={"min_tokens": 1, "methods": methods})
     layer = max(sizes.layers, key=lambda one: one.parameters_per_expert)
-    tokens, heldout = losses_tokens(sizes, work, section)
-    shrink = 1
-    while True:
-        small = replace(
-            layer,
-            index=0,
-            name="probe",
-            biased=False,
-            hidden_size=max(8, layer.hidden_size // shrink),
-            intermediate_size=max(8, layer.intermediate_size // shrink),
-        )
-        few = (max(2, int(tokens // shrink)), max(2, int(heldout // shrink)))
-        operations = losses_operations(small, *few, section, min(SAMPLE_TOKENS, few[0]))
-        if operations <= MOST_OPERATIONS or shrink >= 64:
+    for shrink in (1, 2, 4, 8, 16, 32, 64):
+        hidden, inner = (max(8, size // shrink) for size in (layer.hidden_size, layer.intermediate_size))
+        small = replace(layer, index=0, name="probe", biased=False, hidden_size=hidden, intermediate_size=inner)
+        few = [max(2, int(tokens // shrink)) for tokens in expert_tokens(sizes, section)]
+        operations = losses_operations(small, few[0], few[1], section, min(SAMPLE_TOKENS, few[0]))
+        if operations <= MOST_OPERATIONS:
             break
-        shrink *= 2
     experts = max(1, min(layer.num_experts, int(MOST_OPERATIONS / operations)))
-    stride = heldout_stride(section.heldout_fraction)
     tiny = replace(small, num_experts=1, hidden_size=8, intermediate_size=8)
-    _quantizing(tiny, 2 * stride, section, device)()  # the column loop may have to be compiled
-    work_once = _quantizing(replace(small, num_experts=experts), experts * sum(few), section, device)
-    seconds = _seconds(work_once, device, 2 * SECONDS)
-    return experts * operations / seconds
+    _quantizing(tiny, 2 * heldout_stride(section.heldout_fraction), section, device)()  # which may have to be compiled
+    once = _quantizing(replace(small, num_experts=experts), experts * sum(few), section, device)
+    return experts * operations / _seconds(once, device, 2 * SECONDS)
 
 
 def _quantizing(layer: ExpertLayer, tokens: int, section: LossesSection, device: torch.device) -> Callable[[], object]:
     """`quantize_layer` on random weights and tokens, each of which one expert is given."""
-    experts = layer.num_experts
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5)
+
     inputs = LayerInputs(
         layer=layer,
-        hidden=_random(tokens, layer.hidden_size, dtype=torch.float32, device=device),
-        experts=torch.randint(experts, (tokens, 1), device=device),
+        hidden=random(tokens, layer.hidden_size),
+        experts=torch.randint(layer.num_experts, (tokens, 1), device=device),
         weights=torch.ones(tokens, 1, device=device),
         sequence=torch.arange(tokens),
         position=torch.zeros(tokens, dtype=torch.long),
     )
-    weights = {
-        name: _random(experts, *layer.shape(name), dtype=torch.float32, device=device) for name in layer.projections
-    }
+    weights = {name: random(layer.num_experts, *layer.shape(name)) for name in layer.projections}
     math = ExpertMath(gate=lambda products: nn.functional.silu(torch.stack(list(products.values()))).prod(0))
     return lambda: quantize_layer(inputs, weights, math, section)
 
 
-def losses_tokens(sizes: ModelSizes, work: Work, section: LossesSection) -> tuple[float, float]:
-    """Mean calibration and held-out tokens of an expert."""
-    share = sizes.top_k / sizes.layers[0].num_experts
-    calibration = work.calibration.tokens * (1 - section.heldout_fraction)
-    heldout = work.calibration.tokens * section.heldout_fraction
-    return calibration if section.tokens == "all" else calibration * share, heldout * share
-
-
-def _dequantizing(sizes: ModelSizes, section: LossesSection, device: torch.device) -> np.ndarray:
+def _dequantizing(sizes: Sizes) -> np.ndarray:
     """Mean over the widths of the recipe, on the rows of one matrix that make a million weights."""
-    layer = sizes.layers[0]
+    layer, section, device = sizes.layers[0], sizes.recipe.losses, sizes.context.model.device
     rows, inputs = layer.shape(layer.projections[0])
-    rows = max(1, min(rows, 2**20 // inputs))
-    weight = _random(1, rows, inputs, dtype=torch.float32, device=device)
+    weight = torch.randn(1, max(1, min(rows, 2**20 // inputs)), inputs, device=device)
     made = gptq.quantize(weight, None, bits=section.bits, group_size=section.group_size, symmetric=section.symmetric)
     packed = [PackedWeight.of(made, bits, section.symmetric) for bits in section.bits]
-    seconds = _seconds(lambda: [one.dequantize(sizes.dtype) for one in packed], device)
-    return rows * inputs * len(packed) / seconds
+    return weight.numel() * len(packed) / _seconds(lambda: [one.dequantize(sizes.dtype) for one in packed], device)
 
 
 def _reading(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -246,42 +154,31 @@ def _reading(path: Path) -> tuple[np.ndarray, np.ndarray]:
     size = min(SLICE_BYTES, path.stat().st_size)
     with storage_errors(path, "read"), path.open("rb", buffering=0) as stream:
         os.posix_fadvise(stream.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
-        found = []
-        for _ in range(2):
+
+        def read() -> None:
             stream.seek(0)
-            started = _now()
-            left = size
-            while left > 0 and (chunk := stream.read(min(left, 4 << 20))):
-                left -= len(chunk)
-            found.append(size / _since(started))
-    return found[0], np.maximum(*found)
+            while stream.tell() < size and stream.read(4 << 20):
+                pass
+
+        first, again = (size / _seconds(read, torch.device("cpu"), 0) for _ in range(2))
+    return first, np.maximum(first, again)
 
 
 def _writing(out: Path) -> np.ndarray:
     """Bytes a second of writing and syncing a file on the disk of the run directory."""
-    folder = existing(out)
-    data = os.urandom(4 << 20)
+    folder, data = existing(out), os.urandom(4 << 20)
     with storage_errors(folder), tempfile.NamedTemporaryFile(dir=folder, prefix=".moeq-plan-") as stream:
-        started = _now()
-        for _ in range(SLICE_BYTES // len(data)):
-            stream.write(data)
-        stream.flush()
-        sync(Path(stream.name))
-        return SLICE_BYTES / _since(started)
+
+        def write() -> None:
+            for _ in range(SLICE_BYTES // len(data)):
+                stream.write(data)
+            stream.flush()
+            sync(Path(stream.name))
+
+        return SLICE_BYTES / _seconds(write, torch.device("cpu"), 0)
 
 
 def existing(path: Path) -> Path:
     """The path itself or its nearest parent that is there."""
     path = path.absolute()
-    while not path.is_dir():
-        path = path.parent
-    return path
-
-
-def _hashing() -> np.ndarray:
-    import hashlib
-
-    data = bytes(16 << 20)
-    started = _now()
-    hashlib.sha256(data).hexdigest()
-    return len(data) / _since(started)
+    return next(one for one in (path, *path.parents) if one.is_dir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from moeq.tables import human_bytes
@@ -10,10 +11,7 @@ from moeq.tables import human_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One part of a stage's memory: what it is and its bytes, in the machine's memory or the GPU's.
-
-    `lever`: the key of the recipe that makes it smaller, with what to set it to.
-    """
+    """One part of a stage's memory, in the machine's or the GPU's; `lever`: the key that makes it smaller, and how."""
 
     what: str
     bytes: int
@@ -54,6 +52,22 @@ class Need:
         """Bytes that stay on the disk, without what is shared with an earlier stage."""
         return sum(self.lasting.values()) - self.linked
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "ram_bytes": self.ram,
+            "gpu_bytes": self.gpu,
+            "read_bytes": self.read,
+            "written_bytes": self.written,
+            "linked_bytes": self.linked,
+            "temporary_bytes": self.temporary,
+            "other_disk_bytes": self.elsewhere,
+            "seconds": self.seconds,
+            "processor_seconds": self.processor_seconds,
+            "ram": {term.what: term.bytes for term in self.ram_terms},
+            "gpu": {term.what: term.bytes for term in self.gpu_terms},
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -68,6 +82,10 @@ class Machine:
     disk_path: str
     store_disk: int | None = None
     store_path: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        free = {"ram": self.ram, "gpu": self.gpu, "disk": self.disk, "store_disk": self.store_disk}
+        return {f"available_{what}_bytes": size for what, size in free.items()} | {"disk_path": self.disk_path}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,53 +116,17 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def disk(self) -> int:
-        """The most that lies on the disk at any time of the run."""
-        most = lying = 0
-        for need in self.stages:
-            lying += need.written
-            most = max(most, lying + need.temporary)
-        return most
-
-    @property
     def fits(self) -> bool:
         return not self.refusals and not self.shortages
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as JSON types, bytes and seconds in the names."""
-        short = {(one.stage, one.resource) for one in self.shortages}
-        return {
-            "recipe": self.recipe,
-            "model": self.model,
-            "machine": {
-                "available_ram_bytes": self.machine.ram,
-                "available_gpu_bytes": self.machine.gpu,
-                "available_disk_bytes": self.machine.disk,
-                "disk_path": self.machine.disk_path,
-                "available_store_disk_bytes": self.machine.store_disk,
-            },
-            "rates": self.rates,
-            "stages": [
-                {
-                    "stage": need.stage,
-                    "ram_bytes": need.ram,
-                    "gpu_bytes": need.gpu,
-                    "read_bytes": need.read,
-                    "written_bytes": need.written,
-                    "linked_bytes": need.linked,
-                    "temporary_bytes": need.temporary,
-                    "other_disk_bytes": need.elsewhere,
-                    "seconds": need.seconds,
-                    "processor_seconds": need.processor_seconds,
-                    "fits": not any(stage == need.stage for stage, _ in short),
-                    "ram": {term.what: term.bytes for term in need.ram_terms},
-                    "gpu": {term.what: term.bytes for term in need.gpu_terms},
-                }
-                for need in self.stages
-            ],
-            "disk_bytes": self.disk,
-            "refusals": list(self.refusals),
+        """The plan as JSON types, bytes and seconds in the names; disk_bytes: the most that lies there at any time."""
+        short = {one.stage for one in self.shortages}
+        lying = list(accumulate(need.written for need in self.stages))
+        return vars(self) | {
+            "machine": self.machine.as_json(),
+            "stages": [need.as_json() | {"fits": need.stage not in short} for need in self.stages],
+            "disk_bytes": max(size + need.temporary for size, need in zip(lying, self.stages, strict=True)),
             "shortages": [vars(one) for one in self.shortages],
-            "notes": list(self.notes),
             "fits": self.fits,
         }

@@ -10,7 +10,7 @@ from moeq.recipe.assign import (
     budget_keys,
 )
 from moeq.recipe.choices import BEST, Bits, BitsOrFull, Denominator, Ends, Softmax
-from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET
+from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET, CorpusSection
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
 from moeq.recipe.eval import LowPrecisionSection, PerplexitySection, TestImagesSection, TranslationSection
 from moeq.recipe.losses import ExpertEffectsSection, LayerEffectsSection, LossesSection
@@ -23,8 +23,8 @@ from moeq.recipe.types import Bytes, Rational
 __all__ = [
     "BEST", "BUDGETS", "BUNDLED", "DEFAULT_QUANTIZER", "DIGITS", "HUB", "HUB_DATASET", "LARGEST_BATCH",
     "LARGEST_LENGTH", "MOST_POINTS", "SHARED", "AssignSection", "Bits", "BitsOrFull", "Bytes", "CaseSection",
-    "Denominator", "Ends", "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection", "LossesSection",
-    "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational", "Recipe",
-    "RefineSection", "ReparamSection", "Softmax", "StatedSection", "TestImagesSection", "TranslationSection",
+    "CorpusSection", "Denominator", "Ends", "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection",
+    "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational",
+    "Recipe", "RefineSection", "ReparamSection", "Softmax", "StatedSection", "TestImagesSection", "TranslationSection",
     "budget_keys", "load_recipe",
 ]  # fmt: skip

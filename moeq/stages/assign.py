@@ -43,6 +43,7 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import matrix_bytes, total_bytes
 from moeq.stages.hessian_traces import traces
+from moeq.stages.needs import Needs, Rates, Sizes
 
 NAME = "assignment.json"
 
@@ -306,3 +307,29 @@ def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
             problem = f"{placed.name} has {len(placed.experts)} experts, in the model {layer.num_experts}"
         if problem is not None:
             raise AssignmentError(problem, where=str(path), do=REMEDY)
+
+
+SCHEMA_BYTES, COLUMN, VALUE = 2557, 342, 5  # of assignment.schema.json; of a column of the sensitivities and a value
+TRACE_PASSES = 4  # passes over an expert's weights that its Hessian trace takes
+ROW_SECONDS = 3e-6  # a row of the loss table
+
+
+def assignment_bytes(sizes: Sizes) -> int:
+    """Bytes of an assignment as JSON."""
+    return 350 + 90 * len(sizes.layers) + 112 * sizes.experts
+
+
+def needs(sizes: Sizes) -> Needs:
+    """The tables, and one expert after the other for its Hessian trace."""
+    section, losses, width = sizes.recipe.assign, sizes.recipe.losses, sizes.source_dtype.itemsize
+    columns = 10 + 3 * len(losses.bits) + (section.trace not in (None, "closed"))
+    files = {NAME: assignment_bytes(sizes), "assignment.schema.json": SCHEMA_BYTES}
+    files[SENSITIVITIES] = columns * (COLUMN + VALUE * sizes.experts)
+    one = 2 * max(layer.parameters_per_expert for layer in sizes.layers) * width
+
+    def seconds(rates: Rates) -> float:
+        traces = sizes.reading(rates, sizes.experts_disk) + TRACE_PASSES * sizes.experts_disk / rates.elementwise_bytes
+        return sizes.loss_rows() * ROW_SECONDS + traces
+
+    moments = [{**sizes.model(), **sizes.tables(), "one expert": one}]
+    return Needs(moments=moments, files=files, read=sizes.experts_disk, seconds=seconds)

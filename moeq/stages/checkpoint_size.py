@@ -24,7 +24,7 @@ from moeq.artifacts.files import canonical_json
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.sums import LINE_BYTES, UNLISTED
 from moeq.artifacts.sums import NAME as SUMS
-from moeq.artifacts.tensor_files import dtype_name, safetensors_layout, torch_dtype
+from moeq.artifacts.tensor_files import dtype_name, safetensors_bytes, torch_dtype
 from moeq.exporters.native_writer import extra_name, layer_name, listed_code, quantization
 from moeq.exporters.plain import METADATA, shards
 from moeq.models.experts import ExpertLayer
@@ -135,15 +135,18 @@ class CheckpointSize:
         """Bytes that no width decides, by file."""
         plain = shards(self.source, others.kept_keys(self.context), self.recipe.export.max_shard)
         where = {key: name for name, keys in plain.items() for key in keys}
-        files = {name: _file({key: self._plain_shape(key) for key in keys}) for name, keys in plain.items()}
+        files = {
+            name: safetensors_bytes({key: self._plain_shape(key) for key in keys}, METADATA)
+            for name, keys in plain.items()
+        }
         for layer in self.layers:
             guards: Shapes = {
                 f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()
             }
-            files[layer_name(layer.index)] = _file(guards) + 8  # what fills a header up
+            files[layer_name(layer.index)] = safetensors_bytes(guards, METADATA) + 8  # what fills a header up
             where |= dict.fromkeys(guards, layer_name(layer.index))
             if self.recipe.quantize.replicas == "all":
-                files[extra_name(layer.index)] = _file({}) + 8
+                files[extra_name(layer.index)] = safetensors_bytes({}, METADATA) + 8
         where |= self._others.where()
         files |= self._others.written()
         index = {"metadata": {"total_size": 10**16}, "weight_map": where}
@@ -365,12 +368,6 @@ def _in_file(shapes: Shapes, most: int) -> int:
     }
     said = len(json.dumps(entries, separators=(",", ":"))) - 1  # a comma stands for two braces
     return said + sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values())
-
-
-def _file(shapes: Shapes) -> int:
-    """Bytes of a safetensors file."""
-    _, header, size = safetensors_layout(shapes, METADATA)
-    return len(header) + size
 
 
 def _stamps(shapes: Shapes, prefix: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,22 +16,14 @@ from moeq.artifacts.stage import read_model
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import read_trace
 from moeq.errors import EstimateError, RecipeError
-from moeq.estimator import (
-    CONFIG_KEYS,
-    Estimate,
-    Grid,
-    ModelGeometry,
-    estimate,
-    geometry_from_config,
-    load_geometry,
-    load_hardware,
-)
+from moeq.estimator import Estimate, Grid, ModelGeometry, estimate, load_geometry, load_hardware
 from moeq.estimator.placement import assignment_placement, weights_of_a_scale
 from moeq.estimator.points import BASELINES
-from moeq.models.experts import ExpertLayer
 from moeq.registry import POLICIES
 from moeq.stages import assign, profile
 from moeq.stages.context import Context
+from moeq.stages.geometry import model_geometry
+from moeq.stages.needs import Needs, Sizes
 
 SCHEMA_VERSION = 2
 NAME = "estimate.json"
@@ -153,37 +145,6 @@ def _own_geometry(context: Context) -> ModelGeometry:
     return model_geometry(model.source.name, *model.described, non_expert_parameters=elements)
 
 
-def model_geometry(name: str, skeleton: Any, layers: list[ExpertLayer], *, non_expert_parameters: int) -> ModelGeometry:
-    """The geometry of a model's expert layers; EstimateError where these differ in size."""
-    shapes = {(layer.num_experts, layer.hidden_size, layer.intermediate_size) for layer in layers}
-    if len(shapes) > 1:
-        raise EstimateError(
-            "MoE layers of different sizes cannot be estimated yet",
-            where=name,
-            do="give a geometry by name, such as mixtral-8x7b",
-        )
-    own = geometry_from_config(
-        config_values(skeleton, layers[0].kind.top_k),
-        num_moe_layers=len(layers),
-        num_experts=layers[0].num_experts,
-        expert_intermediate_size=layers[0].intermediate_size,
-        non_expert_parameters=non_expert_parameters,
-        matrices_per_expert=len(layers[0].projections),
-    )
-    return replace(own, name=name)
-
-
-def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
-    """What the geometry reads, through the names that the family's configuration goes by, and from its parts."""
-    config = model.config.get_text_config()
-    whole: dict[str, Any] = config.to_dict()
-    values: dict[str, Any] = {}
-    for part in (*(part for part in whole.values() if isinstance(part, dict)), whole):
-        values |= {key: part[key] for key in CONFIG_KEYS if part.get(key) is not None}
-    values |= {name: whole[own] for name, own in config.attribute_map.items() if name in CONFIG_KEYS and own in whole}
-    return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})
-
-
 def _routing(context: Context) -> dict[str, Any]:
     """What the estimator is told of the routing: nothing, each expert's share of activations, or the recorded trace."""
     wanted = context.recipe.estimate.popularity
@@ -215,3 +176,17 @@ def decode_speedups(made: Estimate) -> dict[str, float]:
 def load(context: Context) -> EstimateReport:
     """Read estimate.json; ArtifactError when it is missing, damaged or of another schema version."""
     return read_model(context.directory("estimate") / NAME, EstimateReport, SCHEMA_VERSION, remedy=REMEDY)
+
+
+MEMORY = 40 << 20  # bytes of the policies' arrays
+SECONDS = 0.35  # of one assignment's estimate
+JSON, JSON_POINT = 31_000, 12_200  # bytes of one assignment in estimate.json, and of a point of the grid
+
+
+def needs(sizes: Sizes) -> Needs:
+    """Arrays of the policies; an estimate of every assignment."""
+    grid, count = sizes.recipe.estimate.grid, len(sizes.checkpoint.sections)
+    points = len(grid.inputs) * len(grid.outputs) * len(grid.batches)
+    moment = {**(sizes.model() if sizes.streams else {}), **sizes.tables(), "estimator": MEMORY}
+    files = {NAME: count * (JSON + JSON_POINT * points)}
+    return Needs(moments=[moment], files=files, seconds=lambda rates: count * SECONDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from moeq.evaluation.harness import BUNDLED_TASK
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.non_experts import OtherModule
+from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.swapping import ExpertPlace, Place, Replacement
 from moeq.stages import assign, export, judges, quantize, refine
@@ -28,8 +29,10 @@ from moeq.stages.context import Context
 from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.low_precision import write_curves
 from moeq.stages.model import Overlay
+from moeq.stages.needs import LIBRARY, PACKED_CALLS, Moment, Needs, Rates, Sizes
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Experts, Replicas
+from moeq.stages.text_sizes import Text
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
 from moeq.verification.reference import relative
 
@@ -253,3 +256,80 @@ def load(context: Context) -> EvalReport:
     sizes = CheckpointSize(context)
     rows = tuple(row.model_copy(update={"checkpoint_bytes": sizes.of(row.assignment)}) for row in report.rows)
     return report.model_copy(update={"rows": rows})
+
+
+CHECKED = Text(sequences=2, length=32, batch=2, whole=64)  # on which the exported checkpoint is compared
+LOADING = 0.7  # seconds of building and filling a model, whatever its size
+REQUEST_OBJECTS = 6000  # bytes of a request as objects
+CHANGE, SCORES, ROW, EXPERT = 220, 180, 750, 14  # bytes of eval.json beside assignments, an expert's indentation last
+SAMPLE_ROW, SEQUENCE, REQUEST, CHARACTER = 4000, 39, 375, 1.45  # bytes of samples.json, of which for every assignment
+
+
+def needs(sizes: Sizes) -> Needs:
+    """The model with what is swapped in it, then the exported checkpoint, with logits in float32."""
+    text, tasks, section = sizes.evaluation, sizes.tasks, sizes.recipe.eval
+    given, count = [one for one in (text, tasks) if one is not None], len(sizes.placed)
+    walks = (text is not None) + (0 if tasks is None else tasks.batches)  # of a streamed model, for one assignment
+    changes = len(section.tasks) + (len(section.tasks) > 1) + (text is not None)
+    row = ROW + SCORES * len(section.tasks) + assign.assignment_bytes(sizes) + EXPERT * sizes.experts
+    items: float = SAMPLE_ROW + sum((SEQUENCE if one is text else REQUEST) * one.sequences for one in given)
+    items += CHARACTER * sum(one.characters for one in given)
+    files = {NAME: ROW + count * row}
+    if not sizes.context.model.takes_images:
+        files = {NAME: ROW + count * (row + CHANGE * changes), SAMPLES: int((1 + count) * items)}
+
+    def seconds(rates: Rates) -> float:
+        forwards = sum(
+            sizes.forward(
+                rates, min(one.batch, one.sequences) * (one.mean_length or one.length), one.batches, head=True
+            )
+            for one in given
+        )
+        weights = sizes.expert_parameters + sizes.others.parameters
+        dequantizing = weights / rates.dequantized_weights + sizes.experts * PACKED_CALLS
+        rounding = WEIGHT_OPERATIONS * sizes.expert_parameters / rates.losses_flops
+        found = rounding * sum(on_demand(sizes.methods(one)) for _, one in sizes.checkpoint.sections)
+        found += (count + 1) * forwards + (1 + sum(one.batches for one in given)) * dequantizing
+        found += (count - 1) * dequantizing * (max(1, walks) if sizes.streams else 1)
+        found += (walks * count + 1 if sizes.streams else 2 + (count > 1)) * sizes.reading(rates, sizes.disk)
+        found += LOADING * (1 if sizes.streams else 2 + (count > 1)) + (0 if tasks is None else LIBRARY)
+        return found + _curve_seconds(sizes, rates, dequantizing)
+
+    read = sizes.disk * (walks * count + 1 if sizes.streams else 2 + count) + sum(sizes.placed)
+    read += count * sizes.others.packed + sum(sizes.checkpoint.files(sizes.widths[0]).values())
+    return Needs(moments=_moments(sizes, given), files=files, read=read, seconds=seconds)
+
+
+def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
+    """Beside a loaded model the experts that replicas stand in for, until it is dropped for the exported one."""
+    text, tasks, width = sizes.evaluation, sizes.tasks, sizes.dtype.itemsize
+    tables = {**sizes.tables(), "tokens of the text": 0 if text is None else 4 * text.whole}
+    replaced = (sizes.expert_parameters + sizes.others.parameters) * width
+    exported = {"exported checkpoint": sizes.whole - replaced + sizes.others.packed + 1.02 * sizes.placed[0]}
+    once = {"one expert, dequantized": 12 * max(layer.parameters_per_expert for layer in sizes.layers), **tables}
+    if sizes.streams:
+        loaded, stopped = sizes.model(), {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
+        swapped, reading = stopped, {"being read": 0.1 * sizes.placed[0]}
+    else:
+        loaded, stopped, reading = {}, {}, {}
+        swapped = {"experts that were replaced": sizes.expert_parameters * width}
+    moments = [{**sizes.loading(), **stopped, **once}, {**loaded, **exported, **tables, **reading}]
+    for one in (CHECKED, *given):
+        logits = {"logits of tasks" if one is tasks else "logits": one.batch_tokens * sizes.vocabulary * (width + 12)}
+        running = {**sizes.running(one.batch_tokens, one.length), **logits, **once}
+        moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
+    moments[-1]["requests"] = 0 if tasks is None else tasks.sequences * REQUEST_OBJECTS
+    return moments
+
+
+def _curve_seconds(sizes: Sizes, rates: Rates, dequantizing: float) -> float:
+    """Seconds of the curves: a pass for every point, and in every order every expert replaced about once."""
+    text, found = sizes.evaluation, 0.0
+    if text is None:
+        return found
+    for section in sizes.recipe.eval.low_precision:
+        share = min(1.0, (section.sequences or text.sequences) / text.sequences)
+        one = share * sizes.forward(rates, text.batch_tokens, text.batches, head=True)
+        one += sizes.reading(rates, sizes.disk) + dequantizing if sizes.streams else 0.0
+        found += (2 + section.seeds) * (len(section.shares) * one + dequantizing) + sizes.reading(rates, sizes.disk)
+    return found

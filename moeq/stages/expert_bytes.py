@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from moeq.artifacts.assignment import FULL, Assignment, Width, width_of
@@ -39,6 +40,11 @@ def matrix_bytes(layer: ExpertLayer, projection: str, bits: int, grid: PackedGri
     if bits == FULL:
         return rows * inputs * full_bytes_per_weight + bias
     return packed_bytes(rows, inputs, bits, grid.group_size, grid.symmetric, grid.nested) + bias
+
+
+def store_bytes(layer: ExpertLayer, widths: Sequence[int], grid: PackedGrid) -> int:
+    """Bytes of the packed replicas of one layer by one method: all experts at some widths, without their biases."""
+    return layer.num_experts * sum(expert_bytes(layer, bits, grid, 0) for bits in widths)
 
 
 def total_bytes(context: Context, assignment: Assignment) -> int:

@@ -7,23 +7,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 from rich.markup import escape
 
-from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width
+from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, width_of
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.artifacts.stage import damage, is_current, read_record, write_record
-from moeq.artifacts.targets import WIDEN, loads_width, refuse_layers
+from moeq.artifacts.stage import RECORD, damage, is_current, read_record, write_record
+from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_layers
 from moeq.errors import ArtifactError, PlanError
 from moeq.exporters import write
-from moeq.exporters.exporter import Exporter
+from moeq.exporters.exporter import Exporter, ExportSizes
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.native_writer import ExportInputs, export
 from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.readers import PLAIN
+from moeq.models.loading import memory_bytes
 from moeq.numerics.slab import return_memory
 from moeq.registry import EXPORTERS, converted
 from moeq.runtime.checkpoint import CARD
@@ -33,7 +36,9 @@ from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import PackedGrid
+from moeq.stages.needs import APART, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import REFINED, load_losses
+from moeq.verification.reference import GROUP_BYTES
 from moeq.verification.written import check_written
 
 FORMAT_REVISION = 2  # raised when the same checkpoint gives other bytes in some format
@@ -246,3 +251,68 @@ def write_card(context: Context, manifest: PlacementManifest, figures: list[dict
 def card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]]) -> str:
     """The checkpoint's model card."""
     return model_card.render(manifest, context.model.source.config, figures, context.model.origin)
+
+
+REPLICA = 9000  # bytes of one replica in the manifest: nine tensors' stamps as objects and as JSON
+TARGET_PROGRAM = 312 << 20  # bytes of what a verification's own process loads before the checkpoint
+VERIFYING = 7.0  # seconds of starting it, and of a few tokens in it
+
+
+def manifest_bytes(sizes: Sizes) -> int:
+    """Bytes of the manifest in memory."""
+    every = sizes.recipe.quantize.replicas == "all"
+    return sizes.experts * (len(sizes.recipe.losses.bits) + 1 if every else 1) * REPLICA
+
+
+def needs(sizes: Sizes) -> Needs:
+    """The manifest, and what the target and the reference of its verification hold; files as `assign.size` counts."""
+    section, others, placed = sizes.recipe.export, sizes.others, sizes.placed[0]
+    packed = quantize.packed_files(sizes) | others.written()
+    files = sizes.checkpoint.files(sizes.widths[0]) | packed
+    del files[RECORD]
+    rest = sizes.disk - sizes.experts_disk - others.disk
+    for name in section.formats:
+        files[f"../checkpoint-{name}"] = EXPORTERS.get(name).size(_export_sizes(sizes, rest))
+    writing = {**sizes.model(), **sizes.tables(), "manifest": manifest_bytes(sizes)}
+
+    def seconds(rates: Rates) -> float:
+        verifying = VERIFYING + 2 * sizes.reading(rates, sizes.disk) if section.verify else 0.0
+        return sizes.reading(rates, rest + others.disk) + placed / rates.hash_bytes + verifying
+
+    linked = sum(packed.values())
+    moments = [writing, *({**writing, **moment} for moment in _verifying(sizes) if section.verify)]
+    return Needs(moments=moments, files=files, linked=linked, read=rest + linked, seconds=seconds)
+
+
+def _export_sizes(sizes: Sizes, rest: int) -> ExportSizes:
+    """What the sizes of the checkpoints in other formats follow from."""
+    losses, stacks = sizes.recipe.losses, []
+    for layer, experts in zip(sizes.layers, sizes.widths[0], strict=True):
+        for projection in layer.projections:
+            used = sorted({width_of(width, projection) for width in experts})
+            rows, inputs = layer.shape(projection)
+            grids = grids_of(layer, projection, used, group_size=losses.group_size, symmetric=losses.symmetric)
+            stacks.append((layer.num_experts * rows * inputs, tuple(grids), FULL in used))
+    return ExportSizes(
+        plain=sizes.disk,
+        rest=rest,
+        packed=sizes.others.packed,
+        experts=sizes.placed[0],
+        stacks=tuple(stacks),
+        widen=sizes.recipe.export.widen,
+    )
+
+
+def _verifying(sizes: Sizes) -> list[Moment]:
+    """The target's process, and when it has ended what its layers are compared with, a group of experts at a time."""
+    layer, parameters = sizes.largest, sizes.expert_parameters + sizes.others.parameters
+    whole = sum(sizes.block_parameters) + sizes.resident_parameters
+    loaded = 4 * (whole - parameters) + sizes.others.packed + sizes.placed[0]
+    if loaded > memory_bytes(torch.device("cpu")):
+        return []  # it is left out
+    resident, block = 4 * sizes.resident_parameters, 4 * max(sizes.block_parameters)
+    if PLAIN not in sizes.recipe.export.formats:  # whose experts are read as stacks, a layer at a time
+        one = 4 * layer.parameters_per_expert
+        block -= max(0, layer.num_experts * one - max(GROUP_BYTES, one) - one)
+    reference = "reference in float32"
+    return [{APART: TARGET_PROGRAM + loaded, reference: resident}, {reference: resident + block}]

@@ -23,6 +23,7 @@ from moeq.integers.artifacts.integer_report import (
 from moeq.integers.forward.description import KNOWN, is_known
 from moeq.integers.forward.from_model import lines, make
 from moeq.models.corpus import ImageSequences
+from moeq.models.forward import image_positions
 from moeq.models.loading import load_model
 from moeq.models.source import ModelSource, open_source
 from moeq.recipe import IntegerSection
@@ -96,3 +97,25 @@ def load(context: Context) -> IntegerReport | None:
 
 def _load(context: Context, source: ModelSource) -> nn.Module:
     return load_model(source, torch.float32, torch.device("cpu"), context.recipe.trust_remote_code)
+
+
+MANIFEST_BLOCK = 30 << 10  # bytes of a block's operations, constants and values in the manifest
+
+# bytes that the test vectors have, with accumulators and codes: of a position and channel of the hidden size (both
+# norms, query, key, value, attention, projection, sums of the stream), of a query, head and key, of a query and head,
+# of a position and channel within a feed-forward part, of what an expert gives back, of a position and router's expert
+STREAM, PAIR, HEAD, WITHIN, GIVEN, ROUTED = 58, 5, 12, 7, 8, 8
+
+
+def foreseen_bytes(context: Context, section: IntegerSection) -> int:
+    """Bytes of the integer forward's files: weights, test vectors, manifest of every task."""
+    model, layers = context.model.described
+    config: Any = model.config
+    positions, hidden, depth = image_positions(model), config.hidden_size, config.num_hidden_layers
+    vectors = depth * (STREAM * positions * hidden + config.num_attention_heads * positions * (PAIR * positions + HEAD))
+    vectors += (depth - len(layers)) * WITHIN * positions * config.intermediate_size
+    for layer in layers:
+        within = WITHIN * config.moe_intermediate_size + GIVEN * hidden
+        vectors += positions * (config.num_experts_per_tok * within + ROUTED * layer.num_experts)
+    weights = sum(one.numel() * (1 if one.dim() > 1 else 4) for one in model.parameters())
+    return int(getattr(config, "num_tasks", 1) * (section.vectors * vectors + weights + depth * MANIFEST_BLOCK))

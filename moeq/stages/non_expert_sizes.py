@@ -13,7 +13,7 @@ from moeq.artifacts import replicas
 from moeq.artifacts.files import canonical_json
 from moeq.artifacts.manifest import PlacedModule, TensorStamp
 from moeq.artifacts.non_experts import MadeOthers, OtherIndex, OtherRow, OtherTable
-from moeq.artifacts.tensor_files import dtype_name, safetensors_layout
+from moeq.artifacts.tensor_files import dtype_name, safetensors_bytes
 from moeq.exporters.native_writer import others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.non_experts import OtherModule, by_block
@@ -99,7 +99,7 @@ class Others:
         for block, modules in self.by_block.items():
             shapes: Shapes = {f"{m.name}.{part}": shape for m in modules for part, shape in self._shapes(m).items()}
             shapes |= {guard_name(m.name): (GUARD_DTYPE, GUARD_SHAPE) for m in modules}
-            files[others_name(self.blocks[block])] = _file(shapes, METADATA)
+            files[others_name(self.blocks[block])] = safetensors_bytes(shapes, METADATA)
         return files
 
     def where(self) -> dict[str, str]:
@@ -139,7 +139,7 @@ class Others:
             rows = [self._row(module).model_dump(mode="json") for module in of_class]
             files[replicas.rows_file(folder, number, entry).as_posix()] = len(replicas.rows_text(rows))
         name = replicas.layer_file(folder, number).as_posix()
-        return files | {name: _file(shapes, replicas.layer_metadata(number, stamps))}
+        return files | {name: safetensors_bytes(shapes, replicas.layer_metadata(number, stamps))}
 
     def _row(self, module: OtherModule) -> OtherRow:
         how = stage.grid(self.recipe, module.kind)
@@ -187,9 +187,3 @@ class Others:
                 )
             )  # fmt: skip
         return tuple(placed)
-
-
-def _file(shapes: Shapes, metadata: dict[str, str]) -> int:
-    """Bytes of a safetensors file."""
-    _, header, size = safetensors_layout(shapes, metadata)
-    return len(header) + size

@@ -20,6 +20,7 @@ from moeq.stages import (
     frontier,
     integer_forward,
     losses,
+    needs_losses,
     profile,
     quantize,
     refine,
@@ -28,6 +29,7 @@ from moeq.stages import (
     report,
 )
 from moeq.stages.context import Context
+from moeq.stages.needs import Needs, Sizes
 
 NO_PROGRESS: tuple[str, ...] = ()
 
@@ -41,11 +43,13 @@ class Stage:
     the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what would make it fail
     later; intact: whether what it wrote outside its own directory is still there; apart: files outside its digest;
     editable: files that people may change by hand, and accept: raises what is wrong with them; progress: patterns of
-    files that it goes on with when it was broken off; glances: stages of whose artifacts it reads none of the weights.
+    files that it goes on with when it was broken off; glances: stages of whose artifacts it reads none of the weights;
+    needs: what it takes in memory, on the disk and in time, from sizes alone.
     """
 
     name: str
     run: Callable[[Context], dict[str, Any]]
+    needs: Callable[[Sizes], Needs]
     sections: tuple[str, ...]
     after: tuple[str, ...] = ()
     after_growth: tuple[str, ...] = ()
@@ -61,7 +65,7 @@ class Stage:
     progress: Callable[[Context], Sequence[str]] = lambda _: NO_PROGRESS
     glances: frozenset[str] = frozenset()
 
-    def needs(self, recipe: Recipe) -> tuple[str, ...]:
+    def reads(self, recipe: Recipe) -> tuple[str, ...]:
         """The stages whose artifacts it reads."""
         return self.after if recipe.corpus.until_covered is None else (*self.after, *self.after_growth)
 
@@ -101,6 +105,7 @@ STAGES = (
     Stage(
         name="reparam",
         run=reparam.run,
+        needs=reparam.needs,
         revision=2,
         sections=("corpus",),
         text=("calibration",),
@@ -110,6 +115,7 @@ STAGES = (
     Stage(
         name="profile",
         run=profile.run,
+        needs=profile.needs,
         sections=("corpus", "profile"),
         text=("calibration",),
         computes=True,
@@ -120,6 +126,7 @@ STAGES = (
     Stage(
         name="losses",
         run=losses.run,
+        needs=needs_losses.needs,
         revision=replicas.REVISION + replicas.ROWS_REVISION,
         sections=("corpus", "losses", "others"),
         after_growth=("profile",),
@@ -132,6 +139,7 @@ STAGES = (
     Stage(
         name="assign",
         run=assign.run,
+        needs=assign.needs,
         sections=("name", "assign"),
         after=("profile", "losses"),
         extra=assign.own_inputs,
@@ -143,6 +151,7 @@ STAGES = (
     Stage(
         name="quantize",
         run=quantize.run,
+        needs=quantize.needs,
         sections=("quantize",),
         after=("losses", "assign"),
         computes=True,
@@ -151,6 +160,7 @@ STAGES = (
     Stage(
         name="export",
         run=export.run,
+        needs=export.needs,
         revision=2,
         sections=("export",),
         after=("profile", "losses", "assign", "quantize"),
@@ -162,6 +172,7 @@ STAGES = (
     Stage(
         name="eval",
         run=evaluate.run,
+        needs=evaluate.needs,
         sections=("eval", "seed"),
         after=("profile", "losses", "assign", "export"),
         text=("evaluation",),
@@ -172,6 +183,7 @@ STAGES = (
     Stage(
         name="estimate",
         run=estimate.run,
+        needs=estimate.needs,
         revision=2,
         sections=("estimate", "eval", "seed"),
         after=("profile", "losses", "assign"),
@@ -181,6 +193,7 @@ STAGES = (
     Stage(
         name="report",
         run=report.run,
+        needs=report.needs,
         revision=report.REVISION,
         sections=tuple(name for name in Recipe.model_fields if name not in {"model", "store"}),
         after=("profile", "losses", "assign", "quantize", "export", "eval", "estimate"),

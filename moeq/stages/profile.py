@@ -12,8 +12,16 @@ import torch
 from rich.markup import escape
 
 from moeq.artifacts.profile import Coverage, ExpertProfile, read_profile, write_profile
+from moeq.artifacts.tensor_files import safetensors_bytes
+from moeq.artifacts.trace import (
+    BYTES_PER_CHOICE,
+    BYTES_PER_SEQUENCE,
+    RoutingTrace,
+    join_traces,
+    read_trace,
+    write_trace,
+)
 from moeq.artifacts.trace import NAME as TRACE
-from moeq.artifacts.trace import RoutingTrace, join_traces, read_trace, write_trace
 from moeq.errors import ArtifactError
 from moeq.models.corpus import Sequences, join
 from moeq.models.corpus.images import image_tokens
@@ -21,6 +29,7 @@ from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages.context import Context
 from moeq.stages.finite import check_output, may_overflow, naming_the_file, say_left_out
+from moeq.stages.needs import CAPTURED, LIBRARY, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.recorder import Recorder
 
 
@@ -179,3 +188,41 @@ def summarize(profile: ExpertProfile, coverage: Coverage) -> dict[str, Any]:
 
 def load(context: Context) -> ExpertProfile:
     return read_profile(context.directory("profile"))
+
+
+TOKEN = 16  # bytes of one token of the text that sequences are taken from, half of which are their ids
+TOKENIZED_AT_ONCE = 150 << 20  # bytes that the tokenizer holds of one lot of text, of at most a MiB
+TOKENIZED_KEPT = 0.3  # of what tokenizing took, in the heap until the stage ends
+TOKENIZING = 1e-6  # seconds a token
+JSON, JSON_LAYER, JSON_EXPERT = 291, 229, 16  # bytes of profile.json
+TRACE_HEADER, TRACE_LAYER = 1_000, 110  # bytes of the trace beside its tokens
+
+
+def needs(sizes: Sizes) -> Needs:
+    """The text, and a walk over it with the counts of every sequence."""
+    text, count = sizes.calibration, len(sizes.layers)
+    there = [one.whole for one in (text, sizes.evaluation) if one is not None]
+    read = {"text": max(there) * TOKEN + min(TOKENIZED_AT_ONCE, 600 * max(there))}
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"tokens": (torch.int64, (text.sequences, 2))}
+    for layer in sizes.layers:
+        for name, dtype in (("counts", torch.int64), ("scores", torch.float64)):
+            shapes[f"layer.{layer.index}.{name}"] = (dtype, (text.sequences, 2, layer.num_experts))
+    files = {"profile.safetensors": safetensors_bytes(shapes)}
+    files["profile.json"] = JSON + JSON_LAYER * count + JSON_EXPERT * sizes.experts
+    counts = sizes.counts()
+    if sizes.recipe.profile.trace:  # which takes half as much again while its layers become one array
+        choices = text.tokens * count * sizes.geometry.top_k * BYTES_PER_CHOICE
+        counts += choices * (3 if sizes.recipe.corpus.until_covered is None else 4) // 2
+        files[TRACE] = TRACE_HEADER + TRACE_LAYER * count + choices + text.sequences * BYTES_PER_SEQUENCE
+    tables = {"routing counts": counts, "heap of the text": TOKENIZED_KEPT * read["text"]}
+
+    def seconds(rates: Rates) -> float:
+        walk = sizes.forward(rates, text.batch_tokens, text.batches, head=False)
+        return LIBRARY / 3 + TOKENIZING * sum(there) + sizes.reading(rates, sizes.disk, first=True) + walk
+
+    moments: list[Moment] = [
+        read,
+        {**sizes.loading(), **sizes.stopped(2, 1), **tables},
+        {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens, text.length), **tables},
+    ]
+    return Needs(moments=moments, files=files, read=sizes.disk, seconds=seconds)

@@ -14,21 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.files import make_directory, read_json, write_json
 from moeq.artifacts.stage import check_schema_version
-from moeq.artifacts.tensor_files import write_tensors
+from moeq.artifacts.tensor_files import safetensors_bytes, write_tensors
 from moeq.exporters.native_writer import extra_name, layer_name, others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.slab import Slab, return_memory
-from moeq.recipe import BEST
+from moeq.quantizers.memory import working_memory
+from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
+from moeq.quantizers.refine import BATCH_ROWS
+from moeq.quantizers.signround_expert import WEIGHT_BYTES
+from moeq.recipe import BEST, RefineSection
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.stages import assign, refine
-from moeq.stages.checkpoint_size import stored_widths
+from moeq.stages.checkpoint_size import Shapes, replica_shapes, stored_widths
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import store_bytes
+from moeq.stages.needs import CAPTURED, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Replicas, load_losses
 
@@ -156,3 +162,83 @@ def quantizers(directory: Path) -> dict[str, list[dict[int, str]]]:
         name: [{int(bits): method for bits, method in made.items()} for made in experts]
         for name, experts in document["layers"].items()
     }
+
+
+JSON, JSON_LAYER, JSON_EXPERT, JSON_REPLICA = 40, 35, 10, 17  # bytes of quantizers.json
+REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted, and one temporary
+
+
+def needs(sizes: Sizes) -> Needs:
+    """A layer's packed experts, one of them as it is read; the walks and the training where placed ones are refined."""
+    recipe, layer, section = sizes.recipe, sizes.largest, sizes.recipe.quantize.refine
+    every, made_now = recipe.quantize.replicas == "all", on_demand(sizes.methods(recipe.assign))
+    share = recipe.assign.gpu_experts * len(sizes.layers) / sizes.experts  # that is read: what stays as it is
+    if every or made_now or recipe.assign.named() == {FULL} or any(one.biased for one in sizes.layers):
+        share = 1.0
+    stored, packed = sizes.placed[0], sizes.placed[0] / len(sizes.layers)
+    if every:
+        stores = [store_bytes(one, recipe.losses.bits, recipe.losses) for one in sizes.layers]
+        stored, packed = sum(stores), max(stores) + layer.num_experts * sizes.expert_bytes(layer, FULL)
+    files = packed_files(sizes)
+    replicas = len(recipe.losses.bits) if every else 1
+    files[NAME] = JSON + JSON_LAYER * len(sizes.layers) + sizes.experts * (JSON_EXPERT + JSON_REPLICA * replicas)
+    read = sizes.experts_disk * share
+    held = {**sizes.tables(), "packed experts of a layer": packed}
+    moments: list[Moment] = [{**sizes.model(), **held, "one expert": 16 * layer.parameters_per_expert if share else 0}]
+    if section is not None:
+        files[refine.PROGRESS] = 100 + 100 * len(files)
+        moments += _refining(sizes, section, held)
+
+    def seconds(rates: Rates) -> float:
+        found = sizes.reading(rates, read) + sizes.placed[0] / rates.cached_bytes
+        found += WEIGHT_OPERATIONS * sizes.expert_parameters / rates.losses_flops if made_now else 0.0
+        if section is not None:  # both runs, the repeated decoder layers, the training
+            text, steps = sizes.calibration, section.iterations * sizes.expert_parameters
+            found += steps * (6 * BATCH_ROWS + WEIGHT_OPERATIONS) / rates.losses_flops
+            found += sizes.walk_seconds(rates) + 2 * sizes.forward(rates, text.batch_tokens, text.batches, head=False)
+        return found
+
+    return Needs(
+        moments=moments,
+        files=files | sizes.others.written(),
+        read=read + stored + sizes.others.packed + (sizes.disk if sizes.streams and section is not None else 0),
+        seconds=seconds,
+    )
+
+
+def _refining(sizes: Sizes, section: RefineSection, packed: Moment) -> list[Moment]:
+    """Both runs of all batches stand at the end of a decoder layer, whose experts are trained."""
+    text, layer = sizes.calibration, sizes.largest
+    waiting = {**sizes.held(), **sizes.stopped(2 * STATES, CAPTURED)}
+    training = {
+        "tokens in float32": REFINED_FLOATS * 4 * text.tokens * sizes.geometry.hidden_size,
+        "codes of a layer": 2 * layer.num_experts * layer.parameters_per_expert,
+        "experts in training": max(working_memory(section.working_memory), WEIGHT_BYTES * layer.parameters_per_expert),
+    }
+    return [
+        {**sizes.loading(), **sizes.stopped(4)},
+        {**waiting, **sizes.running(text.batch_tokens, text.length)},
+        {**waiting, **packed, **sizes.heap(text.batch_tokens, text.length), **training},
+    ]
+
+
+def packed_files(sizes: Sizes) -> dict[str, int]:
+    """Bytes of the files of experts, exactly where the assignment gives what is foreseen."""
+    recipe, dtype, files, known = sizes.recipe, sizes.source_dtype, {}, {}
+    every = recipe.quantize.replicas == "all"
+    for layer, mine in zip(sizes.layers, sizes.widths[0], strict=True):
+        key = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name), *mine)
+        if key not in known:
+            placed = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}
+            extra: Shapes = {}
+            for expert, bits in enumerate(mine):
+                prefix = f"{layer.name}.{expert}"
+                placed |= replica_shapes(recipe, layer, layer.projections, bits, dtype, prefix)
+                others = stored_widths(bits, [*recipe.losses.bits, FULL], recipe.losses.nested)[1:]
+                for width in others if every else ():
+                    extra |= replica_shapes(recipe, layer, layer.projections, width, dtype, f"{prefix}.bits{width}")
+            known[key] = [safetensors_bytes(shapes, METADATA) for shapes in (placed, extra)]
+        files[layer_name(layer.index)] = known[key][0]
+        if every:
+            files[extra_name(layer.index)] = known[key][1]
+    return files

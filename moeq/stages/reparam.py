@@ -23,6 +23,7 @@ from moeq.artifacts.run import FOLDED
 from moeq.errors import ModelError, QuantizationError, RecipeError, nearest
 from moeq.exporters.folded import ChangedCheckpoint
 from moeq.integers.artifacts.reparam import (
+    NAME,
     ConsumerRow,
     ErrorRow,
     NormRow,
@@ -41,7 +42,7 @@ from moeq.integers.folding import (
     gain_router_biases,
     make_fold,
 )
-from moeq.integers.same_outputs import Difference, Outputs, compare, outputs
+from moeq.integers.same_outputs import LOGIT_BYTES, Difference, Outputs, compare, outputs
 from moeq.models.source import open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, current_batch, run_batch
@@ -49,6 +50,7 @@ from moeq.recipe import ReparamSection
 from moeq.stages import integer_forward, w8a8
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file
+from moeq.stages.needs import Needs, Rates, Sizes
 
 TOLERANCE = 1e-5  # of the float32 error
 TRACED_TOKENS = 32
@@ -354,3 +356,37 @@ def summarize(report: ReparamReport) -> dict[str, Any]:
 
 def load(context: Context) -> ReparamReport:
     return read_reparam(context.directory("reparam"))
+
+
+PROGRAM = 700 << 20  # bytes of Python, torch and transformers
+PASSES = 4  # over the model: where norms lead, calibration, the folded model, what was written
+COMPARED = 3  # versions whose perplexity is measured
+BLOCKS = 3  # a block, its changed parameters, and those as they are written
+STATES = 4  # hidden states that a stopped batch holds a token
+NORM = 4 << 10  # bytes of a layer's norms in the report
+
+
+def needs(sizes: Sizes) -> Needs:
+    """Before a run begins: two float32 versions of what is resident, a block, the folded checkpoint."""
+    section, text, width = settings(sizes.context), sizes.calibration, 4
+    tokens = min(section.samples, text.sequences) * text.length
+    weights = sum(sizes.block_parameters) + sizes.resident_parameters
+    disk = weights * (width if section.dtype == "float32" else sizes.source_dtype.itemsize)
+    moment = {
+        "program": PROGRAM, "resident weights, twice": 2 * sizes.resident_parameters * width,
+        "decoder block in float32": BLOCKS * max(sizes.block_parameters) * width,
+        "logits of both": 2 * min(LOGIT_BYTES, tokens * sizes.vocabulary * width),
+        "stopped samples": STATES * tokens * sizes.geometry.hidden_size * width,
+    }  # fmt: skip
+
+    def seconds(rates: Rates) -> float:
+        passes = sizes.reading(rates, sizes.disk) + sizes.forward(rates, tokens / text.batches, text.batches, head=True)
+        measured = sizes.evaluation if section.compare else None
+        if measured is None:
+            return PASSES * passes
+        return PASSES * passes + COMPARED * sizes.forward(rates, measured.batch_tokens, measured.batches, head=True)
+
+    files = {FOLDED: disk, NAME: NORM * len(sizes.block_parameters)}
+    if section.integer is not None:
+        files[integer_forward.FOLDER] = integer_forward.foreseen_bytes(sizes.context, section.integer)
+    return Needs(moments=[moment], files=files, read=PASSES * sizes.disk + disk, seconds=seconds)

@@ -14,6 +14,7 @@ from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Refined, ReportInputs, SpeedInputs
+from moeq.reporting.maps import MOST_TEXTS
 from moeq.reporting.page import render
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import (
@@ -30,6 +31,7 @@ from moeq.stages import (
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
+from moeq.stages.needs import Needs, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 
 NAME = "report.html"
@@ -136,3 +138,25 @@ def _recipe_text(context: Context) -> str:
     """The recipe with its defaults filled in; the model by name, and nothing of where things lie on this machine."""
     data = context.recipe.model_dump(mode="json", exclude={"store"})
     return yaml.safe_dump(data | {"model": context.model.source.name}, sort_keys=False)
+
+
+FIGURES = 70 << 20  # bytes of the figures while they are drawn
+ROW = 1300  # bytes of one row of the loss table as a Python dictionary
+SECONDS, EXPERT_SECONDS = 2.0, 5e-4
+PAGE, LAYER, ASSIGNMENT, METHOD = 46_000, 1_000, 2_600, 9_500  # bytes of the page without its maps
+MEASURES = 5  # maps of values beside those of losses
+VALUES, VALUE, WIDTHS, WIDTH = 3_950, 76, 2_150, 165  # bytes of a map of values and of widths, and a cell's
+LABELLED, PIXELS = 30, 3.3  # cells that make a map of values larger by their labels; bytes of a cell in the picture
+
+
+def needs(sizes: Sizes) -> Needs:
+    """Tables, figures and the page, whose bytes are known only when it is drawn: an estimate."""
+    losses, layers, count = sizes.recipe.losses, len(sizes.layers), len(sizes.checkpoint.sections)
+    size = PAGE + LAYER * layers + ASSIGNMENT * count + METHOD * len(losses.methods)
+    values = VALUES + VALUE * min(sizes.experts, LABELLED) + PIXELS * sizes.experts
+    widths = WIDTHS + (WIDTH if sizes.experts <= MOST_TEXTS else PIXELS) * sizes.experts
+    size += int((MEASURES + len(losses.bits)) * values + count * widths)
+    once = sizes.loss_rows() // (len(losses.methods) * (4 if losses.per_projection else 1))
+    drawn = {"rows of the loss table": once * ROW, "manifest": export.manifest_bytes(sizes), "figures": FIGURES}
+    moment = {**(sizes.model() if sizes.streams else {}), **sizes.tables(), **drawn}
+    return Needs(moments=[moment], files={NAME: size}, seconds=lambda rates: SECONDS + EXPERT_SECONDS * sizes.experts)

@@ -34,6 +34,7 @@ class RunText:
 
     def __init__(self, run: Run) -> None:
         self._run, self.recipe, self.model = run, run.recipe, run.model
+        self._there: dict[str, int] = {}  # tokens of a part's files
 
     @cached_property
     def perplexity(self) -> PerplexitySection | None:
@@ -116,6 +117,14 @@ class RunText:
             pictures = corpus.ImagePool(self.calibration_images, "train", self.model.image_task, where)
             yield from pictures.chunks(section.sequences, limit)
             return
+        pool = self._calibration_pool()
+        if pool.with_images():
+            processor = corpus.load_processor(self.model.source.path, self.recipe.trust_remote_code)
+            pool.images = corpus.Encoder(processor, section.sequence_length)
+        yield from pool.chunks(section.sequences, limit)
+
+    def _calibration_pool(self) -> corpus.TextRows:
+        section = self.recipe.corpus
         self.check_length(section.sequence_length, "corpus.sequence_length")
         pool = corpus.open_text(
             self.calibration_sources,
@@ -123,16 +132,41 @@ class RunText:
             self.model.tokenizer,
             length=section.sequence_length,
             first=section.sequences,
-            most=limit,
+            most=section.sequences if section.until_covered is None else section.until_covered.max_sequences,
             packed=section.packed,
             where=f"corpus {section.source}",
             seed=self.recipe.seed if section.shuffle else None,
             bar=self._run.reporter.bar,
         )
-        if pool.with_images():
-            processor = corpus.load_processor(self.model.source.path, self.recipe.trust_remote_code)
-            pool.images = corpus.Encoder(processor, section.sequence_length)
-        yield from pool.chunks(section.sequences, limit)
+        self._there["calibration"] = pool.tokens()
+        return pool
+
+    def _evaluation_pool(self) -> corpus.TextRows:
+        section = self.perplexity or PerplexitySection()
+        self.check_length(section.sequence_length, "eval.perplexity.sequence_length")
+        pool = corpus.open_text(
+            self.evaluation_sources,
+            corpus.Fields(text=section.text_field),
+            self.model.tokenizer,
+            length=section.sequence_length,
+            first=section.sequences,
+            most=section.sequences,
+            where=f"eval.perplexity {section.source}",
+            bar=self._run.reporter.bar,
+        )
+        self._there["evaluation"] = pool.tokens()
+        return pool
+
+    def lies_here(self, part: str) -> bool:
+        """Whether a part can be read without a download."""
+        sources = self.calibration_sources if part == "calibration" else self.evaluation_sources
+        return all(isinstance(source, corpus.LocalFile) for source in sources)
+
+    def tokens_there(self, part: str) -> int:
+        """About how many tokens the files of a part have, all of them; it is read once for that."""
+        if part not in self._there:
+            _ = self._calibration_pool() if part == "calibration" else self._evaluation_pool()
+        return self._there[part]
 
     @property
     def _calibration_fields(self) -> corpus.Fields:
@@ -182,18 +216,7 @@ class RunText:
             return corpus.ImagePool(self.evaluation_images, "test", self.model.image_task, where).take(wanted.images)
         if section is None:
             return None
-        self.check_length(section.sequence_length, "eval.perplexity.sequence_length")
-        pool = corpus.open_text(
-            self.evaluation_sources,
-            corpus.Fields(text=section.text_field),
-            self.model.tokenizer,
-            length=section.sequence_length,
-            first=section.sequences,
-            most=section.sequences,
-            where=f"eval.perplexity {section.source}",
-            bar=self._run.reporter.bar,
-        )
-        return pool.take(section.sequences)
+        return self._evaluation_pool().take(section.sequences)
 
     @cached_property
     def task_manager(self) -> Any:

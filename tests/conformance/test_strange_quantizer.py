@@ -59,7 +59,7 @@ import sys
 from pathlib import Path
 
 from moeq import pipeline
-from moeq.planning.make import make_plan
+from moeq.planning.plan import make_plan
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
 

@@ -119,6 +119,18 @@ def test_memory_does_not_follow_the_size_of_the_file(tmp_path: Path) -> None:
     assert max(peaks) - peaks[3] < 32 << 20
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
+def test_how_many_tokens_there_are_is_known_from_a_sample(name: str, tmp_path: Path, counting: Counting) -> None:
+    path = write(tmp_path / name, 2 << 20)
+    pool = opened(path, counting)
+    assert isinstance(pool, places.Places)
+    documents = corpus.read_documents(corpus.open_sources(str(path), "calibration"), corpus.Fields(), counting.inner)
+    there = sum(map(len, corpus.encode(documents, counting.inner)))
+    assert pool.tokens() == pytest.approx(there, rel=0.1)
+    pool.take(16)
+    assert opened(path, counting).tokens() == pool.tokens() == pytest.approx(there, rel=0.1)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
 def test_the_tokenizer_is_given_what_is_taken_and_a_sample(

@@ -8,17 +8,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moeq.planning.batch import batch_bytes
-from moeq.planning.make import make_plan
-from moeq.planning.memory import Memory, peak
-from moeq.planning.sizes import Work, model_sizes, work_sizes
+from moeq.models.experts import ExpertLayer
+from moeq.planning.plan import add_up, make_plan
+from moeq.planning.result import Need
 from moeq.quantizers.layer import expert_batches
-from moeq.recipe import load_recipe
+from moeq.recipe import Recipe, load_recipe
+from moeq.stages import needs_losses
 from moeq.stages.context import Context
+from moeq.stages.needs import LEVERS, Sizes
+from moeq.stages.needs_losses import batch_moments
+from moeq.stages.order import STAGES
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -74,18 +76,19 @@ def test_peaks_are_bounded_and_not_far_off(size: str, stream: str, tmp_path: Pat
         assert 0.95 * taken <= need.ram <= 1.4 * taken, (need.stage, taken, need.ram, need.ram_terms)
 
 
-def terms(context: Context, stage: str, work: Work | None = None) -> dict[str, int]:
-    recipe, sizes = context.recipe, model_sizes(context)
-    gpu = context.model.device.type == "cuda"
-    model = Memory(sizes, work or work_sizes(context), recipe, streams=context.model.streams, gpu=gpu, placed=0)
-    return {term.what: term.bytes for term in peak(model.moments(stage), gpu=False)}
+def needs(context: Context) -> dict[str, Need]:
+    return {need.stage: need for need in add_up(Sizes(context))}
+
+
+def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int, *, gpu: bool = False) -> int:
+    return max(batch for batch, _ in batch_moments(layer, recipe.losses, routed, gpu=gpu))
 
 
 def test_memory_grows_with_what_it_hangs_on(sparse_small: Path, tmp_path: Path) -> None:
     def of(stage: str, *overrides: str) -> int:
         recipe = load_recipe(None, ["stream=always", *overrides])
         context = Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path)
-        return sum(terms(context, stage).values())
+        return needs(context)[stage].ram
 
     tokens = 128 * 512 * 4096
     more = of("profile", "corpus.sequences=256") - of("profile")
@@ -104,14 +107,14 @@ def test_memory_grows_with_what_it_hangs_on(sparse_small: Path, tmp_path: Path) 
 def test_a_batch_of_experts_stays_near_the_working_memory(sparse_small: Path, tmp_path: Path) -> None:
     for memory in ("1GiB", "4GiB", "16GiB"):
         recipe = load_recipe(None, [f"losses.working_memory={memory}"])
-        layer = model_sizes(Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path)).layers[0]
+        layer = Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path).layers[0]
         assert 0.3 < batch_bytes(layer, recipe, 4096) / recipe.losses.working_memory < 3
 
 
 def test_a_batch_holds_on_a_cpu_what_its_column_loop_leaves(sparse_small: Path, tmp_path: Path) -> None:
     """Weights, their codes, a copy of gate and up, and Hessians a few times: no float32 tensor of all widths."""
     recipe = load_recipe(None, ["losses.working_memory=4GiB", "losses.methods=[gptq]"])
-    layer = model_sizes(Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path)).layers[0]
+    layer = Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path).layers[0]
     first = next(expert_batches(layer, recipe.losses))
     weights = (first.stop - first.start) * layer.parameters_per_expert
     hessians = 4 * (first.stop - first.start) * (layer.hidden_size**2 + layer.intermediate_size**2)
@@ -121,15 +124,31 @@ def test_a_batch_holds_on_a_cpu_what_its_column_loop_leaves(sparse_small: Path, 
 
 
 def test_a_gpu_holds_what_computes_and_the_machine_the_rest(tiny_mixtral: Path, tmp_path: Path) -> None:
-    context: Any = Context(recipe=load_recipe(None, list(SMALL)), model_name=str(tiny_mixtral), out=tmp_path)
-    sizes, work = model_sizes(context), work_sizes(context)
-    model = Memory(sizes, work, context.recipe, streams=False, gpu=True, placed=1000)
+    sizes = Sizes(Context(recipe=load_recipe(None, list(SMALL)), model_name=str(tiny_mixtral), out=tmp_path))
+    sizes.gpu = True
+    found = {need.stage: need for need in add_up(sizes)}
     for stage in ("profile", "losses", "eval"):
-        gpu = {term.what for term in peak(model.moments(stage), gpu=True)}
-        ram = {term.what for term in peak(model.moments(stage), gpu=False)}
+        gpu = {term.what for term in found[stage].gpu_terms}
+        ram = {term.what for term in found[stage].ram_terms}
         assert "program" in ram - gpu
         assert gpu
         assert not gpu & {"program", "text", "headers", "loss table and profile"}
+
+
+def test_every_term_that_lies_with_the_model_is_known(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """A GPU holds what is in the list: no name of it stands for nothing, whatever the recipe asks for."""
+    found: set[str] = set()
+    for overrides in (
+        ("stream=never", "eval.tasks=[moeq_continuation]", "eval.limit=2"),
+        ("stream=always", "others.head=8", "eval.perplexity.sequences=4"),
+        ("losses.layer_effects={}", "quantize.refine={}", "reparam.samples=4"),
+    ):
+        recipe = load_recipe(None, [*SMALL, *overrides])
+        context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path).given()
+        sizes = Sizes(context)
+        stages = [stage for stage in STAGES if stage.name != "reparam" or recipe.reparam is not None]
+        found |= {what for stage in stages for moment in stage.needs(sizes).moments for what in moment}
+    assert set(LEVERS) <= found
 
 
 @pytest.mark.parametrize("effects", ["layer_effects", "expert_effects"])
@@ -140,8 +159,7 @@ def test_outputs_that_are_compared_count_and_shrink_with_the_working_memory(
         options = ("corpus.sequences=64", "corpus.sequence_length=64", "eval.perplexity=null", "eval.compare=[]")
         recipe = load_recipe(None, [*options, f"losses.{effects}={{}}", f"losses.working_memory={memory}"])
         context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / "run")
-        model = Memory(model_sizes(context), work_sizes(context), recipe, streams=False, gpu=False, placed=0)
-        terms = [term for moment in model.moments("losses") for term in moment]
-        return max(term.bytes for term in terms if term.what == "outputs that are compared")
+        moments = needs_losses.needs(Sizes(context)).moments
+        return int(max(moment.get("outputs that are compared", 0) for moment in moments))
 
     assert compared("1GiB") == pytest.approx(16 * compared("1MB"), rel=0.01)  # 16 held-out sequences, or one at a time

@@ -17,15 +17,18 @@ from typer.testing import CliRunner
 from moeq import cli, terminal
 from moeq.errors import AssignmentError, CorpusError, ModelError, PlanError
 from moeq.models import source
-from moeq.planning import capability, make, sizes
-from moeq.planning.make import error_of, make_plan
-from moeq.planning.memory import STAGES
+from moeq.planning import capability
+from moeq.planning import plan as plan_module
+from moeq.planning.plan import error_of, make_plan
 from moeq.planning.result import Machine, Need, Plan, Term
 from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS, NATIVE
+from moeq.stages import order
 from moeq.stages.context import Context
+from moeq.stages.needs import Sizes
 
 GIB = 2**30
+STAGES = tuple(stage.name for stage in order.STAGES if stage.name != "reparam")
 FAMILIES = (
     "mixtral", "gpt_oss", "nemotron_h", "llama4", "qwen3_vl_moe", "dbrx", "jetmoe", "switch_transformers",
     "longcat_flash", "deepseek_v3", "granitemoe", "aria",
@@ -42,7 +45,7 @@ def context_of(model: Path, tmp_path: Path, *overrides: str) -> Context:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **limits: int | None) -> None:
     there = {"ram": 1 << 50, "gpu": None, "disk": 1 << 50, "disk_path": "/data"} | limits
-    monkeypatch.setattr(make, "machine", lambda out, device, store: Machine(**there))  # type: ignore[arg-type]
+    monkeypatch.setattr(plan_module, "machine", lambda out, device, store: Machine(**there))  # type: ignore[arg-type]
 
 
 def need(stage: str, ram: int = 1, gpu: int = 0, size: int = 0, temporary: int = 0) -> Need:
@@ -124,15 +127,15 @@ def test_a_store_on_another_disk_needs_room_there(
 def test_verdicts_take_each_resource_by_itself() -> None:
     there = Machine(ram=10, gpu=5, disk=100, disk_path="/")
     fine = (need("profile", ram=10, gpu=5, size=60), need("losses", size=30, temporary=10))
-    assert make.shortages(fine, there) == []
+    assert plan_module.shortages(fine, there) == []
     short = (need("profile", ram=11, gpu=6, size=60), need("losses", size=30, temporary=11), need("assign", size=50))
-    found = [(one.stage, one.resource, one.need, one.do) for one in make.shortages(short, there)]
+    found = [(one.stage, one.resource, one.need, one.do) for one in plan_module.shortages(short, there)]
     assert found == [
         ("profile", "memory", 11, "use stream: always"),
         ("profile", "GPU memory", 6, "use fewer corpus.sequences"),
         ("losses", "disk", 140, "choose an --out on another disk than /"),
     ]
-    assert make.shortages(short, Machine(ram=11, gpu=None, disk=140, disk_path="/")) == []
+    assert plan_module.shortages(short, Machine(ram=11, gpu=None, disk=140, disk_path="/")) == []
 
 
 def test_command_prints_the_table_and_one_line(
@@ -172,7 +175,7 @@ def test_the_widest_table_goes_into_80_columns(monkeypatch: pytest.MonkeyPatch) 
     stages = tuple(need(stage, ram=999 * GIB, gpu=139 * GIB, size=2000 * GIB, temporary=999 * GIB) for stage in STAGES)
     there = Machine(ram=1, gpu=1, disk=1, disk_path="/")
     plan = Plan(recipe="r", model={}, stages=stages, machine=there, rates={}, refusals=(),
-                shortages=tuple(make.shortages(stages, there)), notes=())  # fmt: skip
+                shortages=tuple(plan_module.shortages(stages, there)), notes=())  # fmt: skip
     console = Console(width=200)
     width = max(len(line.rstrip()) for line in _text(console, terminal._plan_table(plan)).splitlines())
     assert width <= 80
@@ -230,16 +233,16 @@ def test_formats_say_what_they_cannot_carry(
     assert "raise corpus.sequences to 4" in capability.refusals(few, mixed)[0]
 
 
-def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_text_is_measured_as_the_run_reads_it(tiny_mixtral: Path, tmp_path: Path) -> None:
     from corpora import make_sequences, read_documents
 
     from moeq.models.corpus import Fields
 
     context = context_of(tiny_mixtral, tmp_path)
-    work = sizes.work_sizes(context)
+    text = Sizes(context).calibration
     documents = read_documents(context.text.calibration_sources, Fields(), context.model.tokenizer)
     everything = make_sequences(documents, context.model.tokenizer, length=32, count=None)
-    assert 0.9 < work.calibration.whole / everything.ids.numel() < 1.1
+    assert 0.9 < text.whole / everything.ids.numel() < 1.1
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -247,7 +250,7 @@ def test_text_is_measured_by_a_sample(tiny_mixtral: Path, tmp_path: Path) -> Non
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "text.parquet")
     (tmp_path / "text.txt").write_text("\n".join(row["text"] for row in rows))
     for name in ("text.parquet", "text.txt"):
-        again = sizes.work_sizes(context_of(tiny_mixtral, tmp_path, f"corpus.source={tmp_path / name}"))
+        again = Sizes(context_of(tiny_mixtral, tmp_path, f"corpus.source={tmp_path / name}"))
         assert 0.85 < again.calibration.whole / everything.ids.numel() < 1.15, name
 
 

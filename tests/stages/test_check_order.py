@@ -13,7 +13,7 @@ from moeq import pipeline
 from moeq.errors import MoeqError
 from moeq.models import corpus
 from moeq.models.corpus import places
-from moeq.planning.make import make_plan
+from moeq.planning.plan import make_plan
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context

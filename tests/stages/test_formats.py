@@ -24,13 +24,13 @@ from moeq.models.experts import stacked_weights
 from moeq.models.loading import load_model
 from moeq.models.source import open_source
 from moeq.planning.capability import Asked, refusals
-from moeq.planning.disk import Disk
-from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
+from moeq.stages import export
 from moeq.stages.context import Context
 from moeq.stages.export import format_directory
+from moeq.stages.needs import Sizes
 from moeq.verification.reference import values
 
 STAGES = ("profile", "losses", "assign", "quantize", "export")
@@ -185,7 +185,7 @@ def test_gguf_is_written_verified_and_planned(tmp_path: Path) -> None:
         for expert in range(layer.num_experts):
             for name, matrix in native.expert(layer, expert)[0].items():
                 assert torch.equal(values(found.expert(mine, expert)[0][name]), values(matrix))
-    foretold = Disk(context, model_sizes(context), work_sizes(context)).lasting("export")
+    foretold = export.needs(Sizes(context)).files
     assert foretold["../checkpoint-gguf"] == pytest.approx((out / "model.gguf").stat().st_size, rel=0.15)
     described = inspect(out.rename(tmp_path / "moved"))
     assert described["kind"] == "artifact of moeq export-gguf"
@@ -223,7 +223,7 @@ def test_plan_counts_them(model: Path, tmp_path: Path) -> None:
     changes = ("others.head=null", "losses.bits=[2, 3, 4]", "assign.method=uniform", "assign.average_bits=null",
                "assign.bits=4", "export.formats=[gptq, dequantized]", "eval.perplexity.sequence_length=32")  # fmt: skip
     context = run(model, tmp_path, *changes)
-    foretold = Disk(context, model_sizes(context), work_sizes(context)).lasting("export")
+    foretold = export.needs(Sizes(context)).files
     for name in context.recipe.export.formats:
         size = sum(path.stat().st_size for path in format_directory(tmp_path, name).glob("*.safetensors"))
         assert foretold[f"../checkpoint-{name}"] == pytest.approx(size, rel=0.05)

@@ -20,15 +20,16 @@ from moeq.inspection import inspect
 from moeq.integers.artifacts.integer_report import read_report
 from moeq.models import loading
 from moeq.models.corpus import ImageSequences
-from moeq.planning.make import error_of, make_plan
-from moeq.planning.sizes import Text, Work, work_sizes
+from moeq.planning.plan import error_of, make_plan
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.reporting import formats
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import evaluate, profile
 from moeq.stages.context import Context
+from moeq.stages.needs import Sizes
 from moeq.stages.replicas import load_effects, load_expert_effects
+from moeq.stages.text_sizes import Text
 from moeq.verification import verify
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coqmoe-digits.yaml"
@@ -168,11 +169,10 @@ def test_the_plan_knows_the_work_of_images(tmp_path: Path) -> None:
     found = make_plan(context_of(tmp_path / "run"), probe=False)
     assert error_of(found) is None
     assert found.model["top_k"] == 2
-    assert work_sizes(context_of(tmp_path / "run").given()) == Work(
-        calibration=Text(sequences=64, length=17, batch=64, whole=1437 * 17),
-        evaluation=Text(sequences=360, length=17, batch=128, whole=360 * 17),
-        tasks=None,
-    )
+    sizes = Sizes(context_of(tmp_path / "run").given())
+    assert sizes.calibration == Text(sequences=64, length=17, batch=64, whole=1437 * 17)
+    assert sizes.evaluation == Text(sequences=360, length=17, batch=128, whole=360 * 17)
+    assert sizes.tasks is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from moeq.errors import RecipeError
 from moeq.inspection import inspect
 from moeq.integers.artifacts.integer_report import read_report
 from moeq.integers.artifacts.reparam import read_reparam
-from moeq.planning.make import make_plan
+from moeq.planning.plan import make_plan
 from moeq.recipe import load_recipe
 from stages.test_reparam_vit import context_of, model_of, reparam
 

@@ -20,13 +20,11 @@ from moeq.inspection import inspect
 from moeq.models.corpus import Sequences
 from moeq.models.experts import ExpertLayer
 from moeq.models.walk import LayerInputs
-from moeq.planning.disk import Disk
-from moeq.planning.memory import Memory
-from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import profile
 from moeq.stages.context import Context
+from moeq.stages.needs import Sizes
 from moeq.stages.recorder import Recorder
 
 SMALL = (
@@ -148,7 +146,7 @@ def test_the_plan_foretells_its_bytes(tiny_mixtral: Path, tmp_path: Path) -> Non
     one = context(tiny_mixtral, tmp_path, TRACED)
     recorded(one)
     fresh = context(tiny_mixtral, tmp_path / "elsewhere", TRACED)
-    foretold = Disk(fresh, model_sizes(fresh), work_sizes(fresh)).lasting("profile")[NAME]
+    foretold = profile.needs(Sizes(fresh)).files[NAME]
     assert foretold == pytest.approx((one.directory("profile") / NAME).stat().st_size, abs=200)
 
 
@@ -157,10 +155,7 @@ def test_the_plan_counts_its_memory(tiny_mixtral: Path, tmp_path: Path) -> None:
     tables = []
     for overrides in ((), (TRACED,)):
         one = context(tiny_mixtral, tmp_path, *overrides)
-        memory = Memory(model_sizes(one), work_sizes(one), one.recipe, streams=False, gpu=False, placed=0)
-        tables.append(
-            max(term.bytes for moment in memory.moments("profile") for term in moment if "routing" in term.what)
-        )
+        tables.append(max(moment.get("routing counts", 0) for moment in profile.needs(Sizes(one)).moments))
     assert tables[1] - tables[0] == 8 * 16 * 2 * 2 * (2 + 2 + 2)
 
 

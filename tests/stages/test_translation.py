@@ -14,7 +14,7 @@ import torch
 from moeq import pipeline, results
 from moeq.artifacts.evaluation import Translation
 from moeq.errors import EvaluationError
-from moeq.planning.make import make_plan
+from moeq.planning.plan import make_plan
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint

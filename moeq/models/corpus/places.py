@@ -160,6 +160,10 @@ class Places(TextRows):
             taken += self._read(self._pick(missing))
         return taken
 
+    def tokens(self) -> int:
+        known = (one.characters / one.per_token for one in self._extents.values())
+        return int(sum(known)) if self._numbered else super().tokens()
+
     def with_images(self) -> bool:
         return any(extent.images for extent in self._extents.values())
 

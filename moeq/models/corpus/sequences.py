@@ -148,6 +148,10 @@ class TextRows(Rows):
         self.images: EncodeImages | None = None
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
 
+    def tokens(self) -> int:
+        """About how many tokens of text there are."""
+        return len(self) * self.length
+
     def with_images(self) -> bool:
         """Whether there are rows with images, which are a domain's last."""
         return any(isinstance(row, ImageRow) for rows in self.rows.values() for row in rows[-1:])

@@ -6,15 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from moeq.planning import probe
-from moeq.planning.disk import Disk
-from moeq.planning.hours import Hours
-from moeq.planning.probe import Rates
-from moeq.planning.sizes import model_sizes, work_sizes
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
+from moeq.stages.needs import Rates, Sizes
+from moeq.stages.order import BY_NAME
 
 RATES = Rates(
     matrix_flops=1e10, expert_seconds=1e-4, attention_seconds=1e-3, elementwise_bytes=1e9, losses_flops=1e10,
@@ -22,32 +19,31 @@ RATES = Rates(
 )  # fmt: skip
 
 
-def hours_of(model: Path, *overrides: str, streams: bool = False) -> Hours:
+def seconds_of(stage: str, model: Path, *overrides: str, streams: bool = False) -> float:
+    """Seconds of a stage, without those of writing its files."""
     recipe = load_recipe(None, ["corpus.sequences=64", "corpus.sequence_length=64", "eval.compare=[]", *overrides])
-    context = Context(recipe=recipe, model_name=str(model), out=model / "run")
-    sizes, work = model_sizes(context), work_sizes(context)
-    return Hours(sizes, work, recipe, Disk(context, sizes, work), RATES, streams=streams, free=1 << 40)
+    sizes = Sizes(Context(recipe=recipe, model_name=str(model), out=model / "run"))
+    sizes.streams = streams
+    return BY_NAME[stage].needs(sizes).seconds(RATES)
 
 
 def losses_seconds(model: Path, *overrides: str, streams: bool = False) -> float:
     """Seconds of losses beyond those of the recipe without effects."""
-
-    def seconds(*more: str) -> float:
-        return float(hours_of(model, "eval.perplexity=null", *more, streams=streams)._losses())
-
-    return seconds(*overrides) - seconds()
+    with_effects, without = (
+        seconds_of("losses", model, "eval.perplexity=null", *more, streams=streams) for more in (overrides, ())
+    )
+    return with_effects - without
 
 
 def test_compiling_is_not_measured(tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of a fresh installation compiles for half a minute; here it takes fifty times as long."""
     recipe = load_recipe(None, ["corpus.sequences=64", "corpus.sequence_length=64", "eval.perplexity=null"])
-    context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tiny_mixtral / "run")
-    sizes, work = model_sizes(context), work_sizes(context)
+    sizes = Sizes(Context(recipe=recipe, model_name=str(tiny_mixtral), out=tiny_mixtral / "run"))
 
     def rate(first: float) -> float:
         waits = iter([first])
         monkeypatch.setattr(probe, "quantize_layer", lambda *_: time.sleep(next(waits, 0.02)))
-        return float(probe._losses_flops(sizes, work, recipe.losses, torch.device("cpu"))[0])
+        return float(probe.losses_flops(sizes)[0])
 
     assert rate(1.0) > 0.2 * rate(0.02)
 
@@ -82,7 +78,7 @@ def test_curves_of_low_precision_take_a_pass_for_each_point(tiny_mixtral: Path) 
     def seconds(section: str, streams: bool = False) -> float:
         text = "eval.perplexity={sequences: 16, sequence_length: 64, batch_size: 4}"
         with_curves, without = (
-            hours_of(tiny_mixtral, text, f"eval.low_precision={sections}", streams=streams)._eval()
+            seconds_of("eval", tiny_mixtral, text, f"eval.low_precision={sections}", streams=streams)
             for sections in (f"[{section}]", "[]")
         )
         return float(with_curves - without)

@@ -1,0 +1,227 @@
+"""The plan of a run: what every stage says that it needs, added up and compared with what the machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from moeq.artifacts.run import STORE
+from moeq.artifacts.stage import RECORD
+from moeq.errors import PlanError
+from moeq.planning import capability
+from moeq.planning.machine import machine
+from moeq.planning.probe import measure
+from moeq.planning.result import Machine, Need, Plan, Shortage, Term
+from moeq.stages.context import Context
+from moeq.stages.needs import APART, HEAP_MOST, LEVERS, ON_DEVICE, Moment, Needs, Rates, Sizes
+from moeq.stages.order import STAGES, Stage
+from moeq.tables import human_bytes
+
+MIB = 2**20
+PROGRAM = 325 * MIB  # the interpreter with torch, transformers, pyarrow and matplotlib; measured 270 to 340
+KERNELS = {True: 16 * MIB, False: 60 * MIB}  # caches once a model has run: in float32, or in 16 bits by way of it
+COMPILED = 70 * MIB  # the column loop and its compiler, from losses on
+TASKS = 45 * MIB  # lm-eval, from eval on
+HEADER = 1300  # bytes of one tensor's entry in the tables of headers and names
+KEPT = 0.08  # of what earlier stages freed, gaps that cannot be returned
+RECORD_BYTES, DIGEST, STAMP, ASSIGNMENT = (
+    850,
+    85,
+    135,
+    140,
+)  # of a record, an input or model file, a file, an assignment
+ORDER = [stage.name for stage in STAGES]
+
+
+def make_plan(context: Context, *, probe: bool) -> Plan:
+    """Plan a whole run. Reads configuration, headers and samples of text; with `probe`, measures for a few seconds.
+
+    Text that lies here is read as the run will read it, so that what the run would refuse is refused with its line.
+    Raises what the run itself would raise first: ModelError for a model that is refused, AssignmentError, CorpusError,
+    EvaluationError, EstimateError.
+    """
+    stages = [stage for stage in STAGES if stage.name != "reparam" or context.folds]
+    context = context.given()
+    sizes, losses = Sizes(context), context.recipe.losses
+    capability.check_stages(context)
+    context.text.check([part for part in ("calibration", "evaluation") if context.text.lies_here(part)])
+    asked = capability.Asked(
+        layers=tuple(sizes.layers),
+        widths=tuple(map(tuple, sizes.widths[0])),
+        group_size=losses.group_size,
+        symmetric=losses.symmetric,
+        all_replicas=context.recipe.quantize.replicas == "all",
+        nested=losses.nested,
+    )
+    there = machine(context.out, context.model.device, context.store)
+    rates = measure(sizes, context.out) if probe else None
+    needs = add_up(sizes, stages, rates, elsewhere=there.store_disk is not None)
+    return Plan(
+        recipe=context.recipe.name,
+        model=_describe(context, sizes),
+        stages=needs,
+        machine=there,
+        rates=None if rates is None else asdict(rates[0]),
+        refusals=tuple(capability.refusals(context, asked)),
+        shortages=tuple(shortages(needs, there)),
+        notes=tuple(_notes(sizes, probe)),
+    )
+
+
+def add_up(
+    sizes: Sizes, stages: Sequence[Stage] = STAGES, rates: tuple[Rates, Rates] | None = None, *, elsewhere: bool = False
+) -> tuple[Need, ...]:
+    """What every stage needs within a run. rates: by the clock and of the processor; elsewhere: whether the store is on
+    another disk.
+    """
+    found, freed = [], 0.0
+    for stage in stages:
+        own = stage.needs(sizes)
+        always = {**_always(sizes, stage.name), "kept by the allocator": min(KEPT * freed, HEAP_MOST)}
+        moments = [{**always, **moment} for moment in own.moments]
+        freed = max(freed, *(_freed(sizes, moment) for moment in own.moments))
+        files = own.files | {RECORD: _record(sizes, stage, own)}
+        stored = {f"{STORE}/{name}": size for name, size in own.store.items()}
+        wall, processor = (None, None) if rates is None else (_seconds(own, one) for one in rates)
+        found.append(
+            Need(
+                stage=stage.name,
+                ram_terms=_peak(sizes, moments, gpu=False),
+                gpu_terms=_peak(sizes, moments, gpu=True),
+                read=int(own.read) + sum(files.values()),
+                lasting=files if elsewhere else files | stored,
+                elsewhere=sum(stored.values()) if elsewhere else 0,
+                linked=own.linked,
+                temporary=own.temporary,
+                seconds=wall,
+                processor_seconds=processor,
+            )
+        )
+    return tuple(found)
+
+
+def _always(sizes: Sizes, stage: str) -> Moment:
+    """The interpreter, libraries and what they keep by the time of a stage."""
+    compiled = COMPILED if ORDER.index(stage) >= ORDER.index("losses") else 0
+    tasks = TASKS if sizes.recipe.eval.tasks and ORDER.index(stage) >= ORDER.index("eval") else 0
+    return {
+        "program": PROGRAM + KERNELS[sizes.dtype.itemsize == 4] + compiled + tasks,
+        "headers": sizes.tensors * HEADER,
+    }
+
+
+def _freed(sizes: Sizes, moment: Moment) -> float:
+    """Bytes of the machine's memory that a stage has beside its model and frees again."""
+    return sum(
+        size
+        for what, size in moment.items()
+        if what not in {"program", APART, *sizes.model()} and not (sizes.gpu and what in ON_DEVICE)
+    )
+
+
+def _peak(sizes: Sizes, moments: Sequence[Moment], *, gpu: bool) -> tuple[Term, ...]:
+    """The terms of the fullest moment in the GPU's memory or the machine's."""
+    sides = [
+        tuple(
+            Term(what=what, bytes=int(size), gpu=gpu, lever=LEVERS.get(what))
+            for what, size in moment.items()
+            if int(size) and (sizes.gpu and what in ON_DEVICE) == gpu
+        )
+        for moment in moments
+    ]
+    return max(sides, key=lambda terms: sum(term.bytes for term in terms))
+
+
+def _record(sizes: Sizes, stage: Stage, own: Needs) -> int:
+    """Bytes of a stage's record."""
+    digests = 3 + len(stage.reads(sizes.recipe)) + len(stage.text) + len(sizes.source.files)
+    named = len(sizes.checkpoint.sections) if stage.name in ("eval", "estimate") else 0
+    return RECORD_BYTES + DIGEST * digests + STAMP * len(own.files) + ASSIGNMENT * named
+
+
+def _seconds(own: Needs, rates: Rates) -> float:
+    """Seconds of a stage, its files written, synced and hashed."""
+    size = sum(own.files.values()) + sum(own.store.values())
+    return own.seconds(rates) + (size - own.linked) / rates.write_bytes + size / rates.hash_bytes
+
+
+def shortages(needs: Sequence[Need], there: Machine) -> list[Shortage]:
+    """Every stage and resource of which more is needed than there is; of the disk, the stage at which it runs full."""
+    found: list[Shortage] = []
+
+    def short(stage: str, resource: str, need: int, have: int, do: str) -> None:
+        found.append(Shortage(stage=stage, resource=resource, need=need, have=have, do=do))
+
+    lying, full = 0, False
+    for need in needs:
+        if need.ram > there.ram:
+            short(need.stage, "memory", need.ram, there.ram, _levers(need.ram_terms))
+        if there.gpu is not None and need.gpu > there.gpu:
+            short(need.stage, "GPU memory", need.gpu, there.gpu, _levers(need.gpu_terms))
+        if there.store_disk is not None and need.elsewhere > there.store_disk:
+            do = f"choose a store on another disk than {there.store_path}"
+            short(need.stage, "disk", need.elsewhere, there.store_disk, do)
+        lying += need.written
+        if lying + need.temporary > there.disk and not full:
+            full = True
+            most = max(lying + need.temporary, sum(other.written for other in needs))
+            short(need.stage, "disk", most, there.disk, f"choose an --out on another disk than {there.disk_path}")
+    return found
+
+
+def _levers(terms: Sequence[Term]) -> str:
+    """What makes the terms that matter less, the largest first."""
+    large = [term for term in terms if term.lever and term.bytes > sum(one.bytes for one in terms) / 20]
+    levers = dict.fromkeys(str(term.lever) for term in sorted(large, key=lambda term: -term.bytes))
+    return f"use {' and '.join(levers)}" if levers else "use a machine with more"
+
+
+def error_of(plan: Plan) -> PlanError | None:
+    """The plan's verdict as an error, None when the run fits; shortages after the first are counted."""
+    if plan.refusals:
+        return PlanError(plan.refusals[0])
+    if not plan.shortages:
+        return None
+    first = max(plan.shortages, key=lambda one: one.need / max(1, one.have))
+    others = sorted({one.stage for one in plan.shortages} - {first.stage})
+    more = f" (short as well: {', '.join(others)})" if others else ""
+    return PlanError(first.line() + more, where="does not fit", do=first.do)
+
+
+def _describe(context: Context, sizes: Sizes) -> dict[str, Any]:
+    others, item, rest = sizes.others, sizes.source_dtype.itemsize, sizes.disk - sizes.experts_disk
+    return {
+        "name": context.model.source.name,
+        "kind": context.model.source.config["model_type"],
+        "decoder_layers": len(sizes.block_parameters),
+        "moe_layers": len(sizes.layers),
+        "experts_a_layer": sorted({layer.num_experts for layer in sizes.layers}),
+        "top_k": sizes.geometry.top_k,
+        "expert_shape": sorted({f"{one.hidden_size} x {one.intermediate_size}" for one in sizes.layers}),
+        "dtype": str(sizes.source_dtype).removeprefix("torch."),
+        "compute_dtype": str(sizes.dtype).removeprefix("torch."),
+        "device": str(context.model.device),
+        "bytes": sizes.disk,
+        "expert_bytes": sizes.experts_disk,
+        "other_bytes": rest,
+        "largest_decoder_layer_bytes": max(sizes.block_parameters) * item,
+        "resident_bytes": sizes.resident_parameters * item,
+        "placed_expert_bytes": sizes.placed[0],
+        **({"placed_other_bytes": rest - others.disk + others.packed} if others.modules else {}),
+        "streamed": sizes.streams,
+    }
+
+
+def _notes(sizes: Sizes, probe: bool) -> list[str]:
+    """What the reader should know about the figures."""
+    found = []
+    if sizes.streams and sizes.tasks is not None:
+        passes = round(sizes.tasks.batches)
+        found.append(
+            f"eval.tasks read the streamed model {passes} times for each assignment "
+            f"({human_bytes(passes * sizes.disk)}); a larger eval.batch_size or fewer items make it less"
+        )
+    if probe:
+        found.append("the rate of reading may be flattered by the page cache, that of writing by the disk's own")
+    return found

@@ -1,0 +1,53 @@
+"""The widths that an assignment section comes to, before anything is measured: which expert gets which is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from moeq.artifacts.assignment import FULL, Width
+from moeq.models.experts import ExpertLayer
+from moeq.recipe import AssignSection
+from moeq.stages.checkpoint_size import CheckpointSize
+from moeq.stages.expert_bytes import expert_bytes
+
+
+def foreseen_widths(checkpoint: CheckpointSize, section: AssignSection) -> list[list[Width]]:
+    """Widths of every layer's experts, those on the GPU first: what the method's own file foresees, else as many bytes
+    as its budget allows (without one the widest that it takes for all).
+    """
+    layers, losses, full = checkpoint.layers, checkpoint.recipe.losses, checkpoint.dtype.itemsize
+    cold = [layer.num_experts - section.gpu_experts for layer in layers]
+    foreseen = section.allocator.foreseen
+    chosen = foreseen and foreseen(section, cold, lambda layer, bits: expert_bytes(layers[layer], bits, losses, full))
+    return [[*[FULL] * section.gpu_experts, *mine] for mine in chosen or _fullest(checkpoint, section, cold)]
+
+
+def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[int]) -> list[list[int]]:
+    """From the first layer on, the widest that leaves enough for the narrowest after it."""
+    known = sorted(section.named() or section.allocator.widths or checkpoint.recipe.losses.bits)
+
+    def price(layer: ExpertLayer, bits: int) -> int:
+        if section.average_bits is not None:
+            return bits
+        if section.size is not None:
+            return sum(checkpoint.matrix_bytes(layer, name, bits) for name in layer.projections)
+        return expert_bytes(layer, bits, checkpoint.recipe.losses, checkpoint.dtype.itemsize)
+
+    left: Fraction | int
+    if section.average_bits is not None:
+        left = Fraction(section.average_bits) * sum(cold)
+    elif section.size is None and section.expert_bytes is None:
+        return [[known[-1]] * count for count in cold]
+    else:
+        left = section.expert_bytes or (section.size or 0) - checkpoint.other_bytes
+        left -= section.gpu_experts * sum(price(layer, FULL) for layer in checkpoint.layers)
+    prices = [[price(layer, bits) for bits in known] for layer in checkpoint.layers]
+    left -= sum(count * mine[0] for count, mine in zip(cold, prices, strict=True))
+    chosen: list[list[int]] = [[] for _ in cold]
+    for widths, count, mine in zip(chosen, cold, prices, strict=True):
+        for _ in range(count):
+            best = max(index for index, each in enumerate(mine) if each - mine[0] <= max(left, 0))
+            left -= mine[best] - mine[0]
+            widths.append(known[best])
+    return chosen

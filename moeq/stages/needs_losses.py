@@ -1,0 +1,197 @@
+"""What losses needs: a walk with batches of experts in every layer (quantizers/layer.py), the store, the effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from moeq.artifacts import effects, expert_effects, replicas
+from moeq.artifacts.losses import NAME
+from moeq.artifacts.tensor_files import safetensors_bytes
+from moeq.models.experts import ExpertLayer
+from moeq.numerics.packed import packed_shapes
+from moeq.numerics.widths import NESTED_BITS
+from moeq.quantizers.layer import expert_batches
+from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride, part_rows, row_bytes
+from moeq.quantizers.memory import working_memory
+from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, BatchSizes
+from moeq.recipe import ExpertEffectsSection, LayerEffectsSection, LossesSection
+from moeq.registry import QUANTIZERS
+from moeq.stages.effects import sequences_at_once
+from moeq.stages.expert_bytes import store_bytes
+from moeq.stages.expert_effects import AT_ONCE
+from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, STORED_ROW, Moment, Needs, Rates, Sizes
+from moeq.stages.replicas import entries
+
+Effects = tuple[Moment, dict[str, int], Callable[[Rates], float]]
+SET = "0" * 64  # stands for the digest that names a set in the store
+ROW = 1300  # bytes of one row of the loss table as a Python dictionary
+ROW_SECONDS = 3e-5  # a row: made, written, read and summed up
+COMPARED = 5  # effects: two outputs as logarithmic probabilities and what is between them, in float32
+COMPARING = 6  # passes over the logits in which two outputs are compared
+TABLE, TABLE_ROW = 5320, 21.6  # bytes of losses.parquet
+ROWS, ROWS_ROW, ROWS_TRACE = 110, 350, 14  # bytes of a file of rows in the store, beside the layer's name
+INDEX, INDEX_MADE, INDEX_LAYER, INDEX_ENTRY = 90, 112, 8, 97  # bytes of replicas.json
+
+
+def batch_moments(layer: ExpertLayer, section: LossesSection, routed: int, *, gpu: bool) -> list[tuple[int, int]]:
+    """Bytes of the tensors of the last batch of experts at its fullest moments, and those of the layer's packed
+    replicas by then. routed: tokens of its busiest expert.
+    """
+    first = next(expert_batches(layer, section))
+    count = first.stop - first.start
+    every = store_bytes(layer, section.bits, section)
+    mine = every * count // layer.num_experts
+    quantizers = [QUANTIZERS.get(method) for method in section.methods]
+    store = every if any(one.stored for one in quantizers) else 0
+    sizes = BatchSizes(layer=layer, settings=section, experts=count, tokens=routed, lent=SAMPLE_TOKENS, gpu=gpu)
+    moments = [(row_bytes(layer, routed + SAMPLE_TOKENS), 0)]
+    for quantizer in quantizers:
+        there = store - mine if quantizer.stored else store
+        moments += [(one, there) for part in quantizer.chain() for one in part.memory(sizes)]
+    if store:
+        moments.append((mine, store))  # packed, and copied to where they stay
+        if count < layer.num_experts:
+            moments.append((0, 2 * store))  # joined
+    rounded = 0 if all(one.stored for one in quantizers) else mine
+    rows = 4 * section.max_measured_tokens * (2 * layer.hidden_size + 7 * layer.intermediate_size)
+    moments.append((rounded + rows + 8 * layer.parameters_per_expert, store))
+    return [(4 * count * layer.parameters_per_expert + batch, replicas) for batch, replicas in moments]
+
+
+def expert_tokens(sizes: Sizes, section: LossesSection) -> tuple[float, float]:
+    """Mean calibration and held-out tokens of an expert."""
+    share = sizes.geometry.top_k / sizes.layers[0].num_experts
+    calibration = sizes.calibration.tokens * (1 - section.heldout_fraction)
+    heldout = sizes.calibration.tokens * section.heldout_fraction
+    return calibration if section.tokens == "all" else calibration * share, heldout * share
+
+
+def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section: LossesSection, sample: int) -> float:
+    """Floating-point operations for one expert; `tokens` of its own to calibrate, `heldout` to measure: what the
+    quantizers say of themselves, and the measured outputs."""
+    widths, products = len(section.bits) * len(section.methods), len(layer.projections)
+    sizes = BatchSizes(layer=layer, settings=section, experts=1, tokens=tokens, lent=sample)
+    chosen = [part for method in section.methods for part in QUANTIZERS.get(method).chain()]
+    rows = 2 * min(heldout, section.max_measured_tokens) * layer.hidden_size * layer.intermediate_size
+    measured = rows * products + rows * widths * (2 * products if section.per_projection else products)
+    made: float = sum(part.operations(sizes) for part in chosen)
+    return made + measured + WEIGHT_OPERATIONS * layer.parameters_per_expert * widths
+
+
+def _store(sizes: Sizes) -> dict[str, int]:
+    """Bytes of the files in an empty replica store, by name."""
+    section, folder, files = sizes.recipe.losses, Path(SET), {replicas.MARKER: 56}
+    group_size, symmetric, nested = section.group_size, section.symmetric, section.nested
+    for layer in sizes.layers:
+        count = layer.num_experts * (1 + len(layer.projections) if section.per_projection else 1)
+        shapes, stamps = {}, {}
+        for one in entries(section):
+            more = ROWS_TRACE if QUANTIZERS.get(one.method).knows_hessians else 0
+            name = replicas.rows_file(folder, layer.index, one.rows).as_posix()
+            files[name] = ROWS + count * (ROWS_ROW + more + len(layer.name))
+            if one.entry is None:
+                continue
+            inside = {"group_size": group_size, "symmetric": symmetric}
+            inside |= {"nested": True} if nested and one.bits in NESTED_BITS else {}
+            described = {name: {"inputs": layer.shape(name)[1], **inside} for name in layer.projections}
+            stamps[one.entry] = replicas.described(one.entry, SET, described)
+            for name in layer.projections:
+                parts = packed_shapes(*layer.shape(name), one.bits, group_size, symmetric, nested)
+                for part, (shape, dtype) in parts.items():
+                    shapes[f"{one.entry}.{name}.{part}"] = (dtype, (layer.num_experts, *shape))
+        if stamps:
+            name = replicas.layer_file(folder, layer.index).as_posix()
+            files[name] = safetensors_bytes(shapes, replicas.layer_metadata(layer.index, stamps))
+    return files | sizes.others.store()
+
+
+def needs(sizes: Sizes) -> Needs:
+    """A walk over the calibration text, which stops in every layer while its experts are quantized; the effects."""
+    section, text, hidden = sizes.recipe.losses, sizes.calibration, sizes.geometry.hidden_size
+    share = 1.0 if section.tokens == "all" else 3 * sizes.geometry.top_k / sizes.largest.num_experts
+    routed = int(text.tokens * min(1.0, share))  # to a popular expert: three times the mean
+    batch, packed = max(batch_moments(sizes.largest, section, routed, gpu=sizes.gpu), key=sum)
+    rows, made, store = sizes.loss_rows(), entries(section), _store(sizes)
+    floats = 4 * hidden * min(part_rows(hidden), text.tokens * (1 - section.heldout_fraction))
+    floats += 0 if sizes.dtype.itemsize == 4 else 4 * hidden * text.tokens
+    sums = {"sums over inputs of other modules": sizes.others.sums()}
+    quantizing = {
+        "tokens in float32": floats, "rows of a layer": rows // len(sizes.layers) * ROW, "batch of experts": batch,
+        "packed replicas of a layer": packed, **sums, **sizes.heap(text.batch_tokens, text.length),
+    }  # fmt: skip
+    whole = rows // (1 + len(sizes.largest.projections) if section.per_projection else 1)
+    kept = len([one for one in made if one.entry is not None])
+    files = {NAME: int(TABLE + TABLE_ROW * rows)}
+    files[replicas.INDEX] = INDEX + INDEX_MADE * len(made) + len(sizes.layers) * (INDEX_LAYER + INDEX_ENTRY * kept)
+    wanted = [one for one in (section.layer_effects, section.expert_effects) if one is not None]
+    measured = [_effects(sizes, one) for one in wanted]
+
+    def seconds(rates: Rates) -> float:
+        sample = min(SAMPLE_TOKENS, int(text.tokens * (1 - section.heldout_fraction)))
+        tokens = expert_tokens(sizes, section)
+        work = sum(one.num_experts * losses_operations(one, *tokens, section, sample) for one in sizes.layers)
+        work += sizes.others.operations(text.tokens)
+        shared = 2 * text.tokens * hidden**2 * len(sizes.layers) / rates.matrix_flops
+        passes = sum(one(rates) for _, _, one in measured)
+        return sizes.walk_seconds(rates) + shared + work / rates.losses_flops + rows * ROW_SECONDS + passes
+
+    return Needs(
+        moments=[
+            {**sizes.loading(), **sizes.stopped(2)},
+            {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens, text.length)},
+            {**sizes.held(), **sizes.stopped(STATES, 1), **quantizing},
+            {**sizes.held(), **sizes.stopped(STATES), **sums, "another module": sizes.others.working()},
+            {**sizes.model(), "loss table": whole * ROW + 2 * rows * STORED_ROW},
+            *(moment for moment, _, _ in measured),
+        ],
+        files=files | sizes.others.artifacts() | {k: v for _, some, _ in measured for k, v in some.items()},
+        read=sizes.disk if sizes.streams else 0,
+        temporary=max(store.values()) if (sizes.context.store / replicas.MARKER).is_file() else 0,
+        store=store,
+        seconds=seconds,
+    )
+
+
+def _effects(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) -> Effects:
+    """The passes in which one layer, or one expert, after the other is quantized; at most as long as the recipe allows.
+
+    An expert's runs from its layer on: on average the later half of the model. With every few experts goes an exact
+    pass, and once for each layer the check that it can be begun at.
+    """
+    losses, text, layers, vocabulary = sizes.recipe.losses, sizes.calibration, len(sizes.layers), sizes.vocabulary
+    experts = section if isinstance(section, ExpertEffectsSection) else None
+    kept = 0 if experts is None else AT_ONCE * sizes.geometry.hidden_size  # what goes into the layers
+    there = max(1, min(section.sequences, text.sequences // heldout_stride(losses.heldout_fraction)))
+    memory = working_memory(losses.working_memory, sizes.context.model.device)
+    batches = -(-there // min(there, sequences_at_once(memory, vocabulary, text.length, kept)))
+    tokens = there * text.length / batches
+    numbers = COMPARED * vocabulary * 4 + (vocabulary + kept) * sizes.dtype.itemsize
+    moment = {**sizes.held(), "outputs that are compared": tokens * numbers, **sizes.running(tokens, text.length)}
+
+    def one_pass(rates: Rates, share: float) -> float:
+        """A share of the decoder layers, and comparing the output with the exact one."""
+        blocks, whole = (sizes.forward(rates, tokens, 1, head=head) for head in (False, True))
+        reading = sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
+        comparing = COMPARING * tokens * vocabulary * 4 / rates.elementwise_bytes
+        return share * (blocks + reading) + whole - blocks + comparing
+
+    def replacing(rates: Rates) -> float:
+        return sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
+
+    if experts is None:
+        files = {effects.NAME: 110 + 22 * layers}
+        return moment, files, lambda rates: batches * ((1 + layers) * one_pass(rates, 1.0) + replacing(rates))
+    measured, most = min(experts.experts or sizes.experts, sizes.experts), experts.seconds
+
+    def seconds(rates: Rates) -> float:
+        later = one_pass(rates, (layers + 1) / (2 * layers))
+        one = batches * (later + replacing(rates) / sizes.experts + one_pass(rates, 1.0) / AT_ONCE)
+        whole = measured * one + min(measured, layers) * later
+        return whole if most is None else min(whole, max(most, one))
+
+    written = {
+        expert_effects.NAME: 170 + 36 * sizes.experts + 25 * layers,
+        expert_effects.MEASURED: 150 + 26 * measured,
+    }
+    return moment, written, seconds
