@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 from moeq import conversion, inspection, pipeline
-from moeq.planning.make import make_plan
+from moeq.planning.plan import make_plan
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import frontier
