@@ -54,12 +54,12 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         all_replicas=context.recipe.quantize.replicas == "all",
         nested=losses.nested,
     )
-    there = machine(context.out, context.model.device, context.store)
+    there = machine(context.out, sizes.device, context.store)
     rates = measure(sizes, context.out) if probe else None
     needs = add_up(sizes, stages, rates, elsewhere=there.store_disk is not None)
     return Plan(
         recipe=context.recipe.name,
-        model=_describe(context, sizes),
+        model=_describe(sizes),
         stages=needs,
         machine=there,
         rates=None if rates is None else asdict(rates[0]),
@@ -189,11 +189,11 @@ def error_of(plan: Plan) -> PlanError | None:
     return PlanError(first.line() + more, where="does not fit", do=first.do)
 
 
-def _describe(context: Context, sizes: Sizes) -> dict[str, Any]:
+def _describe(sizes: Sizes) -> dict[str, Any]:
     others, item, rest = sizes.others, sizes.source_dtype.itemsize, sizes.disk - sizes.experts_disk
     return {
-        "name": context.model.source.name,
-        "kind": context.model.source.config["model_type"],
+        "name": sizes.source.name,
+        "kind": sizes.source.config["model_type"],
         "decoder_layers": len(sizes.block_parameters),
         "moe_layers": len(sizes.layers),
         "experts_a_layer": sorted({layer.num_experts for layer in sizes.layers}),
@@ -201,7 +201,7 @@ def _describe(context: Context, sizes: Sizes) -> dict[str, Any]:
         "expert_shape": sorted({f"{one.hidden_size} x {one.intermediate_size}" for one in sizes.layers}),
         "dtype": str(sizes.source_dtype).removeprefix("torch."),
         "compute_dtype": str(sizes.dtype).removeprefix("torch."),
-        "device": str(context.model.device),
+        "device": str(sizes.device),
         "bytes": sizes.disk,
         "expert_bytes": sizes.experts_disk,
         "other_bytes": rest,

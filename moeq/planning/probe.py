@@ -34,7 +34,7 @@ MOST_OPERATIONS = 3e10  # of the experts in the probe of losses: larger ones are
 
 def measure(sizes: Sizes, out: Path) -> tuple[Rates, Rates]:
     """Every rate by the clock and in processor time; StorageError when `out` cannot be written."""
-    device, dtype, text, layer = sizes.context.model.device, sizes.dtype, sizes.calibration, sizes.layers[0]
+    device, dtype, text, layer = sizes.device, sizes.dtype, sizes.calibration, sizes.layers[0]
     width, tokens = sizes.geometry.hidden_size, sizes.expert_tokens(text.batch_tokens)
 
     def random(*shape: int) -> Tensor:
@@ -100,7 +100,7 @@ def losses_flops(sizes: Sizes) -> np.ndarray:
 
     Products of a method that starts from another's codes run at the rate of that one's.
     """
-    section, device = sizes.recipe.losses, sizes.context.model.device
+    section, device = sizes.recipe.losses, sizes.device
     first = dict.fromkeys(QUANTIZERS.get(method).chain()[0] for method in section.methods)
     kept = [one for one in first if one.stored][:1]
     methods = [one.name for one in first if one in kept or not one.stored]
@@ -141,7 +141,7 @@ def _quantizing(layer: ExpertLayer, tokens: int, section: LossesSection, device:
 
 def _dequantizing(sizes: Sizes) -> np.ndarray:
     """Mean over the widths of the recipe, on the rows of one matrix that make a million weights."""
-    layer, section, device = sizes.layers[0], sizes.recipe.losses, sizes.context.model.device
+    layer, section, device = sizes.layers[0], sizes.recipe.losses, sizes.device
     rows, inputs = layer.shape(layer.projections[0])
     weight = torch.randn(1, max(1, min(rows, 2**20 // inputs)), inputs, device=device)
     made = gptq.quantize(weight, None, bits=section.bits, group_size=section.group_size, symmetric=section.symmetric)

@@ -275,7 +275,7 @@ def needs(sizes: Sizes) -> Needs:
     items: float = SAMPLE_ROW + sum((SEQUENCE if one is text else REQUEST) * one.sequences for one in given)
     items += CHARACTER * sum(one.characters for one in given)
     files = {NAME: ROW + count * row}
-    if not sizes.context.model.takes_images:
+    if not sizes.images:
         files = {NAME: ROW + count * (row + CHANGE * changes), SAMPLES: int((1 + count) * items)}
 
     def seconds(rates: Rates) -> float:

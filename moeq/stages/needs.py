@@ -118,7 +118,8 @@ class Sizes:
 
     def __init__(self, context: Context) -> None:
         self.context, self.recipe, self.source = context, context.recipe, context.model.source
-        self.streams, self.gpu = context.model.streams, context.model.device.type == "cuda"
+        self.streams, self.device, self.images = context.model.streams, context.model.device, context.model.takes_images
+        self.gpu = self.device.type == "cuda"
         skeleton, self.layers = context.model.described[0], context.model.layers
         headers, keys = self.source.tensors, loading.expert_keys(self.source, skeleton, self.layers)
         self.tensors = len(headers)
@@ -132,7 +133,7 @@ class Sizes:
         self.expert_parameters = sum(layer.num_experts * layer.parameters_per_expert for layer in self.layers)
         self.largest = max(self.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
         self.geometry = first_geometry(skeleton, self.layers)
-        embeddings: Any = None if context.model.takes_images else skeleton.get_input_embeddings()  # type: ignore[operator]
+        embeddings: Any = None if self.images else skeleton.get_input_embeddings()  # type: ignore[operator]
         self.vocabulary = context.model.image_task.labels if embeddings is None else int(embeddings.weight.shape[0])
         self.others, self.checkpoint = Others(context), CheckpointSize(context)
         width = self.dtype.itemsize

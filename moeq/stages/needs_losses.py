@@ -163,7 +163,7 @@ def _effects(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) 
     experts = section if isinstance(section, ExpertEffectsSection) else None
     kept = 0 if experts is None else AT_ONCE * sizes.geometry.hidden_size  # what goes into the layers
     there = max(1, min(section.sequences, text.sequences // heldout_stride(losses.heldout_fraction)))
-    memory = working_memory(losses.working_memory, sizes.context.model.device)
+    memory = working_memory(losses.working_memory, sizes.device)
     batches = -(-there // min(there, sequences_at_once(memory, vocabulary, text.length, kept)))
     tokens = there * text.length / batches
     numbers = COMPARED * vocabulary * 4 + (vocabulary + kept) * sizes.dtype.itemsize
