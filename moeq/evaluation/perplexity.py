@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moeq.errors import EvaluationError
-from moeq.evaluation.paired import Items, standard_error
+from moeq.evaluation.paired import Items
+from moeq.evaluation.results import text_of_items
 from moeq.models.corpus import Sequences
 from moeq.models.forward import ahead
 from moeq.models.streaming import StreamedModel
@@ -61,21 +62,14 @@ def perplexity(
         "tokens": sum(tokens.values()),
         "by_domain": {domain: math.exp(total[domain] / tokens[domain]) for domain in total if tokens[domain]},
         "text": sequences.digest(),
-    } | _items(items, sequences.ids.shape[1])
-
-
-def _items(items: np.ndarray, length: int) -> dict[str, Any]:
-    """What a perplexity is made of: log-likelihood and number of scored tokens of every sequence, [n, 2]."""
-    whole = Items(kind="perplexity", values=items[:, 0], weights=items[:, 1], names=("",) * len(items))
-    return {
-        "perplexity_stderr": standard_error(whole),
-        "documents": len(items),
-        "window": length,
-        "stride": length,
-        "counted": "all tokens but the first of each sequence",
-        "unit": "sequence",
-        "items": {"logprob": items[:, 0].tolist(), "tokens": items[:, 1].astype(int).tolist()},
-    }
+    } | text_of_items(
+        Items(kind="perplexity", values=items[:, 0], weights=items[:, 1], names=("",) * len(items)),
+        documents=len(items),
+        window=sequences.ids.shape[1],
+        stride=sequences.ids.shape[1],
+        counted="all tokens but the first of each sequence",
+        unit="sequence",
+    )
 
 
 def _score(logits: Tensor, ids: Tensor, mask: Tensor, lead: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moeq.artifacts.files import digest_of
-from moeq.evaluation.paired import Items
+from moeq.evaluation.paired import Items, standard_error
 
 VOLATILE = (
     "date", "git_hash", "pretty_env_info", "transformers_version", "lm_eval_version", "upper_git_hash",
@@ -118,6 +118,12 @@ def _number(value: Any) -> tuple[float, float] | None:
     if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, int | float) for part in value):
         return float(value[0]), float(value[1])
     return None
+
+
+def text_of_items(items: Items, **cut: Any) -> dict[str, Any]:
+    """What a measured text says of its items, for `items_of_text`; cut: documents, window, stride, counted and unit."""
+    logprobs = {"logprob": items.values.tolist(), "tokens": items.weights.astype(int).tolist()}
+    return {"perplexity_stderr": standard_error(items), "items": logprobs} | cut
 
 
 def items_of_text(measured: dict[str, Any]) -> Items:

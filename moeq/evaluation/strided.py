@@ -19,7 +19,8 @@ from moeq.artifacts.files import digest_of
 from moeq.errors import CorpusError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.harness_models import ContextAwareLM, StaticLM, Window, answers, check_finite
-from moeq.evaluation.paired import Items, standard_error
+from moeq.evaluation.paired import Items
+from moeq.evaluation.results import text_of_items
 from moeq.evaluation.windows import check_windows, too_long
 from moeq.models import corpus
 
@@ -122,16 +123,10 @@ def _report(text: Text, sums: list[list[tuple[float, int]]], context_aware: bool
     for domain, total in zip(text.domains, of_documents, strict=True):
         totals[domain] = totals.get(domain, np.zeros(2)) + total
     first = ", of which the first half is the prefill" if context_aware else ""
+    counted = f"all tokens but the first of a text's first window{first}; of later windows the last {text.stride}"
     return {
         "perplexity": items.value,
-        "perplexity_stderr": standard_error(items),
         "by_domain": {domain: float(np.exp(-total[0] / total[1])) for domain, total in totals.items()},
         "tokens": int(items.weights.sum()),
         "text": digest_of([text.documents, text.domains]),
-        "documents": len(sums),
-        "window": text.window,
-        "stride": text.stride,
-        "counted": f"all tokens but the first of a text's first window{first}; of later windows the last {text.stride}",
-        "unit": unit,
-        "items": {"logprob": items.values.tolist(), "tokens": items.weights.astype(int).tolist()},
-    }
+    } | text_of_items(items, documents=len(sums), window=text.window, stride=text.stride, counted=counted, unit=unit)

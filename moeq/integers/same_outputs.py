@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeq.errors import ModelError
+from moeq.integers.artifacts.reparam import ErrorRow
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, LayerInputs, walk
 
@@ -28,17 +29,6 @@ class Outputs:
 
     logits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     routing: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """error: norm of the logits' difference over the norm of the logits; changed_tokens: whose routing changed in a
-    tie, which leaves their sequences out."""
-
-    error: float
-    sequences: int
-    left_out: int
-    changed_tokens: int
 
 
 def outputs(
@@ -87,9 +77,10 @@ def _real(logits: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Tensor]:
     return logits[keep.to(logits.device)].float().cpu(), sequence
 
 
-def compare(before: Outputs, after: Outputs) -> Difference:
+def compare(before: Outputs, after: Outputs) -> ErrorRow:
     """The difference between two versions, over the sequences in which no tie was broken another way.
 
+    error: norm of the logits' difference over the norm of the logits; changed_tokens: whose routing changed in a tie.
     Raises ModelError when there is none, and where all logits are 0.
     """
     out: set[int] = set()
@@ -115,4 +106,4 @@ def compare(before: Outputs, after: Outputs) -> Difference:
     if not size:
         raise ModelError("all logits of the model are 0", do="check the weights of its head and last norm")
     error = math.sqrt(difference / size)
-    return Difference(error=error, sequences=len(everything), left_out=len(out), changed_tokens=changed)
+    return ErrorRow(error=error, sequences=len(everything), left_out=len(out), changed_tokens=changed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from moeq.integers.folding import (
     gain_router_biases,
     make_fold,
 )
-from moeq.integers.same_outputs import LOGIT_BYTES, Difference, Outputs, compare, outputs
+from moeq.integers.same_outputs import LOGIT_BYTES, Outputs, compare, outputs
 from moeq.models.source import open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, current_batch, run_batch
@@ -268,7 +268,7 @@ def fold_block(streamed: StreamedModel, folds: Iterable[FoldedNorm], block: str,
     apply_folds(streamed.model, folds, lambda name: streamed.block_of(name) == block)
 
 
-def _check(context: Context, exact: Difference) -> None:
+def _check(context: Context, exact: ErrorRow) -> None:
     if not exact.error <= TOLERANCE:
         raise QuantizationError(
             f"the folded model's float32 logits are off by {exact.error:.2g} relative, more than {TOLERANCE:g}",
@@ -283,7 +283,7 @@ def _report(
     batches: Sequence[Batch],
     folds: Sequence[FoldedNorm],
     left: dict[str, str],
-    errors: tuple[Difference, Difference],
+    errors: tuple[ErrorRow, ErrorRow],
     perplexity: PerplexityRow | None,
 ) -> ReparamReport:
     return ReparamReport(
@@ -295,8 +295,8 @@ def _report(
         dtype=section.dtype,
         norms=tuple(_row(folded) for folded in folds),
         left=left,
-        float32=ErrorRow(**asdict(errors[0])),
-        stored=ErrorRow(**asdict(errors[1])),
+        float32=errors[0],
+        stored=errors[1],
         perplexity=perplexity,
     )
 

@@ -80,6 +80,19 @@ class Steps:
         """values / 2**bits, rounded."""
         return shift_half_up(values, bits)
 
+    def powers(self, differences: Tensor, operation: Operation, held: Roles) -> Tensor:
+        """exp(-difference) in units of 2**-15, by the table."""
+        return power(self.times(differences, operation, "power_"), held["power_table"])
+
+    def reciprocal(self, total: Tensor, fractional_bits: int) -> Tensor:
+        """2**fractional_bits / total, rounded down."""
+        return torch.div(torch.tensor(1 << fractional_bits), total, rounding_mode="floor")
+
+    def row(self, total: Tensor, unit_bits: int, bits: int, operation: Operation, prefix: str) -> Tensor:
+        """A factor over a denominator of `unit_bits` fractional bits, with `bits` and the factor's shift less 16."""
+        multiplier = operation.number(f"{prefix}multiplier")
+        return self.shifted(self.reciprocal(total, unit_bits + bits) * multiplier, 16)
+
     def looked_up(self, codes: Tensor, table: Tensor) -> Tensor:
         return table[codes.long() + len(table) // 2].to(codes.dtype)
 
@@ -120,8 +133,7 @@ class Steps:
         shift, parity = shift_and_parity(codes, kind)
         even, odd = shifted_sums(shift, parity, values, widths.left)
         if operation.attributes["denominator"] == "exact":
-            steps = scaled(differences, factor_of(operation, "power_"))
-            denominator = power(steps, held["power_table"]).sum(-1, keepdim=True)
+            denominator = self.powers(differences, operation, held).sum(-1, keepdim=True)
         else:
             denominator = joined(*shifted_sums(shift, parity, torch.ones_like(values[..., :1]), widths.left))
         out_factor = factor_of(operation, "out_")
@@ -138,12 +150,11 @@ class Steps:
 
     def uniform_attention(self, operation: Operation, given: Roles, held: Roles) -> Made:
         scores, differences, values = self.heads(operation, given)
-        numerators = power(scaled(differences, factor_of(operation, "power_")), held["power_table"])
+        numerators = self.powers(differences, operation, held)
         denominator = numerators.sum(-1, keepdim=True)
-        bits, code_factor = operation.number("reciprocal_bits"), factor_of(operation, "code_")
-        reciprocal = torch.div(torch.tensor(1 << (UNIT_BITS + bits)), denominator, rounding_mode="floor")
-        row = shift_half_up(reciprocal * code_factor.multiplier, 16)
-        codes = shift_half_up(numerators * row, UNIT_BITS + bits + code_factor.shift - 16)
+        bits = operation.number("reciprocal_bits")
+        row = self.row(denominator, UNIT_BITS, bits, operation, "code_")
+        codes = self.shifted(numerators * row, UNIT_BITS + bits + operation.number("code_shift") - 16)
         codes = codes.clamp(max=2 ** operation.number("attention_bits") - 1)
         sums = codes @ values
         return {
@@ -172,10 +183,8 @@ class Steps:
 
     def shares(self, chosen: Tensor, every: Tensor, operation: Operation, held: Roles) -> Tensor:
         """exp(-chosen) over the sum of exp(-every), both differences from the largest logit, in units of 2**-15."""
-        factor, bits = factor_of(operation, "power_"), operation.number("reciprocal_bits")
-        total = power(scaled(every, factor), held["power_table"]).sum(-1, keepdim=True)
-        reciprocal = torch.div(torch.tensor(1 << (UNIT_BITS + bits)), total, rounding_mode="floor")
-        return shift_half_up(power(scaled(chosen, factor), held["power_table"]) * reciprocal, bits)
+        bits, total = operation.number("reciprocal_bits"), self.powers(every, operation, held).sum(-1, keepdim=True)
+        return self.shifted(self.powers(chosen, operation, held) * self.reciprocal(total, UNIT_BITS + bits), bits)
 
     def experts(self, operation: Operation, given: Roles, held: Roles) -> Made:
         """The chosen experts' values [B, S, k, ...], and the sum of their outputs by weight."""

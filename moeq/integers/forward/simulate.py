@@ -107,8 +107,8 @@ class _Simulation(Steps):
             total = self.powers(differences, operation, held).sum(-1, keepdim=True)
         else:
             total = self.with_root(*(part.sum(-1, keepdim=True) for part in parts))
-        bits, base = operation.number("reciprocal_bits"), 2.0 ** operation.number("unit_bits")
-        row = self.row(total, base, bits, operation, "out_")
+        bits = operation.number("reciprocal_bits")
+        row = self.row(total, operation.number("unit_bits"), bits, operation, "out_")
         shift = operation.number("out_shift") - 16
         return {
             "scores": scores,
@@ -123,37 +123,17 @@ class _Simulation(Steps):
     def with_root(self, even: Tensor, odd: Tensor) -> Tensor:
         return even + (rounded(odd * (ROOT / 2**ROOT_BITS)) if self.exact else odd * 2**0.5)
 
-    def row(self, total: Tensor, base: float, bits: int, operation: Operation, prefix: str) -> Tensor:
-        """The factor over the denominator, with `bits` plus the shift less 16 fractional bits."""
-        if not self.exact:
-            shift = operation.number(f"{prefix}shift") - 16
-            return base / total * self.factor(operation, prefix) * 2.0 ** (bits + shift)
-        reciprocal = torch.floor(base * 2.0**bits / total)
-        return rounded(reciprocal * (operation.number(f"{prefix}multiplier") * 2.0**-16))
+    def reciprocal(self, total: Tensor, fractional_bits: int) -> Tensor:
+        return torch.floor(2.0**fractional_bits / total)
 
-    def uniform_attention(self, operation: Operation, given: Roles, held: Roles) -> Made:
-        scores, differences, values = self.heads(operation, given)
-        numerators = self.powers(differences, operation, held)
-        total = numerators.sum(-1, keepdim=True)
-        bits = operation.number("reciprocal_bits")
-        row = self.row(total, 2.0**UNIT_BITS, bits, operation, "code_")
-        shift = UNIT_BITS + bits + operation.number("code_shift") - 16
-        codes = rounded(numerators * row * 2.0**-shift).clamp(max=2 ** operation.number("attention_bits") - 1)
-        sums = codes @ values
-        return {
-            "scores": scores,
-            "numerators": numerators,
-            "denominator": total.squeeze(-1),
-            "row": row.squeeze(-1),
-            "codes": codes,
-            "accumulators": sums,
-            "out": self.whole(self.times(sums, operation, "out_"), operation),
-        }
+    def row(self, total: Tensor, unit_bits: int, bits: int, operation: Operation, prefix: str) -> Tensor:
+        if self.exact:
+            return super().row(total, unit_bits, bits, operation, prefix)
+        shift = operation.number(f"{prefix}shift") - 16
+        return 2.0**unit_bits / total * self.factor(operation, prefix) * 2.0 ** (bits + shift)
 
     def shares(self, chosen: Tensor, every: Tensor, operation: Operation, held: Roles) -> Tensor:
+        if self.exact:
+            return super().shares(chosen, every, operation, held)
         total = self.powers(every, operation, held).sum(-1, keepdim=True)
-        weights = self.powers(chosen, operation, held)
-        if not self.exact:
-            return rounded(weights / total * 2.0**UNIT_BITS)
-        bits = operation.number("reciprocal_bits")
-        return rounded(weights * torch.floor(2.0 ** (UNIT_BITS + bits) / total) * 2.0**-bits)
+        return rounded(self.powers(chosen, operation, held) / total * 2.0**UNIT_BITS)
