@@ -1,6 +1,6 @@
 """Files that come with moeq, so that it can be tried offline: two tiny trained models and a small corpus.
 
-`README.md` in this directory describes them; `build_corpus.py` made the corpus, `build_vit.py` the vision transformer.
+`README.md` in this directory describes them; in the repository, tests/bundled has what made them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ BUNDLED_NAMES = (
     "corpus/continuation_4way.jsonl",
     "corpus/lm_eval_tasks",
     "corpus/lm_eval_tasks/moeq_continuation.yaml",
-    "math_templates.toml",
     "LICENSE.PSF-2.0.txt",
     "README.md",
 )

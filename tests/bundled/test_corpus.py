@@ -10,10 +10,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import build_corpus
 import pytest
+from math_problems import load_templates
 
-from moeq.bundled import BUNDLED_NAMES, build_corpus, bundled_path
-from moeq.bundled.math_problems import load_templates
+from moeq.bundled import BUNDLED_NAMES, bundled_path
 from moeq.errors import ArtifactError, CorpusError
 
 DOMAINS = {"python", "prose", "math"}

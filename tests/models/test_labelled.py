@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import build_vit
 import pytest
 import torch
 from PIL import Image
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from moeq.bundled import build_vit, bundled_path
+from moeq.bundled import bundled_path
 from moeq.errors import CorpusError
 from moeq.models import loading
 from moeq.models.corpus import ImageFiles, ImagePool, ImageSequences, ImageTask, join, open_image_sets

@@ -10,8 +10,8 @@ import random
 import re
 import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
-from moeq.bundled import bundled_path
 from moeq.errors import CorpusError
 
 MAX_DRAWS = 20_000  # a template whose results are whole for fewer than about one draw in 5,000 is a mistake
@@ -43,7 +43,7 @@ class Template:
 
 def load_templates(group: str) -> list[Template]:
     """The templates of `group`, "calibration" or "evaluation"."""
-    with bundled_path("math_templates.toml").open("rb") as file:
+    with Path(__file__).with_name("math_templates.toml").open("rb") as file:
         table = tomllib.load(file)
     pronouns = {name: PRONOUNS[kind] for kind, names in table["names"].items() for name in names}
     return [Template(group=group, index=i, pronouns=pronouns, **row) for i, row in enumerate(table[group])]

@@ -1,6 +1,6 @@
 """Trains the bundled vision transformer, tiny-moe-vit, on scikit-learn's digits.
 
-  python -m moeq.bundled.build_vit      -> tiny-moe-vit/{config.json, model.safetensors}, digits_split.json
+  python tests/bundled/build_vit.py      -> tiny-moe-vit/{config.json, model.safetensors}, digits_split.json
 
 The digits are 1,797 grey images of 8 x 8 pixels; four fifths, drawn with a fixed seed, train. On one thread the same
 versions of torch and scikit-learn on the same kind of machine give the same weights.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForImageClassification
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[2] / "moeq" / "bundled"
 MODEL, SPLIT = "tiny-moe-vit", "digits_split.json"
 STEPS, BATCH, RATE, SMOOTHING, BALANCE = 1800, 128, 2e-3, 0.05, 0.005
 SIZES: dict[str, Any] = {

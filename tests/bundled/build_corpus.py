@@ -1,12 +1,12 @@
 """Builds the bundled corpus: calibration and evaluation text, and the four-way items made of the latter.
 
-  python -m moeq.bundled.build_corpus OUT_DIR --training-text DIR
-  python -m moeq.bundled.build_corpus OUT_DIR --no-training-check
+  python tests/bundled/build_corpus.py OUT_DIR --training-text DIR
+  python tests/bundled/build_corpus.py OUT_DIR --no-training-check
 
 DIR holds what the tiny models were trained on (`python.txt`, `wikitext2/train.txt`, `shakespeare.txt`,
 `gsm8k_train.jsonl`). The check never changes what is written; it stops the build when a line of the corpus is in
-the training text. The text is that of CPython 3.11.7, so another Python is refused. The files in `corpus/` are
-frozen: everyone uses those, and this script is the record of how they came about.
+the training text. The text is that of CPython 3.11.7, so another Python is refused. The files in
+moeq/bundled/corpus are frozen: everyone uses those, and this script is the record of how they came about.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from continuation_items import domain_items
+from cpython_text import CREDITS, docstring_documents, module_documents, topic_documents
+from math_problems import load_templates, word_problem
+
 from moeq.bundled import bundled_path
-from moeq.bundled.continuation_items import domain_items
-from moeq.bundled.cpython_text import CREDITS, docstring_documents, module_documents, topic_documents
-from moeq.bundled.math_problems import load_templates, word_problem
 from moeq.errors import CorpusError, MoeqError
 
 PYTHON_VERSION = "3.11.7"
@@ -168,7 +169,7 @@ def build(out_dir: Path, training_text: Path | None) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m moeq.bundled.build_corpus", description="Builds the corpus that moeq bundles."
+        prog="python tests/bundled/build_corpus.py", description="Builds the corpus that moeq bundles."
     )
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR")
     check = parser.add_mutually_exclusive_group(required=True)
