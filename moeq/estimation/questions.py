@@ -10,7 +10,7 @@ from moeq.artifacts.trace import RoutingTrace, read_trace
 from moeq.errors import RecipeError
 from moeq.estimation.estimate_options import EstimateOptions
 from moeq.estimation.grids import parse_grid, parse_replicas
-from moeq.estimation.subject import Subject, of_assignment, of_manifest, read_model, read_placed
+from moeq.estimation.subject import Subject, check_known, of_assignment, of_manifest, read_model, read_placed
 from moeq.estimator import (
     Estimate,
     Grid,
@@ -126,6 +126,7 @@ def question_of(asked: EstimateOptions) -> Question:
     chosen_labels(asked.policy)
     if asked.trace is not None and asked.zipf is not None:
         raise RecipeError("--trace and --zipf each say which experts are chosen", do="give one of them")
+    check_known(asked.model)
     hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
     context = asked.context or DEFAULT_CONTEXT
     most = longest(grid, context, kv_growth=asked.kv_growth)

@@ -39,6 +39,12 @@ class Model:
     manifest: PlacementManifest | None = None
 
 
+def check_known(name: str) -> None:
+    """EstimateError, with the nearest known name, for one that neither a geometry nor a model can have."""
+    if not Path(name).expanduser().exists() and "/" not in name and not name.startswith(BUNDLED):
+        load_geometry(name)
+
+
 def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
     """The model that a geometry's name, a config.json, a model directory, a packed checkpoint or a hub id stands for.
 
@@ -48,8 +54,7 @@ def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
     path = Path(name).expanduser()
     if name in known_geometries():
         return Model(geometry=load_geometry(name))
-    if not path.exists() and "/" not in name and not name.startswith(BUNDLED):
-        load_geometry(name)  # raises, with the nearest known name
+    check_known(name)
     if path.is_file() and path.suffix != ".json":
         raise ModelError("not a config.json", where=name, do="give a config.json, a model directory or a hub id")
     from moeq.artifacts.manifest import read_manifest
