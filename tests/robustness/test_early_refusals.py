@@ -140,6 +140,7 @@ REFUSED: dict[str, list[Case]] = {
     "verify": [
         (("nowhere",), 2, "nowhere: no such directory"),
         (("run", "--against", "./nowhere"), 3, "./nowhere: no such directory"),
+        (("run", "--target", "toaster"), 2, "--target: no loader for target 'toaster'; use auto-round, transformers"),
     ],
     "families": [(("nothing-like-it",), 3, "no family of this name")],
     "generate": [

@@ -69,3 +69,11 @@ def test_the_size_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, size in ((one // 2, 1), (2 * one, 2), (100 * one, layer.num_experts)):
         monkeypatch.setattr(reference, "GROUP_BYTES", limit)
         assert reference.group_size(layer, torch.float32) == size
+
+
+def test_an_error_relative_to_nothing_is_a_number() -> None:
+    nothing, one = torch.zeros(3), torch.tensor([0.0, 3.0, 4.0])
+    assert reference.relative(nothing, nothing) == 0
+    assert reference.relative(one, nothing) == 5
+    assert reference.relative(2 * one, one) == 1
+    assert reference.relative(one / 0, one) == float("inf")
