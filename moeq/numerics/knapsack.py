@@ -192,11 +192,9 @@ class Search:
 
     def _take_best(self, states: States, trail: list[tuple[int, Ints, Ints]]) -> None:
         *counted, excess = states
-        within = np.ones(len(excess), bool)
         for price, target, added in zip(self.prices, self.targets, counted, strict=True):
             left = target - added
-            excess, within = excess + price * left, within & (left >= 0)
-        excess = np.where(within, excess, np.inf)
+            excess = np.where(left >= 0, excess + price * left, np.inf)
         index = int(excess.argmin())
         if excess[index] < self.excess:
             self.excess, self.best = float(excess[index]), traced(self.start, trail, index)
@@ -216,7 +214,7 @@ class Search:
                 distance = np.maximum(added - target, 0)
                 if price > 0:
                     distance = np.maximum(distance, target - added - left / price)
-                allowed &= distance <= steps * reach * self.margin
+                allowed &= distance <= steps * (reach * self.margin)
         return np.flatnonzero(allowed)
 
 
