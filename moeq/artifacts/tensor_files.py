@@ -45,24 +45,17 @@ def layout_of(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...
     }
 
 
-def safetensors_layout(
-    tensors: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> tuple[list[str], bytes, int]:
-    """How `write_tensors` lays out tensors given by {name: (torch dtype, shape)}: order, header, bytes of the data."""
-    entries = {
-        name: (dtype_name(dtype), tuple(shape), math.prod(shape) * dtype.itemsize)
-        for name, (dtype, shape) in tensors.items()
-    }
-    order, header = _layout(entries, dict(metadata or {}))
-    return order, header, sum(size for _, _, size in entries.values())
-
-
 def safetensors_bytes(
     tensors: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> int:
     """Bytes of the file that `write_tensors` makes of tensors given by {name: (torch dtype, shape)}."""
-    _, header, size = safetensors_layout(tensors, metadata)
-    return len(header) + size
+    entries = {
+        name: (dtype_name(dtype), tuple(shape), math.prod(shape) * dtype.itemsize)
+        for name, (dtype, shape) in tensors.items()
+    }
+    _, header = _layout(entries, dict(metadata or {}))
+    found: int = len(header) + sum(size for _, _, size in entries.values())
+    return found
 
 
 def write_in_chunks(

@@ -147,13 +147,6 @@ def evaluate_tasks(
     return kept(results, model or {})
 
 
-def guessed_results(names: list[str], manager: Any, **options: Any) -> dict[str, Any]:
-    """What `evaluate_tasks` gives with these options for a model that answers at random, which needs no model."""
-    from moeq.evaluation.guesses import GuessingLM
-
-    return evaluate_tasks(GuessingLM(), names, manager, **options)
-
-
 def _with_examples(names: list[str], manager: Any, num_fewshot: Mapping[str, int]) -> list[Any]:
     """The tasks and groups of these names with their numbers of examples; others keep their own."""
     chosen: list[Any] = []

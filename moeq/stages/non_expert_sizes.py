@@ -110,10 +110,6 @@ class Others:
             for name in (guard_name(module.name), *(f"{module.name}.{part}" for part in self._shapes(module)))
         }
 
-    def guards(self) -> int:
-        """Bytes of the guard tensors."""
-        return len(self.modules) * GUARD_DTYPE.itemsize
-
     def store(self) -> dict[str, int]:
         """Files in the store."""
         entries = stage.entries(self.recipe, self.modules)

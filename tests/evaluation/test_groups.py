@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guesses import GuessingLM
 
 from moeq.errors import RecipeError
 from moeq.evaluation.comparison import table
-from moeq.evaluation.guesses import GuessingLM
-from moeq.evaluation.harness import evaluate_tasks, guessed_results, headline, open_tasks, task_scores
+from moeq.evaluation.harness import evaluate_tasks, headline, open_tasks, task_scores
 from moeq.recipe import load_recipe
 
 
@@ -79,7 +79,7 @@ def test_examples_are_given_task_by_task(folder: Path) -> None:
     assert examples({"both": 2}) == {"big": 2, "small": 2, "alone": 0}
     assert examples({"alone": 2}) == {"big": 0, "small": 0, "alone": 0}, "it allows none"
     assert examples(1) == {"big": 1, "small": 1, "alone": 0}
-    assert guessed_results(names, manager, num_fewshot={"both": 3})["n-shot"]["big"] == 3
+    assert evaluate_tasks(GuessingLM(), names, manager, num_fewshot={"both": 3})["n-shot"]["big"] == 3
 
 
 def test_items_may_be_turns_of_a_chat(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model for lm-eval that answers at random: what an evaluation writes can be foretold without a model."""
+"""A model for lm-eval that answers at random."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from lm_eval.api.model import LM
 
 
-class GuessingLM(LM):  # type: ignore[misc]
+class GuessingLM(LM):
     """The same answers every time, to texts, images and conversations."""
 
     MULTIMODAL = True
