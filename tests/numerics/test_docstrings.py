@@ -12,9 +12,11 @@ import pytest
 import moeq
 
 ROOT = Path(moeq.__file__).parent
-FILES = sorted(path for package in ("numerics", "quantizers") for path in (ROOT / package).glob("*.py"))
+FILES = sorted(
+    path for package in ("numerics", "quantizers", "integers/arithmetic") for path in (ROOT / package).glob("*.py")
+)
 ARRAYS = re.compile(r"\b(Tensor|ndarray|NDArray|Ints|Floats)\b")
-SHAPE = re.compile(r"\[[^\[\]]+\]|\bscalar")
+SHAPE = re.compile(r"\[[^\[\]]+\]|\bscalar|\bany shape|\bshape of|\belementwise")
 LETTERS = re.compile(r"\b[A-Za-z]\b")
 
 

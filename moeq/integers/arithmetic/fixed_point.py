@@ -52,19 +52,19 @@ def dyadic(factor: Tensor | float, *, where: str | None = None) -> Dyadic:
 
 
 def shift_half_up(values: Tensor, shift: Tensor | int) -> Tensor:
-    """floor(values / 2**shift + 1/2) of int64 values; shift from 0 to 62, a number or a tensor that broadcasts."""
+    """floor(values / 2**shift + 1/2), elementwise, of int64 values; shift: 0 to 62, a number or what broadcasts."""
     by = torch.as_tensor(shift, dtype=torch.int64)
     half = torch.where(by > 0, torch.bitwise_left_shift(torch.ones_like(by), (by - 1).clamp(min=0)), 0)
     return torch.bitwise_right_shift(values + half, by)
 
 
 def scaled(values: Tensor, factor: Dyadic) -> Tensor:
-    """int64 values (under 2**36 in magnitude) times the factor, rounded half up."""
+    """int64 values (under 2**36 in magnitude) times the factor, elementwise, rounded half up."""
     return shift_half_up(values * factor.multiplier, factor.shift)
 
 
 def saturated(values: Tensor, bits: int) -> Tensor:
-    """Values, int64 or whole numbers in float64, clipped to what `bits` bits hold in two's complement."""
+    """Values, int64 or whole numbers in float64, clipped, elementwise, to what `bits` bits hold signed."""
     return values.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
@@ -84,7 +84,7 @@ def check_fits(magnitude: int, bits: int, *, what: str, where: str) -> None:
 
 
 def isqrt(values: Tensor) -> Tensor:
-    """floor(sqrt(values)) of int64 values from 0 to 2**52, exactly."""
+    """floor(sqrt(values)), elementwise and exact, of int64 values from 0 to 2**52."""
     root = values.double().sqrt().floor().to(torch.int64)
     root = torch.where(root * root > values, root - 1, root)
     return torch.where((root + 1) * (root + 1) <= values, root + 1, root)

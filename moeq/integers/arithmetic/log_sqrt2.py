@@ -107,7 +107,7 @@ def shifted_sums(
 
 
 def joined(even: Tensor, odd: Tensor) -> Tensor:
-    """even + sqrt2*odd (s' of equation 20), int64, by the one multiplication of an output, rounded half up."""
+    """even + sqrt2*odd (s' of equation 20), int64 [..., Q, d], by one multiplication of each, rounded half up."""
     return even + shift_half_up(odd * ROOT, ROOT_BITS)
 
 

@@ -9,7 +9,7 @@ are.
 
 All arithmetic is in float64; results are float64 and rounded once, by whoever stores them.
 
-Letters: D channels of a norm's output, N outputs of a linear, T samples, b bits.
+Letters: D channels of a norm's output, E experts, N outputs of a linear, T samples, b bits.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def asymmetric_quantizer(low: Tensor, high: Tensor, bits: int, *, where: str | N
 def symmetric_quantizer(low: Tensor, high: Tensor, bits: int, *, where: str | None = None) -> ChannelQuantizer:
     """Scale max(|low|, |high|)/(2**(bits-1) - 1) of every channel, zero points 0 (equation 7); errors as above.
 
-    Only a channel that is always 0 has no scale.
+    low, high: [D]. Only a channel that is always 0 has no scale.
     """
     low, high = low.double(), high.double()
     scale = torch.maximum(low.abs(), high.abs()) / (2 ** (bits - 1) - 1)
