@@ -124,7 +124,7 @@ def test_how_many_tokens_there_are_is_known_from_a_sample(name: str, tmp_path: P
     path = write(tmp_path / name, 2 << 20)
     pool = opened(path, counting)
     assert isinstance(pool, places.Places)
-    documents = corpus.read_documents(corpus.open_sources(str(path), "calibration"), corpus.Fields(), counting.inner)
+    documents = read_documents(corpus.open_sources(str(path), "calibration"), corpus.Fields(), counting.inner)
     there = sum(map(len, corpus.encode(documents, counting.inner)))
     assert pool.tokens() == pytest.approx(there, rel=0.1)
     pool.take(16)

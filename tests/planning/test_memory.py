@@ -107,14 +107,14 @@ def test_memory_grows_with_what_it_hangs_on(sparse_small: Path, tmp_path: Path) 
 def test_a_batch_of_experts_stays_near_the_working_memory(sparse_small: Path, tmp_path: Path) -> None:
     for memory in ("1GiB", "4GiB", "16GiB"):
         recipe = load_recipe(None, [f"losses.working_memory={memory}"])
-        layer = Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path).layers[0]
+        layer = Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path).model.layers[0]
         assert 0.3 < batch_bytes(layer, recipe, 4096) / recipe.losses.working_memory < 3
 
 
 def test_a_batch_holds_on_a_cpu_what_its_column_loop_leaves(sparse_small: Path, tmp_path: Path) -> None:
     """Weights, their codes, a copy of gate and up, and Hessians a few times: no float32 tensor of all widths."""
     recipe = load_recipe(None, ["losses.working_memory=4GiB", "losses.methods=[gptq]"])
-    layer = Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path).layers[0]
+    layer = Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path).model.layers[0]
     first = next(expert_batches(layer, recipe.losses))
     weights = (first.stop - first.start) * layer.parameters_per_expert
     hessians = 4 * (first.stop - first.start) * (layer.hidden_size**2 + layer.intermediate_size**2)
