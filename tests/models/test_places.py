@@ -19,6 +19,7 @@ from corpora import make_sequences, read_documents
 from moeq.errors import CorpusError
 from moeq.models import corpus
 from moeq.models.corpus import places, streams
+from moeq.models.corpus.documents import encode
 from moeq.models.loading import load_tokenizer
 from moeq.models.source import open_source
 
@@ -125,7 +126,7 @@ def test_how_many_tokens_there_are_is_known_from_a_sample(name: str, tmp_path: P
     pool = opened(path, counting)
     assert isinstance(pool, places.Places)
     documents = read_documents(corpus.open_sources(str(path), "calibration"), corpus.Fields(), counting.inner)
-    there = sum(map(len, corpus.encode(documents, counting.inner)))
+    there = sum(map(len, encode(documents, counting.inner)))
     assert pool.tokens() == pytest.approx(there, rel=0.1)
     pool.take(16)
     assert opened(path, counting).tokens() == pool.tokens() == pytest.approx(there, rel=0.1)
