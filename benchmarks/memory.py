@@ -120,9 +120,7 @@ def first_layers(whole: Path, folder: Path, layers: int) -> Path:
 
 def measure(folder: Path, how: str) -> dict[str, dict[str, float]]:
     """In this process: the stages on a streamed model, or plain from_pretrained; a row for each."""
-    import torch
-
-    from moeq import pipeline
+    from moeq import pipeline  # before torch, as every command has it: moeq bounds what torch's kernels keep
     from moeq.evaluation.perplexity import perplexity
     from moeq.models import loading
     from moeq.models.source import open_source
@@ -137,6 +135,8 @@ def measure(folder: Path, how: str) -> dict[str, dict[str, float]]:
         return {name: max(0, peaks.highest[name] - start[name]) for name in start}
 
     if how == "plain":
+        import torch
+
         with figures.Peaks() as peaks:
             model = loading.load_model(source, torch.bfloat16, torch.device("cpu"))
         return {how: {**above(peaks), "parameters": model.num_parameters()}}
