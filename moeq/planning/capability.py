@@ -29,7 +29,7 @@ class Asked:
 
     def used(self) -> set[int]:
         """All widths that occur."""
-        return {bits for layer in self.widths for one in layer for bits in matrix_widths(one)}
+        return {bits for layer in self.widths for width in layer for bits in matrix_widths(width)}
 
 
 def _refused(name: str, asked: Asked, recipe: Recipe) -> str | None:

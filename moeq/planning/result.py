@@ -121,12 +121,12 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON types, bytes and seconds in the names; disk_bytes: the most that lies there at any time."""
-        short = {one.stage for one in self.shortages}
+        short = {shortage.stage for shortage in self.shortages}
         lying = list(accumulate(need.written for need in self.stages))
         return vars(self) | {
             "machine": self.machine.as_json(),
             "stages": [need.as_json() | {"fits": need.stage not in short} for need in self.stages],
             "disk_bytes": max(size + need.temporary for size, need in zip(lying, self.stages, strict=True)),
-            "shortages": [vars(one) for one in self.shortages],
+            "shortages": [vars(shortage) for shortage in self.shortages],
             "fits": self.fits,
         }
