@@ -72,15 +72,14 @@ class Rates:
     """How fast this machine is, by the clock or in processor time.
 
     matrix_flops: operations a second of products in the computing dtype, a batch of tokens wide; expert_seconds: one
-    expert's forward on its share of a batch; attention_seconds: one layer's over a batch; elementwise_bytes: bytes a
-    second of a pass over the hidden states; losses_flops: operations a second of `losses` (replicas, losses, packing,
-    float32); dequantized_weights: weights a second; bytes a second of reading the checkpoint from the disk and again
-    from the page cache, of writing and of hashing.
+    expert's forward on its share of a batch; elementwise_bytes: bytes a second of a pass over the hidden states;
+    losses_flops: operations a second of `losses` (replicas, losses, packing, float32); dequantized_weights: weights a
+    second; bytes a second of reading the checkpoint from the disk and again from the page cache, of writing and of
+    hashing.
     """
 
     matrix_flops: float
     expert_seconds: float
-    attention_seconds: float
     elementwise_bytes: float
     losses_flops: float
     dequantized_weights: float
@@ -161,8 +160,10 @@ class Sizes:
     @cached_property
     def placed(self) -> list[int]:
         """Bytes of all experts by every assignment."""
-        both = [zip(self.layers, widths, strict=True) for widths in self.widths]
-        return [sum(self.expert_bytes(layer, bits) for layer, mine in one for bits in mine) for one in both]
+        return [
+            sum(self.expert_bytes(layer, bits) for layer, own in zip(self.layers, widths, strict=True) for bits in own)
+            for widths in self.widths
+        ]
 
     def expert_bytes(self, layer: ExpertLayer, bits: Width) -> int:
         """Stored bytes of one expert."""
@@ -241,14 +242,15 @@ class Sizes:
 
     def forward(self, rates: Rates, tokens: float, batches: float, *, head: bool) -> float:
         """Seconds of running batches of `tokens` tokens through the whole model: products of everything but the
-        experts, every expert once on its share of the tokens, attention, passes over the hidden states."""
-        usual = self.calibration.batch_tokens
-        dense = 2 * tokens * (sum(self.block_parameters) - self.expert_parameters) / rates.matrix_flops
-        routed = self.expert_tokens(tokens) / self.expert_tokens(usual)
+        experts, every expert once on its share of the tokens, attention as long as the calibration's, passes over the
+        hidden states."""
+        heads, length = self.geometry.num_attention_heads * self.geometry.head_dim, self.calibration.length
+        products = sum(self.block_parameters) - self.expert_parameters + 2 * len(self.block_parameters) * length * heads
+        routed = self.expert_tokens(tokens) / self.expert_tokens(self.calibration.batch_tokens)
         experts = self.experts * (rates.expert_seconds * routed + EXPERT_CALLS)
-        passes = PASSES * tokens * self.token / rates.elementwise_bytes
-        layers = len(self.block_parameters) * (rates.attention_seconds * tokens / usual + passes + CALLS)
+        layers = len(self.block_parameters) * (PASSES * tokens * self.token / rates.elementwise_bytes + CALLS)
         last = 2 * self.geometry.hidden_size / rates.matrix_flops + 8 * 4 / rates.elementwise_bytes
+        dense = 2 * tokens * products / rates.matrix_flops
         return batches * (dense + experts + layers + (tokens * self.vocabulary * last if head else 0))
 
     def expert_tokens(self, tokens: float) -> int:
