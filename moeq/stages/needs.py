@@ -43,7 +43,7 @@ ON_DEVICE: dict[str, str | None] = {  # what lies where the model computes, and 
     "activations of a batch": "a smaller batch_size", "stopped batches": "fewer corpus.sequences",
     "inputs of a layer": "fewer corpus.sequences", "tokens in float32": "fewer corpus.sequences",
     "batch of experts": "a smaller losses.working_memory", "packed replicas of a layer": None,
-    "sums over inputs of other modules": None, "another module": None, "codes of a layer": None,
+    "sums over inputs of other modules": None, "codes of a layer": None,
     "outputs that are compared": "a smaller losses.working_memory", "one expert, dequantized": None,
     "experts in training": "a smaller quantize.refine.working_memory",
     "exported checkpoint": "run the stages before eval alone", "stopped texts": "fewer eval.perplexity.sequences",
@@ -59,7 +59,7 @@ STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 ASSIGNED = 2500  # bytes of one expert of an assignment as objects
 HEAP_MOST = 2**30  # of freed memory in the heap; larger blocks go back to the system at once
 STATES = 3  # hidden states a token that a stopped batch keeps: residual, the experts' input, a copy between them
-CAPTURED = 3  # copies of a layer's inputs while they are joined and looked through: pieces, whole, absolute values
+CAPTURED = 4  # copies of a layer's inputs while they are joined and looked through, two of them for absolute values
 PASSES = 40  # elementwise operations over the hidden states in a decoder layer: norms, rotary, residuals, softmax
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
 EXPERT_CALLS = 1e-4  # and for one expert of it
@@ -200,28 +200,26 @@ class Sizes:
 
     def stopped(self, copies: float, inputs: float = 0) -> Moment:
         """All batches stopped in a layer, with hidden states of every token, and copies of what goes into the layer."""
-        tokens, model = self.calibration.tokens, self.geometry
-        looked = 2 * model.hidden_size if inputs > 1 else 0  # two bytes of a number while it is seen to be finite
-        captured = tokens * (inputs * self.token + looked + 12 * model.top_k + 16) if inputs else 0
+        tokens = self.calibration.tokens
+        captured = tokens * (inputs * self.token + 12 * self.geometry.top_k + 16) if inputs else 0
         return {"stopped batches": tokens * copies * self.token, "inputs of a layer": captured}
 
-    def activations(self, tokens: float, length: int) -> Moment:
-        """Of one batch inside one decoder layer."""
+    def activations(self, tokens: float) -> float:
+        """Bytes of one batch inside one decoder layer."""
         inner, hidden, width = max(layer.intermediate_size for layer in self.layers), self.token, self.dtype.itemsize
         weighed = 2 * hidden + 2 * 4 * self.geometry.hidden_size  # by weights in float32, and put back in order
         experts = self.geometry.top_k * max(2 * hidden + 3 * inner * width, weighed)
         attention = 6 * max(hidden, self.geometry.num_attention_heads * self.geometry.head_dim * width)
         dense = 4 * 4 * hidden  # a dense feed-forward part, taken as four times as wide
-        mask = length * width  # of padded batches: a row of the mask a token
-        return {"activations of a batch": tokens * (max(experts, dense) + attention + 2 * hidden + mask)}
+        return tokens * (max(experts, dense) + attention + 2 * hidden)
 
-    def heap(self, tokens: float, length: int) -> Moment:
+    def heap(self, tokens: float) -> Moment:
         """What a batch's activations leave in the heap, as much as they are; a GPU's allocator uses its own again."""
-        size = sum(self.activations(tokens, length).values())
-        return {} if self.gpu else {"heap of activations": min(size, HEAP_MOST)}
+        return {} if self.gpu else {"heap of activations": min(self.activations(tokens), HEAP_MOST)}
 
-    def running(self, tokens: float, length: int) -> Moment:
-        return {**self.activations(tokens, length), **self.heap(tokens, length)}
+    def running(self, tokens: float) -> Moment:
+        """A batch inside a decoder layer."""
+        return {"activations of a batch": self.activations(tokens), **self.heap(tokens)}
 
     def counts(self) -> int:
         """Bytes of routing counts and scores of every sequence."""

@@ -22,14 +22,13 @@ class Text:
     """Sequences of at most `length` tokens in batches of `batch`; `whole`: tokens of all that they are taken from.
 
     Of images, the positions that the model sees of one are its tokens. Of requests of tasks, which differ in length:
-    `mean_length` in tokens, `characters` of all, and `steps`, passes of a batch, more than one where they generate.
+    `characters` of all, and `steps`, passes of a batch, more than one where they generate.
     """
 
     sequences: int
     length: int
     batch: int
     whole: int
-    mean_length: float | None = None
     characters: int = 0
     steps: float = 1
 
@@ -43,7 +42,13 @@ class Text:
 
     @property
     def batch_tokens(self) -> int:
+        """Tokens of a batch of the longest."""
         return min(self.batch, self.sequences) * self.length
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a batch, where sequences differ in length."""
+        return min(self.batch, self.sequences) * min(self.whole, self.tokens) / self.sequences
 
 
 def calibration_text(context: Context) -> Text:
@@ -90,7 +95,6 @@ def tasks(context: Context) -> Text | None:
         length=int(max(lengths)) + 1,
         batch=MOST_ROWS if section.batch_size == "auto" else section.batch_size,
         whole=int(sum(lengths)),
-        mean_length=sum(lengths) / len(requests),
         characters=sum(characters for characters, _ in requests),
         steps=sum(max(1, generated) for _, generated in requests) / len(requests),
     )
