@@ -70,24 +70,20 @@ def _random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5)
 
 
-def _now() -> np.ndarray:
-    """Both clocks: that on the wall and the processor seconds of all threads, [2]."""
-    return np.array([time.perf_counter(), time.process_time()])
-
-
 def _seconds(action: Callable[[], object], device: torch.device, limit: float = SECONDS) -> np.ndarray:
-    """Seconds of one call by both clocks, the mean of those that fit into the limit; of several the first warms up.
+    """Seconds of one call on the wall and of the processor in all threads, [2]: the mean of those that fit into the
+    limit; of several the first warms up.
 
     What no clock could tell from nothing is a microsecond.
     """
     taken: list[np.ndarray] = []
     started = time.perf_counter()
     while not taken or time.perf_counter() - started < limit:
-        begun = _now()
+        begun = time.perf_counter(), time.process_time()
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append((_now() - begun).clip(1e-6))
+        taken.append(np.subtract((time.perf_counter(), time.process_time()), begun).clip(1e-6))
     mean: np.ndarray = np.mean(taken[1:] or taken, axis=0)
     return mean
 

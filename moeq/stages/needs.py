@@ -27,7 +27,6 @@ from moeq.models import loading
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import blocks_of
 from moeq.models.weights import is_dequantized
-from moeq.recipe import BEST, AssignSection
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_bytes
@@ -168,10 +167,6 @@ class Sizes:
     def expert_bytes(self, layer: ExpertLayer, bits: Width) -> int:
         """Stored bytes of one expert."""
         return expert_bytes(layer, bits, self.recipe.losses, self.source_dtype.itemsize)
-
-    def methods(self, section: AssignSection) -> list[str]:
-        """The methods whose replicas an assignment may take; which one is best is not known yet."""
-        return list(self.recipe.losses.methods) if section.quantizer == BEST else [section.quantizer]
 
     def loss_rows(self) -> int:
         """Rows of the loss table."""

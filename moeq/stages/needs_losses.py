@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from moeq.artifacts import effects, expert_effects, replicas
@@ -20,10 +19,9 @@ from moeq.registry import QUANTIZERS
 from moeq.stages.effects import sequences_at_once
 from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.expert_effects import AT_ONCE
-from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Moment, Needs, Rates, Sizes
+from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Needs, Rates, Sizes
 from moeq.stages.replicas import entries
 
-Effects = tuple[Moment, dict[str, int], Callable[[Rates], float]]
 SET = "0" * 64  # stands for the digest that names a set in the store
 ROW = 1300  # bytes of one row of the loss table as a Python dictionary
 ROW_SECONDS = 3e-5  # a row: made, written, read and summed up
@@ -123,7 +121,10 @@ def needs(sizes: Sizes) -> Needs:
     kept = len([each for each in made if each.entry is not None])
     files = {NAME: int(TABLE + TABLE_ROW * rows)}
     files[replicas.INDEX] = INDEX + INDEX_MADE * len(made) + len(sizes.layers) * (INDEX_LAYER + INDEX_ENTRY * kept)
+    files |= sizes.others.artifacts()
     measured = [_effects(sizes, each) for each in (section.layer_effects, section.expert_effects) if each is not None]
+    for each in measured:
+        files |= each.files
 
     def seconds(rates: Rates) -> float:
         sample = min(SAMPLE_TOKENS, int(text.tokens * (1 - section.heldout_fraction)))
@@ -131,7 +132,7 @@ def needs(sizes: Sizes) -> Needs:
         work = sum(layer.num_experts * losses_operations(layer, *tokens, section, sample) for layer in sizes.layers)
         work += sizes.others.operations(text.tokens)
         shared = 2 * text.tokens * hidden**2 * len(sizes.layers) / rates.matrix_flops
-        passes = sum(of_effects(rates) for _, _, of_effects in measured)
+        passes = sum(each.seconds(rates) for each in measured)
         return sizes.walk_seconds(rates) + shared + work / rates.losses_flops + rows * ROW_SECONDS + passes
 
     return Needs(
@@ -139,9 +140,9 @@ def needs(sizes: Sizes) -> Needs:
             {**sizes.loading(), **sizes.stopped(2)},
             {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens)},
             {**sizes.held(), **sizes.stopped(STATES, 1), **quantizing},
-            *(moment for moment, _, _ in measured),
+            *(moment for each in measured for moment in each.moments),
         ],
-        files=files | sizes.others.artifacts() | {k: v for _, some, _ in measured for k, v in some.items()},
+        files=files,
         read=sizes.disk if sizes.streams else 0,
         temporary=max(store.values()) if (sizes.context.store / replicas.MARKER).is_file() else 0,
         store=store,
@@ -149,7 +150,7 @@ def needs(sizes: Sizes) -> Needs:
     )
 
 
-def _effects(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) -> Effects:
+def _effects(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) -> Needs:
     """The passes in which one layer, or one expert, after the other is quantized; at most as long as the recipe allows.
 
     An expert's runs from its layer on: on average the later half of the model. With every few experts goes an exact
@@ -184,4 +185,5 @@ def _effects(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) 
             expert_effects.NAME: 170 + 36 * sizes.experts + 25 * layers,
             expert_effects.MEASURED: 150 + 26 * measured,
         }
-    return {**sizes.held(), "outputs that are compared": tokens * numbers, **sizes.running(tokens)}, files, seconds
+    moment = {**sizes.held(), "outputs that are compared": tokens * numbers, **sizes.running(tokens)}
+    return Needs(moments=[moment], files=files, seconds=seconds)

@@ -171,7 +171,8 @@ REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted
 def needs(sizes: Sizes) -> Needs:
     """A layer's packed experts, one of them as it is read; the walks and the training where placed ones are refined."""
     recipe, layer, section = sizes.recipe, sizes.largest, sizes.recipe.quantize.refine
-    every, made_now = recipe.quantize.replicas == "all", on_demand(sizes.methods(recipe.assign))
+    every, maker = recipe.quantize.replicas == "all", recipe.assign.quantizer
+    made_now = on_demand(recipe.losses.methods if maker == BEST else [maker])  # which one is best is not known yet
     share = recipe.assign.gpu_experts * len(sizes.layers) / sizes.experts  # that is read: what stays as it is
     if every or made_now or recipe.assign.named() == {FULL} or any(other.biased for other in sizes.layers):
         share = 1.0
@@ -187,7 +188,7 @@ def needs(sizes: Sizes) -> Needs:
     moments: list[Moment] = [{**sizes.model(), **held, "one expert": 16 * layer.parameters_per_expert if share else 0}]
     if section is not None:
         files[refine.PROGRESS] = 100 + 100 * len(files)
-        moments += _refining(sizes, section, held)
+        moments.append({**held, **_refining(sizes, section)})
 
     def seconds(rates: Rates) -> float:
         operations = WEIGHT_OPERATIONS if made_now else 0
@@ -206,20 +207,15 @@ def needs(sizes: Sizes) -> Needs:
     )
 
 
-def _refining(sizes: Sizes, section: RefineSection, packed: Moment) -> list[Moment]:
+def _refining(sizes: Sizes, section: RefineSection) -> Moment:
     """Both runs of all batches stand at the end of a decoder layer, whose experts are trained."""
     text, layer = sizes.calibration, sizes.largest
-    waiting = {**sizes.held(), **sizes.stopped(2 * STATES, CAPTURED)}
-    training = {
+    return {
+        **sizes.held(), **sizes.stopped(2 * STATES, CAPTURED), **sizes.heap(text.batch_tokens),
         "tokens in float32": REFINED_FLOATS * 4 * text.tokens * sizes.geometry.hidden_size,
         "codes of a layer": 2 * layer.num_experts * layer.parameters_per_expert,
         "experts in training": max(working_memory(section.working_memory), WEIGHT_BYTES * layer.parameters_per_expert),
-    }
-    return [
-        {**sizes.loading(), **sizes.stopped(4)},
-        {**waiting, **sizes.running(text.batch_tokens)},
-        {**waiting, **packed, **sizes.heap(text.batch_tokens), **training},
-    ]
+    }  # fmt: skip
 
 
 def packed_files(sizes: Sizes) -> dict[str, int]:
