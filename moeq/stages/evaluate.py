@@ -300,14 +300,16 @@ def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
     exported = {"exported checkpoint": sizes.whole - replaced + sizes.others.packed + 1.02 * sizes.placed[0]}
     once = {
         "one expert, dequantized": 12 * max(layer.parameters_per_expert for layer in sizes.layers),
+        "requests": 0 if tasks is None else tasks.sequences * REQUEST_OBJECTS,
         **sizes.tables(),
     }
-    once["requests"] = 0 if tasks is None else tasks.sequences * REQUEST_OBJECTS
     loaded: Moment = {}
     swapped = {"experts that were replaced": sizes.expert_parameters * width}
+    moments: list[Moment] = [{**sizes.loading(), **once}]
     if sizes.streams:
         loaded, swapped = sizes.model(), {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
-    moments: list[Moment] = [{**sizes.loading(), **(swapped if sizes.streams else {}), **once}]
+        reading = {"being read": 0.1 * sizes.placed[0]}
+        moments = [{**sizes.loading(), **swapped, **once}, {**loaded, **exported, **reading, **once}]
     for part in (CHECKED, *given):
         logits = {"logits of tasks" if part is tasks else "logits": part.batch_tokens * sizes.vocabulary * (width + 12)}
         running = {**sizes.running(part.batch_tokens), **logits, **once}
@@ -324,7 +326,9 @@ def _swapping(sizes: Sizes, rates: Rates) -> float:
 def _curves(sizes: Sizes, rates: Rates) -> float:
     """Seconds of the curves: a pass for every point, and in every order every expert replaced about once."""
     text, swapping, seconds = sizes.evaluation, _swapping(sizes, rates), 0.0
-    for section in sizes.recipe.eval.low_precision if text is not None else ():
+    if text is None:
+        return seconds
+    for section in sizes.recipe.eval.low_precision:
         share = min(1.0, (section.sequences or text.sequences) / text.sequences)
         point = share * sizes.forward(rates, text.batch_tokens, text.batches, head=True)
         point += sizes.reading(rates, sizes.disk) + swapping if sizes.streams else 0.0
