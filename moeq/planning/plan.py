@@ -14,7 +14,7 @@ from moeq.planning.machine import machine
 from moeq.planning.probe import measure
 from moeq.planning.result import Machine, Need, Plan, Shortage
 from moeq.stages.context import Context
-from moeq.stages.needs import APART, HEAP_MOST, LEVERS, ON_DEVICE, Moment, Needs, Rates, Sizes
+from moeq.stages.needs import LEVERS, ON_DEVICE, Moment, Needs, Rates, Sizes
 from moeq.stages.order import STAGES, Stage
 from moeq.tables import human_bytes
 
@@ -24,7 +24,6 @@ KERNELS = {True: 16 * MIB, False: 60 * MIB}  # caches once a model has run: in f
 COMPILED = 70 * MIB  # the column loop and its compiler, from losses on
 TASKS = 45 * MIB  # lm-eval, from eval on
 HEADER = 1300  # bytes of one tensor's entry in the tables of headers and names
-KEPT = 0.08  # of what earlier stages freed, gaps that cannot be returned
 RECORD_BYTES, DIGEST, STAMP, ASSIGNMENT = 850, 85, 135, 140  # of a record: each input, file and assignment in it
 ORDER = [stage.name for stage in STAGES]
 
@@ -64,12 +63,10 @@ def add_up(
     """What every stage needs within a run. rates: by the clock and of the processor; elsewhere: whether the store is on
     another disk.
     """
-    every, freed = [], 0.0
+    every = []
     for stage in stages:
         own = stage.needs(sizes)
-        always = {**_always(sizes, stage.name), "kept by the allocator": min(KEPT * freed, HEAP_MOST)}
-        moments = [{**always, **moment} for moment in own.moments]
-        freed = max(freed, *(_freed(sizes, moment) for moment in own.moments))
+        moments = [{**_always(sizes, stage.name), **moment} for moment in own.moments]
         files = own.files | {RECORD: _record(sizes, stage, own)}
         stored = {f"{STORE}/{name}": size for name, size in own.store.items()}
         wall, processor = (None, None) if rates is None else (_seconds(own, clock) for clock in rates)
@@ -98,15 +95,6 @@ def _always(sizes: Sizes, stage: str) -> Moment:
         "program": PROGRAM + KERNELS[sizes.dtype.itemsize == 4] + compiled + tasks,
         "headers": sizes.tensors * HEADER,
     }
-
-
-def _freed(sizes: Sizes, moment: Moment) -> float:
-    """Bytes of the machine's memory that a stage has beside its model and frees again."""
-    return sum(
-        size
-        for what, size in moment.items()
-        if what not in {"program", APART, *sizes.model()} and not (sizes.gpu and what in ON_DEVICE)
-    )
 
 
 def _peak(sizes: Sizes, moments: Sequence[Moment], *, gpu: bool) -> dict[str, int]:
