@@ -50,14 +50,14 @@ class Registry:
 
     def get(self, name: str, error: type[MoeqError] = RecipeError) -> Any:
         """The member of a name; `error` where there is none that can be used."""
-        if (found := self.find(name)) is None:
+        if (member := self.find(name)) is None:
             raise self.refused(name, self.names(), error)
-        return found
+        return member
 
     def find(self, name: str) -> Any | None:
         """The member of a name, None where there is none that can be used."""
-        found = self._load(name) if name in self.names() else None
-        return None if isinstance(found, MoeqError) else found
+        member = self._load(name) if name in self.names() else None
+        return None if isinstance(member, MoeqError) else member
 
     def refused(
         self, name: str, known: Iterable[str], error: type[MoeqError] = RecipeError, where: str | None = None
@@ -70,7 +70,7 @@ class Registry:
 
     def __iter__(self) -> Iterator[Any]:
         """Every member that can be loaded, in the order of names."""
-        return (found for found in map(self._load, self.names()) if not isinstance(found, MoeqError))
+        return (member for member in map(self._load, self.names()) if not isinstance(member, MoeqError))
 
     def origin(self, name: str) -> str | None:
         """The package, with its version, that another's member is of; None of moeq's own."""
@@ -98,8 +98,8 @@ class Registry:
 
     def problems(self) -> list[str]:
         """A line for every entry point that cannot be used: its package, its name and why."""
-        found = [*self._entries[1], *map(self._load, self._entries[0])]
-        return [str(one) for one in found if isinstance(one, MoeqError)]
+        loaded = [*self._entries[1], *map(self._load, self._entries[0])]
+        return [str(problem) for problem in loaded if isinstance(problem, MoeqError)]
 
     def reset(self) -> None:
         """Forget what was found, as a new process would: for tests that add packages."""
@@ -119,15 +119,15 @@ class Registry:
         """Others' entry points by name, and what is wrong with those whose name another has."""
         from importlib.metadata import entry_points
 
-        found: dict[str, EntryPoint] = {}
+        entries: dict[str, EntryPoint] = {}
         taken = []
-        for entry in sorted(entry_points(group=self.group), key=lambda one: (one.name, _package(one))):
-            if entry.name in self.own or entry.name in found:
-                holder = "moeq" if entry.name in self.own else _package(found[entry.name])
+        for entry in sorted(entry_points(group=self.group), key=lambda entry: (entry.name, _package(entry))):
+            if entry.name in self.own or entry.name in entries:
+                holder = "moeq" if entry.name in self.own else _package(entries[entry.name])
                 taken.append(_broken(entry, f"{holder} has {self.kind} {entry.name!r}"))
             else:
-                found[entry.name] = entry
-        return found, taken
+                entries[entry.name] = entry
+        return entries, taken
 
     @cached_property
     def _loaded(self) -> dict[str, Any]:
@@ -145,12 +145,12 @@ class Registry:
     def _other(self, entry: EntryPoint) -> Any:
         module, _, name = self.base.partition(":")
         try:
-            found = entry.load()
+            member = entry.load()
         except (Exception, SystemExit) as error:  # whatever another's module does, this program goes on
             return _broken(entry, f"{type(error).__name__}: {error}")
-        if not isinstance(found, getattr(import_module(module), name)):
-            return _broken(entry, f"a {type(found).__name__} is no {self.base}")
-        return self._guard(found) if found.name == entry.name else _broken(entry, f"it is named {found.name!r}")
+        if not isinstance(member, getattr(import_module(module), name)):
+            return _broken(entry, f"a {type(member).__name__} is no {self.base}")
+        return self._guard(member) if member.name == entry.name else _broken(entry, f"it is named {member.name!r}")
 
     def _guard(self, member: Any) -> Any:
         """A copy of another's member whose guarded functions raise one error that names its package."""

@@ -166,13 +166,13 @@ def refuse_layers(
     if not widen:
         mixed = refusal(target, widths, [layer.name for layer in layers], symmetric=symmetric)
         if mixed is not None:
-            used = {bits for experts in widths for one in experts for bits in matrix_widths(one)}
+            used = {bits for experts in widths for width in experts for bits in matrix_widths(width)}
             near = f"assign.target: {target.name} assigns what it loads"
             widens = not used <= set(target.widths) or target.granularity == "model" or target.stacks
             return mixed, f"{near}, or {WIDEN}" if widens else near
     for layer, experts in zip(layers, widths, strict=True):
         for projection in layer.projections:
-            of_matrix = sorted({width_of(one, projection) for one in experts})
+            of_matrix = sorted({width_of(width, projection) for width in experts})
             grids = grids_of(layer, projection, of_matrix, group_size=group_size, symmetric=symmetric, nested=nested)
             refused = refuse_stack(target, grids, full=FULL in of_matrix, widen=widen)
             if refused is not None:

@@ -54,8 +54,8 @@ def safetensors_bytes(
         for name, (dtype, shape) in tensors.items()
     }
     _, header = _layout(entries, dict(metadata or {}))
-    found: int = len(header) + sum(size for _, _, size in entries.values())
-    return found
+    size: int = len(header) + sum(stored for _, _, stored in entries.values())
+    return size
 
 
 def write_in_chunks(

@@ -59,7 +59,7 @@ def available_ram(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) ->
 
 def _cgroup_room(root: Path) -> list[int]:
     """Limit less usage of every cgroup (v2, or v1's memory controller) that holds this process; caches not counted."""
-    found = []
+    room = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -71,10 +71,10 @@ def _cgroup_room(root: Path) -> list[int]:
             if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
                 most = int(limit.read_text())
                 if most < UNLIMITED:
-                    found.append(most - int(used.read_text()) + _file_cache(folder / "memory.stat"))
+                    room.append(most - int(used.read_text()) + _file_cache(folder / "memory.stat"))
             if folder == root:
                 break
-    return found
+    return room
 
 
 def _file_cache(stat: Path) -> int:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from moeq.artifacts.run import STORE
 from moeq.artifacts.stage import RECORD
 from moeq.errors import PlanError
-from moeq.planning import capability
+from moeq.planning.capability import refusals
 from moeq.planning.machine import machine
 from moeq.planning.probe import measure
-from moeq.planning.result import Machine, Need, Plan, Shortage, Term
+from moeq.planning.result import Machine, Need, Plan, Shortage
 from moeq.stages.context import Context
-from moeq.stages.needs import APART, HEAP_MOST, LEVERS, ON_DEVICE, Moment, Needs, Rates, Sizes
+from moeq.stages.needs import LEVERS, ON_DEVICE, Moment, Needs, Rates, Sizes
 from moeq.stages.order import STAGES, Stage
 from moeq.tables import human_bytes
 
@@ -24,13 +24,7 @@ KERNELS = {True: 16 * MIB, False: 60 * MIB}  # caches once a model has run: in f
 COMPILED = 70 * MIB  # the column loop and its compiler, from losses on
 TASKS = 45 * MIB  # lm-eval, from eval on
 HEADER = 1300  # bytes of one tensor's entry in the tables of headers and names
-KEPT = 0.08  # of what earlier stages freed, gaps that cannot be returned
-RECORD_BYTES, DIGEST, STAMP, ASSIGNMENT = (
-    850,
-    85,
-    135,
-    140,
-)  # of a record, an input or model file, a file, an assignment
+RECORD_BYTES, DIGEST, STAMP, ASSIGNMENT = 850, 85, 135, 140  # of a record: each input, file and assignment in it
 ORDER = [stage.name for stage in STAGES]
 
 
@@ -43,17 +37,11 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     """
     stages = [stage for stage in STAGES if stage.name != "reparam" or context.folds]
     context = context.given()
-    sizes, losses = Sizes(context), context.recipe.losses
-    capability.check_stages(context)
+    sizes = Sizes(context)
+    for stage in STAGES:
+        if stage.check is not None:
+            stage.check(context)
     context.text.check([part for part in ("calibration", "evaluation") if context.text.lies_here(part)])
-    asked = capability.Asked(
-        layers=tuple(sizes.layers),
-        widths=tuple(map(tuple, sizes.widths[0])),
-        group_size=losses.group_size,
-        symmetric=losses.symmetric,
-        all_replicas=context.recipe.quantize.replicas == "all",
-        nested=losses.nested,
-    )
     there = machine(context.out, sizes.device, context.store)
     rates = measure(sizes, context.out) if probe else None
     needs = add_up(sizes, stages, rates, elsewhere=there.store_disk is not None)
@@ -63,7 +51,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         stages=needs,
         machine=there,
         rates=None if rates is None else asdict(rates[0]),
-        refusals=tuple(capability.refusals(context, asked)),
+        refusals=tuple(refusals(context, sizes.widths[0])),
         shortages=tuple(shortages(needs, there)),
         notes=tuple(_notes(sizes, probe)),
     )
@@ -75,16 +63,14 @@ def add_up(
     """What every stage needs within a run. rates: by the clock and of the processor; elsewhere: whether the store is on
     another disk.
     """
-    found, freed = [], 0.0
+    every = []
     for stage in stages:
         own = stage.needs(sizes)
-        always = {**_always(sizes, stage.name), "kept by the allocator": min(KEPT * freed, HEAP_MOST)}
-        moments = [{**always, **moment} for moment in own.moments]
-        freed = max(freed, *(_freed(sizes, moment) for moment in own.moments))
+        moments = [{**_always(sizes, stage.name), **moment} for moment in own.moments]
         files = own.files | {RECORD: _record(sizes, stage, own)}
         stored = {f"{STORE}/{name}": size for name, size in own.store.items()}
-        wall, processor = (None, None) if rates is None else (_seconds(own, one) for one in rates)
-        found.append(
+        wall, processor = (None, None) if rates is None else (_seconds(own, clock) for clock in rates)
+        every.append(
             Need(
                 stage=stage.name,
                 ram_terms=_peak(sizes, moments, gpu=False),
@@ -98,7 +84,7 @@ def add_up(
                 processor_seconds=processor,
             )
         )
-    return tuple(found)
+    return tuple(every)
 
 
 def _always(sizes: Sizes, stage: str) -> Moment:
@@ -111,26 +97,13 @@ def _always(sizes: Sizes, stage: str) -> Moment:
     }
 
 
-def _freed(sizes: Sizes, moment: Moment) -> float:
-    """Bytes of the machine's memory that a stage has beside its model and frees again."""
-    return sum(
-        size
-        for what, size in moment.items()
-        if what not in {"program", APART, *sizes.model()} and not (sizes.gpu and what in ON_DEVICE)
-    )
-
-
-def _peak(sizes: Sizes, moments: Sequence[Moment], *, gpu: bool) -> tuple[Term, ...]:
-    """The terms of the fullest moment in the GPU's memory or the machine's."""
+def _peak(sizes: Sizes, moments: Sequence[Moment], *, gpu: bool) -> dict[str, int]:
+    """What is in the GPU's memory, or in the machine's, at its fullest moment."""
     sides = [
-        tuple(
-            Term(what=what, bytes=int(size), gpu=gpu, lever=LEVERS.get(what))
-            for what, size in moment.items()
-            if int(size) and (sizes.gpu and what in ON_DEVICE) == gpu
-        )
+        {what: int(size) for what, size in moment.items() if int(size) and (sizes.gpu and what in ON_DEVICE) == gpu}
         for moment in moments
     ]
-    return max(sides, key=lambda terms: sum(term.bytes for term in terms))
+    return max(sides, key=lambda terms: sum(terms.values()))
 
 
 def _record(sizes: Sizes, stage: Stage, own: Needs) -> int:
@@ -148,32 +121,31 @@ def _seconds(own: Needs, rates: Rates) -> float:
 
 def shortages(needs: Sequence[Need], there: Machine) -> list[Shortage]:
     """Every stage and resource of which more is needed than there is; of the disk, the stage at which it runs full."""
-    found: list[Shortage] = []
-
-    def short(stage: str, resource: str, need: int, have: int, do: str) -> None:
-        found.append(Shortage(stage=stage, resource=resource, need=need, have=have, do=do))
-
+    short: list[Shortage] = []
     lying, full = 0, False
     for need in needs:
-        if need.ram > there.ram:
-            short(need.stage, "memory", need.ram, there.ram, _levers(need.ram_terms))
-        if there.gpu is not None and need.gpu > there.gpu:
-            short(need.stage, "GPU memory", need.gpu, there.gpu, _levers(need.gpu_terms))
-        if there.store_disk is not None and need.elsewhere > there.store_disk:
-            do = f"choose a store on another disk than {there.store_path}"
-            short(need.stage, "disk", need.elsewhere, there.store_disk, do)
+        compared = [
+            ("memory", need.ram, there.ram, _levers(need.ram_terms)),
+            ("GPU memory", need.gpu, there.gpu, _levers(need.gpu_terms)),
+            ("disk", need.elsewhere, there.store_disk, f"choose a store on another disk than {there.store_path}"),
+        ]
         lying += need.written
         if lying + need.temporary > there.disk and not full:
             full = True
             most = max(lying + need.temporary, sum(other.written for other in needs))
-            short(need.stage, "disk", most, there.disk, f"choose an --out on another disk than {there.disk_path}")
-    return found
+            compared.append(("disk", most, there.disk, f"choose an --out on another disk than {there.disk_path}"))
+        short += [
+            Shortage(stage=need.stage, resource=resource, need=size, have=have, do=do)
+            for resource, size, have, do in compared
+            if have is not None and size > have
+        ]
+    return short
 
 
-def _levers(terms: Sequence[Term]) -> str:
+def _levers(terms: Mapping[str, int]) -> str:
     """What makes the terms that matter less, the largest first."""
-    large = [term for term in terms if term.lever and term.bytes > sum(one.bytes for one in terms) / 20]
-    levers = dict.fromkeys(str(term.lever) for term in sorted(large, key=lambda term: -term.bytes))
+    large = [what for what, size in terms.items() if LEVERS.get(what) and size > sum(terms.values()) / 20]
+    levers = dict.fromkeys(str(LEVERS[what]) for what in sorted(large, key=lambda what: -terms[what]))
     return f"use {' and '.join(levers)}" if levers else "use a machine with more"
 
 
@@ -183,8 +155,8 @@ def error_of(plan: Plan) -> PlanError | None:
         return PlanError(plan.refusals[0])
     if not plan.shortages:
         return None
-    first = max(plan.shortages, key=lambda one: one.need / max(1, one.have))
-    others = sorted({one.stage for one in plan.shortages} - {first.stage})
+    first = max(plan.shortages, key=lambda shortage: shortage.need / max(1, shortage.have))
+    others = sorted({shortage.stage for shortage in plan.shortages} - {first.stage})
     more = f" (short as well: {', '.join(others)})" if others else ""
     return PlanError(first.line() + more, where="does not fit", do=first.do)
 
@@ -198,7 +170,7 @@ def _describe(sizes: Sizes) -> dict[str, Any]:
         "moe_layers": len(sizes.layers),
         "experts_a_layer": sorted({layer.num_experts for layer in sizes.layers}),
         "top_k": sizes.geometry.top_k,
-        "expert_shape": sorted({f"{one.hidden_size} x {one.intermediate_size}" for one in sizes.layers}),
+        "expert_shape": sorted({f"{layer.hidden_size} x {layer.intermediate_size}" for layer in sizes.layers}),
         "dtype": str(sizes.source_dtype).removeprefix("torch."),
         "compute_dtype": str(sizes.dtype).removeprefix("torch."),
         "device": str(sizes.device),
@@ -215,13 +187,13 @@ def _describe(sizes: Sizes) -> dict[str, Any]:
 
 def _notes(sizes: Sizes, probe: bool) -> list[str]:
     """What the reader should know about the figures."""
-    found = []
+    notes = []
     if sizes.streams and sizes.tasks is not None:
         passes = round(sizes.tasks.batches)
-        found.append(
+        notes.append(
             f"eval.tasks read the streamed model {passes} times for each assignment "
             f"({human_bytes(passes * sizes.disk)}); a larger eval.batch_size or fewer items make it less"
         )
     if probe:
-        found.append("the rate of reading may be flattered by the page cache, that of writing by the disk's own")
-    return found
+        notes.append("the rate of reading may be flattered by the page cache, that of writing by the disk's own")
+    return notes

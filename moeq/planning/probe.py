@@ -36,31 +36,24 @@ def measure(sizes: Sizes, out: Path) -> tuple[Rates, Rates]:
     """Every rate by the clock and in processor time; StorageError when `out` cannot be written."""
     device, dtype, text, layer = sizes.device, sizes.dtype, sizes.calibration, sizes.layers[0]
     width, tokens = sizes.geometry.hidden_size, sizes.expert_tokens(text.batch_tokens)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5).to(dtype)
-
-    hidden, square = random(min(text.batch_tokens, 2048), width), random(width, width)
-    routed = random(min(tokens, 512), layer.hidden_size)  # beyond which time grows with the tokens
-    first = random((len(layer.projections) - 1) * layer.intermediate_size, layer.hidden_size)
-    second = random(layer.hidden_size, layer.intermediate_size)
-    one = random(1, sizes.geometry.num_attention_heads, text.length, sizes.geometry.head_dim)
+    hidden, square = (
+        _random(device, min(text.batch_tokens, 2048), width).to(dtype),
+        _random(device, width, width).to(dtype),
+    )
+    routed = _random(device, min(tokens, 512), layer.hidden_size).to(dtype)  # beyond which time grows with the tokens
+    inner, products = layer.intermediate_size, len(layer.projections) - 1
+    first = _random(device, products * inner, layer.hidden_size).to(dtype)
+    second = _random(device, layer.hidden_size, inner).to(dtype)
 
     def expert() -> Tensor:
-        inner = nn.functional.linear(routed, first).unflatten(-1, (-1, layer.intermediate_size))
-        return nn.functional.linear(nn.functional.silu(inner).prod(-2), second)
+        gated = nn.functional.silu(nn.functional.linear(routed, first).unflatten(-1, (products, inner)))
+        return nn.functional.linear(gated.prod(-2), second)
 
-    def attention() -> Tensor:
-        return nn.functional.scaled_dot_product_attention(one, one, one, is_causal=True)
-
+    operations = 2 * square.numel() * len(hidden)
     read, cached = _reading(max(sizes.source.files, key=lambda path: path.stat().st_size))
-    found = {
-        "matrix_flops": 2
-        * square.numel()
-        * len(hidden)
-        / _seconds(lambda: nn.functional.linear(hidden, square), device),
+    rates = {
+        "matrix_flops": operations / _seconds(lambda: nn.functional.linear(hidden, square), device),
         "expert_seconds": _seconds(expert, device) * tokens / len(routed),
-        "attention_seconds": _seconds(attention, device) * min(text.batch, text.sequences),
         "elementwise_bytes": hidden.nbytes / _seconds(lambda: hidden * hidden, device, SECONDS / 4),
         "losses_flops": losses_flops(sizes),
         "dequantized_weights": _dequantizing(sizes),
@@ -69,30 +62,30 @@ def measure(sizes: Sizes, out: Path) -> tuple[Rates, Rates]:
         "write_bytes": _writing(out),
         "hash_bytes": (16 << 20) / _seconds(lambda: hashlib.sha256(bytes(16 << 20)), device, 0),
     }
-    clock, processor = (Rates(**{name: float(value[which]) for name, value in found.items()}) for which in (0, 1))
+    clock, processor = (Rates(**{name: float(value[which]) for name, value in rates.items()}) for which in (0, 1))
     return clock, processor
 
 
-def _now() -> np.ndarray:
-    """Both clocks: that on the wall and the processor seconds of all threads, [2]."""
-    return np.array([time.perf_counter(), time.process_time()])
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5)
 
 
 def _seconds(action: Callable[[], object], device: torch.device, limit: float = SECONDS) -> np.ndarray:
-    """Seconds of one call by both clocks, the mean of those that fit into the limit; of several the first warms up.
+    """Seconds of one call on the wall and of the processor in all threads, [2]: the mean of those that fit into the
+    limit; of several the first warms up.
 
     What no clock could tell from nothing is a microsecond.
     """
     taken: list[np.ndarray] = []
     started = time.perf_counter()
     while not taken or time.perf_counter() - started < limit:
-        begun = _now()
+        begun = time.perf_counter(), time.process_time()
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append((_now() - begun).clip(1e-6))
-    found: np.ndarray = np.mean(taken[1:] or taken, axis=0)
-    return found
+        taken.append(np.subtract((time.perf_counter(), time.process_time()), begun).clip(1e-6))
+    mean: np.ndarray = np.mean(taken[1:] or taken, axis=0)
+    return mean
 
 
 def losses_flops(sizes: Sizes) -> np.ndarray:
@@ -102,10 +95,10 @@ def losses_flops(sizes: Sizes) -> np.ndarray:
     """
     section, device = sizes.recipe.losses, sizes.device
     first = dict.fromkeys(QUANTIZERS.get(method).chain()[0] for method in section.methods)
-    kept = [one for one in first if one.stored][:1]
-    methods = [one.name for one in first if one in kept or not one.stored]
+    kept = [quantizer for quantizer in first if quantizer.stored][:1]
+    methods = [quantizer.name for quantizer in first if quantizer in kept or not quantizer.stored]
     section = section.model_copy(update={"min_tokens": 1, "methods": methods})
-    layer = max(sizes.layers, key=lambda one: one.parameters_per_expert)
+    layer = max(sizes.layers, key=lambda layer: layer.parameters_per_expert)
     for shrink in (1, 2, 4, 8, 16, 32, 64):
         hidden, inner = (max(8, size // shrink) for size in (layer.hidden_size, layer.intermediate_size))
         small = replace(layer, index=0, name="probe", biased=False, hidden_size=hidden, intermediate_size=inner)
@@ -122,19 +115,15 @@ def losses_flops(sizes: Sizes) -> np.ndarray:
 
 def _quantizing(layer: ExpertLayer, tokens: int, section: LossesSection, device: torch.device) -> Callable[[], object]:
     """`quantize_layer` on random weights and tokens, each of which one expert is given."""
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5)
-
     inputs = LayerInputs(
         layer=layer,
-        hidden=random(tokens, layer.hidden_size),
+        hidden=_random(device, tokens, layer.hidden_size),
         experts=torch.randint(layer.num_experts, (tokens, 1), device=device),
         weights=torch.ones(tokens, 1, device=device),
         sequence=torch.arange(tokens),
         position=torch.zeros(tokens, dtype=torch.long),
     )
-    weights = {name: random(layer.num_experts, *layer.shape(name)) for name in layer.projections}
+    weights = {name: _random(device, layer.num_experts, *layer.shape(name)) for name in layer.projections}
     math = ExpertMath(gate=lambda products: nn.functional.silu(torch.stack(list(products.values()))).prod(0))
     return lambda: quantize_layer(inputs, weights, math, section)
 
@@ -144,9 +133,9 @@ def _dequantizing(sizes: Sizes) -> np.ndarray:
     layer, section, device = sizes.layers[0], sizes.recipe.losses, sizes.device
     rows, inputs = layer.shape(layer.projections[0])
     weight = torch.randn(1, max(1, min(rows, 2**20 // inputs)), inputs, device=device)
-    made = gptq.quantize(weight, None, bits=section.bits, group_size=section.group_size, symmetric=section.symmetric)
-    packed = [PackedWeight.of(made, bits, section.symmetric) for bits in section.bits]
-    return weight.numel() * len(packed) / _seconds(lambda: [one.dequantize(sizes.dtype) for one in packed], device)
+    codes = gptq.quantize(weight, None, bits=section.bits, group_size=section.group_size, symmetric=section.symmetric)
+    packed = [PackedWeight.of(codes, bits, section.symmetric) for bits in section.bits]
+    return weight.numel() * len(packed) / _seconds(lambda: [made.dequantize(sizes.dtype) for made in packed], device)
 
 
 def _reading(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -181,4 +170,4 @@ def _writing(out: Path) -> np.ndarray:
 def existing(path: Path) -> Path:
     """The path itself or its nearest parent that is there."""
     path = path.absolute()
-    return next(one for one in (path, *path.parents) if one.is_dir())
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())

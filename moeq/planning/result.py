@@ -10,18 +10,8 @@ from moeq.tables import human_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
-    """One part of a stage's memory, in the machine's or the GPU's; `lever`: the key that makes it smaller, and how."""
-
-    what: str
-    bytes: int
-    gpu: bool = False
-    lever: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Need:
-    """What one stage needs. Bytes; `ram_terms` are those of the moment with most in memory.
+    """What one stage needs. Bytes; `ram_terms` and `gpu_terms`, by what they are, of the moments with most in memory.
 
     `seconds`, on the wall and of the processor, are None without a probe. `lasting` are the stage's files by name,
     `linked` bytes of files that it shares with an earlier stage, `temporary` bytes that are gone when it ends,
@@ -29,8 +19,8 @@ class Need:
     """
 
     stage: str
-    ram_terms: tuple[Term, ...]
-    gpu_terms: tuple[Term, ...]
+    ram_terms: dict[str, int]
+    gpu_terms: dict[str, int]
     read: int
     lasting: dict[str, int]
     linked: int
@@ -41,11 +31,11 @@ class Need:
 
     @property
     def ram(self) -> int:
-        return sum(term.bytes for term in self.ram_terms)
+        return sum(self.ram_terms.values())
 
     @property
     def gpu(self) -> int:
-        return sum(term.bytes for term in self.gpu_terms)
+        return sum(self.gpu_terms.values())
 
     @property
     def written(self) -> int:
@@ -64,8 +54,8 @@ class Need:
             "other_disk_bytes": self.elsewhere,
             "seconds": self.seconds,
             "processor_seconds": self.processor_seconds,
-            "ram": {term.what: term.bytes for term in self.ram_terms},
-            "gpu": {term.what: term.bytes for term in self.gpu_terms},
+            "ram": self.ram_terms,
+            "gpu": self.gpu_terms,
         }
 
 
@@ -121,12 +111,12 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON types, bytes and seconds in the names; disk_bytes: the most that lies there at any time."""
-        short = {one.stage for one in self.shortages}
+        short = {shortage.stage for shortage in self.shortages}
         lying = list(accumulate(need.written for need in self.stages))
         return vars(self) | {
             "machine": self.machine.as_json(),
             "stages": [need.as_json() | {"fits": need.stage not in short} for need in self.stages],
             "disk_bytes": max(size + need.temporary for size, need in zip(lying, self.stages, strict=True)),
-            "shortages": [vars(one) for one in self.shortages],
+            "shortages": [vars(shortage) for shortage in self.shortages],
             "fits": self.fits,
         }

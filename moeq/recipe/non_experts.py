@@ -13,7 +13,7 @@ from moeq.registry import QUANTIZERS
 if TYPE_CHECKING:  # mypy takes no Literal of a table
     Method = str
 else:
-    Method = Literal[tuple(one.name for one in QUANTIZERS if one.linear is not None)]
+    Method = Literal[tuple(quantizer.name for quantizer in QUANTIZERS if quantizer.linear is not None)]
 
 
 class OthersSection(Section):

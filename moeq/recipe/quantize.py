@@ -46,5 +46,5 @@ class _ExportSection(Section):
 if TYPE_CHECKING:  # mypy takes no class of bases that are not known
     ExportSection = _ExportSection
 else:
-    _OWN = dict.fromkeys(one.settings for one in EXPORTERS if one.settings is not None)
+    _OWN = dict.fromkeys(exporter.settings for exporter in EXPORTERS if exporter.settings is not None)
     ExportSection = create_model("ExportSection", __base__=(*_OWN, _ExportSection), __module__=__name__)

@@ -325,11 +325,11 @@ def needs(sizes: Sizes) -> Needs:
     columns = 10 + 3 * len(losses.bits) + (section.trace not in (None, "closed"))
     files = {NAME: assignment_bytes(sizes), "assignment.schema.json": SCHEMA_BYTES}
     files[SENSITIVITIES] = columns * (COLUMN + VALUE * sizes.experts)
-    one = 2 * max(layer.parameters_per_expert for layer in sizes.layers) * width
+    expert = 2 * max(layer.parameters_per_expert for layer in sizes.layers) * width
 
     def seconds(rates: Rates) -> float:
         traces = sizes.reading(rates, sizes.experts_disk) + TRACE_PASSES * sizes.experts_disk / rates.elementwise_bytes
         return sizes.loss_rows() * ROW_SECONDS + traces
 
-    moments = [{**sizes.model(), **sizes.tables(), "one expert": one}]
+    moments = [{**sizes.model(), **sizes.tables(), "one expert": expert}]
     return Needs(moments=moments, files=files, read=sizes.experts_disk, seconds=seconds)

@@ -19,7 +19,6 @@ from moeq.evaluation.harness import BUNDLED_TASK
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.non_experts import OtherModule
-from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.swapping import ExpertPlace, Place, Replacement
 from moeq.stages import assign, export, judges, quantize, refine
@@ -268,32 +267,26 @@ SAMPLE_ROW, SEQUENCE, REQUEST, CHARACTER = 4000, 39, 375, 1.45  # bytes of sampl
 def needs(sizes: Sizes) -> Needs:
     """The model with what is swapped in it, then the exported checkpoint, with logits in float32."""
     text, tasks, section = sizes.evaluation, sizes.tasks, sizes.recipe.eval
-    given, count = [one for one in (text, tasks) if one is not None], len(sizes.placed)
+    given, count = [part for part in (text, tasks) if part is not None], len(sizes.placed)
     walks = (text is not None) + (0 if tasks is None else tasks.batches)  # of a streamed model, for one assignment
     changes = len(section.tasks) + (len(section.tasks) > 1) + (text is not None)
     row = ROW + SCORES * len(section.tasks) + assign.assignment_bytes(sizes) + EXPERT * sizes.experts
-    items: float = SAMPLE_ROW + sum((SEQUENCE if one is text else REQUEST) * one.sequences for one in given)
-    items += CHARACTER * sum(one.characters for one in given)
+    items = SAMPLE_ROW + sum((SEQUENCE if part is text else REQUEST) * part.sequences for part in given)
     files = {NAME: ROW + count * row}
     if not sizes.images:
-        files = {NAME: ROW + count * (row + CHANGE * changes), SAMPLES: int((1 + count) * items)}
+        characters = sum(part.characters for part in given)
+        files = {
+            NAME: ROW + count * (row + CHANGE * changes),
+            SAMPLES: int((1 + count) * (items + CHARACTER * characters)),
+        }
 
     def seconds(rates: Rates) -> float:
-        forwards = sum(
-            sizes.forward(
-                rates, min(one.batch, one.sequences) * (one.mean_length or one.length), one.batches, head=True
-            )
-            for one in given
-        )
-        weights = sizes.expert_parameters + sizes.others.parameters
-        dequantizing = weights / rates.dequantized_weights + sizes.experts * PACKED_CALLS
-        rounding = WEIGHT_OPERATIONS * sizes.expert_parameters / rates.losses_flops
-        found = rounding * sum(on_demand(sizes.methods(one)) for _, one in sizes.checkpoint.sections)
-        found += (count + 1) * forwards + (1 + sum(one.batches for one in given)) * dequantizing
-        found += (count - 1) * dequantizing * (max(1, walks) if sizes.streams else 1)
-        found += (walks * count + 1 if sizes.streams else 2 + (count > 1)) * sizes.reading(rates, sizes.disk)
-        found += LOADING * (1 if sizes.streams else 2 + (count > 1)) + (0 if tasks is None else LIBRARY)
-        return found + _curve_seconds(sizes, rates, dequantizing)
+        forwards = sum(sizes.forward(rates, part.mean_tokens, part.batches, head=True) for part in given)
+        swaps = 1 + sum(part.batches for part in given) + (count - 1) * (max(1, walks) if sizes.streams else 1)
+        loads = 1 if sizes.streams else 2 + (count > 1)
+        readings = (walks * count + 1 if sizes.streams else loads) * sizes.reading(rates, sizes.disk)
+        fixed = loads * LOADING + (0 if tasks is None else LIBRARY)
+        return fixed + readings + (count + 1) * forwards + swaps * _swapping(sizes, rates) + _curves(sizes, rates)
 
     read = sizes.disk * (walks * count + 1 if sizes.streams else 2 + count) + sum(sizes.placed)
     read += count * sizes.others.packed + sum(sizes.checkpoint.files(sizes.widths[0]).values())
@@ -303,33 +296,41 @@ def needs(sizes: Sizes) -> Needs:
 def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
     """Beside a loaded model the experts that replicas stand in for, until it is dropped for the exported one."""
     text, tasks, width = sizes.evaluation, sizes.tasks, sizes.dtype.itemsize
-    tables = {**sizes.tables(), "tokens of the text": 0 if text is None else 4 * text.whole}
     replaced = (sizes.expert_parameters + sizes.others.parameters) * width
     exported = {"exported checkpoint": sizes.whole - replaced + sizes.others.packed + 1.02 * sizes.placed[0]}
-    once = {"one expert, dequantized": 12 * max(layer.parameters_per_expert for layer in sizes.layers), **tables}
+    once = {
+        "one expert, dequantized": 12 * max(layer.parameters_per_expert for layer in sizes.layers),
+        "requests": 0 if tasks is None else tasks.sequences * REQUEST_OBJECTS,
+        **sizes.tables(),
+    }
+    loaded: Moment = {}
+    swapped = {"experts that were replaced": sizes.expert_parameters * width}
+    moments: list[Moment] = [{**sizes.loading(), **once}]
     if sizes.streams:
-        loaded, stopped = sizes.model(), {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
-        swapped, reading = stopped, {"being read": 0.1 * sizes.placed[0]}
-    else:
-        loaded, stopped, reading = {}, {}, {}
-        swapped = {"experts that were replaced": sizes.expert_parameters * width}
-    moments = [{**sizes.loading(), **stopped, **once}, {**loaded, **exported, **tables, **reading}]
-    for one in (CHECKED, *given):
-        logits = {"logits of tasks" if one is tasks else "logits": one.batch_tokens * sizes.vocabulary * (width + 12)}
-        running = {**sizes.running(one.batch_tokens, one.length), **logits, **once}
+        loaded, swapped = sizes.model(), {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
+        reading = {"being read": 0.1 * sizes.placed[0]}
+        moments = [{**sizes.loading(), **swapped, **once}, {**loaded, **exported, **reading, **once}]
+    for part in (CHECKED, *given):
+        logits = {"logits of tasks" if part is tasks else "logits": part.batch_tokens * sizes.vocabulary * (width + 12)}
+        running = {**sizes.running(part.batch_tokens), **logits, **once}
         moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
-    moments[-1]["requests"] = 0 if tasks is None else tasks.sequences * REQUEST_OBJECTS
     return moments
 
 
-def _curve_seconds(sizes: Sizes, rates: Rates, dequantizing: float) -> float:
+def _swapping(sizes: Sizes, rates: Rates) -> float:
+    """Seconds of dequantizing all that is packed."""
+    weights = sizes.expert_parameters + sizes.others.parameters
+    return weights / rates.dequantized_weights + sizes.experts * PACKED_CALLS
+
+
+def _curves(sizes: Sizes, rates: Rates) -> float:
     """Seconds of the curves: a pass for every point, and in every order every expert replaced about once."""
-    text, found = sizes.evaluation, 0.0
+    text, swapping, seconds = sizes.evaluation, _swapping(sizes, rates), 0.0
     if text is None:
-        return found
+        return seconds
     for section in sizes.recipe.eval.low_precision:
         share = min(1.0, (section.sequences or text.sequences) / text.sequences)
-        one = share * sizes.forward(rates, text.batch_tokens, text.batches, head=True)
-        one += sizes.reading(rates, sizes.disk) + dequantizing if sizes.streams else 0.0
-        found += (2 + section.seeds) * (len(section.shares) * one + dequantizing) + sizes.reading(rates, sizes.disk)
-    return found
+        point = share * sizes.forward(rates, text.batch_tokens, text.batches, head=True)
+        point += sizes.reading(rates, sizes.disk) + swapping if sizes.streams else 0.0
+        seconds += (2 + section.seeds) * (len(section.shares) * point + swapping)
+    return seconds

@@ -312,7 +312,7 @@ def _verifying(sizes: Sizes) -> list[Moment]:
         return []  # it is left out
     resident, block = 4 * sizes.resident_parameters, 4 * max(sizes.block_parameters)
     if PLAIN not in sizes.recipe.export.formats:  # whose experts are read as stacks, a layer at a time
-        one = 4 * layer.parameters_per_expert
-        block -= max(0, layer.num_experts * one - max(GROUP_BYTES, one) - one)
+        expert = 4 * layer.parameters_per_expert
+        block -= max(0, layer.num_experts * expert - max(GROUP_BYTES, expert) - expert)
     reference = "reference in float32"
     return [{APART: TARGET_PROGRAM + loaded, reference: resident}, {reference: resident + block}]

@@ -20,7 +20,7 @@ def foreseen_widths(checkpoint: CheckpointSize, section: AssignSection) -> list[
     cold = [layer.num_experts - section.gpu_experts for layer in layers]
     foreseen = section.allocator.foreseen
     chosen = foreseen and foreseen(section, cold, lambda layer, bits: expert_bytes(layers[layer], bits, losses, full))
-    return [[*[FULL] * section.gpu_experts, *mine] for mine in chosen or _fullest(checkpoint, section, cold)]
+    return [[*[FULL] * section.gpu_experts, *widths] for widths in chosen or _fullest(checkpoint, section, cold)]
 
 
 def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[int]) -> list[list[int]]:
@@ -43,11 +43,11 @@ def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[
         left = section.expert_bytes or (section.size or 0) - checkpoint.other_bytes
         left -= section.gpu_experts * sum(price(layer, FULL) for layer in checkpoint.layers)
     prices = [[price(layer, bits) for bits in known] for layer in checkpoint.layers]
-    left -= sum(count * mine[0] for count, mine in zip(cold, prices, strict=True))
+    left -= sum(count * costs[0] for count, costs in zip(cold, prices, strict=True))
     chosen: list[list[int]] = [[] for _ in cold]
-    for widths, count, mine in zip(chosen, cold, prices, strict=True):
+    for widths, count, costs in zip(chosen, cold, prices, strict=True):
         for _ in range(count):
-            best = max(index for index, each in enumerate(mine) if each - mine[0] <= max(left, 0))
-            left -= mine[best] - mine[0]
+            best = max(index for index, each in enumerate(costs) if each - costs[0] <= max(left, 0))
+            left -= costs[best] - costs[0]
             widths.append(known[best])
     return chosen

@@ -117,5 +117,5 @@ def foreseen_bytes(context: Context, section: IntegerSection) -> int:
     for layer in layers:
         within = WITHIN * config.moe_intermediate_size + GIVEN * hidden
         vectors += positions * (config.num_experts_per_tok * within + ROUTED * layer.num_experts)
-    weights = sum(one.numel() * (1 if one.dim() > 1 else 4) for one in model.parameters())
+    weights = sum(weight.numel() * (1 if weight.dim() > 1 else 4) for weight in model.parameters())
     return int(getattr(config, "num_tasks", 1) * (section.vectors * vectors + weights + depth * MANIFEST_BLOCK))

@@ -27,7 +27,6 @@ from moeq.models import loading
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import blocks_of
 from moeq.models.weights import is_dequantized
-from moeq.recipe import BEST, AssignSection
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_bytes
@@ -43,7 +42,7 @@ ON_DEVICE: dict[str, str | None] = {  # what lies where the model computes, and 
     "activations of a batch": "a smaller batch_size", "stopped batches": "fewer corpus.sequences",
     "inputs of a layer": "fewer corpus.sequences", "tokens in float32": "fewer corpus.sequences",
     "batch of experts": "a smaller losses.working_memory", "packed replicas of a layer": None,
-    "sums over inputs of other modules": None, "another module": None, "codes of a layer": None,
+    "sums over inputs of other modules": None, "codes of a layer": None,
     "outputs that are compared": "a smaller losses.working_memory", "one expert, dequantized": None,
     "experts in training": "a smaller quantize.refine.working_memory",
     "exported checkpoint": "run the stages before eval alone", "stopped texts": "fewer eval.perplexity.sequences",
@@ -59,7 +58,7 @@ STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 ASSIGNED = 2500  # bytes of one expert of an assignment as objects
 HEAP_MOST = 2**30  # of freed memory in the heap; larger blocks go back to the system at once
 STATES = 3  # hidden states a token that a stopped batch keeps: residual, the experts' input, a copy between them
-CAPTURED = 3  # copies of a layer's inputs while they are joined and looked through: pieces, whole, absolute values
+CAPTURED = 4  # copies of a layer's inputs while they are joined and looked through, two of them for absolute values
 PASSES = 40  # elementwise operations over the hidden states in a decoder layer: norms, rotary, residuals, softmax
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
 EXPERT_CALLS = 1e-4  # and for one expert of it
@@ -72,15 +71,14 @@ class Rates:
     """How fast this machine is, by the clock or in processor time.
 
     matrix_flops: operations a second of products in the computing dtype, a batch of tokens wide; expert_seconds: one
-    expert's forward on its share of a batch; attention_seconds: one layer's over a batch; elementwise_bytes: bytes a
-    second of a pass over the hidden states; losses_flops: operations a second of `losses` (replicas, losses, packing,
-    float32); dequantized_weights: weights a second; bytes a second of reading the checkpoint from the disk and again
-    from the page cache, of writing and of hashing.
+    expert's forward on its share of a batch; elementwise_bytes: bytes a second of a pass over the hidden states;
+    losses_flops: operations a second of `losses` (replicas, losses, packing, float32); dequantized_weights: weights a
+    second; bytes a second of reading the checkpoint from the disk and again from the page cache, of writing and of
+    hashing.
     """
 
     matrix_flops: float
     expert_seconds: float
-    attention_seconds: float
     elementwise_bytes: float
     losses_flops: float
     dequantized_weights: float
@@ -161,16 +159,14 @@ class Sizes:
     @cached_property
     def placed(self) -> list[int]:
         """Bytes of all experts by every assignment."""
-        both = [zip(self.layers, widths, strict=True) for widths in self.widths]
-        return [sum(self.expert_bytes(layer, bits) for layer, mine in one for bits in mine) for one in both]
+        return [
+            sum(self.expert_bytes(layer, bits) for layer, own in zip(self.layers, widths, strict=True) for bits in own)
+            for widths in self.widths
+        ]
 
     def expert_bytes(self, layer: ExpertLayer, bits: Width) -> int:
         """Stored bytes of one expert."""
         return expert_bytes(layer, bits, self.recipe.losses, self.source_dtype.itemsize)
-
-    def methods(self, section: AssignSection) -> list[str]:
-        """The methods whose replicas an assignment may take; which one is best is not known yet."""
-        return list(self.recipe.losses.methods) if section.quantizer == BEST else [section.quantizer]
 
     def loss_rows(self) -> int:
         """Rows of the loss table."""
@@ -199,28 +195,26 @@ class Sizes:
 
     def stopped(self, copies: float, inputs: float = 0) -> Moment:
         """All batches stopped in a layer, with hidden states of every token, and copies of what goes into the layer."""
-        tokens, model = self.calibration.tokens, self.geometry
-        looked = 2 * model.hidden_size if inputs > 1 else 0  # two bytes of a number while it is seen to be finite
-        captured = tokens * (inputs * self.token + looked + 12 * model.top_k + 16) if inputs else 0
+        tokens = self.calibration.tokens
+        captured = tokens * (inputs * self.token + 12 * self.geometry.top_k + 16) if inputs else 0
         return {"stopped batches": tokens * copies * self.token, "inputs of a layer": captured}
 
-    def activations(self, tokens: float, length: int) -> Moment:
-        """Of one batch inside one decoder layer."""
+    def activations(self, tokens: float) -> float:
+        """Bytes of one batch inside one decoder layer."""
         inner, hidden, width = max(layer.intermediate_size for layer in self.layers), self.token, self.dtype.itemsize
         weighed = 2 * hidden + 2 * 4 * self.geometry.hidden_size  # by weights in float32, and put back in order
         experts = self.geometry.top_k * max(2 * hidden + 3 * inner * width, weighed)
         attention = 6 * max(hidden, self.geometry.num_attention_heads * self.geometry.head_dim * width)
         dense = 4 * 4 * hidden  # a dense feed-forward part, taken as four times as wide
-        mask = length * width  # of padded batches: a row of the mask a token
-        return {"activations of a batch": tokens * (max(experts, dense) + attention + 2 * hidden + mask)}
+        return tokens * (max(experts, dense) + attention + 2 * hidden)
 
-    def heap(self, tokens: float, length: int) -> Moment:
+    def heap(self, tokens: float) -> Moment:
         """What a batch's activations leave in the heap, as much as they are; a GPU's allocator uses its own again."""
-        size = sum(self.activations(tokens, length).values())
-        return {} if self.gpu else {"heap of activations": min(size, HEAP_MOST)}
+        return {} if self.gpu else {"heap of activations": min(self.activations(tokens), HEAP_MOST)}
 
-    def running(self, tokens: float, length: int) -> Moment:
-        return {**self.activations(tokens, length), **self.heap(tokens, length)}
+    def running(self, tokens: float) -> Moment:
+        """A batch inside a decoder layer."""
+        return {"activations of a batch": self.activations(tokens), **self.heap(tokens)}
 
     def counts(self) -> int:
         """Bytes of routing counts and scores of every sequence."""
@@ -241,14 +235,15 @@ class Sizes:
 
     def forward(self, rates: Rates, tokens: float, batches: float, *, head: bool) -> float:
         """Seconds of running batches of `tokens` tokens through the whole model: products of everything but the
-        experts, every expert once on its share of the tokens, attention, passes over the hidden states."""
-        usual = self.calibration.batch_tokens
-        dense = 2 * tokens * (sum(self.block_parameters) - self.expert_parameters) / rates.matrix_flops
-        routed = self.expert_tokens(tokens) / self.expert_tokens(usual)
+        experts, every expert once on its share of the tokens, attention as long as the calibration's, passes over the
+        hidden states."""
+        heads, length = self.geometry.num_attention_heads * self.geometry.head_dim, self.calibration.length
+        products = sum(self.block_parameters) - self.expert_parameters + 2 * len(self.block_parameters) * length * heads
+        routed = self.expert_tokens(tokens) / self.expert_tokens(self.calibration.batch_tokens)
         experts = self.experts * (rates.expert_seconds * routed + EXPERT_CALLS)
-        passes = PASSES * tokens * self.token / rates.elementwise_bytes
-        layers = len(self.block_parameters) * (rates.attention_seconds * tokens / usual + passes + CALLS)
+        layers = len(self.block_parameters) * (PASSES * tokens * self.token / rates.elementwise_bytes + CALLS)
         last = 2 * self.geometry.hidden_size / rates.matrix_flops + 8 * 4 / rates.elementwise_bytes
+        dense = 2 * tokens * products / rates.matrix_flops
         return batches * (dense + experts + layers + (tokens * self.vocabulary * last if head else 0))
 
     def expert_tokens(self, tokens: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from moeq.artifacts import effects, expert_effects, replicas
@@ -20,10 +19,9 @@ from moeq.registry import QUANTIZERS
 from moeq.stages.effects import sequences_at_once
 from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.expert_effects import AT_ONCE
-from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, STORED_ROW, Moment, Needs, Rates, Sizes
+from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Needs, Rates, Sizes
 from moeq.stages.replicas import entries
 
-Effects = tuple[Moment, dict[str, int], Callable[[Rates], float]]
 SET = "0" * 64  # stands for the digest that names a set in the store
 ROW = 1300  # bytes of one row of the loss table as a Python dictionary
 ROW_SECONDS = 3e-5  # a row: made, written, read and summed up
@@ -41,19 +39,19 @@ def batch_moments(layer: ExpertLayer, section: LossesSection, routed: int, *, gp
     first = next(expert_batches(layer, section))
     count = first.stop - first.start
     every = store_bytes(layer, section.bits, section)
-    mine = every * count // layer.num_experts
+    own = every * count // layer.num_experts
     quantizers = [QUANTIZERS.get(method) for method in section.methods]
-    store = every if any(one.stored for one in quantizers) else 0
+    store = every if any(quantizer.stored for quantizer in quantizers) else 0
     sizes = BatchSizes(layer=layer, settings=section, experts=count, tokens=routed, lent=SAMPLE_TOKENS, gpu=gpu)
     moments = [(row_bytes(layer, routed + SAMPLE_TOKENS), 0)]
     for quantizer in quantizers:
-        there = store - mine if quantizer.stored else store
-        moments += [(one, there) for part in quantizer.chain() for one in part.memory(sizes)]
+        there = store - own if quantizer.stored else store
+        moments += [(size, there) for part in quantizer.chain() for size in part.memory(sizes)]
     if store:
-        moments.append((mine, store))  # packed, and copied to where they stay
+        moments.append((own, store))  # packed, and copied to where they stay
         if count < layer.num_experts:
             moments.append((0, 2 * store))  # joined
-    rounded = 0 if all(one.stored for one in quantizers) else mine
+    rounded = 0 if all(quantizer.stored for quantizer in quantizers) else own
     rows = 4 * section.max_measured_tokens * (2 * layer.hidden_size + 7 * layer.intermediate_size)
     moments.append((rounded + rows + 8 * layer.parameters_per_expert, store))
     return [(4 * count * layer.parameters_per_expert + batch, replicas) for batch, replicas in moments]
@@ -86,20 +84,20 @@ def _store(sizes: Sizes) -> dict[str, int]:
     for layer in sizes.layers:
         count = layer.num_experts * (1 + len(layer.projections) if section.per_projection else 1)
         shapes, stamps = {}, {}
-        for one in entries(section):
-            more = ROWS_TRACE if QUANTIZERS.get(one.method).knows_hessians else 0
-            name = replicas.rows_file(folder, layer.index, one.rows).as_posix()
+        for made in entries(section):
+            more = ROWS_TRACE if QUANTIZERS.get(made.method).knows_hessians else 0
+            name = replicas.rows_file(folder, layer.index, made.rows).as_posix()
             files[name] = ROWS + count * (ROWS_ROW + more + len(layer.name))
-            if one.entry is None:
+            if made.entry is None:
                 continue
             inside = {"group_size": group_size, "symmetric": symmetric}
-            inside |= {"nested": True} if nested and one.bits in NESTED_BITS else {}
+            inside |= {"nested": True} if nested and made.bits in NESTED_BITS else {}
             described = {name: {"inputs": layer.shape(name)[1], **inside} for name in layer.projections}
-            stamps[one.entry] = replicas.described(one.entry, SET, described)
+            stamps[made.entry] = replicas.described(made.entry, SET, described)
             for name in layer.projections:
-                parts = packed_shapes(*layer.shape(name), one.bits, group_size, symmetric, nested)
+                parts = packed_shapes(*layer.shape(name), made.bits, group_size, symmetric, nested)
                 for part, (shape, dtype) in parts.items():
-                    shapes[f"{one.entry}.{name}.{part}"] = (dtype, (layer.num_experts, *shape))
+                    shapes[f"{made.entry}.{name}.{part}"] = (dtype, (layer.num_experts, *shape))
         if stamps:
             name = replicas.layer_file(folder, layer.index).as_posix()
             files[name] = safetensors_bytes(shapes, replicas.layer_metadata(layer.index, stamps))
@@ -115,37 +113,36 @@ def needs(sizes: Sizes) -> Needs:
     rows, made, store = sizes.loss_rows(), entries(section), _store(sizes)
     floats = 4 * hidden * min(part_rows(hidden), text.tokens * (1 - section.heldout_fraction))
     floats += 0 if sizes.dtype.itemsize == 4 else 4 * hidden * text.tokens
-    sums = {"sums over inputs of other modules": sizes.others.sums()}
     quantizing = {
         "tokens in float32": floats, "rows of a layer": rows // len(sizes.layers) * ROW, "batch of experts": batch,
-        "packed replicas of a layer": packed, **sums, **sizes.heap(text.batch_tokens, text.length),
+        "packed replicas of a layer": packed, "sums over inputs of other modules": sizes.others.sums(),
+        **sizes.heap(text.batch_tokens),
     }  # fmt: skip
-    whole = rows // (1 + len(sizes.largest.projections) if section.per_projection else 1)
-    kept = len([one for one in made if one.entry is not None])
+    kept = len([each for each in made if each.entry is not None])
     files = {NAME: int(TABLE + TABLE_ROW * rows)}
     files[replicas.INDEX] = INDEX + INDEX_MADE * len(made) + len(sizes.layers) * (INDEX_LAYER + INDEX_ENTRY * kept)
-    wanted = [one for one in (section.layer_effects, section.expert_effects) if one is not None]
-    measured = [_effects(sizes, one) for one in wanted]
+    files |= sizes.others.artifacts()
+    measured = [_effects(sizes, each) for each in (section.layer_effects, section.expert_effects) if each is not None]
+    for each in measured:
+        files |= each.files
 
     def seconds(rates: Rates) -> float:
         sample = min(SAMPLE_TOKENS, int(text.tokens * (1 - section.heldout_fraction)))
         tokens = expert_tokens(sizes, section)
-        work = sum(one.num_experts * losses_operations(one, *tokens, section, sample) for one in sizes.layers)
+        work = sum(layer.num_experts * losses_operations(layer, *tokens, section, sample) for layer in sizes.layers)
         work += sizes.others.operations(text.tokens)
         shared = 2 * text.tokens * hidden**2 * len(sizes.layers) / rates.matrix_flops
-        passes = sum(one(rates) for _, _, one in measured)
+        passes = sum(each.seconds(rates) for each in measured)
         return sizes.walk_seconds(rates) + shared + work / rates.losses_flops + rows * ROW_SECONDS + passes
 
     return Needs(
         moments=[
             {**sizes.loading(), **sizes.stopped(2)},
-            {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens, text.length)},
+            {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens)},
             {**sizes.held(), **sizes.stopped(STATES, 1), **quantizing},
-            {**sizes.held(), **sizes.stopped(STATES), **sums, "another module": sizes.others.working()},
-            {**sizes.model(), "loss table": whole * ROW + 2 * rows * STORED_ROW},
-            *(moment for moment, _, _ in measured),
+            *(moment for each in measured for moment in each.moments),
         ],
-        files=files | sizes.others.artifacts() | {k: v for _, some, _ in measured for k, v in some.items()},
+        files=files,
         read=sizes.disk if sizes.streams else 0,
         temporary=max(store.values()) if (sizes.context.store / replicas.MARKER).is_file() else 0,
         store=store,
@@ -153,45 +150,40 @@ def needs(sizes: Sizes) -> Needs:
     )
 
 
-def _effects(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) -> Effects:
+def _effects(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) -> Needs:
     """The passes in which one layer, or one expert, after the other is quantized; at most as long as the recipe allows.
 
     An expert's runs from its layer on: on average the later half of the model. With every few experts goes an exact
-    pass, and once for each layer the check that it can be begun at.
+    pass.
     """
     losses, text, layers, vocabulary = sizes.recipe.losses, sizes.calibration, len(sizes.layers), sizes.vocabulary
     experts = section if isinstance(section, ExpertEffectsSection) else None
+    measured = 0 if experts is None else min(experts.experts or sizes.experts, sizes.experts)
     kept = 0 if experts is None else AT_ONCE * sizes.geometry.hidden_size  # what goes into the layers
     there = max(1, min(section.sequences, text.sequences // heldout_stride(losses.heldout_fraction)))
     memory = working_memory(losses.working_memory, sizes.device)
     batches = -(-there // min(there, sequences_at_once(memory, vocabulary, text.length, kept)))
     tokens = there * text.length / batches
     numbers = COMPARED * vocabulary * 4 + (vocabulary + kept) * sizes.dtype.itemsize
-    moment = {**sizes.held(), "outputs that are compared": tokens * numbers, **sizes.running(tokens, text.length)}
-
-    def one_pass(rates: Rates, share: float) -> float:
-        """A share of the decoder layers, and comparing the output with the exact one."""
-        blocks, whole = (sizes.forward(rates, tokens, 1, head=head) for head in (False, True))
-        reading = sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
-        comparing = COMPARING * tokens * vocabulary * 4 / rates.elementwise_bytes
-        return share * (blocks + reading) + whole - blocks + comparing
-
-    def replacing(rates: Rates) -> float:
-        return sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
-
-    if experts is None:
-        files = {effects.NAME: 110 + 22 * layers}
-        return moment, files, lambda rates: batches * ((1 + layers) * one_pass(rates, 1.0) + replacing(rates))
-    measured, most = min(experts.experts or sizes.experts, sizes.experts), experts.seconds
 
     def seconds(rates: Rates) -> float:
-        later = one_pass(rates, (layers + 1) / (2 * layers))
-        one = batches * (later + replacing(rates) / sizes.experts + one_pass(rates, 1.0) / AT_ONCE)
-        whole = measured * one + min(measured, layers) * later
-        return whole if most is None else min(whole, max(most, one))
+        blocks = sizes.forward(rates, tokens, 1, head=False)
+        output = sizes.forward(rates, tokens, 1, head=True) - blocks
+        output += COMPARING * tokens * vocabulary * 4 / rates.elementwise_bytes
+        blocks += sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
+        replacing = sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
+        if experts is None:
+            return batches * ((1 + layers) * (blocks + output) + replacing)
+        later = blocks * (layers + 1) / (2 * layers) + output
+        expert = batches * (later + replacing / sizes.experts + (blocks + output) / AT_ONCE)
+        most = float("inf") if experts.seconds is None else experts.seconds
+        return min(measured * expert, max(most, expert))
 
-    written = {
-        expert_effects.NAME: 170 + 36 * sizes.experts + 25 * layers,
-        expert_effects.MEASURED: 150 + 26 * measured,
-    }
-    return moment, written, seconds
+    files = {effects.NAME: 110 + 22 * layers}
+    if experts is not None:
+        files = {
+            expert_effects.NAME: 170 + 36 * sizes.experts + 25 * layers,
+            expert_effects.MEASURED: 150 + 26 * measured,
+        }
+    moment = {**sizes.held(), "outputs that are compared": tokens * numbers, **sizes.running(tokens)}
+    return Needs(moments=[moment], files=files, seconds=seconds)

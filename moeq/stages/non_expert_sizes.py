@@ -18,7 +18,6 @@ from moeq.exporters.native_writer import others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.non_experts import OtherModule, by_block
 from moeq.numerics.packed import packed_shapes
-from moeq.quantizers.non_experts import ROWS_AT_ONCE
 from moeq.runtime.packed_experts import GUARD_DTYPE
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.stages import non_experts as stage
@@ -76,10 +75,6 @@ class Others:
                     inputs[at] = inputs.get(at, 0) + 1
             most = max(most, sum(-(-count // 2) * 2 * 4 * width**2 for (_, width), count in inputs.items()))
         return most
-
-    def working(self) -> int:
-        """Bytes of what is held while one module is quantized and measured."""
-        return max((4 * 4 * m.inputs**2 + 30 * min(m.rows, ROWS_AT_ONCE) * m.inputs for m in self.modules), default=0)
 
     def operations(self, tokens: int) -> float:
         """Floating-point operations: sums over inputs, factors, column loops."""

@@ -201,7 +201,7 @@ TRACE_HEADER, TRACE_LAYER = 1_000, 110  # bytes of the trace beside its tokens
 def needs(sizes: Sizes) -> Needs:
     """The text, and a walk over it with the counts of every sequence."""
     text, count = sizes.calibration, len(sizes.layers)
-    there = [one.whole for one in (text, sizes.evaluation) if one is not None]
+    there = [part.whole for part in (text, sizes.evaluation) if part is not None]
     read = {"text": max(there) * TOKEN + min(TOKENIZED_AT_ONCE, 600 * max(there))}
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"tokens": (torch.int64, (text.sequences, 2))}
     for layer in sizes.layers:
@@ -223,6 +223,6 @@ def needs(sizes: Sizes) -> Needs:
     moments: list[Moment] = [
         read,
         {**sizes.loading(), **sizes.stopped(2, 1), **tables},
-        {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens, text.length), **tables},
+        {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens), **tables},
     ]
     return Needs(moments=moments, files=files, read=sizes.disk, seconds=seconds)

@@ -171,13 +171,14 @@ REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted
 def needs(sizes: Sizes) -> Needs:
     """A layer's packed experts, one of them as it is read; the walks and the training where placed ones are refined."""
     recipe, layer, section = sizes.recipe, sizes.largest, sizes.recipe.quantize.refine
-    every, made_now = recipe.quantize.replicas == "all", on_demand(sizes.methods(recipe.assign))
+    every, maker = recipe.quantize.replicas == "all", recipe.assign.quantizer
+    made_now = on_demand(recipe.losses.methods if maker == BEST else [maker])  # which one is best is not known yet
     share = recipe.assign.gpu_experts * len(sizes.layers) / sizes.experts  # that is read: what stays as it is
-    if every or made_now or recipe.assign.named() == {FULL} or any(one.biased for one in sizes.layers):
+    if every or made_now or recipe.assign.named() == {FULL} or any(other.biased for other in sizes.layers):
         share = 1.0
     stored, packed = sizes.placed[0], sizes.placed[0] / len(sizes.layers)
     if every:
-        stores = [store_bytes(one, recipe.losses.bits, recipe.losses) for one in sizes.layers]
+        stores = [store_bytes(other, recipe.losses.bits, recipe.losses) for other in sizes.layers]
         stored, packed = sum(stores), max(stores) + layer.num_experts * sizes.expert_bytes(layer, FULL)
     files = packed_files(sizes)
     replicas = len(recipe.losses.bits) if every else 1
@@ -187,16 +188,16 @@ def needs(sizes: Sizes) -> Needs:
     moments: list[Moment] = [{**sizes.model(), **held, "one expert": 16 * layer.parameters_per_expert if share else 0}]
     if section is not None:
         files[refine.PROGRESS] = 100 + 100 * len(files)
-        moments += _refining(sizes, section, held)
+        moments.append({**held, **_refining(sizes, section)})
 
     def seconds(rates: Rates) -> float:
-        found = sizes.reading(rates, read) + sizes.placed[0] / rates.cached_bytes
-        found += WEIGHT_OPERATIONS * sizes.expert_parameters / rates.losses_flops if made_now else 0.0
+        operations = WEIGHT_OPERATIONS if made_now else 0
+        taken = sizes.reading(rates, read) + sizes.placed[0] / rates.cached_bytes
         if section is not None:  # both runs, the repeated decoder layers, the training
-            text, steps = sizes.calibration, section.iterations * sizes.expert_parameters
-            found += steps * (6 * BATCH_ROWS + WEIGHT_OPERATIONS) / rates.losses_flops
-            found += sizes.walk_seconds(rates) + 2 * sizes.forward(rates, text.batch_tokens, text.batches, head=False)
-        return found
+            text = sizes.calibration
+            operations += section.iterations * (6 * BATCH_ROWS + WEIGHT_OPERATIONS)
+            taken += sizes.walk_seconds(rates) + 2 * sizes.forward(rates, text.batch_tokens, text.batches, head=False)
+        return taken + operations * sizes.expert_parameters / rates.losses_flops
 
     return Needs(
         moments=moments,
@@ -206,32 +207,27 @@ def needs(sizes: Sizes) -> Needs:
     )
 
 
-def _refining(sizes: Sizes, section: RefineSection, packed: Moment) -> list[Moment]:
+def _refining(sizes: Sizes, section: RefineSection) -> Moment:
     """Both runs of all batches stand at the end of a decoder layer, whose experts are trained."""
     text, layer = sizes.calibration, sizes.largest
-    waiting = {**sizes.held(), **sizes.stopped(2 * STATES, CAPTURED)}
-    training = {
+    return {
+        **sizes.held(), **sizes.stopped(2 * STATES, CAPTURED), **sizes.heap(text.batch_tokens),
         "tokens in float32": REFINED_FLOATS * 4 * text.tokens * sizes.geometry.hidden_size,
         "codes of a layer": 2 * layer.num_experts * layer.parameters_per_expert,
         "experts in training": max(working_memory(section.working_memory), WEIGHT_BYTES * layer.parameters_per_expert),
-    }
-    return [
-        {**sizes.loading(), **sizes.stopped(4)},
-        {**waiting, **sizes.running(text.batch_tokens, text.length)},
-        {**waiting, **packed, **sizes.heap(text.batch_tokens, text.length), **training},
-    ]
+    }  # fmt: skip
 
 
 def packed_files(sizes: Sizes) -> dict[str, int]:
     """Bytes of the files of experts, exactly where the assignment gives what is foreseen."""
     recipe, dtype, files, known = sizes.recipe, sizes.source_dtype, {}, {}
     every = recipe.quantize.replicas == "all"
-    for layer, mine in zip(sizes.layers, sizes.widths[0], strict=True):
-        key = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name), *mine)
+    for layer, widths in zip(sizes.layers, sizes.widths[0], strict=True):
+        key = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name), *widths)
         if key not in known:
             placed = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}
             extra: Shapes = {}
-            for expert, bits in enumerate(mine):
+            for expert, bits in enumerate(widths):
                 prefix = f"{layer.name}.{expert}"
                 placed |= replica_shapes(recipe, layer, layer.projections, bits, dtype, prefix)
                 others = stored_widths(bits, [*recipe.losses.bits, FULL], recipe.losses.nested)[1:]

@@ -22,14 +22,13 @@ class Text:
     """Sequences of at most `length` tokens in batches of `batch`; `whole`: tokens of all that they are taken from.
 
     Of images, the positions that the model sees of one are its tokens. Of requests of tasks, which differ in length:
-    `mean_length` in tokens, `characters` of all, and `steps`, passes of a batch, more than one where they generate.
+    `characters` of all, and `steps`, passes of a batch, more than one where they generate.
     """
 
     sequences: int
     length: int
     batch: int
     whole: int
-    mean_length: float | None = None
     characters: int = 0
     steps: float = 1
 
@@ -43,7 +42,13 @@ class Text:
 
     @property
     def batch_tokens(self) -> int:
+        """Tokens of a batch of the longest."""
         return min(self.batch, self.sequences) * self.length
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a batch, where sequences differ in length."""
+        return min(self.batch, self.sequences) * min(self.whole, self.tokens) / self.sequences
 
 
 def calibration_text(context: Context) -> Text:
@@ -72,25 +77,24 @@ def _text(context: Context, part: str, section: CorpusSection | PerplexitySectio
 
 
 def _images(context: Context, sets: Sequence[ImageSet], part: Part, wanted: int | None, batch: int) -> Text:
-    length, there = context.model.image_task.positions, sum(len(one.part(part)) for one in sets)
+    length, there = context.model.image_task.positions, sum(len(images.part(part)) for images in sets)
     return Text(sequences=min(wanted or there, there), length=length, batch=batch, whole=there * length)
 
 
 def tasks(context: Context) -> Text | None:
     """The requests that the recipe's tasks make; EvaluationError for unknown tasks."""
     section, config = context.recipe.eval, context.model.source.config
-    if not section.tasks or not (found := task_requests(context.text.task_manager, section.tasks, section.limit)):
+    if not section.tasks or not (requests := task_requests(context.text.task_manager, section.tasks, section.limit)):
         return None
     sample = read_text(bundled_path("corpus/evaluation.jsonl"))[:SAMPLE]
     per_token = len(sample) / len(context.model.tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"])
     positions = (config.get("text_config") or config).get("max_position_embeddings") or float("inf")
-    lengths = [min(characters / per_token, positions) for characters, _ in found]
+    lengths = [min(characters / per_token, positions) for characters, _ in requests]
     return Text(
-        sequences=len(found),
+        sequences=len(requests),
         length=int(max(lengths)) + 1,
         batch=MOST_ROWS if section.batch_size == "auto" else section.batch_size,
         whole=int(sum(lengths)),
-        mean_length=sum(lengths) / len(found),
-        characters=sum(characters for characters, _ in found),
-        steps=sum(max(1, generated) for _, generated in found) / len(found),
+        characters=sum(characters for characters, _ in requests),
+        steps=sum(max(1, generated) for _, generated in requests) / len(requests),
     )

@@ -54,10 +54,11 @@ def check_native(directory: Path, reporter: Reporter = QUIET, manifest: Placemen
         _check_replica(directory, module, headers, f"{module.name}, {module.bits} bits")
     on_disk = sum(header.bytes for tensors in headers.values() for header in tensors.values())
     stated, guard = manifest.totals, manifest.totals.guard_bytes
-    found = totals(manifest.layers, manifest.others, on_disk, guard)
+    counted = totals(manifest.layers, manifest.others, on_disk, guard)
     for what in ("placed_expert_bytes", "other_replica_bytes", "packed_module_bytes", "bytes_by_tier"):
-        _check_total(directory, what, getattr(found, what), getattr(stated, what))
-    _check_total(directory, "tensor bytes on disk", on_disk, on_disk - found.non_expert_bytes + stated.non_expert_bytes)
+        _check_total(directory, what, getattr(counted, what), getattr(stated, what))
+    expected = on_disk - counted.non_expert_bytes + stated.non_expert_bytes
+    _check_total(directory, "tensor bytes on disk", on_disk, expected)
     sums = check_sums(directory, reporter=reporter)
     record = read_record(directory, "export") if (directory / RECORD).is_file() else None
     if record is not None:
@@ -66,10 +67,10 @@ def check_native(directory: Path, reporter: Reporter = QUIET, manifest: Placemen
     return Checked(manifest=manifest, tensor_bytes=on_disk, files=_checked_files(sums, record))
 
 
-def _check_total(directory: Path, what: str, found: object, expected: object) -> None:
-    if found != expected:
+def _check_total(directory: Path, what: str, counted: object, stated: object) -> None:
+    if counted != stated:
         where = str(directory / MANIFEST)
-        raise ArtifactError(f"{what}: {found}, the manifest states {expected}", where=where, do=EXPORT_AGAIN)
+        raise ArtifactError(f"{what}: {counted}, the manifest states {stated}", where=where, do=EXPORT_AGAIN)
 
 
 def _checked_files(sums: Sums | None, record: StageRecord | None) -> str:

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from moeq import cli, terminal
 from moeq.errors import AssignmentError, CorpusError, ModelError, PlanError
 from moeq.models import source
-from moeq.planning import capability
 from moeq.planning import plan as plan_module
+from moeq.planning.capability import refusals
 from moeq.planning.plan import error_of, make_plan
-from moeq.planning.result import Machine, Need, Plan, Term
+from moeq.planning.result import Machine, Need, Plan
 from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS, NATIVE
 from moeq.stages import order
@@ -51,8 +51,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **limits: int | None) -> None:
 def need(stage: str, ram: int = 1, gpu: int = 0, size: int = 0, temporary: int = 0) -> Need:
     return Need(
         stage=stage,
-        ram_terms=(Term(what="a", bytes=ram, lever="stream: always"),),
-        gpu_terms=(Term(what="b", bytes=gpu, gpu=True, lever="fewer corpus.sequences"),),
+        ram_terms={"model": ram},
+        gpu_terms={"stopped batches": gpu},
         read=0,
         lasting={"x": size},
         linked=0,
@@ -215,13 +215,11 @@ def test_formats_say_what_they_cannot_carry(
     tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = context_of(tiny_mixtral, tmp_path)
-    layers = tuple(context.model.layers)
-    mixed = capability.Asked(layers=layers, widths=((1, 2, 3, 4, 16),) * 2, group_size=16, symmetric=False,
-                             all_replicas=False)  # fmt: skip
-    assert capability.refusals(context, mixed) == []
+    mixed = ((1, 2, 3, 4, 16),) * 2
+    assert refusals(context, mixed) == []
     narrow = replace(EXPORTERS.get(NATIVE).targets[0], widths=(16,))
     changed(monkeypatch, EXPORTERS, NATIVE, targets=(narrow,))
-    line = capability.refusals(context, mixed)[0]
+    line = refusals(context, mixed)[0]
     assert line.startswith("export.format moeq cannot carry it: ")
     assert "1 bits; moeq loads 16; " in line
     assert line.endswith("; choose another format")
@@ -230,7 +228,7 @@ def test_formats_say_what_they_cannot_carry(
     assert "cannot carry it" in str(error_of(plan))
     monkeypatch.undo()
     few = context_of(tiny_mixtral, tmp_path, "corpus.sequences=3")
-    assert "raise corpus.sequences to 4" in capability.refusals(few, mixed)[0]
+    assert "raise corpus.sequences to 4" in refusals(few, mixed)[0]
 
 
 def test_text_is_measured_as_the_run_reads_it(tiny_mixtral: Path, tmp_path: Path) -> None:

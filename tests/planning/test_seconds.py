@@ -14,7 +14,7 @@ from moeq.stages.needs import Rates, Sizes
 from moeq.stages.order import BY_NAME
 
 RATES = Rates(
-    matrix_flops=1e10, expert_seconds=1e-4, attention_seconds=1e-3, elementwise_bytes=1e9, losses_flops=1e10,
+    matrix_flops=1e10, expert_seconds=1e-4, elementwise_bytes=1e9, losses_flops=1e10,
     dequantized_weights=1e8, read_bytes=1e9, cached_bytes=2e9, write_bytes=1e9, hash_bytes=1e9,
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from moeq.inspection import inspect
 from moeq.models.experts import stacked_weights
 from moeq.models.loading import load_model
 from moeq.models.source import open_source
-from moeq.planning.capability import Asked, refusals
+from moeq.planning.capability import refusals
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
@@ -157,8 +157,7 @@ def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, 
         run(model, tmp_path, *one, "export.formats=[auto-round]")
     assert not (tmp_path / "checkpoint").exists()
     context = context_of(model, tmp_path, *one, "export.formats=[auto-round, compressed-tensors]", "export.widen=true")
-    layers = tuple(context.model.layers)
-    asked = Asked(layers=layers, widths=((1,) * 6,) * 2, group_size=32, symmetric=False, all_replicas=False)
+    asked = ((1,) * 6,) * 2
     assert refusals(context, asked) == []
     narrow = context_of(model, tmp_path, *one, "export.formats=[gptq]")
     assert any("export.formats: gptq cannot carry it" in line and "1 bits" in line for line in refusals(narrow, asked))
@@ -202,12 +201,9 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
     good = save_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
     narrow = context_of(good, tmp_path / "run", *GGUF)
     for bits, why in ((2, "2 bits of 128 inputs in groups of 32; llama.cpp has blocks of 256"), (4, "")):
-        asked = Asked(layers=tuple(narrow.model.layers), widths=((bits,) * 6,) * 2, group_size=32, symmetric=True,
-                      all_replicas=False)  # fmt: skip
-        lines = [line for line in refusals(narrow, asked) if "gguf" in line]
+        lines = [line for line in refusals(narrow, ((bits,) * 6,) * 2) if "gguf" in line]
         assert [why in line for line in lines] == [True] * bool(why)
-    mixed = Asked(layers=tuple(narrow.model.layers), widths=((4, 8, 4, 4, 4, 4),) * 2, group_size=32, symmetric=True,
-                  all_replicas=False)  # fmt: skip
+    mixed = ((4, 8, 4, 4, 4, 4),) * 2
     assert any("8 bits beside 4" in line for line in refusals(narrow, mixed))
     within = context_of(good, tmp_path / "run", *GGUF, "assign.target=llama.cpp")
     assert not [line for line in refusals(within, mixed) if "gguf" in line]

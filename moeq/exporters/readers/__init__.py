@@ -30,7 +30,7 @@ def file_format(path: Path) -> Exporter | None:
     """The format of a directory whose weights are in a file of its own, not in safetensors."""
     if (path / SINGLE).is_file() or (path / INDEX).is_file():
         return None
-    return next((one for one in EXPORTERS if one.file is not None and (path / one.file).is_file()), None)
+    return next((each for each in EXPORTERS if each.file is not None and (path / each.file).is_file()), None)
 
 
 def open_packed(path: Path, *, trust_remote_code: bool = False, as_values: bool = False) -> PackedSource:

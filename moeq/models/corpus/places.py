@@ -161,7 +161,7 @@ class Places(TextRows):
         return taken
 
     def tokens(self) -> int:
-        known = (one.characters / one.per_token for one in self._extents.values())
+        known = (extent.characters / extent.per_token for extent in self._extents.values())
         return int(sum(known)) if self._numbered else super().tokens()
 
     def with_images(self) -> bool:
