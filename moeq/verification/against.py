@@ -19,6 +19,7 @@ from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.weights import is_dequantized
+from moeq.numerics.slab import return_memory
 from moeq.progress import Reporter
 from moeq.verification.reference import packed_others, relative, streamed, values
 
@@ -131,6 +132,7 @@ def _experts(
                         problems.append(f"{where}: its values differ by {errors[-1]:.2g} relative")
                     elif not errors[-1] <= UNLIKE:
                         problems.append(f"{where}: no rounding of this expert's weights ({errors[-1]:.2g} relative)")
+            return_memory()  # or gaps between what is read pile up, layer by layer
             advance()
     return problems, errors
 
