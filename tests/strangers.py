@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +16,8 @@ import pytest
 
 from moeq.registry import Registry
 
+ROOT = Path(__file__).parents[1]
+
 
 def write_package(folder: Path, group: str, entries: Mapping[str, str], modules: Mapping[str, str]) -> None:
     """Entry points {name: value} of a group and modules {name: source}, as a folder that stands on the path."""
@@ -24,6 +28,14 @@ def write_package(folder: Path, group: str, entries: Mapping[str, str], modules:
     info.joinpath("entry_points.txt").write_text("\n".join(lines) + "\n")
     for name, source in modules.items():
         folder.joinpath(f"{name}.py").write_text(source)
+
+
+def started(package: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Python with some words of a command line, where a package is there."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (package, ROOT)))}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def changed(patch: pytest.MonkeyPatch, registry: Registry, name: str, **fields: Any) -> None:

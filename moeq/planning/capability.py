@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeq.artifacts.assignment import FULL, Width, matrix_widths
-from moeq.artifacts.targets import loaded_by, loads_width, refuse_layers
+from moeq.artifacts.targets import loaded_by, loads_width
 from moeq.quantizers.layer_data import heldout_stride
+from moeq.stages import export
 from moeq.stages.context import Context
 
 Widths = Sequence[Sequence[Width]]  # of every layer's experts, or of their matrices
@@ -53,15 +54,7 @@ def _refused(context: Context, name: str, widths: Widths) -> str | None:
         loaded = [bits for bits in used if loads_width(target, bits, group_size=size, symmetric=symmetric)]
         variants = [[[bits] * len(layer) for layer in widths] for bits in loaded or used]
     for variant in variants:
-        reason = refuse_layers(
-            name,
-            context.model.layers,
-            variant,
-            group_size=section.group_size,
-            symmetric=section.symmetric,
-            nested=section.nested,
-            widen=context.recipe.export.widen,
-        )
+        reason = export.refused(context, name, variant, section)
         if reason is not None:
             return "; ".join(reason)
     return None

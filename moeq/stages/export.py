@@ -158,17 +158,22 @@ def check_formats(context: Context, assignment: Assignment) -> None:
 def _check_widths(context: Context, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> None:
     """PlanError for a format whose runtime could not load the widths [E] of some layer."""
     for name in context.recipe.export.formats:
-        reason = refuse_layers(
-            name,
-            context.model.layers,
-            widths,
-            group_size=grid.group_size,
-            symmetric=grid.symmetric,
-            nested=grid.nested,
-            widen=context.recipe.export.widen,
-        )
+        reason = refused(context, name, widths, grid)
         if reason is not None:
             raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
+
+
+def refused(context: Context, name: str, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> tuple[str, str] | None:
+    """Why a format's runtime could not load the widths [E] of some layer, and what to do; None where it could."""
+    return refuse_layers(
+        name,
+        context.model.layers,
+        widths,
+        group_size=grid.group_size,
+        symmetric=grid.symmetric,
+        nested=grid.nested,
+        widen=context.recipe.export.widen,
+    )
 
 
 def _write_formats(context: Context) -> None:
@@ -271,8 +276,9 @@ def needs(sizes: Sizes) -> Needs:
     files = sizes.checkpoint.files(sizes.widths[0]) | packed
     del files[RECORD]
     rest = sizes.disk - sizes.experts_disk - others.disk
-    for name in section.formats:
-        files[f"../checkpoint-{name}"] = EXPORTERS.get(name).size(_export_sizes(sizes, rest))
+    if section.formats:
+        given = _export_sizes(sizes, rest)
+        files |= {f"../checkpoint-{name}": EXPORTERS.get(name).size(given) for name in section.formats}
     writing = {**sizes.model(), **sizes.tables(), "manifest": manifest_bytes(sizes)}
 
     def seconds(rates: Rates) -> float:

@@ -119,7 +119,7 @@ class Sizes:
         self.streams, self.device, self.images = context.model.streams, context.model.device, context.model.takes_images
         self.gpu = self.device.type == "cuda"
         skeleton, self.layers = context.model.described[0], context.model.layers
-        headers, keys = self.source.tensors, loading.expert_keys(self.source, skeleton, self.layers)
+        headers, keys = self.source.tensors, context.model.expert_keys
         self.tensors = len(headers)
         self.disk = sum(header.bytes for header in headers.values())
         self.experts_disk = sum(headers[key].bytes for key in keys)

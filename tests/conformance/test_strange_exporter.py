@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from strange_exporter import ENTRIES, MODULES
-from strangers import write_package
+from strangers import started, write_package
 
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.errors import ArtifactError
 from moeq.exporters.readers import open_packed
 from moeq.registry import EXPORTERS
 
-ROOT = Path(__file__).parents[2]
 ALL = """
 import json
 import sys
@@ -59,13 +55,6 @@ SMALL = (
 def package(tmp_path: Path) -> Path:
     write_package(tmp_path / "there", EXPORTERS.group, ENTRIES, MODULES)
     return tmp_path / "there"
-
-
-def started(package: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (package, ROOT)))}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
 
 
 def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:

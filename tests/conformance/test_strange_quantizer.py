@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from strangers import on_path, write_package
+from strangers import on_path, started, write_package
 
 from moeq.artifacts.losses import NAME, read_losses
 from moeq.artifacts.manifest import read_manifest
 from moeq.quantizers.quantizer import label
 from moeq.registry import QUANTIZERS
 
-ROOT = Path(__file__).parents[2]
 HALF = """
 from pydantic import BaseModel, Field
 
@@ -84,13 +80,6 @@ ENTRIES = {"strangers": "strangers_quantizer:QUANTIZER"}
 def package(tmp_path: Path) -> Path:
     write_package(tmp_path / "there", QUANTIZERS.group, ENTRIES, MODULES)
     return tmp_path / "there"
-
-
-def started(package: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (package, ROOT)))}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
 
 
 def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
