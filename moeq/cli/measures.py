@@ -37,6 +37,9 @@ def evaluate(asked: EvalOptions) -> None:
 @takes_options()
 def estimate(asked: EstimateOptions) -> None:
     """Estimate speed on GPU + near-data-memory hardware: of a run, of a recipe's figures, or of any model's sizes."""
+    from moeq import preflight
+
+    preflight.check_hardware([] if asked.hardware is None else [asked.hardware])
     from moeq.estimation import answers
 
     if answers.needs_a_run(asked):
