@@ -323,8 +323,8 @@ def print_comparison(results: dict[str, Any]) -> None:
     console.print(table)
     how = results["differences"]
     console.print(
-        f"differences from {how['from']}: {how['how']}; n: as many independent items say as much; value \u00b1 standard "
-        "error.",
+        f"differences from {how['from']}: {how['how']}; n: as many independent items say as much; "
+        "value \u00b1 standard error.",
         style="dim",
         markup=False,
     )

@@ -92,11 +92,14 @@ class EvalRow(Frozen):
 
 
 class Score(Frozen):
-    """A score with its interval of 95 %, and how far it is from the baseline's (None: it is the baseline)."""
+    """A score with its interval of 95 % (None: of too few sentences), and how far it is from the baseline's.
+
+    difference None: it is the baseline.
+    """
 
     score: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None

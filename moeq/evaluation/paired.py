@@ -53,7 +53,7 @@ class Items:
 
     @property
     def parts(self) -> Floats:
-        """What each item adds [n] to the error of the measure, of a perplexity to that of its logarithm (linearized)."""
+        """What each item adds [n] to the error of the measure, of a perplexity to that of its logarithm: linear."""
         moved = (self.values - self.ratio * self.weights) / self.weights.sum()
         return {"mean": moved, "perplexity": -moved, "bits": -moved / math.log(2)}[self.kind]
 

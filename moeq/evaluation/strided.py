@@ -131,4 +131,6 @@ def _report(text: Text, sums: list[list[tuple[float, int]]], context_aware: bool
         "by_domain": {domain: float(np.exp(-total[0] / total[1])) for domain, total in totals.items()},
         "tokens": int(items.weights.sum()),
         "text": digest_of([text.documents, text.domains]),
-    } | text_of_items(items, documents=len(sums), window=text.window, stride=text.stride, counted=counted, unit="window")
+    } | text_of_items(
+        items, documents=len(sums), window=text.window, stride=text.stride, counted=counted, unit="window"
+    )

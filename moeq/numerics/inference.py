@@ -110,6 +110,11 @@ def long_run_variance(series: Floats, count: int) -> Floats:
     return np.asarray((coefficients**2).mean(-1))
 
 
+def half_width(variance: Floats, degrees: Floats | float) -> Floats:
+    """Of the interval of 95 % by Student's t."""
+    return np.asarray(stdtrit(degrees, (1 + CONFIDENCE) / 2) * np.sqrt(variance))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """Of an estimate that is a sum over items: variance [...], with so many degrees of freedom [...].
@@ -136,7 +141,7 @@ class Spread:
     @property
     def half_width(self) -> Floats:
         """Of the interval of 95 %."""
-        return np.asarray(stdtrit(self.degrees, (1 + CONFIDENCE) / 2) * self.error)
+        return half_width(self.variance, self.degrees)
 
     def p(self, estimate: Floats) -> Floats:
         """Two-sided, of estimates [...] where 0 is expected."""

@@ -222,8 +222,8 @@ def _how(inputs: ReportInputs) -> str:
     else:
         how = (
             "the 95 % interval of Student's t (of a text over its documents, or over windows as dependent ones, by "
-            "domain), the two-sided p value after Holm over the rows of a column, and the number n of independent items "
-            "that say as much"
+            "domain), the two-sided p value after Holm over the rows of a column, and the number n of independent "
+            "items that say as much"
         )
     return (
         f"Difference from the original on the same items, with {how}: a p value above 0.05 is no evidence of any "
