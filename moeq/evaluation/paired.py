@@ -95,7 +95,7 @@ def compare(own: Sequence[Items], first: Sequence[Items], *, where: str = "compa
     if fewest is None:
         half = float(spread.half_width)
         ends = (centre - half, centre + half)
-        low, high = (first[0].value * float(np.expm1(end)) for end in ends) if alone else ends
+        low, high = (_finite(first[0].value * np.expm1(end)) for end in ends) if alone else ends
         differing = sum(int((items.values != others.values).sum()) for items, others in pairs)
         p = min(1.0, max(float(spread.p(np.asarray(centre))), 2.0 ** (1 - differing)))
     return Change(
@@ -109,6 +109,11 @@ def compare(own: Sequence[Items], first: Sequence[Items], *, where: str = "compa
         degrees_of_freedom=float(spread.degrees),
         fewest_items=fewest,
     )
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinite numbers."""
+    return float(np.nan_to_num(value))
 
 
 def _estimate(own: Items, first: Items) -> tuple[float, Spread, int]:
