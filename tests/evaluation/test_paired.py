@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,9 @@ def test_the_interval_is_that_of_the_paired_differences() -> None:
     differences = mine - first
     error = differences.std(ddof=1) / 20
     assert found.difference == pytest.approx(differences.mean())
-    assert found.stderr == pytest.approx(error, rel=0.02)
+    assert found.stderr == pytest.approx(error, rel=0.04)
     assert (found.low, found.high) == pytest.approx(
-        (differences.mean() - 1.966 * error, differences.mean() + 1.966 * error), abs=0.1 * error
+        (differences.mean() - 1.966 * error, differences.mean() + 1.966 * error), abs=0.15 * error
     )
     unpaired = (first.var() / 400 + mine.var() / 400) ** 0.5
     assert found.stderr < 0.6 * unpaired, "what is common to an item cancels"
@@ -66,36 +67,32 @@ def test_perplexity_is_of_all_tokens_together() -> None:
     assert standard_error(items(sums, tokens, "bits")) == pytest.approx(np.sqrt(3 * parts.var(ddof=1)) / np.log(2))
 
 
-def losses(rng: np.random.Generator, count: int, mean: float) -> tuple[Items, Items]:
+def losses(rng: np.random.Generator, repeats: int, count: int, mean: float) -> Iterator[tuple[Items, Items]]:
     """Windows of one text whose losses, and what is added to them, have a lag-1 correlation of .3."""
-    drawn = rng.normal(size=(2, count))
+    drawn = rng.normal(size=(2, repeats, count))
     for place in range(1, count):
-        drawn[:, place] = 0.3 * drawn[:, place - 1] + np.sqrt(1 - 0.3**2) * drawn[:, place]
+        drawn[..., place] = 0.3 * drawn[..., place - 1] + np.sqrt(1 - 0.3**2) * drawn[..., place]
     tokens = np.full(count, 64.0)
-    loss = 3 + 0.3 * drawn[0]
     text = {"strata": ("all",) * count, "documents": (0,) * count}
-    own, first = (items(-64 * one, tokens, "perplexity", **text) for one in (loss + mean + 0.1 * drawn[1], loss))
-    return own, first
+    for loss, added in zip(3 + 0.3 * drawn[0], mean + 0.1 * drawn[1], strict=True):
+        yield items(-64 * (loss + added), tokens, "perplexity", **text), items(-64 * loss, tokens, "perplexity", **text)
 
 
-@pytest.mark.parametrize("count", [40, 100])
-def test_intervals_of_perplexities_cover_and_false_positives_are_few(count: int) -> None:
+@pytest.mark.parametrize(("count", "repeats"), [(40, 6000), (100, 4000)])
+def test_intervals_of_perplexities_cover_and_false_positives_are_few(count: int, repeats: int) -> None:
+    """The simulation's own error is .3 points of either; tests/numerics/test_inference.py has more, without figures."""
     rng = np.random.default_rng(count)
     truth = np.exp(3.3) - np.exp(3)
-    covered = false = 0
-    for _ in range(2500):
-        found = compare(*([one] for one in losses(rng, count, 0.3)))
-        covered += found.low <= truth <= found.high
-        none = compare(*([one] for one in losses(rng, count, 0.0)))
-        assert (none.p < 0.05) == (not none.low <= 0 <= none.high), "one says what the other does"
-        false += none.p < 0.05
-    assert 0.93 <= covered / 2500 <= 0.97
-    assert false / 2500 <= 0.065
+    found = [compare([own], [first]) for own, first in losses(rng, repeats // 2, count, 0.3)]
+    assert 0.93 <= np.mean([one.low <= truth <= one.high for one in found]) <= 0.97
+    none = [compare([own], [first]) for own, first in losses(rng, repeats, count, 0.0)]
+    assert np.mean([one.p < 0.05 for one in none]) <= 0.065
+    assert all((one.p < 0.05) == (not one.low <= 0 <= one.high) for one in none), "one says what the other does"
 
 
 def test_windows_in_order_are_fewer_than_they_look() -> None:
     rng = np.random.default_rng(2)
-    pairs = [losses(rng, 400, 0.0) for _ in range(40)]
+    pairs = list(losses(rng, 40, 400, 0.0))
     shown = [compare([own], [first]) for own, first in pairs]
     assert np.median([found.effective_items for found in shown]) == pytest.approx(400 * 0.7 / 1.3, rel=0.12)
     alone = [items(own.values, own.weights, "perplexity") for own, _ in pairs]
@@ -114,7 +111,7 @@ def test_the_same_items_give_the_same_numbers_in_any_order() -> None:
 
 def test_earlier_results_know_less_of_their_windows() -> None:
     """Without documents windows are one text in order; totals of documents are independent."""
-    own, first = losses(np.random.default_rng(7), 60, 0.1)
+    own, first = next(losses(np.random.default_rng(7), 1, 60, 0.1))
     cut = {"window": 65, "stride": 64, "text": "x", "unit": "window"}
     new, other = (text_of_items(one, **cut) for one in (own, first))
     assert new["items"]["documents"] == [["all", 60]]
