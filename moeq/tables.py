@@ -53,5 +53,5 @@ def effective(items: int, independent: float | None) -> str:
 
 
 def too_few(items: int, fewest: int | None) -> str:
-    """Instead of an interval."""
-    return f"too few: {items}, it takes {fewest}"
+    """Instead of an interval; of a mean over tasks, one of which has too few."""
+    return f"too few: it takes {fewest}" if fewest is None or items < fewest else f"a task has fewer than {fewest}"

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moeq.tables import effective, human_bytes, human_seconds, human_size, too_few
+from moeq.tables import human_bytes, human_seconds, human_size, too_few
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -317,14 +317,15 @@ def print_comparison(results: dict[str, Any]) -> None:
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
         metric = rows[0][1]["metric"]
-        table.add_row(measure if metric == measure else f"{measure}, {metric}", style="bold")
+        items = next((f"{cell['change']['items']:,}" for _, cell in rows if cell["change"] is not None), "")
+        table.add_row(measure if metric == measure else f"{measure}, {metric}", "", "", "", "", items, style="bold")
         for name, cell in rows:
             table.add_row(f"  {name}", *_measured(cell))
     console.print(table)
     how = results["differences"]
     console.print(
-        f"differences from {how['from']}: {how['how']}; n: as many independent items say as much; "
-        "value \u00b1 standard error.",
+        f"differences from {how['from']}: {how['how']}; n: items, and how many independent ones say "
+        "as much; value \u00b1 standard error.",
         style="dim",
         markup=False,
     )
@@ -359,14 +360,14 @@ def _measured(cell: dict[str, Any]) -> list[str]:
         return [value, "", "", "", ""]
     difference = f"{change['difference']:+.4f}"
     if change["p"] is None:
-        return [value, difference, too_few(change["items"], change["fewest_items"]), "", f"{change['items']:,}"]
+        return [value, difference, too_few(change["items"], change["fewest_items"]), "", ""]
     p = f"{change['adjusted_p']:.3f}"
     return [
         value,
         difference,
         f"{change['low']:+.4f} to {change['high']:+.4f}",
         f"[bold]{p}[/bold]" if change["adjusted_p"] < SIGNIFICANT else p,
-        effective(change["items"], change["effective_items"]),
+        f"{change['effective_items']:,.0f}",
     ]
 
 

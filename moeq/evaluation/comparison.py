@@ -56,10 +56,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _adjust(rows: Sequence[dict[str, Cell]], name: str) -> None:
     """Put Holm's p values of one measure into its cells."""
-    tested = [cells for cells in rows if cells[name].change is not None and cells[name].change.p is not None]
-    adjusted = holm(np.array([cells[name].change.p for cells in tested]))
-    for cells, p in zip(tested, adjusted.tolist(), strict=True):
-        cells[name] = replace(cells[name], change=cells[name].change.model_copy(update={"adjusted_p": p}))
+    changes = [(cells, cells[name].change) for cells in rows]
+    tested = [(cells, change, change.p) for cells, change in changes if change is not None and change.p is not None]
+    adjusted = holm(np.array([p for _, _, p in tested]))
+    for (cells, change, _), p in zip(tested, adjusted.tolist(), strict=True):
+        cells[name] = replace(cells[name], change=change.model_copy(update={"adjusted_p": p}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,8 @@ class Items:
     @property
     def parts(self) -> Floats:
         """What each item adds [n] to the error of the measure, of a perplexity to that of its logarithm: linear."""
-        moved = (self.values - self.ratio * self.weights) / self.weights.sum()
-        return {"mean": moved, "perplexity": -moved, "bits": -moved / math.log(2)}[self.kind]
+        slope = {"mean": 1.0, "perplexity": -1.0, "bits": -1 / math.log(2)}[self.kind]
+        return np.asarray(slope * (self.values - self.ratio * self.weights) / self.weights.sum())
 
     @property
     def groups(self) -> list[Group]:
@@ -121,15 +121,14 @@ def _estimate(own: Items, first: Items) -> tuple[float, Spread, int]:
 
     The logarithm moves as ln(first + difference) does with `first` held: its error is that of the difference.
     """
-    layout = first if own.strata is None else own  # earlier results do not name domains
     if _are_answers(own) and _are_answers(first):
-        centre, spread = inference.of_answers(own.values - first.values)
-        return float(centre), spread, inference.FEWEST_ITEMS
+        shrunk, spread = inference.of_answers(own.values - first.values)
+        return float(shrunk), spread, inference.FEWEST_ITEMS
+    groups = (first if own.strata is None else own).groups  # earlier results do not name domains
     centre, share = own.value - first.value, 1.0
     if own.kind == "perplexity":
         centre = first.ratio - own.ratio
         share = math.exp(-centre)
-    groups = layout.groups
     spread = inference.spread(own.parts - share * first.parts, groups)
     return centre, spread, max(group.fewest for group in groups)
 
