@@ -6,7 +6,7 @@ error that follows has Student's t with K degrees of freedom (equal-weighted cos
 Watson, "HAR Inference: Recommendations for Practice", JBES 36, 2018). With K = n - 1 it is the sample variance. Strata
 add up; degrees of freedom of the sum after Satterthwaite (Biometrics Bulletin 2, 1946).
 
-Letters: n items, D documents, K cosines; leading axes are repetitions that have their strata and documents in common.
+Letters: n items, K cosines, m p values; leading axes are repetitions that have their strata and documents in common.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def long_run_variance(series: Floats, count: int) -> Floats:
 
 
 def half_width(variance: Floats, degrees: Floats | float) -> Floats:
-    """Of the interval of 95 % by Student's t."""
+    """Of the interval of 95 % by Student's t, elementwise."""
     return np.asarray(stdtrit(degrees, (1 + CONFIDENCE) / 2) * np.sqrt(variance))
 
 
@@ -129,18 +129,19 @@ class Spread:
 
     @property
     def error(self) -> Floats:
+        """The standard error [...]."""
         return np.asarray(np.sqrt(self.variance))
 
     @property
     def effective(self) -> Floats:
-        """How many independent items would leave as large an error; never more than there are."""
+        """How many independent items [...] would leave as large an error; never more than there are."""
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.where(self.variance > 0, self.independent / self.variance, 1.0)
         return np.asarray(self.items * np.minimum(share, 1.0))
 
     @property
     def half_width(self) -> Floats:
-        """Of the interval of 95 %."""
+        """Of the interval of 95 %, [...]."""
         return half_width(self.variance, self.degrees)
 
     def p(self, estimate: Floats) -> Floats:
