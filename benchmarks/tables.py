@@ -47,6 +47,7 @@ from moeq.evaluation import comparison
 from moeq.evaluation import result_file as document
 from moeq.recipe import load_recipe
 from moeq.stages import evaluate
+from moeq.tables import too_few
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 TABLES = {"000": "paper-000-table3-tiny.yaml", "001": "paper-001-table1-tiny.yaml", "003": "paper-003-table2-tiny.yaml"}
@@ -167,7 +168,7 @@ def show_by_context(rows: list[dict[str, Any]]) -> None:
         lines.append([row["name"], *(f"{value:.2f}" for value in values), *accuracy])
     print("", *bench.table(["", *domains, "all", *TASKS.values()], lines), sep="\n")
     names = {row["name"]: row for row in rows}
-    print("\nwith the selector minus without, 95 % interval and p of a paired bootstrap:")
+    print("\nwith the selector minus without, 95 % interval and two-sided p:")
     for name, row in names.items():
         other = names.get(name.replace(" no selector", "") if " no selector" in name else name.replace(NO_SELECTOR, ""))
         if other is not None and other is not row:
@@ -178,8 +179,10 @@ def show_by_context(rows: list[dict[str, Any]]) -> None:
 
 def difference(name: str, change: Any) -> str:
     scale = 1 if name == "perplexity" else 100
-    values = [scale * value for value in (change.difference, change.low, change.high)]
-    return f"{name} {values[0]:+.2f} [{values[1]:+.2f}, {values[2]:+.2f}] p {change.p:.3f}"
+    shown = f"{name} {scale * change.difference:+.2f}"
+    if change.p is None:
+        return f"{shown} ({too_few(change.items, change.fewest_items)})"
+    return f"{shown} [{scale * change.low:+.2f}, {scale * change.high:+.2f}] p {change.p:.3f}"
 
 
 def main() -> int:

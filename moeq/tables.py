@@ -44,3 +44,14 @@ def human_seconds(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def effective(items: int, independent: float | None) -> str:
+    """So many independent items of the items that were measured; where all are independent, or it is not known, all."""
+    shown = items if independent is None else max(1, round(independent))
+    return f"{items:,}" if shown >= items else f"{shown:,} of {items:,}"
+
+
+def too_few(items: int, fewest: int | None) -> str:
+    """Instead of an interval; of a mean over tasks, one of which has too few."""
+    return f"too few: it takes {fewest}" if fewest is None or items < fewest else f"a task has fewer than {fewest}"

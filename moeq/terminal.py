@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moeq.tables import human_bytes, human_seconds, human_size
+from moeq.tables import human_bytes, human_seconds, human_size, too_few
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -313,18 +313,19 @@ def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
 def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = Console(highlight=False)
-    table = _table("", ("value", "difference", "95 %", "p"), overflow="fold")
+    table = _table("", ("value", "difference", "95 %", "p", "n"), overflow="fold")
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
         metric = rows[0][1]["metric"]
-        table.add_row(measure if metric == measure else f"{measure}, {metric}", style="bold")
+        items = next((f"{cell['change']['items']:,}" for _, cell in rows if cell["change"] is not None), "")
+        table.add_row(measure if metric == measure else f"{measure}, {metric}", "", "", "", "", items, style="bold")
         for name, cell in rows:
             table.add_row(f"  {name}", *_measured(cell))
     console.print(table)
     how = results["differences"]
     console.print(
-        f"differences from {how['from']}: {how['how']}, {how['resamples']} resamples, seed {how['seed']}; "
-        "value \u00b1 standard error.",
+        f"differences from {how['from']}: {how['how']}; n: items, and how many independent ones say "
+        "as much; value \u00b1 standard error.",
         style="dim",
         markup=False,
     )
@@ -345,24 +346,28 @@ def _notes(row: dict[str, Any]) -> list[str]:
     documents = f"{text['documents']:,} {'document' if text['documents'] == 1 else 'documents'}"
     return [
         f"perplexity of {text['tokens']:,} tokens of {documents}, window {text['window']}, stride {text['stride']}, "
-        f"errors over {text['unit']}s; counted: {text['counted']}",
+        f"counted: {text['counted']}",
         *notes,
     ]
 
 
 def _measured(cell: dict[str, Any]) -> list[str]:
-    """Value, difference, interval and p of one measure, as text."""
+    """Value, difference, interval, p and effective n of one measure, as text."""
     error = "" if cell["stderr"] is None else f" \u00b1 {cell['stderr']:.4f}"
     value = f"{cell['value']:.4f}{error}"
     change = cell["change"]
     if change is None:
-        return [value, "", "", ""]
-    p = f"{change['p']:.3f}"
+        return [value, "", "", "", ""]
+    difference = f"{change['difference']:+.4f}"
+    if change["p"] is None:
+        return [value, difference, too_few(change["items"], change["fewest_items"]), "", ""]
+    p = f"{change['adjusted_p']:.3f}"
     return [
         value,
-        f"{change['difference']:+.4f}",
+        difference,
         f"{change['low']:+.4f} to {change['high']:+.4f}",
-        f"[bold]{p}[/bold]" if change["p"] < SIGNIFICANT else p,
+        f"[bold]{p}[/bold]" if change["adjusted_p"] < SIGNIFICANT else p,
+        f"{change['effective_items']:,.0f}",
     ]
 
 

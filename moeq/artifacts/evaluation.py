@@ -17,16 +17,31 @@ REMEDY = "run `moeq eval` again"
 
 
 class Change(Frozen):
-    """A measure minus the first one's on the same items: 95 % interval and two-sided p of a paired bootstrap."""
+    """A measure minus the first one's on the same items, with its interval of 95 % and two-sided p.
+
+    p is of this difference alone, adjusted_p after Holm over all differences of the measure in one table. Too few
+    items have neither interval nor p: fewest_items is then how many it takes. effective_items: how many independent
+    ones say as much; degrees_of_freedom: of Student's t. Where resamples are named an earlier version wrote it: by a
+    bootstrap of independent items, with a seed.
+    """
 
     difference: float
-    low: float
-    high: float
-    p: float
-    stderr: float
+    low: float | None
+    high: float | None
+    p: float | None
+    adjusted_p: float | None = None
+    stderr: float | None
     items: int
-    resamples: int
-    seed: int
+    effective_items: float | None = None
+    degrees_of_freedom: float | None = None
+    fewest_items: int | None = None
+    resamples: int | None = None
+    seed: int | None = None
+
+    @property
+    def shown_p(self) -> float | None:
+        """What tables show."""
+        return self.p if self.adjusted_p is None else self.adjusted_p
 
 
 class EvalRow(Frozen):
@@ -77,11 +92,14 @@ class EvalRow(Frozen):
 
 
 class Score(Frozen):
-    """A score with its interval of 95 %, and how far it is from the baseline's (None: it is the baseline)."""
+    """A score with its interval of 95 % (None: of too few sentences), and how far it is from the baseline's.
+
+    difference None: it is the baseline.
+    """
 
     score: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None

@@ -6,12 +6,15 @@ A row is {"name", "lm_eval": lm-eval's results with samples or None, "perplexity
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from moeq.artifacts.evaluation import Change
 from moeq.evaluation.paired import Items, compare, standard_error
 from moeq.evaluation.results import checked, items_of, items_of_text, leaves, main_metric, members, pooled, scores_of
+from moeq.numerics.inference import holm
 
 AVERAGE, PERPLEXITY = "average", "perplexity"
 AVERAGED = ("acc", "acc_norm", "exact_match")  # metrics that a mean over tasks makes sense of
@@ -32,7 +35,10 @@ class Cell:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a row: {"name", "cells": {task, average or perplexity: Cell}}; EvaluationError where items differ."""
+    """One entry a row: {"name", "cells": {task, average or perplexity: Cell}}; EvaluationError where items differ.
+
+    The differences of one measure are a family: their p values are adjusted together.
+    """
     first: dict[str, _Measure] = {}
     entries = []
     for number, row in enumerate(rows):
@@ -43,7 +49,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             cells[name] = _cell(measure, first.get(name), f"{row['name']}, {name}")
         entries.append({"name": row["name"], "cells": cells})
         first = first if number else measures
+    for name in dict.fromkeys(name for entry in entries for name in entry["cells"]):
+        _adjust([entry["cells"] for entry in entries if name in entry["cells"]], name)
     return entries
+
+
+def _adjust(rows: Sequence[dict[str, Cell]], name: str) -> None:
+    """Put Holm's p values of one measure into its cells."""
+    changes = [(cells, cells[name].change) for cells in rows]
+    tested = [(cells, change, change.p) for cells, change in changes if change is not None and change.p is not None]
+    adjusted = holm(np.array([p for _, _, p in tested]))
+    for (cells, change, _), p in zip(tested, adjusted.tolist(), strict=True):
+        cells[name] = replace(cells[name], change=change.model_copy(update={"adjusted_p": p}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +82,7 @@ def _measures(row: Mapping[str, Any]) -> dict[str, _Measure]:
             continue
         items = _items(results, task, metric, scores[metric])
         name, comma, chosen = metric.partition(",")
-        error = scores.get(f"{name}_stderr{comma}{chosen}")
-        if error is None and items is not None:
-            error = standard_error(items)
+        error = scores.get(f"{name}_stderr{comma}{chosen}") if items is None else standard_error(items)
         measures[task] = _Measure(metric=metric, value=scores[metric], stderr=error, items=items)
     text = row.get("perplexity")
     if text is not None:

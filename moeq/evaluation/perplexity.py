@@ -57,13 +57,21 @@ def perplexity(
         pass
     if not all(math.isfinite(value) for value in total.values()):
         raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")
+    order = {domain: number for number, domain in enumerate(dict.fromkeys(sequences.domains))}
     return {
         "perplexity": math.exp(sum(total.values()) / sum(tokens.values())),
         "tokens": sum(tokens.values()),
         "by_domain": {domain: math.exp(total[domain] / tokens[domain]) for domain in total if tokens[domain]},
         "text": sequences.digest(),
     } | text_of_items(
-        Items(kind="perplexity", values=items[:, 0], weights=items[:, 1], names=("",) * len(items)),
+        Items(
+            kind="perplexity",
+            values=items[:, 0],
+            weights=items[:, 1],
+            names=("",) * len(items),
+            strata=sequences.domains,
+            documents=tuple(order[domain] for domain in sequences.domains),
+        ),
         documents=len(items),
         window=sequences.ids.shape[1],
         stride=sequences.ids.shape[1],

@@ -10,7 +10,7 @@ from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import ArtifactError
 from moeq.evaluation.comparison import table
-from moeq.evaluation.paired import RESAMPLES, SEED
+from moeq.evaluation.paired import HOW
 from moeq.version import __version__
 
 KIND, SCHEMA_VERSION = "moeq evaluation", 1
@@ -30,12 +30,7 @@ def document(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]
         "schema_version": SCHEMA_VERSION,
         "moeq_version": __version__,
         "settings": dict(settings),
-        "differences": {
-            "from": rows[0]["name"],
-            "how": "paired bootstrap over items, 95 % percentile interval, two-sided p",
-            "resamples": RESAMPLES,
-            "seed": SEED,
-        },
+        "differences": {"from": rows[0]["name"], "how": HOW},
         "table": entries,
         "rows": list(rows),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +122,39 @@ def _number(value: Any) -> tuple[float, float] | None:
 
 
 def text_of_items(items: Items, **cut: Any) -> dict[str, Any]:
-    """What a measured text says of its items, for `items_of_text`; cut: documents, window, stride, counted and unit."""
-    logprobs = {"logprob": items.values.tolist(), "tokens": items.weights.astype(int).tolist()}
-    return {"perplexity_stderr": standard_error(items), "items": logprobs} | cut
+    """What a measured text says of its items, for `items_of_text`; cut: documents, window, stride, counted and unit.
+
+    documents: {domain: a document's number of items}, one after another; of text without documents, all of a domain's.
+    """
+    found: dict[str, Any] = {"logprob": items.values.tolist(), "tokens": items.weights.astype(int).tolist()}
+    if items.strata is not None and items.documents is not None:
+        own = groupby(zip(items.documents, items.strata, strict=True))
+        found["documents"] = [[domain, sum(1 for _ in run)] for (_, domain), run in own]
+    return {"perplexity_stderr": standard_error(items), "items": found} | cut
 
 
 def items_of_text(measured: dict[str, Any]) -> Items:
-    """The items that a perplexity is made of."""
+    """The items that a perplexity is made of; ValueError where there are none, or their documents have others."""
     values, weights = (np.array(measured["items"][name], float) for name in ("logprob", "tokens"))
     settings = f"of window {measured['window']}, stride {measured['stride']}, text {measured['text']}"
     unit = measured["unit"]
     names = tuple(f"{unit} {number} of {int(weight)} tokens, {settings}" for number, weight in enumerate(weights))
-    return Items(kind="perplexity", values=values, weights=weights, names=names)
+    return Items(kind="perplexity", values=values, weights=weights, names=names, **dependence_of(measured))
+
+
+def dependence_of(measured: dict[str, Any]) -> dict[str, Any]:
+    """The documents and strata of a measured text's items, as `Items` takes them.
+
+    Of results that do not name them: documents are independent, windows follow one another.
+    """
+    count, runs = len(measured["items"]["logprob"]), measured["items"].get("documents")
+    if count == 0:
+        raise ValueError("a text without items")
+    if runs is None:
+        return {} if measured["unit"] == "document" else {"documents": (0,) * count}
+    if not all(isinstance(size, int) and size > 0 for _, size in runs) or sum(size for _, size in runs) != count:
+        raise ValueError(f"documents of other items than these {count}")
+    return {
+        "documents": tuple(number for number, (_, size) in enumerate(runs) for _ in range(size)),
+        "strata": tuple(str(domain) for domain, size in runs for _ in range(size)),
+    }

@@ -24,8 +24,6 @@ from moeq.evaluation.results import text_of_items
 from moeq.evaluation.windows import check_windows, too_long
 from moeq.models import corpus
 
-FEWEST_DOCUMENTS = 10  # below that the items that are drawn are windows
-
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
@@ -112,13 +110,17 @@ def _in_batches(lm: StaticLM, cut: list[list[Window]], batch_size: BatchSize) ->
 
 
 def _report(text: Text, sums: list[list[tuple[float, int]]], context_aware: bool) -> dict[str, Any]:
-    by_document = len(sums) >= FEWEST_DOCUMENTS
-    unit = "document" if by_document else "window"
     of_documents = [np.array(of_text).sum(0) for of_text in sums]
-    rows = of_documents if by_document else [row for of_text in sums for row in of_text]
-    values, weights = np.array(rows, float).T.copy()
-    names = tuple(f"{unit} {number}" for number in range(len(rows)))
-    items = Items(kind="perplexity", values=values, weights=weights, names=names)
+    values, weights = np.array([row for of_text in sums for row in of_text], float).T.copy()
+    documents = tuple(number for number, of_text in enumerate(sums) for _ in of_text)
+    items = Items(
+        kind="perplexity",
+        values=values,
+        weights=weights,
+        names=tuple(f"window {number}" for number in range(len(values))),
+        strata=tuple(text.domains[number] for number in documents),
+        documents=documents,
+    )
     totals: dict[str, np.ndarray] = {}
     for domain, total in zip(text.domains, of_documents, strict=True):
         totals[domain] = totals.get(domain, np.zeros(2)) + total
@@ -129,4 +131,6 @@ def _report(text: Text, sums: list[list[tuple[float, int]]], context_aware: bool
         "by_domain": {domain: float(np.exp(-total[0] / total[1])) for domain, total in totals.items()},
         "tokens": int(items.weights.sum()),
         "text": digest_of([text.documents, text.domains]),
-    } | text_of_items(items, documents=len(sums), window=text.window, stride=text.stride, counted=counted, unit=unit)
+    } | text_of_items(
+        items, documents=len(sums), window=text.window, stride=text.stride, counted=counted, unit="window"
+    )

@@ -1,7 +1,8 @@
 """Translation quality of an encoder-decoder on local parallel text: BLEU and chrF by sacrebleu, with intervals.
 
-Intervals are of the bootstrap over sentences: 95 % of the scores of resampled sentences, and of the differences to
-another system on the same resamples (paired).
+A score of a corpus is no mean of its sentences' scores, so its standard error is that of scores of resampled sentences,
+and of differences to another system on the same resamples (paired). Intervals of 95 % are Student's t of it: sentences
+are taken as independent.
 
 Letters: n sentences, R resamples.
 """
@@ -22,11 +23,11 @@ from torch import Tensor
 from moeq.artifacts.evaluation import Score, Translation, TranslationScore
 from moeq.artifacts.reading import parse_record, read_bounded
 from moeq.errors import CorpusError, EvaluationError
+from moeq.numerics import inference
 from moeq.recipe import TranslationSection
 
 TEXT_BYTES = 1 << 30  # the largest file of sentences that is read
 KEY = "eval.translation"
-ENDS = (2.5, 97.5)  # percentiles of an interval of 95 %
 Hypotheses = Mapping[int, Sequence[str]]  # by the number of beams
 
 
@@ -212,10 +213,11 @@ def score(systems: Mapping[str, Hypotheses], baseline: str, pairs: Pairs, sectio
 
 @dataclass(frozen=True, kw_only=True)
 class _Scores:
-    """A metric's score of all sentences, and of every resample [R]."""
+    """A metric's score of so many sentences, and of every resample of them [R]."""
 
     score: float
     resampled: NDArray[np.float64]
+    sentences: int
 
     @classmethod
     def of(cls, metric: Any, texts: Sequence[str], pairs: Pairs, drawn: NDArray[np.int64]) -> _Scores:
@@ -228,19 +230,29 @@ class _Scores:
             return float(metric._compute_score_from_stats(sums.tolist()).score)
 
         counts = np.array(metric._extract_corpus_statistics(texts, [pairs.references]))  # [n, counts of a sentence]
-        return cls(score=value(counts.sum(0)), resampled=np.array([value(sums) for sums in drawn @ counts]))
+        resampled = np.array([value(sums) for sums in drawn @ counts])
+        return cls(score=value(counts.sum(0)), resampled=resampled, sentences=len(pairs))
 
     def against(self, other: _Scores | None) -> Score:
         """As the artifact has it; other: the baseline's, None for the baseline itself."""
-        low, high = np.percentile(self.resampled, ENDS).tolist()
+        low, high = self._interval(self.score, self.resampled)
         if other is None:
             return Score(score=self.score, low=low, high=high)
-        ends = np.percentile(self.resampled - other.resampled, ENDS).tolist()
+        difference = self.score - other.score
+        ends = self._interval(difference, self.resampled - other.resampled)
         return Score(
             score=self.score,
             low=low,
             high=high,
-            difference=self.score - other.score,
+            difference=difference,
             difference_low=ends[0],
             difference_high=ends[1],
         )
+
+    def _interval(self, value: float, resampled: NDArray[np.float64]) -> tuple[float, float] | tuple[None, None]:
+        """Of 95 %; none of too few sentences."""
+        if self.sentences < inference.FEWEST_ITEMS:
+            return None, None
+        variance = resampled.var(ddof=1) * self.sentences / (self.sentences - 1)  # a resample's is that of n - 1
+        half = inference.half_width(variance, self.sentences - 1)
+        return value - float(half), value + float(half)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from moeq.artifacts.evaluation import EvalRow
+from moeq.artifacts.evaluation import Change, EvalRow
 from moeq.estimator.points import BWRULE, OPT
 from moeq.reporting import formats
 from moeq.reporting.charts import Variant, dominated, size_chart
 from moeq.reporting.html import Raw, Row, Section, element, figure, join, lead, paragraph, plain, table
 from moeq.reporting.inputs import ReportInputs
-from moeq.tables import human_size
+from moeq.tables import effective, human_size, too_few
 
 
 def headline(inputs: ReportInputs) -> Section:
@@ -194,22 +194,40 @@ def _by_task(inputs: ReportInputs, tasks: Sequence[str]) -> Raw:
 
 def _changes(inputs: ReportInputs, measures: Sequence[str]) -> Raw:
     """How sure the differences from the original are."""
-    first = next(change for row in inputs.evaluation.rows for change in row.changes.values())
 
     def cell(row: EvalRow, measure: str) -> str:
         change = row.changes.get(measure)
-        if change is None:
-            return formats.MISSING
-        note = f"{formats.interval(change.low, change.high)}, p = {change.p:.3f}"
-        return _with_note(formats.difference(change.difference), note)
+        return formats.MISSING if change is None else _with_note(formats.difference(change.difference), _sure(change))
 
-    return _by(
-        "Difference from the original on the same items, with the 95 % interval and the two-sided p value of a paired "
-        f"bootstrap ({first.resamples:,} resamples, seed {first.seed}): a p value above 0.05 is no evidence of any "
-        "difference.",
-        inputs,
-        measures,
-        cell,
+    return _by(_how(inputs), inputs, measures, cell)
+
+
+def _sure(change: Change) -> str:
+    """Interval, p and effective n of a difference."""
+    if change.low is None or change.high is None or change.shown_p is None:
+        return too_few(change.items, change.fewest_items)
+    count = effective(change.items, change.effective_items)
+    return f"{formats.interval(change.low, change.high)}, p = {change.shown_p:.3f}, n = {count}"
+
+
+def _how(inputs: ReportInputs) -> str:
+    """How intervals and p values of the differences were made."""
+    first = next(change for row in inputs.evaluation.rows for change in row.changes.values())
+    if first.resamples is not None:
+        how = (
+            "the 95 % interval and the two-sided p value of a paired bootstrap of independent items "
+            f"({first.resamples:,} resamples, seed {first.seed}; neighbouring windows are not independent: `moeq eval` "
+            "of this version is more careful)"
+        )
+    else:
+        how = (
+            "the 95 % interval of Student's t (of a text over its documents, or over windows as dependent ones, by "
+            "domain), the two-sided p value after Holm over the rows of a column, and the number n of independent "
+            "items that say as much"
+        )
+    return (
+        f"Difference from the original on the same items, with {how}: a p value above 0.05 is no evidence of any "
+        "difference."
     )
 
 

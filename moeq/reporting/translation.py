@@ -13,9 +13,9 @@ def translation(measured: Translation) -> Section:
     """BLEU and chrF with intervals, and the differences to the original."""
     counted = "; ".join(f"{METRICS[name]} {text}" for name, text in measured.signatures.items())
     text = (
-        f"{formats.count(measured.sentences, 'sentence')}; brackets: intervals of 95 % of the bootstrap over "
-        "sentences, of differences to the original on the same resamples. A difference whose interval holds 0 may be "
-        f"chance. (Paper 002, Table 2.) {counted}."
+        f"{formats.count(measured.sentences, 'sentence')}; brackets: intervals of 95 % by Student's t, "
+        "with the errors of resampled sentences, for differences to the original of the same; too few sentences have "
+        f"none. A difference whose interval holds 0 may be chance. (Paper 002, Table 2.) {counted}."
     )
     rows = [
         (f"{variant.name}, beam {variant.beams}", *_cells(variant.bleu), *_cells(variant.chrf))
@@ -26,7 +26,13 @@ def translation(measured: Translation) -> Section:
 
 
 def _cells(metric: Score) -> tuple[str, str]:
-    score = f"{metric.score:.2f} [{metric.low:.2f}, {metric.high:.2f}]"
-    if None in (metric.difference, metric.difference_low, metric.difference_high):
+    score = f"{metric.score:.2f}{_brackets(metric.low, metric.high, '.2f')}"
+    if metric.difference is None:
         return score, formats.MISSING
-    return score, f"{metric.difference:+.3f} [{metric.difference_low:+.3f}, {metric.difference_high:+.3f}]"
+    ends = _brackets(metric.difference_low, metric.difference_high, "+.3f")
+    return score, f"{metric.difference:+.3f}{ends}"
+
+
+def _brackets(low: float | None, high: float | None, form: str) -> str:
+    """An interval; nothing where there is none."""
+    return "" if low is None or high is None else f" [{low:{form}}, {high:{form}}]"

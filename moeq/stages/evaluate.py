@@ -260,7 +260,7 @@ def load(context: Context) -> EvalReport:
 CHECKED = Text(sequences=2, length=32, batch=2, whole=64)  # on which the exported checkpoint is compared
 LOADING = 0.7  # seconds of building and filling a model, whatever its size
 REQUEST_OBJECTS = 6000  # bytes of a request as objects
-CHANGE, SCORES, ROW, EXPERT = 220, 180, 750, 14  # bytes of eval.json beside assignments, an expert's indentation last
+CHANGE, SCORES, ROW, EXPERT = 370, 180, 750, 14  # bytes of eval.json beside assignments, an expert's indentation last
 SAMPLE_ROW, SEQUENCE, REQUEST, CHARACTER = 4000, 39, 375, 1.45  # bytes of samples.json, of which for every assignment
 
 

@@ -116,16 +116,22 @@ def test_scores_are_those_of_sacrebleu() -> None:
 
 
 def test_intervals_are_of_resampled_sentences() -> None:
-    """Against sentences drawn one by one: the ends agree within what two bootstraps differ."""
+    """Student's t of the standard error; against sentences drawn one by one."""
     found = score({"original": {1: WORSE}}, "original", PAIRS, section("x", resamples=4000)).scores[0].bleu
     generator = torch.Generator().manual_seed(5)
     drawn = []
     for _ in range(400):
         rows = torch.randint(10, (10,), generator=generator).tolist()
         drawn.append(sacrebleu.corpus_bleu([WORSE[i] for i in rows], [[REFERENCES[i] for i in rows]]).score)
-    low, high = torch.tensor(drawn).quantile(torch.tensor([0.025, 0.975])).tolist()
-    assert found.low == pytest.approx(low, abs=2)
-    assert found.high == pytest.approx(high, abs=2)
+    half = 2.262 * float(torch.tensor(drawn).std()) * (10 / 9) ** 0.5
+    assert (found.low, found.high) == pytest.approx((found.score - half, found.score + half), abs=0.15 * half)
+
+
+def test_few_sentences_have_no_interval() -> None:
+    pairs = Pairs(sources=PAIRS.sources[:7], references=PAIRS.references[:7])
+    found = score({"original": {1: WORSE[:7]}, "int4": {1: WORST[:7]}}, "original", pairs, section("x")).scores[1].bleu
+    assert found.difference is not None
+    assert (found.low, found.high, found.difference_low, found.difference_high) == (None, None, None, None)
 
 
 def test_models_and_sources_that_cannot_be_translated() -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -208,13 +209,21 @@ def test_the_headline_names_original_and_exported(page: str) -> None:
 
 
 def test_differences_from_the_original_stand_with_their_intervals(make: Make, with_rows: Make) -> None:
-    change = Change(difference=-0.02, low=-0.05, high=0.01, p=0.213, stderr=0.02, items=400, resamples=2000, seed=7)
-    rows = make().evaluation.rows
-    rows = (rows[0], *(row.model_copy(update={"changes": {"arc": change}}) for row in rows[1:]))
-    text = parsed(render(with_rows(make(), rows))).text
-    assert "(2,000 resamples, seed 7)" in text
-    assert "\N{MINUS SIGN}0.0200 \N{MINUS SIGN}0.0500 to +0.0100, p = 0.213" in text
-    assert "resamples" not in parsed(render(make())).text, "where nothing was compared"
+    def shown(**change: Any) -> str:
+        given = Change(**{"difference": -0.02, "low": -0.05, "high": 0.01, "p": 0.113, "stderr": 0.02} | change)
+        rows = make().evaluation.rows
+        rows = (rows[0], *(row.model_copy(update={"changes": {"arc": given}}) for row in rows[1:]))
+        return parsed(render(with_rows(make(), rows))).text
+
+    text = shown(adjusted_p=0.213, items=400, effective_items=310.4)
+    assert "after Holm over the rows of a column" in text
+    assert "\N{MINUS SIGN}0.0200 \N{MINUS SIGN}0.0500 to +0.0100, p = 0.213, n = 310 of 400" in text
+    few = shown(low=None, high=None, p=None, items=4, fewest_items=8)
+    assert "\N{MINUS SIGN}0.0200 too few: it takes 8" in few
+    before = shown(items=400, resamples=2000, seed=7)
+    assert "(2,000 resamples, seed 7; neighbouring windows are not independent" in before
+    assert "p = 0.113, n = 400" in before
+    assert "Student" not in parsed(render(make())).text, "where nothing was compared"
 
 
 @pytest.mark.parametrize("missing", [{"perplexity": None, "perplexity_by_domain": {}}, {"accuracy": None, "tasks": {}}])
