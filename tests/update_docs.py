@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from recipe_reference import reference
 
 from moeq import errors
 from moeq.artifacts.assignment import FULL
+from moeq.artifacts.targets import Target
 from moeq.estimator import known_hardware, load_hardware
+from moeq.exporters.exporter import Exporter
 from moeq.models.support import families
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.recipe import Recipe
@@ -71,11 +74,46 @@ def hardware() -> str:
     return table("| preset | |", [(f"`{name}`", load_hardware(name).description) for name in known_hardware()])
 
 
+def exporters() -> list[Exporter]:
+    """moeq's own, the native one first."""
+    return sorted((one for one in EXPORTERS if one.name in EXPORTERS.own), key=lambda one: one.name != NATIVE)
+
+
+def loads() -> str:
+    """What a test has shown of each runtime: the targets that name one, and plain weights."""
+    rows = []
+    for one in exporters():
+        option = "" if one.name == NATIVE else f" (`--format {one.name}`)"
+        shown = [loaded(target) for target in one.targets if target.proof.startswith("tests/")]
+        rows.append((f"{one.runtime}{option}", "; ".join(shown) or one.help))
+    return table("| runtime | loads |", rows)
+
+
+def loaded(target: Target) -> str:
+    """What a runtime loads, in words."""
+    how = {
+        "projection": "{}, by expert or by matrix",
+        "layer": f"one width of {{}} for {'each projection' if target.stacks else 'all experts'} of a layer",
+        "model": "one width of {} for all experts",
+    }[target.granularity]
+    grid = "symmetric" if target.symmetric_only else "with or without zero points"
+    if target.blocks is not None:
+        grid = "in the grids and families of [formats](docs/formats.md#gguf)"
+    return f"{how.format(f'{spans(target.widths)} bits')}, {grid}"
+
+
+def spans(widths: Sequence[int]) -> str:
+    """Rising numbers, three and more in a row as a span: 2 to 8 and 16."""
+    numbered = groupby(enumerate(widths), key=lambda pair: pair[1] - pair[0])
+    rows = [[width for _, width in row] for _, row in numbered]
+    parts = [text for row in rows for text in ([f"{row[0]} to {row[-1]}"] if len(row) > 2 else map(str, row))]
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
 def targets() -> str:
     """What runtimes load, as refusals and `assign.target` have it."""
     rows = []
-    native_first = sorted(EXPORTERS, key=lambda one: one.name != NATIVE)
-    for name, target in ((one.name, target) for one in native_first for target in one.targets):
+    for name, target in ((one.name, target) for one in exporters() for target in one.targets):
         grid = "symmetric" if target.symmetric_only else "symmetric, zero points" if target.blocks is None else "below"
         one = "matrix of a layer" if target.stacks else "matrix" if target.granularity == "projection" else None
         shared = one or target.granularity
@@ -128,6 +166,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "formats": formats,
     "gguf": gguf,
     "hardware": hardware,
+    "loads": loads,
     "recipe": lambda: reference(Recipe),
     "rooms": rooms,
     "targets": targets,

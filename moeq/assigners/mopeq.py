@@ -2,9 +2,9 @@
 
 Importance is the activation frequency, the Hessian trace of the Frobenius norm (summed over an expert's matrices), or
 the product of both, each min-max normalized over the experts that are clustered together: those of a layer, or of the
-model. k-means runs on sorted values with a fixed seed and ten starts, so that the order of experts does not matter;
-where fewer values differ than there are widths, the clusters take the widest ones. There is no budget: it lands where
-it lands.
+model. The clusters are the optimum that k-means looks for, so that neither a seed nor the order of experts matters, and
+equal values have equal widths; where fewer values differ than there are widths, the clusters take the widest ones.
+There is no budget: it lands where it lands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeq.recipe import MethodSettings
 
 Metric = Literal["frequency", "hessian", "hybrid"]
 PAPER_WIDTHS = (2, 3, 4)
-SEED, STARTS = 0, 10
+LARGEST = 480  # exponent of the largest value: its squares, times any number of experts, do not overflow
 
 
 class MopeqSettings(MethodSettings):
@@ -85,21 +85,44 @@ def spread(values: np.ndarray) -> np.ndarray:
 
 def cluster(values: np.ndarray, widths: Sequence[int]) -> np.ndarray:
     """The width [N] of every value: that of its cluster, the cluster of the largest mean has the widest."""
-    falling = sorted(set(widths), reverse=True)
-    count = min(len(falling), len(np.unique(values)))
+    rising = sorted(set(widths))
+    distinct, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    count = min(len(rising), len(distinct))
     if count < 2:
-        return np.full(len(values), falling[0])
-    from sklearn.cluster import KMeans
+        return np.full(len(values), rising[-1])
+    sizes = np.diff([*best_starts(distinct, counts, count), len(distinct)])
+    return np.repeat(rising[-count:], sizes)[places]
 
-    order = np.argsort(values, kind="stable")
-    column = values[order][:, None]
-    labels = KMeans(n_clusters=count, n_init=STARTS, random_state=SEED).fit_predict(column)
-    means = np.array([column[labels == label].mean() for label in range(count)])
-    rank = np.empty(count, int)
-    rank[np.argsort(-means, kind="stable")] = np.arange(count)
-    chosen = np.empty(len(values), int)
-    chosen[order] = np.array(falling)[rank[labels]]
-    return chosen
+
+def best_starts(values: np.ndarray, counts: np.ndarray, clusters: int) -> list[int]:
+    """Where each cluster begins in rising distinct values, so that the sum of squares within clusters is least.
+
+    values, counts: [N], N >= clusters, a value standing for as many equal ones. Optimal clusters of numbers are runs of
+    the sorted ones, and the best runs of the first j values follow from those of fewer (Wang and Song 2011,
+    Ckmeans.1d.dp). Every run's sum is updated from a run without its last value (Welford 1962) rather than taken from
+    prefix sums, which would lose small runs beside large values. Where sums tie, the clusters above are the larger.
+    Time O(clusters N^2), memory O(clusters N).
+    """
+    points = np.ldexp(values, LARGEST - int(np.frexp(np.abs(values).max())[1]))
+    squares, means, weights = np.zeros((3, len(points)))  # of the run from i to the current value; means less points[i]
+    best = np.full((clusters, len(points) + 1), np.inf)  # [c, j] of the first j values in c + 1 clusters
+    start = np.zeros((clusters, len(points) + 1), int)  # of the last of these clusters
+    for last, (point, weight) in enumerate(zip(points, counts.astype(float), strict=True)):
+        runs = slice(last + 1)
+        total = weights[runs] + weight
+        beyond = point - points[runs] - means[runs]
+        squares[runs] += weight * weights[runs] / total * beyond**2
+        means[runs] += weight / total * beyond
+        weights[runs] = total
+        best[0, last + 1] = squares[0]
+        for number in range(1, min(clusters, last + 1)):
+            sums = best[number - 1, runs] + squares[runs]
+            start[number, last + 1] = first = int(sums.argmin())
+            best[number, last + 1] = sums[first]
+    starts, end = [0] * clusters, len(points)
+    for number in range(clusters - 1, 0, -1):
+        starts[number] = end = int(start[number, end])
+    return starts
 
 
 def _trials(inputs: AssignInputs, averages: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -117,6 +117,7 @@ def _runtime(loaded: Loaded, subject: Subject, options: ContextOptions) -> Conte
         chooser(options, losses),
         placed=np.stack(replicas.placed()) if options.prefill == "placed" else None,
         exact_start=options.first_token == "prefill",
+        count_last=options.statistics == "context",
         prefills=prefills,
     )
 

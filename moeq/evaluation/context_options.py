@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from moeq.runtime.routing_counts import RoutingCounts
 
+NOT_COUNTED = "last token not counted"  # in the names of rows
+
 
 class ContextOptions(BaseModel):
     """How a sequence's experts are placed and quantized after its prefill (paper 000, Algorithm 1).
@@ -25,7 +27,8 @@ class ContextOptions(BaseModel):
     selector: False gives all of those the same width, the paper's ablation; loss_weighting: mass multiplies losses by
     the expert's share of the routing weight, none leaves them as printed; prefill: full precision, or the placed
     replicas of the run's assignment; first_token: whether the first new token comes out of the first decode step, whose
-    input is the context's last token, or of the prefill.
+    input is the context's last token, or of the prefill; statistics: what routing decides, that of the whole context,
+    as the paper says, or of all before its last token, which is then of the decoding alone.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,6 +39,7 @@ class ContextOptions(BaseModel):
     loss_weighting: Literal["mass", "none"] = "mass"
     prefill: Literal["full", "placed"] = "full"
     first_token: Literal["decode", "prefill"] = "decode"
+    statistics: Literal["context", "before_last"] = "context"
 
     @model_validator(mode="after")
     def _check(self) -> ContextOptions:
@@ -45,6 +49,8 @@ class ContextOptions(BaseModel):
                 raise ValueError(f"average_bits must lie between 1 and 4, not {self.average_bits}")
             if not self.selector and average.denominator != 1:
                 raise ValueError("selector off gives every expert the same width: average_bits must be 1, 2, 3 or 4")
+        if self.statistics == "before_last" and self.first_token == "prefill":
+            raise ValueError("first_token prefill has the context's last token in the prefill: leave statistics out")
         return self
 
     @classmethod
@@ -79,7 +85,8 @@ class ContextOptions(BaseModel):
         parts += [f"alpha={self.alpha:g}"] if self.alpha != 0.5 else []
         parts += ["placed prefill"] if self.prefill == "placed" else []
         parts += ["first token of prefill"] if self.first_token == "prefill" else []
-        return " ".join([*parts, *(["unweighted"] if self.loss_weighting == "none" else [])])
+        parts += ["unweighted"] if self.loss_weighting == "none" else []
+        return " ".join([*parts, *([NOT_COUNTED] if self.statistics == "before_last" else [])])
 
     def needed_widths(self, experts: int) -> frozenset[int]:
         """The widths of replicas that a decision may name, of layers of so many experts."""
@@ -91,6 +98,20 @@ class ContextOptions(BaseModel):
 
             return frozenset(full | set(WIDTHS))
         return frozenset(full | {int(Fraction(self.average_bits or 0))})
+
+
+def of_result(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a result file as it would be written today.
+
+    Tasks by context that were measured before `statistics` was an option left the last token out, unless it was part of
+    the prefill: such a row's options and name say so. Perplexity of texts is the same with both.
+    """
+    of = row.get("of") or {}
+    options = of.get("context_aware")
+    if not options or "statistics" in options or options.get("first_token") == "prefill" or not row.get("lm_eval"):
+        return dict(row)
+    options = {**options, "statistics": "before_last"}
+    return {**row, "name": f"{row['name']} {NOT_COUNTED}", "of": {**of, "context_aware": options}}
 
 
 OPTION_NAMES = tuple(ContextOptions.model_fields)

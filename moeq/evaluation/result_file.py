@@ -10,6 +10,7 @@ from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import ArtifactError
 from moeq.evaluation.comparison import table
+from moeq.evaluation.context_options import of_result
 from moeq.evaluation.paired import HOW
 from moeq.version import __version__
 
@@ -67,7 +68,7 @@ def read_rows(path: Path) -> list[Row]:
         whole = read_json_file(path)
         if (whole["kind"], whole["schema_version"]) != (KIND, SCHEMA_VERSION):
             raise ValueError(f"{whole['kind']}, schema version {whole['schema_version']}")
-        rows: list[Row] = [{**row, "name": str(row["name"])} for row in whole["rows"]]
+        rows: list[Row] = [of_result({**row, "name": str(row["name"])}) for row in whole["rows"]]
         if not rows:
             raise ValueError("no rows")
         table(rows)

@@ -4,9 +4,10 @@ A context is prefilled alone, without a pad, so that its routing statistics are 
 them a `Choose` decides which replica every expert has from then on. Contexts with different decisions then go through
 the model together, each on its own keys and values.
 
-The last token of a context is the first decode step by default: every score is that of the fixed mix, also of
-continuations of one token, which would else never meet a quantized expert. With exact_start it runs as the prefill
-does, as where a runtime takes the first new token from there.
+All tokens of a context are prefilled and counted. The last one runs again as the first decode step by default: every
+score is that of the fixed mix, also of continuations of one token, which would else never meet a quantized expert. With
+exact_start it runs as the prefill does, as where a runtime takes the first new token from there. Without count_last it
+is no part of the prefill and decides nothing.
 
 Letters: L MoE layers, E experts of a layer, B rows, C tokens of a context, F tokens fed after it, V vocabulary.
 """
@@ -37,8 +38,8 @@ PREFILL_BYTES = 1 << 30  # of prefilled contexts that are kept
 
 @dataclass(frozen=True, kw_only=True)
 class Prefilled:
-    """A context that has been run: its tokens, what its routers chose, the cache of all but its last token (None: it
-    has one token only)."""
+    """A context that has been run: its tokens, what its routers chose for those that count, the cache of all but its
+    last token (None: it has one token only)."""
 
     tokens: tuple[int, ...]
     routing: RoutingCounts
@@ -82,7 +83,8 @@ class PrefillStore(LastUsed):
 class ContextAwareModel:
     """A causal language model whose experts have, for every sequence, the replicas that `choose` names.
 
-    placed: replicas [L, E] that prefill runs with, None for full precision.
+    placed: replicas [L, E] that prefill runs with, None for full precision; exact_start: the last token of a context
+    runs with them, too; count_last: whether it counts (it always does where there is no other).
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class ContextAwareModel:
         *,
         placed: np.ndarray | None = None,
         exact_start: bool = False,
+        count_last: bool = True,
         prefills: PrefillStore | None = None,
     ) -> None:
         """Raises ModelError for an encoder-decoder, and for layers with different numbers of experts."""
@@ -102,7 +105,8 @@ class ContextAwareModel:
             raise ModelError("an encoder-decoder has no prefill", where=where, do="give a decoder-only model")
         if len({layer.num_experts for layer in layers}) > 1:
             raise ModelError("its layers have different numbers of experts", where=where, do="evaluate it without")
-        self.model, self.layers, self.choose, self.exact_start = model, list(layers), choose, exact_start
+        self.model, self.layers, self.choose = model, list(layers), choose
+        self.exact_start, self.count_last = exact_start, count_last
         self.device = next(model.parameters()).device
         self.replicas = replicas
         shape = len(self.layers), self.layers[0].num_experts
@@ -126,7 +130,7 @@ class ContextAwareModel:
     def prefill(self, context: Sequence[int]) -> Prefilled:
         """Run a context, or find it among those that were; it must have a token."""
         tokens = tuple(context)
-        key = ("context", self.exact_start, self.prefill_keys.tobytes(), tokens)
+        key = ("context", self.count_last, self.prefill_keys.tobytes(), tokens)
         prefilled: Prefilled = self.prefills.get(key, lambda: self._prefill(tokens))
         return prefilled
 
@@ -135,7 +139,7 @@ class ContextAwareModel:
         with counting(self.model, self.layers) as routing:
             if len(tokens) > 1:
                 cache = self._exactly(tokens[:-1], None)[1]
-            if self.exact_start or cache is None:
+            if self.count_last or cache is None:
                 self._exactly(tokens[-1:], cache)
         return Prefilled(tokens=tokens, routing=routing, cache=cache)
 

@@ -110,6 +110,18 @@ def test_results_are_in_lm_evals_own_form(compared: dict[str, Any]) -> None:
     of_context = next(row for row in compared["rows"] if row["name"] == "made K=1 2-bit")["lm_eval"]["config"]
     assert "first half of a text's first window is the prefill" in of_context["rolling"]
     assert of_context["context_aware"]["average_bits"] == "2"
+    assert of_context["context_aware"]["statistics"] == "context"
+
+
+def test_earlier_rows_by_context_say_what_they_counted(compared: dict[str, Any], tmp_path: Path) -> None:
+    """Before it was an option the last token of a context was left out."""
+    earlier = json.loads(Path(compared["out"]).read_text("utf-8"))
+    for row in earlier["rows"]:
+        row["of"].get("context_aware", {}).pop("statistics", None)
+    document.write(tmp_path / "earlier.json", earlier)
+    names = {row["name"] for row in document.read_rows(tmp_path / "earlier.json")}
+    assert {"mixtral", "made K=1 2-bit last token not counted"} <= names
+    assert "made K=1 2-bit" not in names
 
 
 def test_earlier_results_are_compared_with_new_ones(compared: dict[str, Any], run: Path, tasks: Path) -> None:

@@ -15,18 +15,24 @@ from replicas_made import Made, losses_of
 from tiny_models import save_tiny
 
 from moeq.errors import EvaluationError, RecipeError
-from moeq.evaluation.context_options import ContextOptions, check_replicas, chooser
+from moeq.evaluation.context_options import ContextOptions, check_replicas, chooser, of_result
 from moeq.evaluation.harness_models import ContextAwareLM, StaticLM
 from moeq.models import loading
 from moeq.models.experts import set_expert_weights
 from moeq.models.source import open_source
-from moeq.runtime.context_aware import ContextAwareModel
+from moeq.runtime.context_aware import ContextAwareModel, PrefillStore
 from moeq.runtime.experts_by_row import Dequantized
 from moeq.runtime.prefixes import can_join
-from moeq.runtime.routing_counts import RoutingCounts
+from moeq.runtime.routing_counts import RoutingCounts, counting
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of a log-likelihood in nats: float32 sums in another order
+READINGS = [
+    {"first_token": "decode"},
+    {"first_token": "decode", "statistics": "before_last"},
+    {"first_token": "prefill"},
+]
+NAMES = ["whole context", "before last", "first token of prefill"]
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "two", "green", "lamps", "while", "it", "rained"]
 
 
@@ -55,7 +61,7 @@ def loaded(request: pytest.FixtureRequest) -> tuple[Any, Any, Made]:
     return model, loading.load_tokenizer(source), Made(model)
 
 
-def runtime(loaded: tuple[Any, Any, Made], **given: Any) -> ContextAwareModel:
+def runtime(loaded: tuple[Any, Any, Made], prefills: PrefillStore | None = None, **given: Any) -> ContextAwareModel:
     model, _, made = loaded
     options = ContextOptions.of(given)
     placed = None
@@ -68,6 +74,8 @@ def runtime(loaded: tuple[Any, Any, Made], **given: Any) -> ContextAwareModel:
         chooser(options, losses_of(made.layers)),
         placed=placed,
         exact_start=options.first_token == "prefill",
+        count_last=options.statistics == "context",
+        prefills=prefills,
     )
 
 
@@ -91,15 +99,15 @@ def assert_same(kind: str, found: list[Any], wanted: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "rolling", "generation"])
-@pytest.mark.parametrize("first_token", ["decode", "prefill"])
-def test_all_experts_exact_is_hflm(loaded: tuple[Any, Any, Made], kind: str, first_token: str) -> None:
+@pytest.mark.parametrize("reading", READINGS, ids=NAMES)
+def test_all_experts_exact_is_hflm(loaded: tuple[Any, Any, Made], kind: str, reading: dict[str, str]) -> None:
     experts = loaded[2].layers[0].num_experts
     asked = requests(kind)
     plain = StaticLM(loaded[0], loaded[1], batch_size=4, max_length=64)
-    mine = context_aware(loaded, gpu_experts=experts, first_token=first_token)
+    mine = context_aware(loaded, gpu_experts=experts, **reading)
     found = answers(mine, kind, asked)
     assert_same(kind, found, answers(plain, kind, asked))
-    coarse = context_aware(loaded, gpu_experts=0, average_bits="1", first_token=first_token)
+    coarse = context_aware(loaded, gpu_experts=0, average_bits="1", **reading)
     with pytest.raises(AssertionError):  # at one bit something changes
         assert_same(kind, answers(coarse, kind, asked), found)
 
@@ -119,8 +127,9 @@ def test_windows_of_attention_have_no_place_for_pads(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "rolling", "generation"])
-def test_batches_and_order_change_nothing(loaded: tuple[Any, Any, Made], kind: str) -> None:
-    given = {"gpu_experts": 1, "average_bits": "2.5"}
+@pytest.mark.parametrize("statistics", ["context", "before_last"])
+def test_batches_and_order_change_nothing(loaded: tuple[Any, Any, Made], kind: str, statistics: str) -> None:
+    given = {"gpu_experts": 1, "average_bits": "2.5", "statistics": statistics}
     asked = requests(kind)
     wanted = answers(context_aware(loaded, 1, **given), kind, asked)
     for batch_size in (4, "auto"):
@@ -148,11 +157,11 @@ def test_decisions_are_the_same_bits_in_any_batch(loaded: tuple[Any, Any, Made])
     assert all(np.array_equal(keys, found[1][key]) for key, keys in found[0].items())
 
 
-@pytest.mark.parametrize("first_token", ["decode", "prefill"])
-def test_a_decision_is_what_the_model_runs_with(loaded: tuple[Any, Any, Made], first_token: str) -> None:
+@pytest.mark.parametrize("reading", READINGS, ids=NAMES)
+def test_a_decision_is_what_the_model_runs_with(loaded: tuple[Any, Any, Made], reading: dict[str, str]) -> None:
     """The score of a continuation, against the model with the decided replicas written over its experts."""
     model, tokenizer, made = loaded
-    mine = runtime(loaded, gpu_experts=1, average_bits="2", first_token=first_token)
+    mine = runtime(loaded, gpu_experts=1, average_bits="2", **reading)
     context, continuation = (tuple(tokenizer(text)["input_ids"]) for text in (sentence(random.Random(5), 9), " a mat"))
     with mine.installed():
         prefilled = mine.prefill(context)
@@ -161,7 +170,7 @@ def test_a_decision_is_what_the_model_runs_with(loaded: tuple[Any, Any, Made], f
     wide = [int((row == 16).sum()) for row in piece.keys]
     assert wide == [1] * len(made.layers)
     with torch.no_grad():
-        split = len(context) - (first_token == "decode")
+        split = len(context) - (reading["first_token"] == "decode")
         before = model(torch.tensor([context[:split]]), use_cache=True)
         write(loaded, lambda layer, expert: int(piece.keys[layer, expert]))
         rest = [*context[split:], *continuation[:-1]]
@@ -181,16 +190,77 @@ def write(loaded: tuple[Any, Any, Made], width: Callable[[int, int], int]) -> No
             set_expert_weights(model, layer, expert, values)
 
 
-def test_statistics_are_of_the_context_without_pads(loaded: tuple[Any, Any, Made]) -> None:
-    """Every token chooses top-k experts of every layer, and nothing else is counted."""
-    mine = runtime(loaded, gpu_experts=1, average_bits="2")
+@pytest.mark.parametrize("reading", READINGS, ids=NAMES)
+def test_batched_answers_are_those_of_one_step_after_the_other(
+    loaded: tuple[Any, Any, Made], reading: dict[str, str]
+) -> None:
+    """Contexts of several lengths, generated and scored together, against a plain model that decodes token by token."""
+    mine = runtime(loaded, gpu_experts=1, average_bits="2", **reading)
+    contexts = [list(range(5, 5 + length)) for length in (12, 1, 7, 2)]
+    steps = [step_by_step(loaded, mine, context, reading, count=4) for context in contexts]
+    with mine.installed():
+        found = mine.generate(contexts, pad=0, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        prefilled = [mine.prefill(context) for context in contexts]
+        pieces = [mine.continuation(one, [tokens]) for one, (tokens, _) in zip(prefilled, steps, strict=True)]
+        scored = [answers[0] for answers in mine.score(pieces)]
+    assert found == [tokens for tokens, _ in steps]
+    for (logprobs, greedy), (_, wanted) in zip(scored, steps, strict=True):
+        assert bool(greedy.all())
+        assert logprobs.tolist() == pytest.approx(wanted, abs=TOLERANCE)
+
+
+def step_by_step(
+    loaded: tuple[Any, Any, Made], mine: ContextAwareModel, context: list[int], reading: dict[str, str], count: int
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probabilities: the context in one pass of the plain model, then a token a pass."""
+    model, _, made = loaded
+    counted = context[:-1] or context if reading.get("statistics") == "before_last" else context
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    with torch.no_grad():
+        with counting(model, made.layers) as routing:
+            model(torch.tensor([counted]))
+        keys, split = mine.choose(routing), len(context) - (reading["first_token"] == "decode")
+        output = model(torch.tensor([context[:split]]), use_cache=True) if split else None
+        write(loaded, lambda layer, expert: int(keys[layer, expert]))
+        for _ in range(count):
+            fed = [*context, *tokens][split:]
+            if fed:
+                cache = None if output is None else output.past_key_values
+                output = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
+                split += len(fed)
+            assert output is not None
+            likely = output.logits[0, -1].log_softmax(-1)
+            tokens.append(int(likely.argmax()))
+            logprobs.append(float(likely.max()))
+        write(loaded, lambda layer, expert: 16)
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("reading", READINGS, ids=NAMES)
+def test_statistics_are_of_the_context_alone(loaded: tuple[Any, Any, Made], reading: dict[str, str]) -> None:
+    """Every token that counts chooses top-k experts of every layer; no pad counts, and no token of an answer."""
+    mine = runtime(loaded, gpu_experts=1, average_bits="2", **reading)
     top_k = loaded[0].config.num_experts_per_tok
     contexts = [[5, 6, 7], [9], [3] * 11]
     with mine.installed():
-        for context in contexts:
-            counted = mine.prefill(context).routing
-            assert (counted.counts.sum(1) == top_k * max(1, len(context) - 1)).all()
-            assert np.allclose(counted.scores.sum(1), max(1, len(context) - 1), atol=1e-5)
+        prefilled = [mine.prefill(context) for context in contexts]
+        mine.score([mine.continuation(one, [[4, 8], [4, 9]]) for one in prefilled])
+    for context, one in zip(contexts, prefilled, strict=True):
+        counted = max(1, len(context) - (reading.get("statistics") == "before_last"))
+        assert (one.routing.counts.sum(1) == top_k * counted).all()
+        assert np.allclose(one.routing.scores.sum(1), counted, atol=1e-5)
+
+
+def test_readings_share_prefills_but_not_statistics(loaded: tuple[Any, Any, Made]) -> None:
+    store, given = PrefillStore(), {"gpu_experts": 1, "average_bits": "2"}
+    whole, before, exact = (runtime(loaded, store, **given, **reading) for reading in READINGS)
+    found = []
+    for mine in (whole, before, exact):
+        with mine.installed():
+            found.append(mine.prefill([5, 6, 7, 8]))
+    assert found[0] is found[2]
+    assert not np.array_equal(found[0].routing.counts, found[1].routing.counts)
 
 
 def test_the_first_half_of_the_first_window_is_exact(loaded: tuple[Any, Any, Made]) -> None:
@@ -268,6 +338,8 @@ def test_options_that_cannot_be() -> None:
         "average_bits=5": "between 1 and 4",
         "average_bits=2.5,selector=false": "selector off",
         "gpu_experts": "not OPTION=VALUE",
+        "statistics=all": "statistics: ",
+        "first_token=prefill,statistics=before_last": "leave statistics out",
     }.items():
         with pytest.raises(RecipeError, match=message):
             ContextOptions.parse(text)
@@ -279,6 +351,28 @@ def test_options_that_cannot_be() -> None:
         check_replicas(ContextOptions(gpu_experts=9), 8, narrow, "here")
     with pytest.raises(EvaluationError, match="6 experts a layer have no width"):
         check_replicas(ContextOptions(gpu_experts=2), 8, narrow, "here")
+
+
+def test_what_is_not_the_paper_s_stands_in_the_name() -> None:
+    label = ContextOptions.parse("gpu_experts=1,average_bits=2").label
+    assert label == "K=1 2-bit"
+    text = "gpu_experts=1,average_bits=2,loss_weighting=none,statistics=before_last"
+    assert ContextOptions.parse(text).label == f"{label} unweighted last token not counted"
+
+
+def test_results_from_before_the_statistics_were_an_option_say_what_they_counted() -> None:
+    options = {"gpu_experts": 1, "average_bits": "2", "first_token": "decode"}
+
+    def read(measured: bool = True, **more: str) -> tuple[str, dict[str, str]]:
+        of = {"subject": "run K=1 2-bit", "context_aware": {**options, **more}}
+        row = of_result({"name": "run K=1 2-bit", "of": of, "lm_eval": {"results": {}} if measured else None})
+        return row["name"], row["of"]["context_aware"]
+
+    assert read() == ("run K=1 2-bit last token not counted", {**options, "statistics": "before_last"})
+    for kept in (read(measured=False), read(first_token="prefill"), read(statistics="context")):
+        assert kept[0] == "run K=1 2-bit"
+    plain = {"name": "run", "of": {"subject": "run"}, "lm_eval": {"results": {}}}
+    assert of_result(plain) == plain
 
 
 def test_the_selector_off_gives_one_width() -> None:

@@ -32,6 +32,7 @@ from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gguf_families import block_of, stack_name
 from moeq.exporters.readers import open_packed
 from moeq.models.disk_names import DiskNames
+from moeq.numerics.ggml_types import HOLDS
 from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
 from moeq.registry import EXPORTERS
@@ -220,10 +221,7 @@ def test_llama_cpp_scales_rotary_embeddings_alike(family: str, rope: dict[str, A
     assert float((logits - wanted).norm() / wanted.norm()) < RIGHT
 
 
-@pytest.mark.parametrize(
-    ("bits", "symmetric"),
-    [(1, True), (2, True), (2, False), (3, True), (4, True), (4, False), (8, True)],
-)
+@pytest.mark.parametrize(("bits", "symmetric"), list(HOLDS))
 def test_llama_cpp_computes_every_type(bits: int, symmetric: bool, wide: Path, tmp_path: Path) -> None:
     """But for the rounding of activations, which now and then sends a token to another expert."""
     peers.interpreter("llama-cpp-python")

@@ -18,6 +18,7 @@ from made_sources import FAMILIES, IDS, Choose, MadeSource, quantization_of, ref
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moeq.artifacts.targets import loaded_by
 from moeq.exporters import compressed_tensors, foreign, gptq_layout, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.numerics.layouts import row_words
@@ -48,7 +49,8 @@ MIXED: dict[str, tuple[Choose, bool]] = {
     "experts": (by_expert, True),
     "projections": (by_projection, False),
 }
-UNIFORM: dict[str, tuple[Choose, bool]] = {"four": (uniform(4), True), "three": (uniform(3), True)}
+UNIFORM: dict[str, tuple[Choose, bool]] = {f"{bits} bits": (uniform(bits), True) for bits in range(2, 9)}
+OF_ONE = ("2 bits", "5 bits", "6 bits", "7 bits", "8 bits")  # mixes that one family shows
 OTHERS = {"model.layers.0.self_attn.o_proj": 4, "model.layers.1.self_attn.o_proj": 8}
 ODD: dict[str, tuple[Choose, bool]] = {"odd": (odd_widths, False)}
 CARRIED = {
@@ -73,13 +75,23 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.parametrize("name", list(CARRIED))
+def test_the_table_has_what_is_loaded_here(name: str) -> None:
+    """Every width, and both grids where zero points are read."""
+    target, mixes = loaded_by(name), CARRIED[name][2].values()
+    assert target is not None
+    places = [(0, expert, projection) for expert in range(6) for projection in PROJECTIONS]
+    assert {choose(*place) for choose, _ in mixes for place in places} == set(target.widths)
+    assert {symmetric for _, symmetric in mixes} == ({True} if target.symmetric_only else {True, False})
+
+
 @pytest.mark.parametrize(("name", "mix"), [(name, mix) for name in CARRIED for mix in CARRIED[name][2]])
 def test_what_the_table_carries_loads_right(name: str, mix: str, models: dict[str, Path], tmp_path: Path) -> None:
     package, loader, mixes = CARRIED[name]
     peers.interpreter(package)
     wanted = {}
     choose, symmetric = mixes[mix]
-    for family, model in models.items():
+    for family, model in {"olmoe": models["olmoe"]}.items() if mix in OF_ONE else models.items():
         others = OTHERS if mix == "projections" and family != "deepseek_v3" else None
         source = MadeSource(model, choose, symmetric=symmetric, others=others)
         out = tmp_path / f"{family}-{mix}"
