@@ -44,7 +44,7 @@ import argparse, contextlib, ctypes, json, re, sys
 from pathlib import Path
 import moeq
 sys.path.insert(0, sys.argv[1])
-import memory
+import figures, memory
 from moeq import pipeline
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -54,31 +54,29 @@ from moeq.verification import reference
 folder = Path(sys.argv[2])
 left = {}
 def look(where):
-    held = memory.resident()["RssAnon"]
+    held = figures.resident()["RssAnon"]
     ctypes.CDLL(None).malloc_trim(0)
-    left[where] = max(left.get(where, 0), held - memory.resident()["RssAnon"])
+    left[where] = max(left.get(where, 0), held - figures.resident()["RssAnon"])
 
 class Watching(Reporter):
     @contextlib.contextmanager
     def bar(self, title, total):
         def advance():
-            peaks.setdefault(title, 0)
             if title in ("quantize", "traces"):
                 look(f"a layer of {title}")
-            peaks[title] = max(peaks[title], watch.above()["RssAnon"])
-        watch.reset()
-        yield advance
+        with figures.Peaks() as watch:
+            yield advance
+        peaks[title] = max(peaks.get(title, 0), watch.highest["RssAnon"] - start)
 
 reference.GROUP_BYTES = 16 << 20
-peaks = {}
+peaks, start = {}, 0
 recipe = load_recipe(None, [*memory.OVERRIDES, "corpus.sequences=4", "corpus.sequence_length=64"])
 context = Context(recipe=recipe, model_name=str(folder), out=folder.parent / "run", reporter=Watching(quiet=True))
-watch = memory.Peaks()
 for stage in ("profile", "losses", "assign", "quantize", "export"):
-    before = memory.resident()["RssAnon"]
+    before = figures.resident()["RssAnon"]
     pipeline.run(context, (stage,))
     if stage == "assign":
-        watch.start = memory.resident()
+        start = figures.resident()["RssAnon"]
     look(stage)
 print(json.dumps([left, peaks["comparing"]]))
 """
