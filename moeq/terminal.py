@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moeq.planning.result import Plan
     from moeq.verification.verify import Verdict
 
-BESIDE = 108  # columns from which the final table has sizes beside quality
+BESIDE = 124  # columns from which the final table has sizes beside quality
 NARROW = 78  # columns below which tables leave out what the others imply
 WIDE = 130  # columns from which the table of families shows everything
 SIGNIFICANT = 0.05  # p below which a difference is bold
@@ -123,6 +123,8 @@ _LAST = (
 QUALITY = (
     _Column("ppl", lambda row: _number(row["perplexity"], "{:.2f}")),
     _Column("+", lambda row: _number(row["perplexity_change"], "{:+z.1%}")),
+    _Column("KL", lambda row: _number(row["kl"], "{:.3g}")),
+    _Column("top-1", lambda row: _number(row["same_top"], "{:.1%}")),
     *_LAST,
 )
 IMAGE_QUALITY = (
@@ -147,7 +149,7 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     if console.width >= BESIDE:
         console.print(_final_table(rows, (*SIZES, *measured)))
     else:
-        narrow = {"+", "of orig."} if console.width < NARROW else set()
+        narrow = {"top-1"} | ({"+", "of orig."} if console.width < NARROW else set())
         narrow |= {"speed-up", "all bits"} if console.width < SMALL else set()
         quality, sizes = (SIZES[0], *measured), SIZES[1:]
         console.print(_final_table(rows, [column for column in quality if column.title not in narrow]))
@@ -158,11 +160,15 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
     errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
     accuracy = f" acc: standard error {100 * max(errors):.1f} points." if errors else ""
+    kl_errors = [row["kl_stderr"] for row in rows if row.get("kl_stderr") is not None]
+    divergence = ""
+    if kl_errors:
+        divergence = f" KL: nats a token from the original, standard error at most {max(kl_errors):.1g}; top-1: equal."
     console.print(
         "* exported. bits: codes of the experts; all bits: of a weight of all tensors, scales and zero points "
         f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}. "
         "speed-up: estimated decode speed over MoNDE by "
-        f"its bandwidth rule / cost-optimal, for {of}.{accuracy}",
+        f"its bandwidth rule / cost-optimal, for {of}.{divergence}{accuracy}",
         style="dim",
     )
     for line in _translation_lines(outcomes):
@@ -313,18 +319,21 @@ def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
 def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = Console(highlight=False)
-    table = _table("", ("value", "difference", "95 %", "p"), overflow="fold")
+    flipped = any(cell["flips"] for row in results["table"] for cell in row["cells"].values())
+    titles = ("value", "difference", "95 %", "p", *(["flips"] if flipped else []))
+    table = _table("", titles, overflow="fold")
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
         metric = rows[0][1]["metric"]
         table.add_row(measure if metric == measure else f"{measure}, {metric}", style="bold")
         for name, cell in rows:
-            table.add_row(f"  {name}", *_measured(cell))
+            flips = "-{lost} +{gained}".format(**cell["flips"]) if cell["flips"] else ""
+            table.add_row(f"  {name}", *_measured(cell), *([flips] if flipped else []))
     console.print(table)
     how = results["differences"]
     console.print(
         f"differences from {how['from']}: {how['how']}, {how['resamples']} resamples, seed {how['seed']}; "
-        "value \u00b1 standard error.",
+        f"value \u00b1 standard error.{' flips: answers that went wrong (-) and right (+).' if flipped else ''}",
         style="dim",
         markup=False,
     )
@@ -346,8 +355,20 @@ def _notes(row: dict[str, Any]) -> list[str]:
     return [
         f"perplexity of {text['tokens']:,} tokens of {documents}, window {text['window']}, stride {text['stride']}, "
         f"errors over {text['unit']}s; counted: {text['counted']}",
+        *_kl_notes(row),
         *notes,
     ]
+
+
+def _kl_notes(row: dict[str, Any]) -> list[str]:
+    """Why a row has no KL, or what it is at most where not all logits were kept."""
+    if row.get("not_compared"):
+        return [f"no KL: {row['not_compared']}"]
+    found = row.get("divergence")
+    if found is None or found["kept"] is None:
+        return []
+    rest = f"{found['kept']:,} logits of each token kept, of the rest ({found['rest']:.2g}) the sum"
+    return [f"KL is at least that, at most {found['kl_most']:.4g}: {rest}"]
 
 
 def _measured(cell: dict[str, Any]) -> list[str]:
