@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moeq.planning.result import Plan
     from moeq.verification.verify import Verdict
 
-BESIDE = 124  # columns from which the final table has sizes beside quality
+BESIDE = 120  # columns from which the final table has sizes beside quality
 NARROW = 78  # columns below which tables leave out what the others imply
 WIDE = 130  # columns from which the table of families shows everything
 SIGNIFICANT = 0.05  # p below which a difference is bold
@@ -149,7 +149,7 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     if console.width >= BESIDE:
         console.print(_final_table(rows, (*SIZES, *measured)))
     else:
-        narrow = {"top-1"} | ({"+", "of orig."} if console.width < NARROW else set())
+        narrow = {"+", "top-1", "of orig."} if console.width < NARROW else set()
         narrow |= {"speed-up", "all bits"} if console.width < SMALL else set()
         quality, sizes = (SIZES[0], *measured), SIZES[1:]
         console.print(_final_table(rows, [column for column in quality if column.title not in narrow]))

@@ -376,7 +376,7 @@ def test_sizes_stand_beside_quality(page: str) -> None:
 def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:
     found = card_figures(make().evaluation)
     assert [row["name"] for row in found] == ["original", "uniform-4", "mixed"]
-    assert set(found[0]) == {"name", "expert_bytes", "perplexity", "accuracy"}
+    assert set(found[0]) == {"name", "expert_bytes", "perplexity", "accuracy", "kl", "kl_stderr", "same_top"}
 
 
 def other_row(module: str, kind: str, error: float | None, **more: object) -> OtherRow:
