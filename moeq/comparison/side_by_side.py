@@ -106,7 +106,8 @@ def _rows(
     measured: dict[int, list[document.Row]] = {}
     folder = None if asked.out is None else asked.out.absolute().parent
     with Reference(folder) as reference, reporter.bar("eval", len(subjects)) as advance:
-        first = reference if isinstance(subjects[0], Subject) else None
+        several = sum(isinstance(subject, Subject) for subject in subjects) > 1
+        first = reference if several and isinstance(subjects[0], Subject) else None
         for number, subject in enumerate(subjects):
             if isinstance(subject, Earlier):
                 measured[number] = document.read_rows(subject.path)
@@ -153,7 +154,7 @@ def _measure(
     manager: Any,
     reference: Reference | None,
 ) -> document.Row:
-    """One subject; reference: None where the first that is named is an earlier result, whose logits are not kept."""
+    """One subject; reference: None where nothing is compared with what is measured first."""
     started = time.monotonic()
     torch.manual_seed(0)
     lm = loaded.lm_of(model, subject, settings)
