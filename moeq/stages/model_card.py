@@ -61,7 +61,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         "",
     ]
     if figures:
-        lines += [*_figures(figures), ""]
+        lines += [*figures_table(figures), ""]
     return "\n".join(lines)
 
 
@@ -72,8 +72,8 @@ def _loader(config: dict[str, Any]) -> str:
     return "AutoModelForImageClassification" if images else "AutoModelForCausalLM"
 
 
-def _figures(rows: list[dict[str, Any]]) -> list[str]:
-    """The table of what was measured."""
+def figures_table(rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of the table of what was measured."""
     forms = {"perplexity": "{:.3f}", "cross_entropy": "{:.4f}", "logit_error": "{:.2%}", "accuracy": "{:.1%}"}
     forms |= {"kl": "{:.3g}", "same_top": "{:.1%}"}
     classified = any(row.get("logit_error") is not None for row in rows)
