@@ -131,10 +131,18 @@ class ReferenceLogits:
         widths = [self.kept * self.dtype.itemsize, 0 if self.whole else 4 * self.kept, 8 * FLOATS]
         parts = rows.split([*widths, size - sum(widths)], 1)
         dtypes = (self.dtype, torch.int32, torch.float64, torch.int32)
-        logits, ids, floats, words = (part.contiguous().view(dtype) for part, dtype in zip(parts, dtypes, strict=True))
+        logits, ids, floats, words = (
+            part.flatten().clone().view(dtype).view(tokens, part.shape[1] // dtype.itemsize)
+            for part, dtype in zip(parts, dtypes, strict=True)
+        )
         normalizers, scores, rest, entropy, largest = floats.unbind(1)
-        logprobs: Tensor | Kept = logits.double() - normalizers[:, None]
-        if not self.whole:
-            logprobs = Kept(ids=ids.long(), logprobs=logprobs, rest=rest, entropy=entropy, largest=largest)
+        logprobs = logits.double() - normalizers[:, None]
+        kept = Kept(ids=ids.long(), logprobs=logprobs, rest=rest, entropy=entropy, largest=largest)
         words = words.long()
-        return Stored(logprobs=logprobs, targets=words[:, 0], scores=scores, first=words[:, 1], top=words[:, 2:])
+        return Stored(
+            logprobs=logprobs if self.whole else kept,
+            targets=words[:, 0],
+            scores=scores,
+            first=words[:, 1],
+            top=words[:, 2:],
+        )

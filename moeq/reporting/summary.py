@@ -204,7 +204,8 @@ def _divergence(inputs: ReportInputs) -> Raw:
         kls, changes = one.kl_percentiles, one.change_percentiles
         cells = [_kl(one), *(formats.kl(kls[name]) for name in ("50", "99", "99.9", "100"))]
         cells += [formats.percent(one.same_top), formats.percent(one.top5_overlap), formats.percent(one.rms_change)]
-        cells.append(f"{formats.percent(changes['1'])} to {formats.percent(changes['99'])}")
+        low, high = (formats.points(changes[name], 0.0) for name in ("1", "99"))
+        cells.append(f"{low.removesuffix(' points')} to {high}")
         rows.append(_marked(row, cells))
     first = found[0][1]
     bound = ""

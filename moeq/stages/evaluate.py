@@ -333,11 +333,12 @@ def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
         reading = {"being read": 0.1 * sizes.placed[0]}
         moments = [{**sizes.loading(), **swapped, **once}, {**loaded, **exported, **reading, **once}]
     for part in (CHECKED, *given):
-        logits = {"logits of tasks" if part is tasks else "logits": part.batch_tokens * sizes.vocabulary * (width + 12)}
+        all_logits = part.batch_tokens * sizes.vocabulary
+        logits: Moment = {"logits of tasks" if part is tasks else "logits": all_logits * (width + 12)}
         if part is text and not sizes.images:
             slices = SLICE_BYTES * min(1.0, part.length * sizes.vocabulary / SLICE)
-            logits = {"logits": part.batch_tokens * sizes.vocabulary * width, "logits in float64": slices}
-            logits["scored tokens"] = TOKEN_BYTES * part.tokens
+            scored = TOKEN_BYTES * part.tokens
+            logits = {"logits": all_logits * width, "logits in float64": slices, "scored tokens": scored}
         running = {**sizes.running(part.batch_tokens), **logits, **once}
         moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
     return moments
