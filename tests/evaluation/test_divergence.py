@@ -137,9 +137,9 @@ def test_errors_are_over_windows() -> None:
         return float(np.sqrt(np.sum(residuals**2)) / tokens.sum())
 
     for name in ("kl", "same_top", "top5_overlap", "change"):
-        assert found[f"{name}_stderr"] == pytest.approx(error(found["items"][name]), rel=0.2), name
+        assert found[f"{name}_stderr"] == pytest.approx(error(found["items"][name]), rel=0.35), name
     of_squares = error(found["items"]["squared_change"])
-    assert found["rms_change_stderr"] == pytest.approx(of_squares / (2 * found["rms_change"]), rel=0.2)
+    assert found["rms_change_stderr"] == pytest.approx(of_squares / (2 * found["rms_change"]), rel=0.35)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
