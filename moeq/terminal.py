@@ -163,7 +163,10 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     kl_errors = [row["kl_stderr"] for row in rows if row.get("kl_stderr") is not None]
     divergence = ""
     if kl_errors:
-        divergence = f" KL: nats a token from the original, standard error at most {max(kl_errors):.1g}; top-1: equal."
+        divergence = (
+            f" KL: nats a token from the original, standard error at most {max(kl_errors):.1g}; top-1: tokens whose "
+            "likeliest is the same."
+        )
     console.print(
         "* exported. bits: codes of the experts; all bits: of a weight of all tensors, scales and zero points "
         f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}. "

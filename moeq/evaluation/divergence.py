@@ -27,12 +27,17 @@ from moeq.evaluation.reference_logits import Key, ReferenceLogits, Scored, Store
 from moeq.evaluation.results import items_of_text
 from moeq.numerics.divergence import Kept, kl_bounds, kl_divergence
 
-SLICE = 1 << 20  # logits that are float64 at once
-SLICE_BYTES = 12 * 8 * SLICE  # of those, and what is made of them
+SLICE = 1 << 18  # logits that are float64 at once
+LOGIT_BYTES = 7 * 8  # of each of those, with what is made of it
 TOKEN_BYTES = 160  # of every token's figures of one model, until they are summed up
 COLUMNS = ("kl", "same_top", "top5_overlap", "change", "squared_change")  # whose sums are kept of every item
 KL_PERCENTILES = (0, 0.1, 1, 5, 10, 50, 90, 95, 99, 99.9, 100)
 CHANGE_PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
+
+
+def slice_bytes(tokens: int, vocabulary: int) -> int:
+    """Most bytes that scoring and comparing a window of so many tokens takes beside its logits."""
+    return LOGIT_BYTES * min(max(SLICE, vocabulary), tokens * vocabulary)
 
 
 class Scorer:
@@ -47,12 +52,9 @@ class Scorer:
         scores = [torch.empty(0, dtype=torch.float64)]
         for start in range(0, len(targets), rows):
             part, wanted = logits[start : start + rows], targets[start : start + rows]
-            logprobs = part.double()
-            normalizers = logprobs.logsumexp(1)
-            logprobs -= normalizers[:, None]
+            logprobs = part.log_softmax(1, dtype=torch.float64)
             own = logprobs.gather(1, wanted[:, None]).squeeze(1)
-            scored = Scored(logits=part, normalizers=normalizers, logprobs=logprobs, targets=wanted, scores=own)
-            self._see(key, start, scored)
+            self._see(key, start, Scored(logits=part, logprobs=logprobs, targets=wanted, scores=own))
             scores.append(own.cpu())
         return torch.cat(scores)
 

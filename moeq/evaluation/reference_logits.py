@@ -30,11 +30,10 @@ FLOATS = 5  # of every token: normalizer, log-probability of the target, and mas
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A part of a text that a model has scored: its logits [T, V] as it gave them, their normalizers [T] and
-    log-probabilities [T, V] in float64, targets [T] and their log-probabilities [T]."""
+    """A part of a text that a model has scored: its logits [T, V] as it gave them, log-probabilities [T, V] in float64,
+    targets [T] and their log-probabilities [T]."""
 
     logits: Tensor
-    normalizers: Tensor
     logprobs: Tensor
     targets: Tensor
     scores: Tensor
@@ -110,7 +109,8 @@ class ReferenceLogits:
             kept = keep_likeliest(part.logprobs, self.kept)
             logits, ids = part.logits.gather(1, kept.ids), [kept.ids.int()]
             rest = [kept.rest, kept.entropy, kept.largest]
-        floats = torch.stack([part.normalizers, part.scores, *rest], 1)
+        normalizers = part.logits.gather(1, part.targets[:, None]).squeeze(1).double() - part.scores
+        floats = torch.stack([normalizers, part.scores, *rest], 1)
         words = torch.cat([part.targets[:, None], first[:, None], top], 1).int()
         columns = [column.contiguous().view(torch.uint8).cpu() for column in (logits, *ids, floats, words)]
         data = torch.cat(columns, 1).numpy().tobytes()
@@ -136,13 +136,11 @@ class ReferenceLogits:
             for part, dtype in zip(parts, dtypes, strict=True)
         )
         normalizers, scores, rest, entropy, largest = floats.unbind(1)
-        logprobs = logits.double() - normalizers[:, None]
-        kept = Kept(ids=ids.long(), logprobs=logprobs, rest=rest, entropy=entropy, largest=largest)
+        logprobs: Tensor | Kept
+        if self.whole:
+            logprobs = logits.log_softmax(1, dtype=torch.float64)
+        else:
+            known = logits.double() - normalizers[:, None]
+            logprobs = Kept(ids=ids.long(), logprobs=known, rest=rest, entropy=entropy, largest=largest)
         words = words.long()
-        return Stored(
-            logprobs=logprobs if self.whole else kept,
-            targets=words[:, 0],
-            scores=scores,
-            first=words[:, 1],
-            top=words[:, 2:],
-        )
+        return Stored(logprobs=logprobs, targets=words[:, 0], scores=scores, first=words[:, 1], top=words[:, 2:])

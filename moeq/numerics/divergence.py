@@ -37,8 +37,9 @@ def kl_divergence(first: Tensor, second: Tensor) -> Tensor:
 
     Of some tokens alone it is their share of the sum.
     """
-    terms = first.exp() * (first - second)
-    return terms.masked_fill(first == -torch.inf, 0.0).sum(-1)
+    terms = first.exp().mul_(first - second)
+    ruled_out = first == -torch.inf
+    return (terms.masked_fill_(ruled_out, 0.0) if bool(ruled_out.any()) else terms).sum(-1)
 
 
 def keep_likeliest(logprobs: Tensor, count: int) -> Kept:
@@ -49,7 +50,7 @@ def keep_likeliest(logprobs: Tensor, count: int) -> Kept:
         ids=ids[:, :count],
         logprobs=values[:, :count],
         rest=others.sum(1),
-        entropy=torch.special.entr(others).sum(1),
+        entropy=-(others * logprobs).masked_fill_(others == 0, 0.0).sum(1),
         largest=values[:, count].exp(),
     )
 

@@ -15,9 +15,9 @@ from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
 from moeq.evaluation import result_file as document
-from moeq.evaluation.divergence import SLICE, SLICE_BYTES, TOKEN_BYTES, Reference
+from moeq.evaluation.divergence import TOKEN_BYTES, Reference, slice_bytes
 from moeq.evaluation.harness import BUNDLED_TASK
-from moeq.evaluation.reference_logits import stored_bytes
+from moeq.evaluation.reference_logits import kept_logits, stored_bytes
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.non_experts import OtherModule
@@ -277,7 +277,9 @@ CHECKED = Text(sequences=2, length=32, batch=2, whole=64)  # on which the export
 LOADING = 0.7  # seconds of building and filling a model, whatever its size
 REQUEST_OBJECTS = 6000  # bytes of a request as objects
 CHANGE, SCORES, ROW, EXPERT = 220, 180, 750, 14  # bytes of eval.json beside assignments, an expert's indentation last
-SCORED, COMPARED = 100, 150  # bytes that pass for each logit that is kept, and for each that is compared with it
+DIVERGENCE, CELLS, SUMS = 1400, 500, 98  # bytes of one, of its cells in the table, and of what is summed of a sequence
+RECORDED, COMPARED = {True: 60, False: 200}, {True: 110, False: 280}  # bytes that pass for each logit, by whether all
+# are kept: of the original, and of what is compared with it
 SAMPLE_ROW, SEQUENCE, REQUEST, CHARACTER = 4000, 39, 375, 1.45  # bytes of samples.json, of which for every assignment
 
 
@@ -293,9 +295,11 @@ def needs(sizes: Sizes) -> Needs:
     files = {NAME: ROW + count * row}
     if not sizes.images:
         characters = sum(part.characters for part in given)
+        divergence = 0 if text is None else DIVERGENCE
+        sums = 0 if text is None else CELLS + SUMS * text.sequences
         files = {
-            NAME: ROW + count * (row + CHANGE * changes),
-            SAMPLES: int((1 + count) * (items + CHARACTER * characters)),
+            NAME: ROW + count * (row + CHANGE * changes + divergence),
+            SAMPLES: int((1 + count) * (items + CHARACTER * characters) + count * (divergence + sums)),
         }
 
     def seconds(rates: Rates) -> float:
@@ -307,7 +311,9 @@ def needs(sizes: Sizes) -> Needs:
         swapping = swaps * _swapping(sizes, rates) + _curves(sizes, rates)
         kept = reference / rates.write_bytes + count * reference / rates.cached_bytes
         if reference and text is not None:
-            kept += text.tokens * sizes.vocabulary * (SCORED + count * COMPARED) / rates.elementwise_bytes
+            whole = kept_logits(text.tokens, sizes.vocabulary, sizes.dtype.itemsize) == sizes.vocabulary
+            passes = RECORDED[whole] + count * COMPARED[whole]
+            kept += text.tokens * sizes.vocabulary * passes / rates.elementwise_bytes
         return fixed + readings + (count + 1) * forwards + swapping + kept
 
     read = sizes.disk * (walks * count + 1 if sizes.streams else 2 + count) + sum(sizes.placed)
@@ -336,9 +342,8 @@ def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
         all_logits = part.batch_tokens * sizes.vocabulary
         logits: Moment = {"logits of tasks" if part is tasks else "logits": all_logits * (width + 12)}
         if part is text and not sizes.images:
-            slices = SLICE_BYTES * min(1.0, part.length * sizes.vocabulary / SLICE)
-            scored = TOKEN_BYTES * part.tokens
-            logits = {"logits": all_logits * width, "logits in float64": slices, "scored tokens": scored}
+            some, scored = slice_bytes(part.length, sizes.vocabulary), TOKEN_BYTES * part.tokens
+            logits = {"logits": all_logits * width, "logits in float64": some, "scored tokens": scored}
         running = {**sizes.running(part.batch_tokens), **logits, **once}
         moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
     return moments

@@ -208,8 +208,8 @@ def test_a_vocabulary_of_150000_stays_within_its_bounds_and_its_memory(
     assert found.same_top == wanted["same"]
     assert found.top5_overlap == pytest.approx(wanted["overlap"])
     assert found.rms_change == pytest.approx(np.sqrt(np.mean(wanted["change"] ** 2)), rel=1e-9)
-    assert seen.largest <= 8 * divergence.SLICE, "nothing of a whole window is in float64"
-    assert seen.most <= divergence.SLICE_BYTES
+    assert 8 * vocabulary <= seen.largest <= 8 * divergence.SLICE, "nothing of a whole window is in float64"
+    assert seen.most <= divergence.slice_bytes(tokens // 2, vocabulary)
 
 
 @pytest.mark.parametrize("room", [1 << 30, 300 * 8 * 30])
