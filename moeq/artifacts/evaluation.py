@@ -113,9 +113,9 @@ class EvalRow(Frozen):
         return {name: value for name, value in figures.items() if value is not None}
 
     def divergence_figures(self) -> dict[str, float | None]:
-        """What short tables show of the divergence."""
+        """What short tables show of the divergence, by name; nothing of image classifiers."""
         found = self.divergence
-        names = ("kl", "kl_stderr", "same_top")
+        names = () if self.logit_error is not None else ("kl", "kl_stderr", "same_top")
         return {name: None if found is None else getattr(found, name) for name in names}
 
     @property

@@ -251,11 +251,7 @@ def _exported(context: Context, expected: torch.Tensor) -> tuple[Any, float]:
 def summarize(report: EvalReport) -> dict[str, Any]:
     """Rows of the final table."""
     shown = {"name", "expert_bytes", "other_bytes", "checkpoint_bytes", "perplexity", "accuracy"}
-    compared = any(row.divergence is not None for row in report.rows)
-    rows = [
-        row.model_dump(include=shown) | row.image_figures() | (row.divergence_figures() if compared else {})
-        for row in report.rows
-    ]
+    rows = [row.model_dump(include=shown) | row.divergence_figures() | row.image_figures() for row in report.rows]
     return {
         "export_logit_error": report.export_logit_error,
         "rows": rows,
