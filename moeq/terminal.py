@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moeq.tables import human_bytes, human_seconds, human_size
+from moeq.tables import human_bytes, human_seconds, human_size, kl_caption, kl_notes
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -160,18 +160,11 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
     errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
     accuracy = f" acc: standard error {100 * max(errors):.1f} points." if errors else ""
-    kl_errors = [row["kl_stderr"] for row in rows if row.get("kl_stderr") is not None]
-    divergence = ""
-    if kl_errors:
-        divergence = (
-            f" KL: nats a token from the original, standard error at most {max(kl_errors):.1g}; top-1: tokens whose "
-            "likeliest is the same."
-        )
     console.print(
         "* exported. bits: codes of the experts; all bits: of a weight of all tensors, scales and zero points "
         f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}. "
         "speed-up: estimated decode speed over MoNDE by "
-        f"its bandwidth rule / cost-optimal, for {of}.{divergence}{accuracy}",
+        f"its bandwidth rule / cost-optimal, for {of}.{kl_caption(rows)}{accuracy}",
         style="dim",
     )
     for line in _translation_lines(outcomes):
@@ -322,16 +315,19 @@ def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
 def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = Console(highlight=False)
-    flipped = any(cell["flips"] for row in results["table"] for cell in row["cells"].values())
-    titles = ("value", "difference", "95 %", "p", *(["flips"] if flipped else []))
-    table = _table("", titles, overflow="fold")
+    table, flipped = _table("", ("value", "difference", "95 %", "p"), overflow="fold"), False
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
         metric = rows[0][1]["metric"]
         table.add_row(measure if metric == measure else f"{measure}, {metric}", style="bold")
         for name, cell in rows:
-            flips = "-{lost} +{gained}".format(**cell["flips"]) if cell["flips"] else ""
-            table.add_row(f"  {name}", *_measured(cell), *([flips] if flipped else []))
+            table.add_row(f"  {name}", *_measured(cell))
+        flips = [(name, cell["flips"]) for name, cell in rows if cell["flips"]]
+        if flips:
+            flipped = True
+            table.add_row(f"{measure}, flips of {flips[0][1]['items']:,}", style="bold")
+        for name, found in flips:
+            table.add_row(f"  {name}", f"-{found['lost']:,} +{found['gained']:,}")
     console.print(table)
     how = results["differences"]
     console.print(
@@ -358,20 +354,9 @@ def _notes(row: dict[str, Any]) -> list[str]:
     return [
         f"perplexity of {text['tokens']:,} tokens of {documents}, window {text['window']}, stride {text['stride']}, "
         f"errors over {text['unit']}s; counted: {text['counted']}",
-        *_kl_notes(row),
+        *kl_notes(row),
         *notes,
     ]
-
-
-def _kl_notes(row: dict[str, Any]) -> list[str]:
-    """Why a row has no KL, or what it is at most where not all logits were kept."""
-    if row.get("not_compared"):
-        return [f"no KL: {row['not_compared']}"]
-    found = row.get("divergence")
-    if found is None or found["kept"] is None:
-        return []
-    rest = f"{found['kept']:,} logits of each token kept, of the rest ({found['rest']:.2g}) the sum"
-    return [f"KL is at least that, at most {found['kl_most']:.4g}: {rest}"]
 
 
 def _measured(cell: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from moeq.comparison.refusals import needs_a_run
 from moeq.comparison.side_by_side import compare
 from moeq.comparison.subjects import Subject, open_subjects
 from moeq.errors import EvaluationError, MoeqError, RecipeError
+from moeq.evaluation import reference_logits
 from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.evaluation.strided import read_text
@@ -126,6 +127,27 @@ def test_divergences_are_those_of_plain_forward_passes(
         assert found["rms_change"] == pytest.approx(np.sqrt(np.mean(np.square(change))), rel=1e-4)
         assert sum(found["items"]["kl"]) == pytest.approx(sum(kls), rel=1e-4)
         assert 0 < found["kl_stderr"] < found["kl"]
+
+
+def test_a_large_vocabulary_is_compared_within_bounds(
+    compared: dict[str, Any], run: Path, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all logits of the text were too many: the tables say how far the truth may be."""
+    monkeypatch.setattr(reference_logits, "MOST_BYTES", 1)
+    monkeypatch.setenv("COLUMNS", "200")
+    more = ["--text", str(text_of(tmp_path)), "--window", "24", "--stride", "12", "--batch-size", "4"]
+    words = ["eval", str(tiny_mixtral), f"{run}:uniform-2", "--out", str(tmp_path / "found.json"), *more]
+    shown = CliRunner().invoke(app, words, catch_exceptions=False)
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))["rows"][1]["divergence"]
+    true = next(row for row in compared["rows"] if row["name"] == "made:uniform-2")["divergence"]
+    assert (found["kept"], true["kept"]) == (reference_logits.LEAST_KEPT, None)
+    assert found["kl"] < true["kl"] < found["kl_most"]
+    for name, value in true["kl_percentiles"].items():
+        assert found["kl_percentiles"][name] < value < found["kl_percentiles_most"][name]
+    for name in ("same_top", "top5_overlap", "rms_change"):
+        assert found[name] == pytest.approx(true[name], rel=1e-6)
+    assert f"at most {found['kl_most']:.4g}: 256 logits of each token were kept" in " ".join(shown.output.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "text.jsonl"]
 
 
 def test_rows_by_context_have_a_divergence_too(compared: dict[str, Any]) -> None:
