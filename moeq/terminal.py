@@ -315,7 +315,8 @@ def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
 def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = Console(highlight=False)
-    table, flipped = _table("", ("value", "difference", "95 %", "p"), overflow="fold"), False
+    table = _table("", ("value", "difference", "95 %", "p"), overflow="fold")
+    flipped = False
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
         metric = rows[0][1]["metric"]
@@ -332,10 +333,12 @@ def print_comparison(results: dict[str, Any]) -> None:
     how = results["differences"]
     console.print(
         f"differences from {how['from']}: {how['how']}, {how['resamples']} resamples, seed {how['seed']}; "
-        f"value \u00b1 standard error.{' flips: answers that went wrong (-) and right (+).' if flipped else ''}",
+        "value \u00b1 standard error.",
         style="dim",
         markup=False,
     )
+    if flipped:
+        console.print("flips: answers that went wrong (-) and right (+).", style="dim")
     notes: dict[str, list[str]] = {}
     for row in results["rows"]:
         for note in _notes(row):
