@@ -349,7 +349,9 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         if path.name == evaluation.NAME:
             report = evaluation.read_eval(path)
             columns = {"name", "average_bits", "expert_bytes", "perplexity", "accuracy"}
-            rows = [row.model_dump(include=columns) | row.image_figures() for row in report.rows]
+            rows = [
+                row.model_dump(include=columns) | row.divergence_figures() | row.image_figures() for row in report.rows
+            ]
             return {"kind": "evaluation", "rows": rows}
         if isinstance(data, dict) and data.get("kind") == document.KIND:
             return document.summary(path)

@@ -10,7 +10,8 @@ from moeq.stages.context import Context
 
 
 def final_rows(context: Context) -> list[dict[str, Any]]:
-    """One row a variant, largest first: bytes, perplexity, accuracy, estimated decode speed-ups over MoNDE; of image
+    """One row a variant, largest first: bytes, perplexity, KL to the original in nats a token with its standard error,
+    share of tokens whose likeliest is the same, accuracy, estimated decode speed-ups over MoNDE; of image
     classifiers cross_entropy and logit_error too.
 
     average_bits: codes of the experts alone; stored_bits: of a weight of all tensors, scales counted; expert_bytes,
@@ -42,6 +43,7 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
                 "perplexity_change": change,
                 "accuracy": row.accuracy,
                 "accuracy_stderr": row.accuracy_stderr,
+                **row.divergence_figures(),
                 **row.image_figures(),
                 "speedup_over_monde_bandwidth_rule": speed.get("monde_bwrule"),
                 "speedup_over_monde_cost_optimal": speed.get("monde_opt"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import ceil
+from typing import Any
 
 
 def human_bytes(count: float) -> str:
@@ -55,3 +57,23 @@ def effective(items: int, independent: float | None) -> str:
 def too_few(items: int, fewest: int | None) -> str:
     """Instead of an interval; of a mean over tasks, one of which has too few."""
     return f"too few: it takes {fewest}" if fewest is None or items < fewest else f"a task has fewer than {fewest}"
+
+
+def kl_caption(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the columns KL and top-1 of a run's final rows are; nothing where neither was measured."""
+    if all(row.get("kl") is None for row in rows):
+        return ""
+    errors = [row["kl_stderr"] for row in rows if row["kl_stderr"] is not None]
+    error = f", standard error at most {max(errors):.1g}" if errors else ""
+    return f" KL: nats a token from the original{error}; top-1: tokens whose likeliest is the same."
+
+
+def kl_notes(row: Mapping[str, Any]) -> list[str]:
+    """Why a row of a comparison has no KL, or what it is at most where not all logits were kept."""
+    if row.get("not_compared"):
+        return [f"no KL: {row['not_compared']}"]
+    found = row.get("divergence")
+    if found is None or found["kept"] is None:
+        return []
+    rest = f"{found['kept']:,} logits of each token were kept, of the rest ({found['rest']:.2g}) the sum"
+    return [f"KL is at least that, and at most {found['kl_most']:.4g}: {rest}"]

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moeq.tables import human_bytes, human_seconds, human_size, too_few
+from moeq.tables import human_bytes, human_seconds, human_size, kl_caption, kl_notes, too_few
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moeq.planning.result import Plan
     from moeq.verification.verify import Verdict
 
-BESIDE = 108  # columns from which the final table has sizes beside quality
+BESIDE = 120  # columns from which the final table has sizes beside quality
 NARROW = 78  # columns below which tables leave out what the others imply
 WIDE = 130  # columns from which the table of families shows everything
 SIGNIFICANT = 0.05  # p below which a difference is bold
@@ -123,6 +123,8 @@ _LAST = (
 QUALITY = (
     _Column("ppl", lambda row: _number(row["perplexity"], "{:.2f}")),
     _Column("+", lambda row: _number(row["perplexity_change"], "{:+z.1%}")),
+    _Column("KL", lambda row: _number(row["kl"], "{:.3g}")),
+    _Column("top-1", lambda row: _number(row["same_top"], "{:.1%}")),
     *_LAST,
 )
 IMAGE_QUALITY = (
@@ -147,7 +149,7 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     if console.width >= BESIDE:
         console.print(_final_table(rows, (*SIZES, *measured)))
     else:
-        narrow = {"+", "of orig."} if console.width < NARROW else set()
+        narrow = {"+", "top-1", "of orig."} if console.width < NARROW else set()
         narrow |= {"speed-up", "all bits"} if console.width < SMALL else set()
         quality, sizes = (SIZES[0], *measured), SIZES[1:]
         console.print(_final_table(rows, [column for column in quality if column.title not in narrow]))
@@ -162,7 +164,7 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
         "* exported. bits: codes of the experts; all bits: of a weight of all tensors, scales and zero points "
         f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}. "
         "speed-up: estimated decode speed over MoNDE by "
-        f"its bandwidth rule / cost-optimal, for {of}.{accuracy}",
+        f"its bandwidth rule / cost-optimal, for {of}.{kl_caption(rows)}{accuracy}",
         style="dim",
     )
     for line in _translation_lines(outcomes):
@@ -314,6 +316,7 @@ def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = Console(highlight=False)
     table = _table("", ("value", "difference", "95 %", "p", "n"), overflow="fold")
+    flipped = False
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
         metric = rows[0][1]["metric"]
@@ -321,6 +324,12 @@ def print_comparison(results: dict[str, Any]) -> None:
         table.add_row(measure if metric == measure else f"{measure}, {metric}", "", "", "", "", items, style="bold")
         for name, cell in rows:
             table.add_row(f"  {name}", *_measured(cell))
+        flips = [(name, cell["flips"]) for name, cell in rows if cell["flips"]]
+        if flips:
+            flipped = True
+            table.add_row(f"{measure}, flips of {flips[0][1]['items']:,}", style="bold")
+        for name, found in flips:
+            table.add_row(f"  {name}", f"-{found['lost']:,} +{found['gained']:,}")
     console.print(table)
     how = results["differences"]
     console.print(
@@ -329,6 +338,8 @@ def print_comparison(results: dict[str, Any]) -> None:
         style="dim",
         markup=False,
     )
+    if flipped:
+        console.print("flips: answers that went wrong (-) and right (+).", style="dim")
     notes: dict[str, list[str]] = {}
     for row in results["rows"]:
         for note in _notes(row):
@@ -347,6 +358,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
     return [
         f"perplexity of {text['tokens']:,} tokens of {documents}, window {text['window']}, stride {text['stride']}, "
         f"counted: {text['counted']}",
+        *kl_notes(row),
         *notes,
     ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -44,10 +46,57 @@ class Change(Frozen):
         return self.p if self.adjusted_p is None else self.adjusted_p
 
 
+class Divergence(Frozen):
+    """How far a variant's distributions of the next token are from those of `base`, over all tokens that are scored.
+
+    kl: of the variant's from the base's, in nats, mean over tokens; change: of the true token's probability, the
+    variant's minus the base's, and rms_change the root of its mean square; same_top: share of tokens whose likeliest
+    token is the same; top5_overlap: mean share of the base's five likeliest among the variant's. Percentiles by name,
+    "0" the least and "100" the largest. Standard errors are over items: windows or documents.
+
+    kept: how many of the vocabulary's logits were kept of every token (None: all), rest: the mean probability of the
+    others. `kl` and its percentiles are then the least that they can be, those called `_most` the most.
+    """
+
+    base: str
+    tokens: int
+    kl: float
+    kl_stderr: float | None
+    kl_percentiles: dict[str, float]
+    same_top: float
+    same_top_stderr: float | None
+    top5_overlap: float
+    top5_overlap_stderr: float | None
+    change: float
+    change_stderr: float | None
+    rms_change: float
+    rms_change_stderr: float | None
+    change_percentiles: dict[str, float]
+    kept: int | None = None
+    rest: float = 0.0
+    kl_most: float | None = None
+    kl_percentiles_most: dict[str, float] = Field({})
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Divergence:
+        """From a row's figures, beside which its items stand; KeyError or ValueError for what are none."""
+        return cls(**{name: row[name] for name in cls.model_fields})
+
+
+class Flips(Frozen):
+    """Answers to the same items that the first was right about and this one is not, and the other way round."""
+
+    items: int
+    lost: int
+    gained: int
+
+
 class EvalRow(Frozen):
     """One evaluated variant. `assignment` is None for the original; accuracy is the mean over tasks, with its error.
 
-    changes: {task, average or perplexity: how it differs from the original's}.
+    changes: {task, average or perplexity: how it differs from the original's}; flips: {task: answers that flipped};
+    divergence: of the next token's distributions from the original's (None: the original, no text was measured, or
+    written before moeq measured it).
 
     expert_bytes, other_bytes: of the tensors of the routed experts, and of everything else (None: written before moeq
     counted them); checkpoint_bytes: of all files of the checkpoint, what `assign.size` limits. Of image classifiers
@@ -68,6 +117,8 @@ class EvalRow(Frozen):
     accuracy_stderr: float | None = None
     tasks: dict[str, dict[str, float]]
     changes: dict[str, Change] = Field({})
+    flips: dict[str, Flips] = Field({})
+    divergence: Divergence | None = None
     cross_entropy: float | None = None
     logit_error: float | None = None
 
@@ -75,6 +126,12 @@ class EvalRow(Frozen):
         """What only image classifiers have, by name; nothing of language models."""
         figures = {"cross_entropy": self.cross_entropy, "logit_error": self.logit_error}
         return {name: value for name, value in figures.items() if value is not None}
+
+    def divergence_figures(self) -> dict[str, float | None]:
+        """What short tables show of the divergence, by name; nothing of image classifiers."""
+        found = self.divergence
+        names = () if self.logit_error is not None else ("kl", "kl_stderr", "same_top")
+        return {name: None if found is None else getattr(found, name) for name in names}
 
     @property
     def total_bytes(self) -> int | None:

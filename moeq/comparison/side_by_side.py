@@ -14,6 +14,7 @@ from moeq.comparison.refusals import WINDOW, check, text_source
 from moeq.comparison.subjects import Earlier, Subject, check_once, open_subjects
 from moeq.errors import EvaluationError
 from moeq.evaluation import result_file as document
+from moeq.evaluation.divergence import Reference, Scorer
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.evaluation.multimodal import check_images, image_tasks
 from moeq.evaluation.strided import read_text, score_text
@@ -21,6 +22,8 @@ from moeq.evaluation.windows import too_long
 from moeq.models import hub
 from moeq.models.corpus import has_processor
 from moeq.progress import Reporter
+
+EARLIER = "of earlier results no logits are kept"
 
 
 def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
@@ -98,9 +101,13 @@ def _rows(
     manager: Any,
     reporter: Reporter,
 ) -> list[document.Row]:
-    """One row a subject, in the order in which they were named; those of one base are measured one after the other."""
+    """One row a subject, in the order in which they were named; those of one base are measured one after the other,
+    the first one first, which the others' distributions are compared with."""
     measured: dict[int, list[document.Row]] = {}
-    with reporter.bar("eval", len(subjects)) as advance:
+    folder = None if asked.out is None else asked.out.absolute().parent
+    with Reference(folder) as reference, reporter.bar("eval", len(subjects)) as advance:
+        several = sum(isinstance(subject, Subject) for subject in subjects) > 1
+        first = reference if several and isinstance(subjects[0], Subject) else None
         for number, subject in enumerate(subjects):
             if isinstance(subject, Earlier):
                 measured[number] = document.read_rows(subject.path)
@@ -108,10 +115,15 @@ def _rows(
         _check_names(subjects, measured)
         for number, loadable, model in _by_base(subjects, settings):
             reporter.say(f"  {loadable.name}")
-            measured[number] = [_measure(asked, loadable, model, settings, manager)]
+            measured[number] = [_measure(asked, loadable, model, settings, manager, first)]
             del model  # the next one may be of another base
             advance()
-    return [row for number in sorted(measured) for row in measured[number]]
+    rows = [row for number in sorted(measured) for row in measured[number]]
+    for row in rows[1:] if rows[0]["perplexity"] else ():
+        known = row.get("not_compared") or (row.get("divergence") or {}).get("base") == rows[0]["name"]
+        if row["perplexity"] and not known:
+            row["not_compared"] = EARLIER
+    return rows
 
 
 def _check_names(subjects: Sequence[Subject | Earlier], earlier: Mapping[int, Sequence[document.Row]]) -> None:
@@ -135,8 +147,14 @@ def _by_base(
 
 
 def _measure(
-    asked: EvalOptions, subject: Subject, model: loaded.Loaded, settings: loaded.Settings, manager: Any
+    asked: EvalOptions,
+    subject: Subject,
+    model: loaded.Loaded,
+    settings: loaded.Settings,
+    manager: Any,
+    reference: Reference | None,
 ) -> document.Row:
+    """One subject; reference: None where nothing is compared with what is measured first."""
     started = time.monotonic()
     torch.manual_seed(0)
     lm = loaded.lm_of(model, subject, settings)
@@ -145,7 +163,9 @@ def _measure(
     if source is not None:
         window = asked.window or min(WINDOW, lm.max_length)
         text = read_text(source, model.tokenizer, window, asked.stride)
-        row["perplexity"] = score_text(lm, text, settings.batch_size)
+        scorer = Scorer() if reference is None else reference.scorer(subject.name, text.tokens)
+        row["perplexity"] = score_text(lm, text, settings.batch_size, scorer)
+        row["divergence"], row["not_compared"] = scorer.divergence(row["perplexity"]), scorer.missing
     if manager is not None:
         how: dict[str, Any] = {"limit": asked.limit, "num_fewshot": asked.num_fewshot, "model": subject.described()}
         row["lm_eval"] = evaluate_tasks(lm, asked.task_names, manager, **how)

@@ -1,6 +1,7 @@
 """Evaluations side by side: measures with standard errors, and paired differences from the first one.
 
-A row is {"name", "lm_eval": lm-eval's results with samples or None, "perplexity": what `score_text` found or None}.
+A row is {"name", "lm_eval": lm-eval's results with samples or None, "perplexity": what `score_text` found or None,
+"divergence": what its scorer found or None}.
 """
 
 from __future__ import annotations
@@ -11,33 +12,36 @@ from typing import Any
 
 import numpy as np
 
-from moeq.artifacts.evaluation import Change
+from moeq.artifacts.evaluation import Change, Divergence, Flips
 from moeq.evaluation.paired import Items, compare, standard_error
 from moeq.evaluation.results import checked, items_of, items_of_text, leaves, main_metric, members, pooled, scores_of
 from moeq.numerics.inference import holm
 
-AVERAGE, PERPLEXITY = "average", "perplexity"
+AVERAGE, PERPLEXITY, KL, SAME_TOP = "average", "perplexity", "KL", "equal top-1"
 AVERAGED = ("acc", "acc_norm", "exact_match")  # metrics that a mean over tasks makes sense of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One measure of one row; change: from the first row's, None for that itself and where items are not known."""
+    """One measure of one row; change: from the first row's, None for that itself and where items are not known; flips:
+    answers that are right in one of the two alone, None of other measures."""
 
     metric: str
     value: float
     stderr: float | None
-    change: Change | None
+    change: Change | None = None
+    flips: Flips | None = None
 
     def as_json(self) -> dict[str, Any]:
-        change = None if self.change is None else self.change.model_dump()
-        return {"metric": self.metric, "value": self.value, "stderr": self.stderr, "change": change}
+        change, flips = (None if found is None else found.model_dump() for found in (self.change, self.flips))
+        return {"metric": self.metric, "value": self.value, "stderr": self.stderr, "change": change, "flips": flips}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a row: {"name", "cells": {task, average or perplexity: Cell}}; EvaluationError where items differ.
+    """One entry a row: {"name", "cells": {task, average, perplexity, KL or equal top-1: Cell}}.
 
-    The differences of one measure are a family: their p values are adjusted together.
+    KL and equal top-1 are to the first row; a row that was compared with another has neither. The differences of one
+    measure are a family: their p values are adjusted together. Raises EvaluationError where items differ.
     """
     first: dict[str, _Measure] = {}
     entries = []
@@ -47,6 +51,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         cells = {} if average is None else {AVERAGE: average}
         for name, measure in measures.items():
             cells[name] = _cell(measure, first.get(name), f"{row['name']}, {name}")
+        cells |= _divergences(row, rows[0]["name"])
         entries.append({"name": row["name"], "cells": cells})
         first = first if number else measures
     for name in dict.fromkeys(name for entry in entries for name in entry["cells"]):
@@ -102,10 +107,27 @@ def _items(results: Mapping[str, Any], task: str, metric: str, value: float) -> 
 
 
 def _cell(own: _Measure, first: _Measure | None, where: str) -> Cell:
-    change = None
+    change = flips = None
     if first is not None and own.items is not None and first.items is not None and own.metric == first.metric:
         change = compare([own.items], [first.items], where=where)
-    return Cell(metric=own.metric, value=own.value, stderr=own.stderr, change=change)
+        flips = _flips(own.metric, own.items.values, first.items.values)
+    return Cell(metric=own.metric, value=own.value, stderr=own.stderr, change=change, flips=flips)
+
+
+def _flips(metric: str, own: np.ndarray, first: np.ndarray) -> Flips | None:
+    """Of the same items, right or wrong [n]; None for other values."""
+    if metric.partition(",")[0] not in AVERAGED or not np.isin([own, first], (0, 1)).all():
+        return None
+    return Flips(items=len(own), lost=int((own < first).sum()), gained=int((own > first).sum()))
+
+
+def _divergences(row: Mapping[str, Any], first: str) -> dict[str, Cell]:
+    if row.get("divergence") is None or (found := Divergence.of(row["divergence"])).base != first:
+        return {}
+    return {
+        KL: Cell(metric="nats a token", value=found.kl, stderr=found.kl_stderr),
+        SAME_TOP: Cell(metric=SAME_TOP, value=found.same_top, stderr=found.same_top_stderr),
+    }
 
 
 def _average(measures: Mapping[str, _Measure], first: Mapping[str, _Measure]) -> Cell | None:

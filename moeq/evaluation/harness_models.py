@@ -17,6 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
+from moeq.evaluation.divergence import Scorer
 from moeq.runtime.context_aware import ContextAwareModel, Piece
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, continuation
@@ -175,7 +176,9 @@ class ContextAwareLM(StaticLM):
         totals = []
         for request in requests:
             windows = list(self._windows(request.args[0]))
-            totals.append(sum(float(part.double().sum()) for part in self.rolling(windows)))
+            scored = zip(self.rolling(windows), windows, strict=True)
+            scores = [Scorer().score((0, 0), logits, torch.tensor(targets)) for logits, (_, targets) in scored]
+            totals.append(sum(float(part.sum()) for part in scores))
             check_finite(totals[-1:])
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
         return totals
@@ -193,30 +196,29 @@ class ContextAwareLM(StaticLM):
             context, targets = disjoint(window)
             yield context + targets[:-1], targets
 
-    def rolling(self, windows: Sequence[Window]) -> list[torch.Tensor]:
-        """Log-probabilities of the targets of each of a text's windows: its tokens, and what the last of them predict.
+    def rolling(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
+        """Logits [T, V] of the targets of each of a text's windows: its tokens, and what the last of them predict.
 
         The first half of the first window is the prefill.
         """
         if not windows:
-            return []
+            return
         with self.runtime.installed():
-            tokens, wanted = windows[0][0], answers(*windows[0])
+            tokens, targets = windows[0]
             half = max(1, len(tokens) // 2)
-            started = self.runtime.start(tokens[:half], wanted[:half])
+            started = self.runtime.start(tokens[:half])
             keys = self.runtime.choose(started.routing)
-            parts = [started.logprobs]
+            parts = [started.logits]
             if half < len(tokens):
-                rest = Piece(cache=started.cache, length=half, keys=keys, tokens=tokens[half:], targets=[wanted[half:]])
-                parts.append(self.runtime.score([rest])[0][0][0])
-            later = [
-                Piece(cache=None, length=0, keys=keys, tokens=window[0], targets=[answers(*window)])
-                for window in windows[1:]
-            ]
+                rest = Piece(cache=started.cache, length=half, keys=keys, tokens=tokens[half:])
+                parts += self.runtime.logits([rest])
+            yield torch.cat(parts)[-len(targets) :]
+            later = [Piece(cache=None, length=0, keys=keys, tokens=fed) for fed, _ in windows[1:]]
             rows = self._rows(max((len(piece.tokens) for piece in later), default=1))
-            batches = (later[at : at + rows] for at in range(0, len(later), rows))
-            scores = [torch.cat(parts), *(score[0][0] for batch in batches for score in self.runtime.score(batch))]
-        return [score[-len(targets) :] for score, (_, targets) in zip(scores, windows, strict=True)]
+            for at in range(0, len(later), rows):
+                logits = self.runtime.logits(later[at : at + rows])
+                for row, (_, targets) in zip(logits, windows[1 + at : 1 + at + rows], strict=True):
+                    yield row[-len(targets) :]
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
         """The contexts [B, C] with new tokens after them, greedy or as the task says; called by HFLM."""
@@ -240,8 +242,3 @@ def check_finite(logprobs: Iterable[float]) -> None:
     """EvaluationError where a log-likelihood is not finite: what a task would make of it looks like chance."""
     if not all(map(math.isfinite, logprobs)):
         raise EvaluationError("the model's outputs are not finite", do="use float32 or check the checkpoint")
-
-
-def answers(tokens: Sequence[int], targets: Sequence[int]) -> list[int]:
-    """What every token of a window predicts, also those that do not count."""
-    return [*tokens[1 : len(tokens) - len(targets) + 1], *targets]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moeq.errors import EvaluationError
+from moeq.evaluation.divergence import Scorer
 from moeq.evaluation.paired import Items
 from moeq.evaluation.results import text_of_items
 from moeq.models.corpus import Sequences
@@ -26,14 +26,16 @@ def perplexity(
     device: torch.device,
     advance: Callable[[], None],
     streamed: StreamedModel | None = None,
+    scorer: Scorer | None = None,
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of every token but each sequence's first; pads do not count.
 
     Returns {"perplexity", "perplexity_stderr", "tokens", "by_domain": {domain: perplexity}}, the digest of the `text`
     as tokens, and the `items` that it is made of, as `strided.score_text` does: windows of `window` tokens that do not
-    overlap. `advance` is called once a batch; a streamed model is read once for all batches. Raises EvaluationError
-    when the model's outputs are not finite.
+    overlap. `advance` is called once a batch; a streamed model is read once for all batches; scorer: what sees the
+    logits of every sequence, for comparisons. Raises EvaluationError when the model's outputs are not finite.
     """
+    scorer = scorer or Scorer()
     total: dict[str, float] = {}
     tokens: dict[str, int] = {}
     items = np.zeros((len(sequences), 2))
@@ -45,12 +47,16 @@ def perplexity(
                 where=type(model).__name__,
                 do="set eval.perplexity: null and eval.tasks: []",
             )
-        nll, counted = _score(output.logits, batch.input_ids.to(device), batch.mask.to(device), ahead(model))
+        lead = ahead(model)  # logits at t are of t + lead
+        predicted = output.logits[:, 1 - lead : output.logits.shape[1] - lead]
         for row, index in enumerate(batch.sequences.tolist()):
-            domain = sequences.domains[index]
-            items[index] = -float(nll[row]), int(counted[row])
-            total[domain] = total.get(domain, 0.0) + float(nll[row])
-            tokens[domain] = tokens.get(domain, 0) + int(counted[row])
+            scored, logits = batch.mask[row, 1:].bool(), predicted[row]
+            logits = logits if bool(scored.all()) else logits[scored.to(logits.device)]
+            scores = scorer.score((index, 0), logits, batch.input_ids[row, 1:][scored])
+            nll, domain = -float(scores.sum()), sequences.domains[index]
+            items[index] = -nll, len(scores)
+            total[domain] = total.get(domain, 0.0) + nll
+            tokens[domain] = tokens.get(domain, 0) + len(scores)
         advance()
 
     for _ in walk(model, (), sequences.batches(batch_size), device, streamed=streamed, finish=finish):
@@ -78,11 +84,3 @@ def perplexity(
         counted="all tokens but the first of each sequence",
         unit="sequence",
     )
-
-
-def _score(logits: Tensor, ids: Tensor, mask: Tensor, lead: int) -> tuple[Tensor, Tensor]:
-    """Summed negative log-likelihood and number of scored tokens of each row, [B] each; logits at t are of t + lead."""
-    predicted = logits[:, 1 - lead : logits.shape[1] - lead].float().transpose(1, 2)
-    losses = torch.nn.functional.cross_entropy(predicted, ids[:, 1:], reduction="none")
-    scored = mask[:, 1:]
-    return (losses.double() * scored).sum(1), scored.sum(1)

@@ -18,8 +18,10 @@ import torch
 from moeq.artifacts.files import digest_of
 from moeq.errors import CorpusError
 from moeq.evaluation.batching import BatchSize, rows_at_once
-from moeq.evaluation.harness_models import ContextAwareLM, StaticLM, Window, answers, check_finite
+from moeq.evaluation.divergence import Scorer
+from moeq.evaluation.harness_models import ContextAwareLM, StaticLM, Window, check_finite
 from moeq.evaluation.paired import Items
+from moeq.evaluation.reference_logits import Key
 from moeq.evaluation.results import text_of_items
 from moeq.evaluation.windows import check_windows, too_long
 from moeq.models import corpus
@@ -34,6 +36,11 @@ class Text:
     domains: tuple[str, ...]
     window: int
     stride: int
+
+    @property
+    def tokens(self) -> int:
+        """That are scored."""
+        return sum(len(document) - 1 for document in self.documents)
 
 
 def read_text(source: str, tokenizer: Any, window: int, stride: int | None) -> Text:
@@ -66,28 +73,34 @@ def windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[Window]
             done = end + 1
 
 
-def score_text(lm: StaticLM, text: Text, batch_size: BatchSize) -> dict[str, Any]:
+def score_text(lm: StaticLM, text: Text, batch_size: BatchSize, scorer: Scorer | None = None) -> dict[str, Any]:
     """Perplexity with its standard error, by domain and together, and the items that it is made of.
 
-    Raises EvaluationError when windows are longer than the model's positions or outputs are not finite.
+    scorer: what sees the logits of every window of every document, for comparisons. Raises EvaluationError when windows
+    are longer than the model's positions or outputs are not finite.
     """
     if text.window > lm.max_length:
         raise too_long(text.window, lm.max_length)
     cut = [list(windows(tokens, text.window, text.stride)) for tokens in text.documents]
-    if isinstance(lm, ContextAwareLM):
-        logprobs = [lm.rolling(of_text) for of_text in cut]
-    else:
-        logprobs = _in_batches(lm, cut, batch_size)
-    sums = [[(float(scores.double().sum()), len(scores)) for scores in of_text] for of_text in logprobs]
+    scorer, sums = scorer or Scorer(), [[(0.0, 0)] * len(own) for own in cut]
+    scored = _by_context(lm, cut) if isinstance(lm, ContextAwareLM) else _in_batches(lm, cut, batch_size)
+    for (place, number), logits in scored:
+        targets = torch.tensor(cut[place][number][1])
+        sums[place][number] = float(scorer.score((place, number), logits, targets).sum()), len(targets)
     check_finite(total for of_text in sums for total, _ in of_text)
     return _report(text, sums, isinstance(lm, ContextAwareLM))
 
 
-def _in_batches(lm: StaticLM, cut: list[list[Window]], batch_size: BatchSize) -> list[list[torch.Tensor]]:
-    """Log-probabilities of every text's windows; windows of all texts go together, the longest first."""
+def _by_context(lm: ContextAwareLM, cut: list[list[Window]]) -> Iterator[tuple[Key, torch.Tensor]]:
+    """Windows and the logits [T, V] of their targets, text by text."""
+    for text, own in enumerate(cut):
+        yield from (((text, number), logits) for number, logits in enumerate(lm.rolling(own)))
+
+
+def _in_batches(lm: StaticLM, cut: list[list[Window]], batch_size: BatchSize) -> Iterator[tuple[Key, torch.Tensor]]:
+    """Windows and the logits [T, V] of their targets; windows of all texts go together, the longest first."""
     places = [(text, number) for text, own in enumerate(cut) for number in range(len(own))]
     places.sort(key=lambda place: -len(cut[place[0]][place[1]][0]))
-    logprobs: list[list[torch.Tensor]] = [[torch.empty(0)] * len(own) for own in cut]
     start = 0
     while start < len(places):
         longest = len(cut[places[start][0]][places[start][1]][0])
@@ -103,10 +116,7 @@ def _in_batches(lm: StaticLM, cut: list[list[Window]], batch_size: BatchSize) ->
             logits = lm.model(input_ids=ids.to(lm.device), use_cache=False, **padded).logits
         for row, (text, number) in enumerate(some):
             tokens, targets = cut[text][number]
-            wanted = torch.tensor(answers(tokens, targets), device=logits.device)
-            scores = torch.log_softmax(logits[row, : len(tokens)].float(), -1).gather(1, wanted[:, None]).squeeze(1)
-            logprobs[text][number] = scores[-len(targets) :].cpu()
-    return logprobs
+            yield (text, number), logits[row, len(tokens) - len(targets) : len(tokens)]
 
 
 def _report(text: Text, sums: list[list[tuple[float, int]]], context_aware: bool) -> dict[str, Any]:

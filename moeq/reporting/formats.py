@@ -18,6 +18,16 @@ def perplexity(value: float | None) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.4g}"
 
 
+def kl(value: float | None) -> str:
+    """In nats a token, three significant digits."""
+    return MISSING if value is None else f"{value:.3g}"
+
+
+def with_error(value: str, error: str | None) -> str:
+    """A figure and its standard error, where it is known."""
+    return value if error is None else f"{value}{NARROW_SPACE}±{NARROW_SPACE}{error}"
+
+
 def cross_entropy(value: float | None) -> str:
     """In nats an image, four decimals."""
     return MISSING if value is None else f"{value:.4f}"

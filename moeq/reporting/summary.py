@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from moeq.artifacts.evaluation import Change, EvalRow
+from moeq.artifacts.evaluation import Change, Divergence, EvalRow
 from moeq.estimator.points import BWRULE, OPT
 from moeq.reporting import formats
 from moeq.reporting.charts import Variant, dominated, size_chart
@@ -16,6 +16,8 @@ from moeq.tables import effective, human_size, too_few
 def headline(inputs: ReportInputs) -> Section:
     """The figures of the exported checkpoint, then every variant beside it."""
     parts = [element("div", *_tiles(inputs), class_="tiles"), _comparison(inputs)]
+    if _is_compared(inputs):
+        parts.append(_divergence(inputs))
     domains = sorted({name for row in inputs.evaluation.rows for name in row.perplexity_by_domain})
     if domains:
         parts.append(_by_domain(inputs, domains))
@@ -51,6 +53,7 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
     return [
         _tile("bytes of all experts", size, f"{smaller}scales and zero points counted"),
         *([] if new.whole_bytes is None else [_whole_tile(old, new)]),
+        *([] if new.divergence is None else [_divergence_tile(new.divergence)]),
         _logits_tile(inputs, old, new) if inputs.classifies else _perplexity_tile(inputs, old, new),
         _tile("accuracy", accuracy if new.accuracy is not None else "not measured", _accuracy_note(old, new)),
         *_speed_tile(inputs),
@@ -66,6 +69,16 @@ def _perplexity_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) ->
         value if new.perplexity is not None else "not measured",
         f"{cost} on {inputs.evaluation.tokens:,} tokens" if cost else "",
     )
+
+
+def _divergence_tile(found: Divergence) -> Raw:
+    note = f"nats a token, mean; of {formats.percent(found.same_top)} of the tokens the likeliest is the same"
+    return _tile("KL divergence from the original (lower is better)", _kl(found), note)
+
+
+def _kl(found: Divergence) -> str:
+    """The mean with its error."""
+    return formats.with_error(formats.kl(found.kl), None if found.kl_stderr is None else f"{found.kl_stderr:.1g}")
 
 
 def _logits_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw:
@@ -154,15 +167,23 @@ def _figures(inputs: ReportInputs, row: EvalRow) -> list[str]:
     ]
 
 
+def _is_compared(inputs: ReportInputs) -> bool:
+    """Whether distributions of the next token were compared with the original's."""
+    return any(row.divergence is not None for row in inputs.evaluation.rows)
+
+
 def _quality_heads(inputs: ReportInputs) -> tuple[str, ...]:
-    return ("cross-entropy, over original", "logit error") if inputs.classifies else ("perplexity, over original",)
+    if inputs.classifies:
+        return ("cross-entropy, over original", "logit error")
+    return ("perplexity, over original", *(["KL from original"] if _is_compared(inputs) else []))
 
 
 def _quality(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[str]:
     """Cells under `_quality_heads`."""
     if not inputs.classifies:
         over = "" if row is old else formats.change(row.perplexity, old.perplexity if old else None)
-        return [_with_note(formats.perplexity(row.perplexity), over)]
+        kl = formats.kl(None if row.divergence is None else row.divergence.kl)
+        return [_with_note(formats.perplexity(row.perplexity), over), *([kl] if _is_compared(inputs) else [])]
     over = "" if row is old else formats.change(row.cross_entropy, old.cross_entropy if old else None)
     return [_with_note(formats.cross_entropy(row.cross_entropy), over), formats.share(row.logit_error)]
 
@@ -171,6 +192,38 @@ def _marked(row: EvalRow, cells: Sequence[str]) -> Row:
     """A row whose name says whether it is the exported one."""
     name = join([row.name, element("span", "exported", class_="tag")]) if row.exported else row.name
     return Row(cells=(name, *cells), kind="exported" if row.exported else "other")
+
+
+def _divergence(inputs: ReportInputs) -> Raw:
+    """How far the distributions of the next token are from the original's."""
+    found = [(row, row.divergence) for row in inputs.evaluation.rows if row.divergence is not None]
+    head = ("assignment", "KL, mean", "median", "99 %", "99.9 %", "largest", "equal top-1", "overlap of top 5",
+            "RMS change of p", "change of p, 1 % to 99 %")  # fmt: skip
+    rows = []
+    for row, one in found:
+        kls, changes = one.kl_percentiles, one.change_percentiles
+        cells = [_kl(one), *(formats.kl(kls[name]) for name in ("50", "99", "99.9", "100"))]
+        cells += [formats.percent(one.same_top), formats.percent(one.top5_overlap), formats.percent(one.rms_change)]
+        low, high = (formats.points(changes[name], 0.0) for name in ("1", "99"))
+        cells.append(f"{low.removesuffix(' points')} to {high}")
+        rows.append(_marked(row, cells))
+    first = found[0][1]
+    bound = ""
+    if first.kept is not None:
+        most = ", ".join(f"{row.name} {formats.kl(one.kl_most)}" for row, one in found)
+        bound = (
+            f" Of every token the {first.kept:,} largest logits of the original were kept, and of the rest, "
+            f"{formats.share(first.rest)} of the probability, the sum: the divergences are lower bounds. The means are "
+            f"at most: {most}."
+        )
+    return table(
+        "Kullback-Leibler divergence of the next token's distribution from the original's, in nats, over "
+        f"{first.tokens:,} tokens; the share of tokens whose likeliest is the same; how many of the five likeliest "
+        "are; and the change of the true token's probability p. The figures of llama.cpp's --kl-divergence, over all "
+        f"tokens that count for perplexity.{bound}",
+        head,
+        rows,
+    )
 
 
 def _by_domain(inputs: ReportInputs, domains: Sequence[str]) -> Raw:
@@ -197,7 +250,12 @@ def _changes(inputs: ReportInputs, measures: Sequence[str]) -> Raw:
 
     def cell(row: EvalRow, measure: str) -> str:
         change = row.changes.get(measure)
-        return formats.MISSING if change is None else _with_note(formats.difference(change.difference), _sure(change))
+        if change is None:
+            return formats.MISSING
+        note = _sure(change)
+        if measure in row.flips:
+            note += f"; {row.flips[measure].lost:,} answers lost, {row.flips[measure].gained:,} gained"
+        return _with_note(formats.difference(change.difference), note)
 
     return _by(_how(inputs), inputs, measures, cell)
 
@@ -237,29 +295,37 @@ def _by(caption: str, inputs: ReportInputs, names: Sequence[str], cell: Callable
 
 
 def size_against_quality(inputs: ReportInputs) -> Section:
-    """The trade-off, with the points that another one beats on both sides hollow; the original has no logit error."""
+    """The trade-off, with the points that another one beats on both sides hollow; the original has no logit error and
+    no divergence."""
     measure = "logit error" if inputs.classifies else "perplexity"
+    rows = inputs.evaluation.rows
+    if inputs.classifies:
+        costs = [(row, row.logit_error) for row in rows if row.logit_error]
+    else:
+        costs = [(row, row.perplexity) for row in rows if row.perplexity is not None]
+    kls = [(row, row.divergence.kl) for row in rows if row.divergence is not None and row.divergence.kl > 0]
+    drawings = [_against("size", measure, costs)]
+    if kls:
+        drawings.append(_against("size-kl", "KL from the original, nats a token", kls))
+    shown = [drawing for drawing in drawings if drawing is not None]
+    if not shown:
+        shown = [paragraph("No perplexity was measured (eval.perplexity is null), so there is nothing to draw.")]
+    return Section("size", f"Size against {measure}{' and KL' if kls else ''}", shown)
+
+
+def _against(name: str, measure: str, costs: Sequence[tuple[EvalRow, float]]) -> Raw | None:
+    """Rows by their bytes and what should be small; None where there is no row."""
     points = [
         Variant(name=plain(row.name), size_bytes=row.expert_bytes, cost=cost, exported=row.exported)
-        for row, cost in _costs(inputs)
+        for row, cost in costs
         if row.expert_bytes > 0
     ]
-    title = f"Size against {measure}"
     if not points:
-        part = paragraph("No perplexity was measured (eval.perplexity is null), so there is nothing to draw.")
-        return Section("size", title, [part])
+        return None
     best = ", ".join(p.name for p, out in zip(points, dominated(points), strict=True) if not out)
     label = f"Scatter chart of expert bytes against {measure}. Not dominated: {best}."
-    drawing = size_chart("size", label, points, measure)
     caption = (
         "Lower left is better. Hollow points are dominated: another one is no larger and no worse, and better in one "
         "of both. The ringed point is the exported checkpoint."
     )
-    return Section("size", title, [figure(drawing, caption)])
-
-
-def _costs(inputs: ReportInputs) -> list[tuple[EvalRow, float]]:
-    """Rows with what should be small; of logit errors none of exactly 0, the original's."""
-    if inputs.classifies:
-        return [(row, row.logit_error) for row in inputs.evaluation.rows if row.logit_error]
-    return [(row, row.perplexity) for row in inputs.evaluation.rows if row.perplexity is not None]
+    return figure(size_chart(name, label, points, measure), caption)

@@ -48,11 +48,9 @@ class Prefilled:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The beginning of a text that has been run whole: log-probabilities of the targets and whether they are the
-    likeliest, [C] each, what the routers chose, and the cache."""
+    """The beginning of a text that has been run whole: logits [C, V], what the routers chose, and the cache."""
 
-    logprobs: Tensor
-    greedy: Tensor
+    logits: Tensor
     routing: RoutingCounts
     cache: Any
     length: int
@@ -62,14 +60,15 @@ class Started:
 class Piece:
     """Tokens fed after a cache (None: from the start), and what they should predict: several answers of F tokens each.
 
-    keys: replicas [L, E]; length: tokens in the cache; exact_start: the first token runs as the prefill does.
+    Where logits alone are wanted there are no answers. keys: replicas [L, E]; length: tokens in the cache; exact_start:
+    the first token runs as the prefill does.
     """
 
     cache: Any
     length: int
     keys: np.ndarray
     tokens: Sequence[int]
-    targets: Sequence[Sequence[int]]
+    targets: Sequence[Sequence[int]] = ()
     exact_start: bool = False
 
 
@@ -77,7 +76,11 @@ class PrefillStore(LastUsed):
     """Prefilled contexts, the last used ones; models of the same weights may share them."""
 
     def __init__(self, limit: int = PREFILL_BYTES) -> None:
-        super().__init__(limit, lambda context: cache_bytes(context.cache))
+        super().__init__(limit, _bytes_of)
+
+
+def _bytes_of(context: Prefilled | Started) -> int:
+    return cache_bytes(context.cache) + (context.logits.nbytes if isinstance(context, Started) else 0)
 
 
 class ContextAwareModel:
@@ -143,17 +146,16 @@ class ContextAwareModel:
                 self._exactly(tokens[-1:], cache)
         return Prefilled(tokens=tokens, routing=routing, cache=cache)
 
-    def start(self, tokens: Sequence[int], targets: Sequence[int]) -> Started:
-        """Run the beginning of a text, the token that each of its tokens should predict given."""
-        key = ("start", self.prefill_keys.tobytes(), tuple(tokens), tuple(targets))
-        started: Started = self.prefills.get(key, lambda: self._start(tuple(tokens), targets))
+    def start(self, tokens: Sequence[int]) -> Started:
+        """Run the beginning of a text."""
+        key = ("start", self.prefill_keys.tobytes(), tuple(tokens))
+        started: Started = self.prefills.get(key, lambda: self._start(tuple(tokens)))
         return started
 
-    def _start(self, tokens: tuple[int, ...], targets: Sequence[int]) -> Started:
+    def _start(self, tokens: tuple[int, ...]) -> Started:
         with counting(self.model, self.layers) as routing:
             logits, cache = self._exactly(tokens, None)
-        logprobs, greedy = _scored(logits[0], targets)
-        return Started(logprobs=logprobs, greedy=greedy, routing=routing, cache=cache, length=len(tokens))
+        return Started(logits=logits[0], routing=routing, cache=cache, length=len(tokens))
 
     def _exactly(self, tokens: tuple[int, ...], cache: Any) -> tuple[Tensor, Any]:
         """Logits [1, F, V] and cache of one row with the replicas of the prefill; the given cache stays as it is."""
@@ -174,20 +176,26 @@ class ContextAwareModel:
         )
 
     def score(self, pieces: Sequence[Piece]) -> list[list[tuple[Tensor, Tensor]]]:
-        """Log-probabilities of the targets and whether they are the likeliest, [F] each, of every piece and answer.
+        """Log-probabilities of the targets and whether they are the likeliest, [F] each, of every piece and answer."""
+        return [
+            [_scored(logits, answer) for answer in piece.targets]
+            for logits, piece in zip(self.logits(pieces), pieces, strict=True)
+        ]
+
+    def logits(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
+        """Logits [F, V] of what is fed of every piece.
 
         The pieces go through the model together, but for those whose caches have no place for pads.
         """
         cached = [piece.cache for piece in pieces if piece.cache is not None]
         alike = len(cached) in (0, len(pieces)) and len({piece.exact_start for piece in pieces}) == 1
         if len(pieces) > 1 and not (alike and can_join(cached)):
-            return [scores for piece in pieces for scores in self.score([piece])]
+            for piece in pieces:
+                yield from self.logits([piece])
+            return
         self._rows = self._rows_of([piece.keys for piece in pieces], pieces[0].exact_start)
         logits = self._fed(pieces, join(cached) if cached else None)
-        return [
-            [_scored(row[: len(piece.tokens)], answer) for answer in piece.targets]
-            for row, piece in zip(logits, pieces, strict=True)
-        ]
+        yield from (row[: len(piece.tokens)] for row, piece in zip(logits, pieces, strict=True))
 
     def _fed(self, pieces: Sequence[Piece], cache: Any) -> Tensor:
         """Logits [B, F, V] of the fed tokens, padded on the right."""

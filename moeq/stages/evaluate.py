@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow, read_eval, write_eval
+from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow, Flips, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
 from moeq.evaluation import result_file as document
+from moeq.evaluation.divergence import TOKEN_BYTES, Reference, slice_bytes
 from moeq.evaluation.harness import BUNDLED_TASK
+from moeq.evaluation.reference_logits import kept_logits, stored_bytes
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.non_experts import OtherModule
@@ -41,10 +43,23 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-
 
 def run(context: Context) -> dict[str, Any]:
     """Write eval.json; returns the summary."""
-    section = context.recipe.eval
+    with Reference(context.out) as reference:
+        variants, error = _measured(context, reference)
+    directory = make_directory(context.directory("eval"))
+    asked = context.recipe.eval.how_tasks_are_asked()
+    rows = _with_samples(directory / SAMPLES, variants.rows, variants.items, asked)
+    scores = variants.translating.result(ORIGINAL)
+    report = EvalReport(rows=tuple(rows), export_logit_error=error, translation=scores, **variants.judge.sizes)
+    write_eval(directory / NAME, report)
+    write_curves(context)
+    return summarize(report)
+
+
+def _measured(context: Context, reference: Reference) -> tuple[_Variants, float]:
+    """Every variant, the original first, and the error of the exported checkpoint's logits."""
     own = assign.load(context)
-    compared = [assign.make(context, other, other.name) for other in section.compare]
-    variants = _Variants(context, judges.judge_of(context), Translating(context))
+    compared = [assign.make(context, other, other.name) for other in context.recipe.eval.compare]
+    variants = _Variants(context, judges.judge_of(context, reference), Translating(context))
     with context.reporter.bar("eval", (2 + len(compared)) * variants.steps) as advance:
         with context.model.overlay() as overlay:
             variants.measure(ORIGINAL, None, overlay.set(), advance)
@@ -58,13 +73,7 @@ def run(context: Context) -> dict[str, Any]:
                     model = replaced(context, overlay, assignment)
                     variants.measure(assignment.name, assignment, model, advance)
                     del model
-    directory = make_directory(context.directory("eval"))
-    rows = _with_samples(directory / SAMPLES, variants.rows, variants.items, section.how_tasks_are_asked())
-    scores = variants.translating.result(ORIGINAL)
-    report = EvalReport(rows=tuple(rows), export_logit_error=error, translation=scores, **variants.judge.sizes)
-    write_eval(directory / NAME, report)
-    write_curves(context)
-    return summarize(report)
+    return variants, error
 
 
 class _Variants:
@@ -112,7 +121,8 @@ class _Variants:
 def _with_samples(
     path: Path, rows: list[EvalRow], measured: list[document.Row | None], settings: dict[str, Any]
 ) -> list[EvalRow]:
-    """Keep every item of every variant in a file; the rows with their differences from the original, item by item."""
+    """Keep every item of every variant in a file; the rows with their differences from the original, item by item, and
+    the answers that flipped."""
     items = [row for row in measured if row is not None]
     if not items:
         path.unlink(missing_ok=True)
@@ -121,9 +131,10 @@ def _with_samples(
     document.write(path, samples)
     with_changes = []
     for row, entry in zip(rows, samples["table"], strict=True):
-        given = {name: cell["change"] for name, cell in entry["cells"].items()}
-        changes = {name: Change(**change) for name, change in given.items() if change is not None}
-        with_changes.append(row.model_copy(update={"changes": changes}))
+        cells = entry["cells"].items()
+        changes = {name: Change(**cell["change"]) for name, cell in cells if cell["change"] is not None}
+        flips = {name: Flips(**cell["flips"]) for name, cell in cells if cell["flips"] is not None}
+        with_changes.append(row.model_copy(update={"changes": changes, "flips": flips}))
     return with_changes
 
 
@@ -240,9 +251,10 @@ def _exported(context: Context, expected: torch.Tensor) -> tuple[Any, float]:
 def summarize(report: EvalReport) -> dict[str, Any]:
     """Rows of the final table."""
     shown = {"name", "expert_bytes", "other_bytes", "checkpoint_bytes", "perplexity", "accuracy"}
+    rows = [row.model_dump(include=shown) | row.divergence_figures() | row.image_figures() for row in report.rows]
     return {
         "export_logit_error": report.export_logit_error,
-        "rows": [row.model_dump(include=shown) | row.image_figures() for row in report.rows],
+        "rows": rows,
         **({} if report.translation is None else {"translation": figures(report.translation)}),
     }
 
@@ -261,6 +273,9 @@ CHECKED = Text(sequences=2, length=32, batch=2, whole=64)  # on which the export
 LOADING = 0.7  # seconds of building and filling a model, whatever its size
 REQUEST_OBJECTS = 6000  # bytes of a request as objects
 CHANGE, SCORES, ROW, EXPERT = 370, 180, 750, 14  # bytes of eval.json beside assignments, an expert's indentation last
+DIVERGENCE, CELLS, SUMS = 1400, 500, 98  # bytes of one, of its cells in the table, and of what is summed of a sequence
+RECORDED, COMPARED = {True: 60, False: 200}, {True: 110, False: 280}  # bytes that pass for each logit, by whether all
+# are kept: of the original, and of what is compared with it
 SAMPLE_ROW, SEQUENCE, REQUEST, CHARACTER = 4000, 39, 375, 1.45  # bytes of samples.json, of which for every assignment
 
 
@@ -268,6 +283,7 @@ def needs(sizes: Sizes) -> Needs:
     """The model with what is swapped in it, then the exported checkpoint, with logits in float32."""
     text, tasks, section = sizes.evaluation, sizes.tasks, sizes.recipe.eval
     given, count = [part for part in (text, tasks) if part is not None], len(sizes.placed)
+    reference = 0 if text is None or sizes.images else stored_bytes(text.tokens, sizes.vocabulary, sizes.dtype.itemsize)
     walks = (text is not None) + (0 if tasks is None else tasks.batches)  # of a streamed model, for one assignment
     changes = len(section.tasks) + (len(section.tasks) > 1) + (text is not None)
     row = ROW + SCORES * len(section.tasks) + assign.assignment_bytes(sizes) + EXPERT * sizes.experts
@@ -275,9 +291,11 @@ def needs(sizes: Sizes) -> Needs:
     files = {NAME: ROW + count * row}
     if not sizes.images:
         characters = sum(part.characters for part in given)
+        divergence = 0 if text is None else DIVERGENCE
+        sums = 0 if text is None else CELLS + SUMS * text.sequences
         files = {
-            NAME: ROW + count * (row + CHANGE * changes),
-            SAMPLES: int((1 + count) * (items + CHARACTER * characters)),
+            NAME: ROW + count * (row + CHANGE * changes + divergence),
+            SAMPLES: int((1 + count) * (items + CHARACTER * characters) + count * (divergence + sums)),
         }
 
     def seconds(rates: Rates) -> float:
@@ -286,11 +304,17 @@ def needs(sizes: Sizes) -> Needs:
         loads = 1 if sizes.streams else 2 + (count > 1)
         readings = (walks * count + 1 if sizes.streams else loads) * sizes.reading(rates, sizes.disk)
         fixed = loads * LOADING + (0 if tasks is None else LIBRARY)
-        return fixed + readings + (count + 1) * forwards + swaps * _swapping(sizes, rates) + _curves(sizes, rates)
+        swapping = swaps * _swapping(sizes, rates) + _curves(sizes, rates)
+        kept = reference / rates.write_bytes + count * reference / rates.cached_bytes
+        if reference and text is not None:
+            whole = kept_logits(text.tokens, sizes.vocabulary, sizes.dtype.itemsize) == sizes.vocabulary
+            passes = RECORDED[whole] + count * COMPARED[whole]
+            kept += text.tokens * sizes.vocabulary * passes / rates.elementwise_bytes
+        return fixed + readings + (count + 1) * forwards + swapping + kept
 
     read = sizes.disk * (walks * count + 1 if sizes.streams else 2 + count) + sum(sizes.placed)
-    read += count * sizes.others.packed + sum(sizes.checkpoint.files(sizes.widths[0]).values())
-    return Needs(moments=_moments(sizes, given), files=files, read=read, seconds=seconds)
+    read += count * (sizes.others.packed + reference) + sum(sizes.checkpoint.files(sizes.widths[0]).values())
+    return Needs(moments=_moments(sizes, given), files=files, read=read, temporary=reference, seconds=seconds)
 
 
 def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
@@ -311,7 +335,11 @@ def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
         reading = {"being read": 0.1 * sizes.placed[0]}
         moments = [{**sizes.loading(), **swapped, **once}, {**loaded, **exported, **reading, **once}]
     for part in (CHECKED, *given):
-        logits = {"logits of tasks" if part is tasks else "logits": part.batch_tokens * sizes.vocabulary * (width + 12)}
+        all_logits = part.batch_tokens * sizes.vocabulary
+        logits: Moment = {"logits of tasks" if part is tasks else "logits": all_logits * (width + 12)}
+        if part is text and not sizes.images:
+            some, scored = slice_bytes(part.length, sizes.vocabulary), TOKEN_BYTES * part.tokens
+            logits = {"logits": all_logits * width, "logits in float64": some, "scored tokens": scored}
         running = {**sizes.running(part.batch_tokens), **logits, **once}
         moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
     return moments

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from moeq.artifacts.evaluation import Divergence
 from moeq.errors import EvaluationError
 from moeq.evaluation import result_file as document
 from moeq.evaluation.classification import classify, logit_error
+from moeq.evaluation.divergence import Reference
 from moeq.evaluation.harness import evaluate_tasks, headline, task_scores
 from moeq.evaluation.perplexity import perplexity
 from moeq.models.corpus import ImageSequences
@@ -40,16 +42,17 @@ class Judge(Protocol):
         ...
 
 
-def judge_of(context: Context) -> Judge:
-    """What measures the recipe's model."""
-    return ImageJudge(context) if context.model.takes_images else TextJudge(context)
+def judge_of(context: Context, reference: Reference) -> Judge:
+    """What measures the recipe's model; reference: what compares variants of a language model with the first."""
+    return ImageJudge(context) if context.model.takes_images else TextJudge(context, reference)
 
 
 class TextJudge:
     """Perplexity on the evaluation text, and lm-eval tasks; either may be missing."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, reference: Reference) -> None:
         self.context, self.section, self.sequences = context, context.text.perplexity, context.text.evaluation
+        self.reference = reference
         self.manager = context.text.task_manager
         self.steps = int(bool(context.recipe.eval.tasks))
         self.sizes = {"tokens": 0}
@@ -59,10 +62,11 @@ class TextJudge:
 
     def measure(self, name: str, model: Any, streamed: StreamedModel | None, advance: Callable[[], None]) -> Measured:
         measured: dict[str, Any] | None = None
+        divergence: dict[str, Any] | None = None
         if self.sequences is not None and self.section is not None:
-            measured = perplexity(
-                model, self.sequences, self.section.batch_size, self.context.model.device, advance, streamed=streamed
-            )
+            scorer, device = self.reference.scorer(name, self.sizes["tokens"]), self.context.model.device
+            measured = perplexity(model, self.sequences, self.section.batch_size, device, advance, streamed, scorer)
+            divergence = scorer.divergence(measured)
         results: dict[str, Any] | None = None
         cut: dict[str, int] = {}
         if self.context.recipe.eval.tasks:
@@ -77,8 +81,15 @@ class TextJudge:
                 "accuracy": accuracy,
                 "accuracy_stderr": stderr,
                 "tasks": tasks,
+                "divergence": None if divergence is None else Divergence.of(divergence),
             },
-            items={"name": name, "lm_eval": results, "perplexity": measured, "cut_requests": cut},
+            items={
+                "name": name,
+                "lm_eval": results,
+                "perplexity": measured,
+                "divergence": divergence,
+                "cut_requests": cut,
+            },
         )
 
     def _tasks(self, name: str, model: Any) -> tuple[dict[str, Any], dict[str, int]]:

@@ -15,7 +15,8 @@ from moeq.tables import human_bytes, human_size
 def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]], origin: Origin) -> str:
     """Markdown with the front matter that the hub reads; origin: what the model's own card says of it.
 
-    figures: rows name, expert_bytes, perplexity, accuracy; of image classifiers cross_entropy and logit_error too.
+    figures: rows name, expert_bytes, perplexity, accuracy, kl and same_top (against the original); of image classifiers
+    cross_entropy and logit_error too.
     """
     loader = _loader(config)
     totals, assignment = manifest.totals, manifest.assignment
@@ -60,7 +61,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         "",
     ]
     if figures:
-        lines += [*_figures(figures), ""]
+        lines += [*figures_table(figures), ""]
     return "\n".join(lines)
 
 
@@ -71,13 +72,17 @@ def _loader(config: dict[str, Any]) -> str:
     return "AutoModelForImageClassification" if images else "AutoModelForCausalLM"
 
 
-def _figures(rows: list[dict[str, Any]]) -> list[str]:
-    """The table of what was measured."""
+def figures_table(rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of the table of what was measured."""
     forms = {"perplexity": "{:.3f}", "cross_entropy": "{:.4f}", "logit_error": "{:.2%}", "accuracy": "{:.1%}"}
+    forms |= {"kl": "{:.3g}", "same_top": "{:.1%}"}
     classified = any(row.get("logit_error") is not None for row in rows)
     measured = ["cross_entropy", "logit_error"] if classified else ["perplexity"]
+    if any(row.get("kl") is not None for row in rows):
+        measured += ["kl", "same_top"]
     columns = [*measured, "accuracy"]
-    heads = " | ".join(name.replace("cross_entropy", "cross-entropy").replace("_", " ") for name in columns)
+    titles = {"cross_entropy": "cross-entropy", "kl": "KL from the original, nats a token", "same_top": "equal top-1"}
+    heads = " | ".join(titles.get(name, name.replace("_", " ")) for name in columns)
     lines = [f"| assignment | expert bytes | {heads} |", f"|---|---:|{'---:|' * len(columns)}"]
     for row in rows:
         cells = ["" if row.get(name) is None else forms[name].format(row[name]).replace("%", " %") for name in columns]

@@ -47,12 +47,13 @@ ON_DEVICE: dict[str, str | None] = {  # what lies where the model computes, and 
     "experts in training": "a smaller quantize.refine.working_memory",
     "exported checkpoint": "run the stages before eval alone", "stopped texts": "fewer eval.perplexity.sequences",
     "logits": "a smaller eval.perplexity.batch_size", "logits of tasks": "a smaller eval.batch_size",
-    "resident weights, twice": None, "decoder block in float32": None, "stopped samples": "fewer reparam.samples",
+    "logits in float64": None, "resident weights, twice": None, "decoder block in float32": None,
+    "stopped samples": "fewer reparam.samples",
 }  # fmt: skip
 LEVERS = ON_DEVICE | {  # and of what lies in the machine's memory, wherever the model is
     "model while it is read": "stream: always", "experts that were replaced": "stream: always",
     "text": "a smaller corpus", "heap of activations": "a smaller batch_size", APART: "export.verify: false",
-    "reference in float32": "export.verify: false",
+    "reference in float32": "export.verify: false", "scored tokens": "fewer eval.perplexity.sequences",
 }  # fmt: skip
 STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 ASSIGNED = 2500  # bytes of one expert of an assignment as objects

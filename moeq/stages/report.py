@@ -123,7 +123,7 @@ def card_figures(report: EvalReport) -> list[dict[str, Any]]:
     """Rows of the model card's table, the largest first."""
     rows = sorted(report.rows, key=lambda row: (-row.expert_bytes, row.name))
     columns = {"name", "expert_bytes", "perplexity", "accuracy"}
-    return [row.model_dump(include=columns) | row.image_figures() for row in rows]
+    return [row.model_dump(include=columns) | row.divergence_figures() | row.image_figures() for row in rows]
 
 
 def is_intact(context: Context) -> bool:

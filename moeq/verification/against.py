@@ -19,6 +19,7 @@ from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.weights import is_dequantized
+from moeq.numerics.divergence import kl_divergence
 from moeq.numerics.slab import return_memory
 from moeq.progress import Reporter
 from moeq.verification.reference import packed_others, relative, streamed, values
@@ -65,7 +66,7 @@ def compare_with(
     problems += [f"{key} is not as in {source.name}" for key in changed]
     return Distance(
         model=source.name,
-        kl=_kl(wanted, logits),
+        kl=float(kl_divergence(*(part.double().log_softmax(-1) for part in (wanted, logits))).mean()),
         logits_error=relative(logits, wanted),
         weights_error=sum(errors) / max(len(errors), 1),
         equal=equal,
@@ -97,12 +98,6 @@ def _model(source: ModelSource, other: PackedSource | None, trust: bool) -> Stre
         return streamed(other, torch.float32, trust)
     load_config(source, trust)
     return StreamedModel(source, torch.float32, torch.device("cpu"), trust)
-
-
-def _kl(wanted: Tensor, logits: Tensor) -> float:
-    """Kullback-Leibler divergence of the logits' distributions from the wanted ones, mean over tokens, in nats."""
-    first, second = (part.double().log_softmax(-1) for part in (wanted, logits))
-    return float((first.exp() * (first - second)).sum(-1).mean())
 
 
 def _experts(

@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -19,8 +20,11 @@ from moeq.comparison.refusals import needs_a_run
 from moeq.comparison.side_by_side import compare
 from moeq.comparison.subjects import Subject, open_subjects
 from moeq.errors import EvaluationError, MoeqError, RecipeError
+from moeq.evaluation import reference_logits
 from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
+from moeq.evaluation.strided import read_text
+from moeq.evaluation.strided import windows as cut
 from moeq.lm_eval import make_model, register
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import evaluate
@@ -75,9 +79,78 @@ def test_all_that_is_exact_is_the_original(compared: dict[str, Any]) -> None:
     original = found["mixtral"]
     assert set(original) == {"average", "made_choice", "made_text", "made_generate", "perplexity"}
     for name in ("made:original", "made K=5 full", "made/checkpoint K=5 full"):
+        divergence = {measure: found[name].pop(measure) for measure in ("KL", "equal top-1")}
         assert found[name] == pytest.approx(original, rel=1e-4), name
+        assert divergence["KL"] == pytest.approx(0, abs=1e-9)
+        assert divergence["equal top-1"] == 1
     changed = compared["table"][1]["cells"]["perplexity"]["change"]
     assert (changed["difference"], changed["items"]) == (0, len(windows(compared)))
+
+
+def test_divergences_are_those_of_plain_forward_passes(
+    compared: dict[str, Any], run: Path, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    """Of a packed checkpoint and of an assignment, token by token in float64."""
+    checkpoint, *_ = open_subjects([str(run / "checkpoint")], [], False)
+    original, uniform = (open_subjects([word], [], False)[0] for word in (str(tiny_mixtral), f"{run}:uniform-2"))
+    settings = loaded.Settings(device="cpu")
+    rows = {row["name"]: row for row in compared["rows"]}
+    text, logits = read_text(str(text_of(tmp_path)), loaded.load(original, settings).tokenizer, 24, 12), []
+    for subject in (original, uniform, checkpoint):
+        lm = loaded.lm_of(loaded.load(subject, settings), subject, settings)
+        of_model = []
+        for tokens in text.documents:
+            for fed, targets in cut(tokens, 24, 12):
+                with torch.no_grad():
+                    part = lm.model(torch.tensor([fed])).logits[0, -len(targets) :]
+                of_model.append((part.double().log_softmax(-1), torch.tensor(targets)))
+        logits.append(of_model)
+    for name, of_model in (("made:uniform-2", logits[1]), ("made/checkpoint", logits[2])):
+        kls, same, overlap, change = [], [], [], []
+        for (first, targets), (second, _) in zip(logits[0], of_model, strict=True):
+            kls += (first.exp() * (first - second)).sum(1).tolist()
+            same += (first.argmax(1) == second.argmax(1)).tolist()
+            tops = zip(first.topk(5).indices.tolist(), second.topk(5).indices.tolist(), strict=True)
+            overlap += [len(set(one) & set(other)) / 5 for one, other in tops]
+            change += [float(q[t].exp() - p[t].exp()) for p, q, t in zip(first, second, targets, strict=True)]
+        found = rows[name]["divergence"]
+        assert (found["base"], found["tokens"]) == ("mixtral", len(kls))
+        assert found["kl"] == pytest.approx(np.mean(kls), rel=1e-4)
+        for percentile in ("50", "99", "99.9", "100"):
+            assert found["kl_percentiles"][percentile] == pytest.approx(np.percentile(kls, float(percentile)), rel=1e-4)
+        assert found["same_top"] == pytest.approx(np.mean(same), abs=1e-9)
+        assert found["top5_overlap"] == pytest.approx(np.mean(overlap), abs=1e-9)
+        assert found["rms_change"] == pytest.approx(np.sqrt(np.mean(np.square(change))), rel=1e-4)
+        assert sum(found["items"]["kl"]) == pytest.approx(sum(kls), rel=1e-4)
+        assert 0 < found["kl_stderr"] < found["kl"]
+
+
+def test_a_large_vocabulary_is_compared_within_bounds(
+    compared: dict[str, Any], run: Path, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all logits of the text were too many: the tables say how far the truth may be."""
+    monkeypatch.setattr(reference_logits, "MOST_BYTES", 1)
+    monkeypatch.setenv("COLUMNS", "200")
+    more = ["--text", str(text_of(tmp_path)), "--window", "24", "--stride", "12", "--batch-size", "4"]
+    words = ["eval", str(tiny_mixtral), f"{run}:uniform-2", "--out", str(tmp_path / "found.json"), *more]
+    shown = CliRunner().invoke(app, words, catch_exceptions=False)
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))["rows"][1]["divergence"]
+    true = next(row for row in compared["rows"] if row["name"] == "made:uniform-2")["divergence"]
+    assert (found["kept"], true["kept"]) == (reference_logits.LEAST_KEPT, None)
+    assert found["kl"] < true["kl"] < found["kl_most"]
+    for name, value in true["kl_percentiles"].items():
+        assert found["kl_percentiles"][name] < value < found["kl_percentiles_most"][name]
+    for name in ("same_top", "top5_overlap", "rms_change"):
+        assert found[name] == pytest.approx(true[name], rel=1e-6)
+    assert f"at most {found['kl_most']:.4g}: 256 logits of each token were kept" in " ".join(shown.output.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "text.jsonl"]
+
+
+def test_rows_by_context_have_a_divergence_too(compared: dict[str, Any]) -> None:
+    found = {row["name"]: row["divergence"] for row in compared["rows"]}
+    assert found["mixtral"] is None
+    assert found["made K=1 2-bit"]["kl"] == pytest.approx(found["made/checkpoint K=1 2-bit"]["kl"], rel=1e-3)
+    assert 0 < found["made K=1 2-bit"]["kl"] < found["made:uniform-2"]["kl"]
 
 
 def windows(compared: dict[str, Any]) -> list[Any]:
@@ -130,8 +203,12 @@ def test_earlier_results_are_compared_with_new_ones(compared: dict[str, Any], ru
     saved.write_text((run / "assign" / "assignment.json").read_text("utf-8").replace('"name": "run"', '"name": "mine"'))
     found = compare(asked([compared["out"], saved], **more))
     assert len(found["table"]) == len(compared["table"]) + 1
+    assert found["rows"][-1]["not_compared"] == "of earlier results no logits are kept"
+    assert values(found)["made:run"]["KL"] == values(compared)["made:run"]["KL"], "to the first row as before"
+    assert "KL" not in values(found)["made:mine"]
     assert found["table"][-1]["name"] == "made:mine"
-    assert values(found)["made:mine"] == pytest.approx(values(compared)["made:run"], rel=1e-6)
+    before = {name: value for name, value in values(compared)["made:run"].items() if name in values(found)["made:mine"]}
+    assert values(found)["made:mine"] == pytest.approx(before, rel=1e-6)
     with pytest.raises(EvaluationError, match="made of other items"):
         compare(asked([compared["out"], saved], **(more | {"stride": 6})))
 
@@ -141,6 +218,10 @@ def test_the_command_prints_measures_and_differences(compared: dict[str, Any]) -
     assert shown.exit_code == 0, shown.output
     assert "p: two-sided, after Holm over the rows of a measure" in " ".join(shown.output.split())
     assert "made K=1 2-bit no selector" in shown.output
+    assert "KL, nats a token" in shown.output
+    narrow = CliRunner().invoke(app, ["eval", compared["out"]], catch_exceptions=False, env={"COLUMNS": "80"})
+    assert all(len(line.rstrip()) <= 80 for line in narrow.output.splitlines())
+    assert f"{values(compared)['made:uniform-2']['KL']:.4f}" in narrow.output, "no figure is broken"
     found = json.loads(CliRunner().invoke(app, ["eval", compared["out"], "--json"]).stdout)
     assert found["table"] == compared["table"]
     assert all("samples" not in row["lm_eval"] for row in found["rows"])

@@ -96,8 +96,8 @@ def test_memory_grows_with_what_it_hangs_on(sparse_small: Path, tmp_path: Path) 
     less = of("losses") - of("losses", "losses.working_memory=1GiB")
     assert 0 < less < 4 * 2**30
     shorter = of("eval") - of("eval", "eval.perplexity.batch_size=4")
-    logits = 12 * 512 * 151936 * 14
-    assert 0.5 * logits < shorter < 1.5 * logits
+    logits = 12 * 512 * 151936 * 2  # as the model gives them: a few at once are in float64
+    assert logits < shorter < 3 * logits  # and the activations of a batch
     refined = of("quantize", "quantize.refine={}") - of("quantize")
     assert 8 * 2 * tokens + 2 * 2**30 < refined < 24 * 2 * tokens + 8 * 2**30  # two runs' tokens, and the training
     whole = of("profile", "stream=never")

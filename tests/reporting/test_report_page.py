@@ -21,12 +21,13 @@ import pyarrow as pa
 import pytest
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice
-from moeq.artifacts.evaluation import Change, EvalRow
+from moeq.artifacts.evaluation import Change, Divergence, EvalRow, Flips
 from moeq.artifacts.non_experts import OtherRow, OtherTable
 from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.reporting.atlas import atlas, own_widths
 from moeq.reporting.inputs import Refined, ReportInputs
 from moeq.reporting.page import render
+from moeq.stages import model_card
 from moeq.stages.report import card_figures
 
 Make = Callable[..., ReportInputs]
@@ -226,6 +227,60 @@ def test_differences_from_the_original_stand_with_their_intervals(make: Make, wi
     assert "Student" not in parsed(render(make())).text, "where nothing was compared"
 
 
+def divergence_of(kl: float, **more: object) -> Divergence:
+    kls = {name: kl * float(name) / 50 for name in ("0", "50", "99", "99.9", "100")}
+    figures = {
+        "base": "original", "tokens": 500, "kl": kl, "kl_stderr": 0.0021, "kl_percentiles": kls, "same_top": 0.913,
+        "same_top_stderr": 0.01, "top5_overlap": 0.87, "top5_overlap_stderr": 0.01, "change": -0.01,
+        "change_stderr": 0.001, "rms_change": 0.052, "rms_change_stderr": 0.002,
+        "change_percentiles": {"1": -0.21, "99": 0.12},
+    }  # fmt: skip
+    return Divergence.model_validate(figures | more)
+
+
+def test_divergences_stand_beside_perplexity_and_in_a_table(make: Make, with_rows: Make) -> None:
+    rows = make().evaluation.rows
+    found = (divergence_of(0.0512), divergence_of(0.131))
+    flips = {"arc": Flips(items=400, lost=13, gained=5)}
+    change = Change(difference=-0.02, low=-0.05, high=0.01, p=0.213, stderr=0.02, items=400, resamples=2000, seed=7)
+    rows = (
+        rows[0],
+        *(
+            row.model_copy(update={"divergence": one, "flips": flips, "changes": {"arc": change}})
+            for row, one in zip(rows[1:], found, strict=True)
+        ),
+    )
+    page = render(with_rows(make(), rows))
+    text = parsed(page).text.replace("\N{NARROW NO-BREAK SPACE}", " ")
+    assert "0.0512 ± 0.002" in text
+    assert "of 91.3 % of the tokens the likeliest is the same" in text
+    assert "over 500 tokens" in text
+    assert "\N{MINUS SIGN}21.0 to +12.0 points" in text
+    assert "p = 0.213; 13 answers lost, 5 gained" in text
+    assert "lower bounds" not in text
+    assert page.count("Scatter chart of expert bytes against KL") == 1
+    bounded = [
+        row.model_copy(update={"divergence": divergence_of(0.05, kept=300, rest=0.004, kl_most=0.0631)})
+        for row in rows[1:]
+    ]
+    text = parsed(render(with_rows(make(), [rows[0], *bounded]))).text.replace("\N{NARROW NO-BREAK SPACE}", " ")
+    assert "the 300 largest logits of the original were kept, and of the rest, 0.4 % of the probability" in text
+    assert "at most: mixed 0.0631, uniform-4 0.0631." in text
+
+
+def test_the_card_has_divergences_where_they_were_measured(make: Make, with_rows: Make) -> None:
+    inputs = make()
+    rows = [row.model_copy(update={"divergence": divergence_of(0.0512)}) for row in inputs.evaluation.rows[1:]]
+    lines = model_card.figures_table(card_figures(with_rows(inputs, [inputs.evaluation.rows[0], *rows]).evaluation))
+    assert lines[0] == (
+        "| assignment | expert bytes | perplexity | KL from the original, nats a token | equal top-1 | accuracy |"
+    )
+    assert lines[2].endswith("| 30.000 |  |  | 60.0 % |")
+    assert lines[4].endswith("| 32.000 | 0.0512 | 91.3 % | 60.0 % |")
+    before = model_card.figures_table(card_figures(inputs.evaluation))
+    assert before[0] == "| assignment | expert bytes | perplexity | accuracy |", "as of runs made before"
+
+
 @pytest.mark.parametrize("missing", [{"perplexity": None, "perplexity_by_domain": {}}, {"accuracy": None, "tasks": {}}])
 def test_what_was_not_measured_is_said(make: Make, with_rows: Make, missing: dict[str, object]) -> None:
     inputs = make()
@@ -385,7 +440,7 @@ def test_sizes_stand_beside_quality(page: str) -> None:
 def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:
     found = card_figures(make().evaluation)
     assert [row["name"] for row in found] == ["original", "uniform-4", "mixed"]
-    assert set(found[0]) == {"name", "expert_bytes", "perplexity", "accuracy"}
+    assert set(found[0]) == {"name", "expert_bytes", "perplexity", "accuracy", "kl", "kl_stderr", "same_top"}
 
 
 def other_row(module: str, kind: str, error: float | None, **more: object) -> OtherRow:
