@@ -9,10 +9,13 @@ price p) and `slack` the cost that is left,
 
 and a deviation whose penalty alone exceeds the best solution's excess over the bound is in no better one. The others
 enter in order of their penalties, as a table from cost to the least penalty (dynamic programming over costs): when the
-next item's least penalty exceeds the excess, the best solution is proven optimal (Pisinger's expanding core, 1995). A
+next item's least penalty exceeds the excess, nothing better is left (Pisinger's expanding core, 1995). A
 table is thinned by what is left to do: unless a state is the end, it takes at least one more deviation, and as many
 as its penalty leaves room for must bring its cost near the limit.
-Costs are integers; losses are floats, so "optimal" means up to rounding of their sum.
+
+The search is in floats and proves nothing by itself: a solution is called proven when `certificate` has confirmed it in
+whole numbers, at the prices that the search ended with. Losses count from every item's least one and penalties from the
+choice that deviates, so that a large loss that nobody takes, or that nobody can avoid, swallows no small difference.
 
 Letters: N items, W choices, S states.
 """
@@ -27,23 +30,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-EFFORT = 200_000_000
+from moeq.numerics.certificate import Certificate, Floats, Ints, Problem, bounded, confirmed
+
+EFFORT = 20_000_000
 QUICK = 512  # states of a first pass, which is not exact, for a good solution to start with
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+ROUNDING = 2.0**-49  # of a priced loss: differences below come from the rounding of products and sums
+ALLOWED = 2.0**-41  # the rounding of a certificate, of what the solution loses above the least of every item
 States = list[Any]  # what deviations add so far to what each limit counts, and at last their penalties, each [S]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """choices: [N] position of the choice of every item; proven: no solution has less loss; bound: none can have less
-    (the loss itself where that is proven, else Lagrange's bound)."""
+    """choices: [N] position of the choice of every item; loss: their sum, rounded once; proven: the certificate is
+    confirmed, no solution loses less (by more than its rounding); bound: none can have less (the loss itself where that
+    is proven, else the certificate's, or a higher one that was confirmed)."""
 
     choices: Ints
     cost: int
     loss: float
     bound: float
     proven: bool
+    certificate: Certificate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search ended with: choices [N], the price of a unit of cost, and whether it went to the end."""
+
+    choices: Ints
+    price: float
+    ended: bool
 
 
 def least_cost(costs: Ints) -> int:
@@ -55,24 +71,66 @@ def solve(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Solu
     """The solution of least loss with a cost of at most `limit`; of equal ones, not always the cheapest.
 
     losses [N, W] finite; costs [N, W] whole numbers; effort: states that the search may make before it ends with the
-    best solution so far, unproven (thousands of items that are exactly alike can need that many). Raises ValueError
-    when even the cheapest solution costs more.
+    best solution so far, and each pass of the check before it gives up (thousands of items that are nearly alike can
+    need that many). Raises ValueError when even the cheapest solution costs more, or losses are not finite.
     """
+    found = search(losses, costs, limit, effort)
+    return certified(Problem(losses=losses, costs=costs, limit=limit), found.choices, (found.price,), effort)
+
+
+def search(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Found:
+    """The choices [N] that `solve` finds, not checked; losses, costs [N, W], raises as there."""
     if limit < least_cost(costs):
         raise ValueError(f"the least cost is {least_cost(costs)}, the limit {limit}")
+    refuse_infinite(losses)
     if not len(losses):
-        return Solution(choices=np.zeros(0, np.int64), cost=0, loss=0.0, bound=0.0, proven=True)
-    items = np.arange(len(losses))
+        return Found(choices=np.zeros(0, np.int64), price=0.0, ended=True)
     unit = unit_of(costs)
-    scale = float(np.abs(losses).max()) or 1.0
-    value, cost = losses / scale, (costs - costs.min(1, keepdims=True)) // unit
-    search = _Cheapest(value, cost, (limit - least_cost(costs)) // unit)
-    search.run(effort, QUICK)
-    proven = search.run(effort)
-    loss = float(losses[items, search.best].sum())
-    bound = loss if proven else min(loss, search.bound * scale)
-    total = int(costs[items, search.best].sum())
-    return Solution(choices=search.best, cost=total, loss=loss, bound=bound, proven=proven)
+    cost = (costs - costs.min(1, keepdims=True)) // unit
+    deviations = _Cheapest(losses - losses.min(1, keepdims=True), cost, (limit - least_cost(costs)) // unit)
+    deviations.run(effort, QUICK)
+    ended = deviations.run(effort)
+    return Found(choices=deviations.best, price=deviations.prices[0] / unit, ended=ended)
+
+
+def certified(problem: Problem, choices: Ints, prices: tuple[float, ...], effort: int) -> Solution:
+    """Choices [N] with the certificate that prices give, proven if that is confirmed."""
+    items = np.arange(len(choices))
+    loss = math.fsum(problem.losses[items, choices])
+    above = math.fsum(problem.losses[items, choices] - problem.losses.min(1)) if len(choices) else 0.0
+    certificate = Certificate(prices=prices, bound=lagrange(problem, prices), rounding=ALLOWED * above)
+    proven = confirmed(problem, choices, loss, certificate, effort)
+    bound = loss if proven else min(loss, certificate.bound)
+    if not proven and not bounded(problem, choices, prices, bound, 0):
+        raise ArithmeticError(f"the bound {bound:g} at prices {prices} is not confirmed")
+    cost = int(problem.costs[items, choices].sum())
+    return Solution(choices=choices, cost=cost, loss=loss, bound=bound, proven=proven, certificate=certificate)
+
+
+def lagrange(problem: Problem, prices: Sequence[float]) -> float:
+    """The bound at prices of the limits, lowered by what rounding can have raised it, for losses [N, W]."""
+    counted = [(problem.costs, float(problem.limit))]
+    if problem.times is not None:
+        counted.append((problem.times, problem.most))
+    priced, size = problem.losses, np.abs(problem.losses)
+    for price, (table, _) in zip(prices, counted, strict=True):
+        priced, size = priced + price * table, size + price * np.abs(table)
+    spent = [price * limit for price, (_, limit) in zip(prices, counted, strict=True)]
+    if not len(priced):
+        return -math.fsum(spent)
+    least = priced.min(1)
+    own = size[np.arange(len(size)), priced.argmin(1)]
+    sizes = [*np.where(problem.losses.min(1) < 0, size.max(1), own).tolist(), *np.abs(spent).tolist()]
+    return math.fsum([*least.tolist(), *(-part for part in spent)]) - ROUNDING * math.fsum(sizes)
+
+
+def refuse_infinite(*tables: Floats) -> None:
+    """ValueError for losses or times [N, W] that are not numbers, or too large to add up."""
+    for table in tables:
+        with np.errstate(over="ignore"):
+            total = float(np.abs(table).max(1, initial=0.0).sum())
+        if not math.isfinite(total):
+            raise ValueError("losses and times must be finite, and so their sums")
 
 
 def unit_of(costs: Ints) -> int:
@@ -80,12 +138,24 @@ def unit_of(costs: Ints) -> int:
     return int(np.gcd.reduce((costs - costs.min(1, keepdims=True)).ravel())) or 1
 
 
-def relaxed(value: Floats, cost: Ints, room: int) -> tuple[Ints, float]:
-    """Choices [N] on the convex hulls that cost at most `room`, and the price at which the next step no longer fits.
+@dataclass(frozen=True, kw_only=True)
+class Relaxed:
+    """Choices [N] on the convex hulls, and the price at which the next step no longer fits.
+
+    next: the item of that step, the choice that it leads to, and the share of it that fits; None where all fit.
+    """
+
+    choices: Ints
+    price: float
+    next: tuple[int, int, float] | None
+
+
+def relaxed(value: Floats, cost: Ints, room: int) -> Relaxed:
+    """The greedy solution of the linear relaxation (Zemel, 1980), with a cost of at most `room`.
 
     Every item walks its hull from its cheapest choice; the steps of all items are taken in order of what they save
-    for a unit of cost. The first step that does not fit sets the price: the greedy solution of the linear relaxation
-    (Zemel, 1980). value, cost: [N, W], every item's least cost 0.
+    for a unit of cost. The first step that does not fit sets the price. value, cost: [N, W], every item's least cost 0;
+    choices of infinite value are not taken.
     """
     items = np.arange(len(value))
     cheapest = np.where(cost == 0, value, np.inf).argmin(1)
@@ -102,21 +172,25 @@ def relaxed(value: Floats, cost: Ints, room: int) -> tuple[Ints, float]:
         taken.append((best[moving], items[moving], steepest[moving], more[items, steepest][moving]))
         here = np.where(moving, steepest, here)
     if not taken:
-        return cheapest, 0.0
+        return Relaxed(choices=cheapest, price=0.0, next=None)
     rates, who, where, steps = (np.concatenate(part) for part in zip(*taken, strict=True))
     order = np.argsort(-rates, kind="stable")  # stable: an item's steps stay in their order
     rates, who, where, spent = rates[order], who[order], where[order], steps[order].cumsum()
     fitting = int(np.searchsorted(spent, room, side="right"))
     choices = cheapest.copy()
     choices[who[:fitting]] = where[:fitting]  # later steps of an item overwrite earlier ones
-    return choices, float(rates[fitting]) if fitting < len(rates) else 0.0
+    if fitting == len(rates):
+        return Relaxed(choices=choices, price=0.0, next=None)
+    step = int(steps[order][fitting])
+    share = 1 - (int(spent[fitting]) - room) / step
+    return Relaxed(choices=choices, price=float(rates[fitting]), next=(int(who[fitting]), int(where[fitting]), share))
 
 
 class Search:
-    """Deviations from the choices of the relaxed problem, until none can be better than the best solution found.
+    """Deviations from the least priced choices, until none can be better than the best solution found.
 
-    best: [N] the choices; excess: what they lose more than `bound`. What limits count and losses are in units of the
-    caller. Subclasses say which states are of use.
+    best: [N] the choices, if there are any yet; excess: how far they lie above the bound at the prices. Subclasses say
+    which states are of use.
     """
 
     margin = 1.0  # of the distance that moves can bridge, where they are rounded
@@ -127,52 +201,66 @@ class Search:
         counted: Sequence[Ints | Floats],
         limits: Sequence[float],
         prices: Sequence[float],
-        start: Ints,
+        near: Ints,
         useless: NDArray[np.bool_],
     ) -> None:
-        """value, useless and what each limit counts: [N, W]; prices: of a unit of each; start: [N] least priced."""
+        """value, useless and what each limit counts: [N, W]; prices: of a unit of each; near: [N] least priced, up to
+        rounding."""
         items = np.arange(len(value))
-        priced = value
+        priced = np.where(useless, np.inf, value)
         for price, count in zip(prices, counted, strict=True):
             priced = priced + price * count
-        least = priced[items, start]
-        self.start, self.prices = start, prices
+        own = priced[items, near]
+        self.start = start = np.where(own - priced.min(1) <= ROUNDING * own, near, priced.argmin(1))
+        self.prices, self.limits, self.counted = prices, limits, counted
         self.moves = [count - count[items, start][:, None] for count in counted]  # [N, W] what a deviation adds
         self.targets = [limit - count[items, start].sum() for limit, count in zip(limits, counted, strict=True)]
-        self.bound = float(least.sum())
-        for price, limit in zip(prices, limits, strict=True):
-            self.bound -= price * limit
-        penalty = np.maximum(priced - least[:, None], 0.0)  # only rounding makes it negative
-        self.penalty = np.where(useless, np.inf, penalty)  # [N, W]
+        penalty = value - value[items, start][:, None]
+        for price, moves in zip(prices, self.moves, strict=True):
+            penalty = penalty + price * moves
+        self.above = np.maximum(penalty, 0.0)  # [N, W]; only rounding makes a penalty negative
+        useless = useless.copy()
+        useless[items, start] = True
+        self.penalty = np.where(useless, np.inf, self.above)
         first = self.penalty.min(1)
         self.order = np.argsort(first, kind="stable")
         self.firsts = np.append(first[self.order], np.inf)
         self.best, self.excess = start, math.inf
 
+    def offer(self, choices: Ints) -> None:
+        """Take choices [N] as the best, if they are within the limits and better."""
+        items = np.arange(len(choices))
+        excess = math.fsum(self.above[items, choices])
+        for price, limit, count in zip(self.prices, self.limits, self.counted, strict=True):
+            left = float(limit - count[items, choices].sum())
+            excess += price * left if left >= 0 else math.inf
+        if excess < self.excess:
+            self.best, self.excess = choices, excess
+
     def run(self, effort: int, most: int | None = None) -> bool:
-        """Improve `best`; whether it is proven. most: states kept at a time, those of the lowest penalties."""
+        """Improve `best`; whether nothing is left. most: states kept at a time, those of the lowest penalties."""
         tables = [*self.moves, self.penalty]
         states: States = [np.zeros(1, table.dtype) for table in tables]
-        trail: list[tuple[int, Ints, Ints]] = []  # item; choice and earlier state of every state
+        trail: list[Step] = []
+        self._take_best(states, trail)
         reaches = [self._reach(moves) for moves in self.moves]
         for rank, item in enumerate(self.order.tolist()):
             if self.firsts[rank] >= self.excess:
                 return most is None
-            choices = np.flatnonzero(self.penalty[item] < self.excess)
+            choices = np.append(-1, np.flatnonzero(self.penalty[item] < self.excess))
             count = len(states[-1])
-            earlier, chosen = np.tile(np.arange(count), len(choices) + 1), np.repeat(np.append(-1, choices), count)
-            more = [np.append(np.zeros(1, table.dtype), table[item, choices]) for table in tables]
-            states = [(adds[:, None] + before).ravel() for adds, before in zip(more, states, strict=True)]
-            effort -= len(earlier)
+            effort -= len(choices) * count
             if effort < 0:
                 return False
-            trail.append((item, chosen, earlier))
+            more = [np.append(np.zeros(1, table.dtype), table[item, choices[1:]]) for table in tables]
+            states = [(adds[:, None] + before).ravel() for adds, before in zip(more, states, strict=True)]
+            trail.append((item, choices, count, np.arange(len(states[-1]))))
             self._take_best(states, trail)
             keep = self.useful(states, self._open(states, rank + 1, [float(reach[rank + 1]) for reach in reaches]))
             if most is not None and len(keep) > most:
                 keep = self.nearest(states[-1][keep], keep, most)
             states = [part[keep] for part in states]
-            trail[-1] = (item, chosen[keep], earlier[keep])
+            trail[-1] = (item, choices, count, keep.astype(np.int32))
             if not len(keep):
                 return most is None
         return most is None
@@ -190,7 +278,7 @@ class Search:
         own = np.abs(np.where(np.isfinite(self.penalty), moves, 0)).max(1)[self.order]
         return np.append(np.maximum.accumulate(own[::-1])[::-1], 0)
 
-    def _take_best(self, states: States, trail: list[tuple[int, Ints, Ints]]) -> None:
+    def _take_best(self, states: States, trail: list[Step]) -> None:
         *counted, excess = states
         for price, target, added in zip(self.prices, self.targets, counted, strict=True):
             left = target - added
@@ -222,10 +310,10 @@ class _Cheapest(Search):
     """Deviations from the relaxed solution under one limit."""
 
     def __init__(self, value: Floats, cost: Ints, room: int) -> None:
-        start, price = relaxed(value, cost, room)
-        same = cost == cost[np.arange(len(value)), start][:, None]
-        super().__init__(value, [cost], [room], [price], start, same | dominated(cost, value))
-        self.excess = price * float(self.targets[0])
+        useless = dominated(cost, value)
+        greedy = relaxed(np.where(useless, np.inf, value), cost, room)
+        super().__init__(value, [cost], [room], [greedy.price], greedy.choices, useless)
+        self.offer(greedy.choices)
 
     def useful(self, states: States, keep: Ints) -> Ints:
         """States [S] by rising cost, of which none costs and loses more than another."""
@@ -242,16 +330,20 @@ class _Cheapest(Search):
         return keep[np.argsort(penalties, kind="stable")[:most]]
 
 
-def traced(start: Ints, trail: list[tuple[int, Ints, Ints]], state: int) -> Ints:
+Step = tuple[int, Ints, int, NDArray[np.integer[Any]]]  # of a search: see `traced`
+
+
+def traced(start: Ints, trail: list[Step], state: int) -> Ints:
     """The choices [N] of a state: those at the start, and its deviations.
 
-    trail: of every item that was looked at, its number, every state's choice (-1: none) and the state it came from.
+    trail: of every item that was looked at, its number, the choices that every earlier state was tried with (the first:
+    none), how many states those were, and of the states [S] that were kept where they stood among all that were made.
     """
     choices = start.copy()
-    for item, chosen, earlier in reversed(trail):
-        if chosen[state] >= 0:
-            choices[item] = chosen[state]
-        state = int(earlier[state])
+    for item, tried, count, kept in reversed(trail):
+        which, state = divmod(int(kept[state]), count)
+        if which:
+            choices[item] = tried[which]
     return choices
 
 
