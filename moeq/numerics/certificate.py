@@ -31,6 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOLERANCE = Fraction(1, 2**40)  # of what choices lose above the least of every item: the most that rounding may be
+BLOCK = 100_000  # moves of equal cost that are one group of which any number is taken
+WIDEST = 1_000_000  # states made at a time, at most: what bounds the memory
 FINENESS = 2**60  # units of the whole numbers that sums are made of, at most
 SHARE = 4  # of the rounding that all references together may lie above the least priced choices: one in so many
 Ints = NDArray[np.int64]
@@ -324,10 +326,11 @@ class _Game:
             return False
         groups = []
         for cost in every.tolist():
-            rising = accumulate(np.sort(self.above[self.costs == cost]).tolist())
-            sums = np.array(list(takewhile(lambda total: total < self.gap, rising)), np.int64)
-            if len(sums):
-                groups.append((cost * np.arange(1, len(sums) + 1), np.zeros_like(sums), sums))
+            rising = np.sort(self.above[self.costs == cost])
+            for start in range(0, len(rising), BLOCK):
+                sums = accumulate(rising[start : start + BLOCK].tolist())
+                block = np.array(list(takewhile(lambda total: total < self.gap, sums)), np.int64)
+                groups.append((cost * np.arange(1, len(block) + 1), np.zeros_like(block), block))
         return _Passage(self, groups).ends(effort)
 
 
@@ -346,8 +349,9 @@ class _Passage:
         if self._below(states):
             return False
         for rank, group in enumerate(self.groups):
-            effort -= len(states[0]) * (len(group[0]) + 1)
-            if effort < 0:
+            made = len(states[0]) * (len(group[0]) + 1)
+            effort -= made
+            if effort < 0 or made > WIDEST:
                 return False
             costs, times, above = (
                 (np.append(0, moves)[:, None] + before).ravel() for moves, before in zip(group, states, strict=True)

@@ -32,8 +32,13 @@ from numpy.typing import NDArray
 
 from moeq.numerics.certificate import Certificate, Floats, Ints, Problem, bounded, confirmed
 
-EFFORT = 20_000_000
+EFFORT = 40_000_000
+WIDEST = 1_000_000  # states made at a time, at most: what bounds the memory
 QUICK = 512  # states of a first pass, which is not exact, for a good solution to start with
+BROAD = 8192  # states of a last pass, where the exact one did not go to the end
+UNENDED = 10  # of the effort one part in so many is for the check of what a search that did not end has found
+POOLED = 4  # deviations of a cost, on average, from which on those of equal cost are taken as alike
+BLOCK = 100_000  # of them that enter the search at a time
 ROUNDING = 2.0**-49  # of a priced loss: differences below come from the rounding of products and sums
 ALLOWED = 2.0**-41  # the rounding of a certificate, of what the solution loses above the least of every item
 States = list[Any]  # what deviations add so far to what each limit counts, and at last their penalties, each [S]
@@ -75,7 +80,8 @@ def solve(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Solu
     need that many). Raises ValueError when even the cheapest solution costs more, or losses are not finite.
     """
     found = search(losses, costs, limit, effort)
-    return certified(Problem(losses=losses, costs=costs, limit=limit), found.choices, (found.price,), effort)
+    problem = Problem(losses=losses, costs=costs, limit=limit)
+    return certified(problem, found.choices, (found.price,), effort if found.ended else effort // UNENDED)
 
 
 def search(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Found:
@@ -89,7 +95,9 @@ def search(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Fou
     cost = (costs - costs.min(1, keepdims=True)) // unit
     deviations = _Cheapest(losses - losses.min(1, keepdims=True), cost, (limit - least_cost(costs)) // unit)
     deviations.run(effort, QUICK)
-    ended = deviations.run(effort)
+    ended = deviations.pooled(effort) or deviations.run(effort)
+    if not ended:
+        deviations.run(effort, BROAD)
     return Found(choices=deviations.best, price=deviations.prices[0] / unit, ended=ended)
 
 
@@ -221,11 +229,14 @@ class Search:
         self.above = np.maximum(penalty, 0.0)  # [N, W]; only rounding makes a penalty negative
         useless = useless.copy()
         useless[items, start] = True
-        self.penalty = np.where(useless, np.inf, self.above)
-        first = self.penalty.min(1)
-        self.order = np.argsort(first, kind="stable")
-        self.firsts = np.append(first[self.order], np.inf)
         self.best, self.excess = start, math.inf
+        self._enter(np.where(useless, np.inf, self.above))
+
+    def _enter(self, penalty: Floats) -> None:
+        """Set the penalties [N, W] and the order of the items."""
+        first = penalty.min(1)
+        self.penalty, self.order = penalty, np.argsort(first, kind="stable")
+        self.firsts = np.append(first[self.order], np.inf)
 
     def offer(self, choices: Ints) -> None:
         """Take choices [N] as the best, if they are within the limits and better."""
@@ -250,7 +261,7 @@ class Search:
             choices = np.append(-1, np.flatnonzero(self.penalty[item] < self.excess))
             count = len(states[-1])
             effort -= len(choices) * count
-            if effort < 0:
+            if effort < 0 or len(choices) * count > WIDEST:
                 return False
             more = [np.append(np.zeros(1, table.dtype), table[item, choices[1:]]) for table in tables]
             states = [(adds[:, None] + before).ravel() for adds, before in zip(more, states, strict=True)]
@@ -315,6 +326,40 @@ class _Cheapest(Search):
         super().__init__(value, [cost], [room], [greedy.price], greedy.choices, useless)
         self.offer(greedy.choices)
 
+    def pooled(self, effort: int) -> bool:
+        """Improve `best` by sets of deviations of which those of equal cost are alike; whether nothing is left.
+
+        Of deviations of equal cost the cheapest are taken, as if an item could deviate twice: where the best set has an
+        item twice, or there are many costs, it says nothing.
+        """
+        who, what = np.nonzero(self.penalty < self.excess)
+        costs = self.moves[0][who, what]
+        order = np.lexsort((self.penalty[who, what], costs))
+        who, what, costs = who[order], what[order], costs[order]
+        starts = np.flatnonzero(np.diff(costs, prepend=-1) != 0) if len(costs) else costs
+        if len(starts) * POOLED > len(costs) or not len(costs):
+            return not len(costs)
+        ends = np.append(starts[1:], len(costs)).tolist()
+        blocks = [
+            (at, min(at + BLOCK, end))
+            for start, end in zip(starts.tolist(), ends, strict=True)
+            for at in range(start, end, BLOCK)
+        ]
+        many = _Alike(
+            self, [costs[at] for at, _ in blocks], [self.penalty[who[at:end], what[at:end]] for at, end in blocks]
+        )
+        if not many.run(effort):
+            return False
+        if many.excess < self.excess:
+            moves = np.concatenate(
+                [np.arange(at, at + 1 + last) for (at, _), last in zip(blocks, many.best.tolist(), strict=True)]
+            )
+            if len(np.unique(who[moves])) < len(moves):
+                return False
+            self.best, self.excess = self.start.copy(), many.excess
+            self.best[who[moves]] = what[moves]
+        return True
+
     def useful(self, states: States, keep: Ints) -> Ints:
         """States [S] by rising cost, of which none costs and loses more than another."""
         costs, penalties = states
@@ -328,6 +373,21 @@ class _Cheapest(Search):
     def nearest(self, penalties: Floats, keep: Ints, most: int) -> Ints:
         """`most` of the states [S] in order of their penalties [S]."""
         return keep[np.argsort(penalties, kind="stable")[:most]]
+
+
+class _Alike(_Cheapest):
+    """Blocks of deviations of equal cost, by rising penalty; the choice of a block: how many deviate, less 1."""
+
+    def __init__(self, deviations: _Cheapest, costs: Sequence[int], penalties: Sequence[Floats]) -> None:
+        """costs: of one deviation of every block; penalties: of its deviations."""
+        sums = np.full((len(costs), BLOCK), np.inf)
+        for row, own in zip(sums, penalties, strict=True):
+            row[: len(own)] = own.cumsum()
+        self.prices, self.targets = deviations.prices, deviations.targets
+        self.best = self.start = np.full(len(costs), -1)
+        self.excess = deviations.excess
+        self.moves = [np.array(costs)[:, None] * np.arange(1, BLOCK + 1)]
+        self._enter(sums)
 
 
 Step = tuple[int, Ints, int, NDArray[np.integer[Any]]]  # of a search: see `traced`

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from moeq.numerics import knapsack
 from moeq.numerics.certificate import Floats, Ints, Problem, bounded
-from moeq.numerics.knapsack import ROUNDING, Relaxed, Search, Solution, States, certified, relaxed
+from moeq.numerics.knapsack import ROUNDING, UNENDED, Relaxed, Search, Solution, States, certified, relaxed
 
 EFFORT = 4_000_000  # states
 BEAMS = (512, 4096)  # states kept in the passes that are not exact
@@ -76,7 +76,7 @@ def solve(losses: Floats, costs: Ints, limit: int, times: Floats, most: float, e
         search.run(effort, kept)
     ended = search.run(effort)
     prices = (dual.greedy.price / dual.unit, dual.price)
-    solution = certified(problem, search.best, prices, effort if ended else 0)
+    solution = certified(problem, search.best, prices, effort if ended else effort // UNENDED)
     if solution.proven:
         return solution
     return replace(solution, bound=max(solution.bound, dual.raised(problem, 2 * effort)))
@@ -170,9 +170,11 @@ def _best_price(value: Floats, cost: Ints, time: Floats, room: int, most: float)
     low, high, price = 0.0, np.inf, 0.0
     for _ in range(STEPS):
         saved, lost = total(time, slow) - total(time, fast), total(value, fast) - total(value, slow)
-        if saved <= 0 or not low < lost / saved < high:
+        if saved <= 0:
             break
-        price = lost / saved
+        price = min(max(lost / saved, low), high)
+        if price in (low, high):
+            break
         middle = relaxed(value + price * time, cost, room)
         crossing = total(value, slow) + price * total(time, slow)
         if total(value, middle) + price * total(time, middle) >= crossing * (1 - ROUNDING):
