@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOLERANCE = Fraction(1, 2**40)  # of what choices lose above the least of every item: the most that rounding may be
-BLOCK = 100_000  # moves of equal cost that are one group of which any number is taken
 WIDEST = 1_000_000  # states made at a time, at most: what bounds the memory
 FINENESS = 2**60  # units of the whole numbers that sums are made of, at most
 SHARE = 4  # of the rounding that all references together may lie above the least priced choices: one in so many
@@ -326,11 +325,9 @@ class _Game:
             return False
         groups = []
         for cost in every.tolist():
-            rising = np.sort(self.above[self.costs == cost])
-            for start in range(0, len(rising), BLOCK):
-                sums = accumulate(rising[start : start + BLOCK].tolist())
-                block = np.array(list(takewhile(lambda total: total < self.gap, sums)), np.int64)
-                groups.append((cost * np.arange(1, len(block) + 1), np.zeros_like(block), block))
+            rising = accumulate(np.sort(self.above[self.costs == cost]).tolist())
+            sums = np.array(list(takewhile(lambda total: total < self.gap, rising)), np.int64)
+            groups.append((cost * np.arange(1, len(sums) + 1), np.zeros_like(sums), sums))
         return _Passage(self, groups).ends(effort)
 
 

@@ -7,7 +7,7 @@ choice at these prices, and what is left of both limits,
 
     loss of a solution = bound + sum of its penalties + p * cost left + q * time left,
 
-and the search over deviations is that of `knapsack`, with the time of a state beside its cost. A state makes
+and the search over deviations is that of `deviations`, with the time of a state beside its cost. A state makes
 another useless when it costs as much, takes no longer and loses no more. Times are floats, and count as kept within
 SLACK of the limit. Small problems are solved exactly; for thousands of items the search often ends before it has a
 proof, and the bound says how far its best solution can be from the optimum. As with one limit, a solution is proven
@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from moeq.numerics import knapsack
 from moeq.numerics.certificate import Floats, Ints, Problem, bounded
-from moeq.numerics.knapsack import ROUNDING, UNENDED, Relaxed, Search, Solution, States, certified, relaxed
+from moeq.numerics.deviations import ROUNDING, Search, States, dominated
+from moeq.numerics.knapsack import Relaxed, Solution, certified, relaxed
 
 EFFORT = 4_000_000  # states
 BEAMS = (512, 4096)  # states kept in the passes that are not exact
@@ -70,13 +71,14 @@ def solve(losses: Floats, costs: Ints, limit: int, times: Floats, most: float, e
     if dual.price == 0:
         free = knapsack.search(losses, costs, limit)
         if _time(times, free.choices) <= until:
-            return certified(problem, free.choices, (free.price, 0.0), knapsack.EFFORT)
+            prices, effort = (free.price, 0.0), knapsack.EFFORT
+            return certified(problem, free.choices, prices, effort, ended=free.ended, left=free.left)
     search = _Within(dual, fastest)
     for kept in BEAMS:
         search.run(effort, kept)
     ended = search.run(effort)
     prices = (dual.greedy.price / dual.unit, dual.price)
-    solution = certified(problem, search.best, prices, effort if ended else effort // UNENDED)
+    solution = certified(problem, search.best, prices, effort, ended=ended)
     if solution.proven:
         return solution
     return replace(solution, bound=max(solution.bound, dual.raised(problem, 2 * effort)))
@@ -109,7 +111,7 @@ class _Dual:
         value = losses - losses.min(1, keepdims=True)
         cost = (costs - costs.min(1, keepdims=True)) // unit
         room = (problem.limit - knapsack.least_cost(costs)) // unit
-        useless = knapsack.dominated(cost, times, value)
+        useless = dominated(cost, times, value)
         price, greedy = _best_price(np.where(useless, np.inf, value), cost, times, room, problem.most)
         return cls(
             value=value,
