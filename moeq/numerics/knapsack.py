@@ -2,8 +2,8 @@
 
 Lagrange's bound comes first: for a price p of a unit of cost, every item takes the choice of the least loss + p * cost;
 the best price is found from the lower convex hulls of all items. What the bound leaves open is small, so the rest is a
-search over deviations from that solution (numerics.deviations). Where many deviations cost the same, as those of experts
-of one shape do, they are first searched by their costs: of each the cheapest few.
+search over deviations from that solution (numerics.deviations). Where many deviations cost the same, as those of
+experts of one shape do, they are first searched by their costs: of each the cheapest few.
 
 The search is in floats and proves nothing by itself: a solution is called proven when `certificate` has confirmed it in
 whole numbers, at the prices that the search ended with. Losses count from every item's least one and penalties from the
@@ -23,7 +23,7 @@ import numpy as np
 from moeq.numerics.certificate import Certificate, Floats, Ints, Problem, bounded, confirmed
 from moeq.numerics.deviations import ROUNDING, Search, States, dominated
 
-EFFORT = 20_000_000
+EFFORT = 40_000_000
 QUICK = 512  # states of a first pass, which is not exact, for a good solution to start with
 SWAPS = 1000  # changes of one or two items
 GAIN = 1e-12  # of the excess: what is less is rounding
@@ -219,17 +219,17 @@ class _Cheapest(Search):
         """Improve `best` by changes of one item or two, the one that gains most first, until none does."""
         items, usable = np.arange(len(self.start)), np.isfinite(self.penalty)
         usable[items, self.start] = True
-        cost, choices = self.moves[0], self.best.copy()
+        choices = self.best.copy()
         for _ in range(SWAPS):
             above = self.above - self.above[items, choices][:, None]
-            open_ = usable & (above < self.excess)
-            open_[items, choices] = False
-            who, what = np.nonzero(open_)
-            more = cost[who, what] - cost[who, choices[who]]
+            changes = usable & (above < self.excess)
+            changes[items, choices] = False
+            who, what = np.nonzero(changes)
+            more = self.moves[0][who, what] - self.moves[0][who, choices[who]]
             order = np.argsort(more, kind="stable")
             who, what, more = who[order], what[order], more[order]
+            left = self.targets[0] - int(self.moves[0][items, choices].sum())
             lost = above[who, what] - self.prices[0] * more
-            left = self.targets[0] - int(cost[items, choices].sum())
             single, pair, other = _least_sums(lost, more, left)
             pair[who[other] == who] = np.inf
             least = np.minimum(single, pair)

@@ -121,10 +121,16 @@ def experts(seed: int, items: int, *, timed: bool) -> Problem:
     """Losses that fall and times that rise with the width, of items with the same costs."""
     rng = np.random.default_rng(seed)
     losses = np.array([0.55, 0.17, 0.045, 0.011]) * rng.lognormal(0, 2, (items, 1)) * rng.lognormal(0, 0.2, (items, 4))
-    costs = np.tile([2, 3, 5, 9], (items, 1))
+    costs = np.tile([20, 31, 53, 92], (items, 1))
     times = rng.random((items, 1)) * (costs + 1.5)
-    most = float(times[:, 1].sum())
-    return Problem(losses=-np.sort(-losses, 1), costs=costs, limit=4 * items, times=times if timed else None, most=most)
+    most = float(times.sum(0) @ [0.3, 0.4, 0.2, 0.1])
+    return Problem(
+        losses=-np.sort(-losses, 1),
+        costs=costs,
+        limit=int(costs.sum(0) @ [0.3, 0.4, 0.2, 0.1]),
+        times=times if timed else None,
+        most=most,
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -144,7 +150,7 @@ def test_a_loss_that_nobody_takes_swallows_no_difference(seed: int, far: float) 
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_what_was_changed_in_a_certificate_is_noticed(timed: bool) -> None:
-    problem = experts(3, 30, timed=timed)
+    problem = experts(3, 40, timed=timed)
     found = solve(problem)
     problem, certificate, effort = kept(problem), found.certificate, 10**6
 
@@ -153,7 +159,7 @@ def test_what_was_changed_in_a_certificate_is_noticed(timed: bool) -> None:
 
     assert found.proven
     assert holds()
-    assert certificate.bound < found.loss
+    assert min(certificate.prices) > 0
     for place, price in enumerate(certificate.prices):
         for factor in (0.0, 0.9, 1.1, -1.0, np.inf, np.nan):
             prices = list(certificate.prices)
@@ -209,7 +215,7 @@ def test_a_certificate_holds_of_the_problem_at_another_scale(timed: bool, power:
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_bound_is_confirmed_up_to_where_it_holds(timed: bool) -> None:
-    problem = experts(6, 40, timed=timed)
+    problem = experts(3, 40, timed=timed)
     found = solve(problem)
     one = solve(replace(problem, times=None))
     prices = found.certificate.prices
