@@ -408,7 +408,8 @@ class _Reach:
     def bridged(self, steps: Ints, rank: int) -> Ints:
         """What steps [S] of one group each can change at most."""
         far, total = int(self.farthest[rank]), int(self.together[rank])
-        return np.minimum(np.minimum(steps, total // max(far, 1) + 1) * far, total)  # cut before it can overflow
+        bridged: Ints = np.minimum(np.minimum(steps, total // max(far, 1) + 1) * far, total)  # cut before it overflows
+        return bridged
 
 
 def _following(groups: Sequence[Group], place: int, sign: int) -> _Reach:

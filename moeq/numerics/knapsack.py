@@ -128,7 +128,7 @@ def certified(
 
 def lagrange(problem: Problem, prices: Sequence[float]) -> float:
     """The bound at prices of the limits, lowered by what rounding can have raised it, for losses [N, W]."""
-    counted = [(problem.costs, float(problem.limit))]
+    counted: list[tuple[Ints | Floats, float]] = [(problem.costs, float(problem.limit))]
     if problem.times is not None:
         counted.append((problem.times, problem.most))
     priced, size = problem.losses, np.abs(problem.losses)
@@ -294,7 +294,7 @@ class _Alike(_Cheapest):
         self._enter(sums)
 
 
-def _least_sums(lost: Floats, more: Ints, left: int) -> tuple[Floats, Floats, Ints]:
+def _least_sums(lost: Floats, more: Ints | Floats, left: int) -> tuple[Floats, Floats, Ints]:
     """Of changes by rising cost what each loses alone, and with the best other one, within what is left; and the other.
 
     inf where the cost is too high. lost, more: [S] loss and cost.
