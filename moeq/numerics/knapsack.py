@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeq.numerics.certificate import Certificate, Floats, Ints, Problem, bounded, confirmed
-from moeq.numerics.deviations import ROUNDING, Search, States, dominated
+from moeq.numerics.deviations import ROUNDING, WIDEST, Search, States, dominated
 
 EFFORT = 40_000_000
 QUICK = 512  # states of a first pass, which is not exact, for a good solution to start with
@@ -36,7 +36,7 @@ ALLOWED = 2.0**-41  # the rounding of a certificate, of what the solution loses 
 class Solution:
     """choices: [N] position of the choice of every item; loss: their sum, rounded once; proven: the certificate is
     confirmed, no solution loses less (by more than its rounding); bound: none can have less (the loss itself where that
-    is proven, else the certificate's, or a higher one that was confirmed)."""
+    is proven, else one that is confirmed)."""
 
     choices: Ints
     cost: int
@@ -48,13 +48,11 @@ class Solution:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search ended with: choices [N], the price of a unit of cost, and whether it went to the end; left: so much
-    less than these another solution may lose, inf where that is not known."""
+    """What a search ended with: choices [N], the price of a unit of cost, and whether it went to the end."""
 
     choices: Ints
     price: float
     ended: bool
-    left: float = math.inf
 
 
 def least_cost(costs: Ints) -> int:
@@ -71,7 +69,7 @@ def solve(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Solu
     """
     found = search(losses, costs, limit, effort)
     problem = Problem(losses=losses, costs=costs, limit=limit)
-    return certified(problem, found.choices, (found.price,), effort, ended=found.ended, left=found.left)
+    return certified(problem, found.choices, (found.price,), effort, ended=found.ended)
 
 
 def search(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Found:
@@ -88,42 +86,31 @@ def search(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Fou
     if effort:
         deviations.swap()
     ended = deviations.pooled(effort) or deviations.run(effort)
-    return Found(
-        choices=deviations.best,
-        price=deviations.prices[0] / unit,
-        ended=ended,
-        left=max(0.0, deviations.excess - deviations.relaxed),
-    )
+    return Found(choices=deviations.best, price=deviations.prices[0] / unit, ended=ended)
 
 
 def certified(
-    problem: Problem,
-    choices: Ints,
-    prices: tuple[float, ...],
-    effort: int,
-    *,
-    ended: bool = True,
-    left: float = math.inf,
+    problem: Problem, choices: Ints, prices: tuple[float, ...], effort: int, *, ended: bool = True
 ) -> Solution:
     """Choices [N] with the certificate that prices give, proven if that is confirmed.
 
-    effort: states of a pass of the check; ended: the search that found them did, or little effort is for their proof;
-    left: so much less another may lose, as far as the search could tell: a bound that is confirmed, too.
+    effort: states of a pass of the check; ended: the search that found them did, or little effort is for their proof.
     """
     items = np.arange(len(choices))
     loss = math.fsum(problem.losses[items, choices])
     above = math.fsum(problem.losses[items, choices] - problem.losses.min(1)) if len(choices) else 0.0
     certificate = Certificate(prices=prices, bound=lagrange(problem, prices), rounding=ALLOWED * above)
     proven = confirmed(problem, choices, loss, certificate, effort if ended else effort // UNENDED)
-    bound = loss
-    if not proven:
-        bound = loss - left * (1 + GAIN)
-        if bound <= certificate.bound or not bounded(problem, choices, prices, bound, effort):
-            bound = min(loss, certificate.bound)
-        if not bounded(problem, choices, prices, certificate.bound, 0):
-            raise ArithmeticError(f"the bound {bound:g} at prices {prices} is not confirmed")
+    bound = loss if proven else _bound(problem, choices, certificate)
     cost = int(problem.costs[items, choices].sum())
     return Solution(choices=choices, cost=cost, loss=loss, bound=bound, proven=proven, certificate=certificate)
+
+
+def _bound(problem: Problem, choices: Ints, certificate: Certificate) -> float:
+    """The certificate's bound, if that is confirmed; else what no choices go below."""
+    if bounded(problem, choices, certificate.prices, certificate.bound, 0):
+        return certificate.bound
+    return math.nextafter(math.fsum(problem.losses.min(1)), -math.inf)
 
 
 def lagrange(problem: Problem, prices: Sequence[float]) -> float:
@@ -212,7 +199,6 @@ class _Cheapest(Search):
         useless = dominated(cost, value)
         greedy = relaxed(np.where(useless, np.inf, value), cost, room)
         super().__init__(value, [cost], [room], [greedy.price], greedy.choices, useless)
-        self.relaxed = -math.inf  # what the excess of every solution is at least, once that is known
         self.offer(greedy.choices)
 
     def swap(self) -> None:
@@ -244,19 +230,21 @@ class _Cheapest(Search):
         """Improve `best` by sets of deviations of which those of equal cost are alike; whether nothing is left.
 
         Of deviations of equal cost the cheapest are taken, as if an item could deviate twice; where the best set has an
-        item twice, others take its place. Sets `relaxed`, the excess of that set. Of use where costs are few.
+        item twice, others take its place. Of use where costs are few.
         """
         who, what = np.nonzero(self.penalty < self.excess)
         costs = self.moves[0][who, what]
         order = np.lexsort((self.penalty[who, what], costs))
         who, what, costs = who[order], what[order], costs[order]
+        if not len(who):
+            return True
         cuts = np.flatnonzero(np.diff(costs)) + 1
-        if (len(cuts) + 1) * POOLED > len(who) or not len(who):
-            return not len(who)
+        most = int(np.diff(cuts, prepend=0, append=len(who)).max())
+        if (len(cuts) + 1) * max(POOLED, most * len(who) // WIDEST) > len(who):
+            return False
         many = _Alike(self, costs[np.append(0, cuts)], np.split(self.penalty[who, what], cuts))
         if not many.run(effort):
             return False
-        self.relaxed = many.excess
         choices, deviating = self.start.copy(), np.zeros(len(self.start), bool)
         for moves, count in zip(np.split(np.arange(len(who)), cuts), (many.best + 1).tolist(), strict=True):
             taken = moves[~deviating[who[moves]]][:count]

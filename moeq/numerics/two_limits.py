@@ -60,7 +60,7 @@ def solve(losses: Floats, costs: Ints, limit: int, times: Floats, most: float, e
     may make before it ends with the best solution so far, unproven. Raises ValueError when nothing is within both, or
     losses or times are not finite.
     """
-    knapsack.refuse_infinite(losses, times)
+    knapsack.refuse_infinite(losses, times, np.array([[most]]))
     fastest, until = _fastest(times, costs, limit), most * (1 + SLACK)
     if _time(times, fastest) > until:
         raise ValueError(f"the least time is {_time(times, fastest):g}, the limit {most:g}")
@@ -71,8 +71,7 @@ def solve(losses: Floats, costs: Ints, limit: int, times: Floats, most: float, e
     if dual.price == 0:
         free = knapsack.search(losses, costs, limit)
         if _time(times, free.choices) <= until:
-            prices, effort = (free.price, 0.0), knapsack.EFFORT
-            return certified(problem, free.choices, prices, effort, ended=free.ended, left=free.left)
+            return certified(problem, free.choices, (free.price, 0.0), knapsack.EFFORT, ended=free.ended)
     search = _Within(dual, fastest)
     for kept in BEAMS:
         search.run(effort, kept)
