@@ -135,6 +135,7 @@ class Search:
         if excess[index] < self.excess:
             self.excess, self.best = float(excess[index]), traced(self.start, trail, index)
 
+    @np.errstate(over="ignore")  # an infinite quotient is no limit
     def _open(self, states: States, rank: int, reaches: Sequence[float]) -> Ints:
         """States that can still become better than the best one.
 
@@ -145,7 +146,7 @@ class Search:
         left, following = self.excess - penalties, float(self.firsts[rank])
         allowed = left > following
         if following > 0 and np.isfinite(following):
-            steps = np.floor(left / following)
+            steps = np.minimum(np.floor(left / following), len(self.order) - rank)
             for price, target, added, reach in zip(self.prices, self.targets, counted, reaches, strict=True):
                 distance = np.maximum(added - target, 0)
                 if price > 0:

@@ -23,7 +23,7 @@ import numpy as np
 from moeq.numerics.certificate import Certificate, Floats, Ints, Problem, bounded, confirmed
 from moeq.numerics.deviations import ROUNDING, WIDEST, Search, States, dominated
 
-EFFORT = 40_000_000
+EFFORT = 40_000_000  # states; of each that is kept 4 bytes stay in memory until the search ends
 QUICK = 512  # states of a first pass, which is not exact, for a good solution to start with
 SWAPS = 1000  # changes of one or two items
 GAIN = 1e-12  # of the excess: what is less is rounding
