@@ -139,7 +139,7 @@ def experts(seed: int, items: int, *, timed: bool) -> Problem:
 @pytest.mark.parametrize("seed", [36, 46, 57, 74, 105, 110])
 @pytest.mark.parametrize("far", [1e15, 1e18])
 def test_a_loss_that_nobody_takes_swallows_no_difference(far: float, seed: int, timed: bool) -> None:
-    """Small differences were rounded away beside it: these were called proven, and up to 10 % above the optimum."""
+    """Small differences were rounded away beside it: these were called proven, and 0.2 to 51 % above the optimum."""
     rng = np.random.default_rng(seed)
     losses, costs = -np.sort(-rng.lognormal(0, 1, (6, 4)), 1), rng.integers(0, 6, (6, 4))
     rng.integers(0, 40, (6, 4))
@@ -290,7 +290,7 @@ def test_a_search_that_does_not_end_takes_little_and_says_how_near_it_came(timed
     costs = np.array([1000, 2000, 3000, 4000]) + rng.integers(0, 5, (3000, 4))
     limit = int(0.7 * costs[:, 0].sum() + 0.3 * costs[:, 3].sum())
     times = nearly_alike(1e-3, costs, seed=9)[:, ::-1].copy()
-    most = float(times.sum(0) @ [0.2, 0.5, 0.2, 0.1])
+    most = float(times.sum(0) @ [0.6, 0.4, 0.0, 0.0])
     problem = Problem(
         losses=nearly_alike(1e-3, costs), costs=costs, limit=limit, times=times if timed else None, most=most
     )
