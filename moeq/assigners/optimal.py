@@ -1,12 +1,12 @@
-"""optimal: the assignment of least objective within the budget, proven (numerics.knapsack).
+"""optimal: the assignment of least objective within the budget, proven (numerics.knapsack, numerics.certificate).
 
 Every expert that is not on the GPU takes one of the widths, or (granularity projection) each of its matrices does;
 scope model (the default) spends one budget over all layers, scope layer the same share in each. With granularity layer,
 or within a target that takes one width for a layer or for the model, the experts that share a width are one item; with
 granularity projection within one that has one type for a matrix of all of a layer's experts, those are.
 
-With a limit of NDP latency beside the budget the bound is printed where the search ends without a proof
-(numerics.two_limits).
+It is called proven when the certificate of every knapsack has been confirmed; where the search ends without (as it can
+with a limit of NDP latency beside the budget, numerics.two_limits), the bound is printed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moeq.registry import NATIVE
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
     """bits: [E] a layer, or [E, P] of matrices, those of GPU experts are not decided; loss: their objective; bound:
-    none can have less."""
+    none can have less; proven: none has, and the certificates of that are confirmed."""
 
     bits: list[np.ndarray]
     loss: float
@@ -170,10 +170,14 @@ def _within(
             where=where,
             do="raise the budget",
         )
+    try:
+        knapsack.refuse_infinite(losses)
+    except ValueError as error:
+        raise AssignmentError(str(error), where=where, do="run `moeq losses` again") from error
     if limit.latency is None or times is None:
         return knapsack.solve(losses, costs, total)
     most = limit.latency.seconds
-    least_time = two_limits.least_time(times, costs, total).loss
+    least_time = two_limits.least_time(times, costs, total)
     if least_time > most * (1 + two_limits.SLACK):
         raise latency.refusal(least_time, most)
     return two_limits.solve(losses, costs, total, times, most)

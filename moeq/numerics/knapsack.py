@@ -1,18 +1,13 @@
 """The multiple-choice knapsack, exactly: one width for every item, the least loss within a cost.
 
-Lagrange's bound comes first: for a price p of a unit of cost, every item takes the choice of the
-least loss + p * cost; the best price is found from the lower convex hulls of all items. What the bound leaves open is
-small, so the rest is a search over deviations from that solution. With r the penalty of a deviation (what it loses at
-price p) and `slack` the cost that is left,
+Lagrange's bound comes first: for a price p of a unit of cost, every item takes the choice of the least loss + p * cost;
+the best price is found from the lower convex hulls of all items. What the bound leaves open is small, so the rest is a
+search over deviations from that solution (numerics.deviations). Where many deviations cost the same, as those of
+experts of one shape do, they are first searched by their costs: of each the cheapest few.
 
-    loss of a solution = bound + sum of its penalties + p * slack,
-
-and a deviation whose penalty alone exceeds the best solution's excess over the bound is in no better one. The others
-enter in order of their penalties, as a table from cost to the least penalty (dynamic programming over costs): when the
-next item's least penalty exceeds the excess, the best solution is proven optimal (Pisinger's expanding core, 1995). A
-table is thinned by what is left to do: unless a state is the end, it takes at least one more deviation, and as many
-as its penalty leaves room for must bring its cost near the limit.
-Costs are integers; losses are floats, so "optimal" means up to rounding of their sum.
+The search is in floats and proves nothing by itself: a solution is called proven when `certificate` has confirmed it in
+whole numbers, at the prices that the search ended with. Losses count from every item's least one and penalties from the
+choice that deviates, so that a large loss that nobody takes, or that nobody can avoid, swallows no small difference.
 
 Letters: N items, W choices, S states.
 """
@@ -22,28 +17,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-EFFORT = 200_000_000
+from moeq.numerics.certificate import Certificate, Floats, Ints, Problem, bounded, confirmed
+from moeq.numerics.deviations import ROUNDING, WIDEST, Search, States, dominated
+
+EFFORT = 40_000_000  # states; of each that is kept 4 bytes stay in memory until the search ends
 QUICK = 512  # states of a first pass, which is not exact, for a good solution to start with
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-States = list[Any]  # what deviations add so far to what each limit counts, and at last their penalties, each [S]
+SWAPS = 1000  # changes of one or two items
+GAIN = 1e-12  # of the excess: what is less is rounding
+UNENDED = 10  # of the effort one part in so many is for the check of what a search that did not end has found
+POOLED = 4  # deviations of a cost, on average, from which on those of equal cost are taken as alike
+ALLOWED = 2.0**-41  # the rounding of a certificate, of what the solution loses above the least of every item
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """choices: [N] position of the choice of every item; proven: no solution has less loss; bound: none can have less
-    (the loss itself where that is proven, else Lagrange's bound)."""
+    """choices: [N] position of the choice of every item; loss: their sum, rounded once; proven: the certificate is
+    confirmed, no solution loses less (by more than its rounding); bound: none can have less (the loss itself where that
+    is proven, else one that is confirmed)."""
 
     choices: Ints
     cost: int
     loss: float
     bound: float
     proven: bool
+    certificate: Certificate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search ended with: choices [N], the price of a unit of cost, and whether it went to the end."""
+
+    choices: Ints
+    price: float
+    ended: bool
 
 
 def least_cost(costs: Ints) -> int:
@@ -55,24 +64,79 @@ def solve(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Solu
     """The solution of least loss with a cost of at most `limit`; of equal ones, not always the cheapest.
 
     losses [N, W] finite; costs [N, W] whole numbers; effort: states that the search may make before it ends with the
-    best solution so far, unproven (thousands of items that are exactly alike can need that many). Raises ValueError
-    when even the cheapest solution costs more.
+    best solution so far, and each pass of the check before it gives up (thousands of items that are nearly alike can
+    need that many). Raises ValueError when even the cheapest solution costs more, or losses are not finite.
     """
+    found = search(losses, costs, limit, effort)
+    problem = Problem(losses=losses, costs=costs, limit=limit)
+    return certified(problem, found.choices, (found.price,), effort, ended=found.ended)
+
+
+def search(losses: Floats, costs: Ints, limit: int, effort: int = EFFORT) -> Found:
+    """The choices [N] that `solve` finds, not checked; losses, costs [N, W], raises as there."""
     if limit < least_cost(costs):
         raise ValueError(f"the least cost is {least_cost(costs)}, the limit {limit}")
+    refuse_infinite(losses)
     if not len(losses):
-        return Solution(choices=np.zeros(0, np.int64), cost=0, loss=0.0, bound=0.0, proven=True)
-    items = np.arange(len(losses))
+        return Found(choices=np.zeros(0, np.int64), price=0.0, ended=True)
     unit = unit_of(costs)
-    scale = float(np.abs(losses).max()) or 1.0
-    value, cost = losses / scale, (costs - costs.min(1, keepdims=True)) // unit
-    search = _Cheapest(value, cost, (limit - least_cost(costs)) // unit)
-    search.run(effort, QUICK)
-    proven = search.run(effort)
-    loss = float(losses[items, search.best].sum())
-    bound = loss if proven else min(loss, search.bound * scale)
-    total = int(costs[items, search.best].sum())
-    return Solution(choices=search.best, cost=total, loss=loss, bound=bound, proven=proven)
+    cost = (costs - costs.min(1, keepdims=True)) // unit
+    deviations = _Cheapest(losses - losses.min(1, keepdims=True), cost, (limit - least_cost(costs)) // unit)
+    deviations.run(effort, QUICK)
+    if effort:
+        deviations.swap()
+    ended = deviations.pooled(effort) or deviations.run(effort)
+    return Found(choices=deviations.best, price=deviations.prices[0] / unit, ended=ended)
+
+
+def certified(
+    problem: Problem, choices: Ints, prices: tuple[float, ...], effort: int, *, ended: bool = True
+) -> Solution:
+    """Choices [N] with the certificate that prices give, proven if that is confirmed.
+
+    effort: states of a pass of the check; ended: the search that found them did, or little effort is for their proof.
+    """
+    items = np.arange(len(choices))
+    loss = math.fsum(problem.losses[items, choices])
+    above = math.fsum(problem.losses[items, choices] - problem.losses.min(1)) if len(choices) else 0.0
+    certificate = Certificate(prices=prices, bound=lagrange(problem, prices), rounding=ALLOWED * above)
+    proven = confirmed(problem, choices, loss, certificate, effort if ended else effort // UNENDED)
+    bound = loss if proven else _bound(problem, choices, certificate)
+    cost = int(problem.costs[items, choices].sum())
+    return Solution(choices=choices, cost=cost, loss=loss, bound=bound, proven=proven, certificate=certificate)
+
+
+def _bound(problem: Problem, choices: Ints, certificate: Certificate) -> float:
+    """The certificate's bound, if that is confirmed; else what no choices go below."""
+    if bounded(problem, choices, certificate.prices, certificate.bound, 0):
+        return certificate.bound
+    return math.nextafter(math.fsum(problem.losses.min(1)), -math.inf)
+
+
+def lagrange(problem: Problem, prices: Sequence[float]) -> float:
+    """The bound at prices of the limits, lowered by what rounding can have raised it, for losses [N, W]."""
+    counted: list[tuple[Ints | Floats, float]] = [(problem.costs, float(problem.limit))]
+    if problem.times is not None:
+        counted.append((problem.times, problem.most))
+    priced, size = problem.losses, np.abs(problem.losses)
+    for price, (table, _) in zip(prices, counted, strict=True):
+        priced, size = priced + price * table, size + price * np.abs(table)
+    spent = [price * limit for price, (_, limit) in zip(prices, counted, strict=True)]
+    if not len(priced):
+        return -math.fsum(spent)
+    least = priced.min(1)
+    own = size[np.arange(len(size)), priced.argmin(1)]
+    sizes = [*np.where(problem.losses.min(1) < 0, size.max(1), own).tolist(), *np.abs(spent).tolist()]
+    return math.fsum([*least.tolist(), *(-part for part in spent)]) - ROUNDING * math.fsum(sizes)
+
+
+def refuse_infinite(*tables: Floats) -> None:
+    """ValueError for losses or times [N, W] that are not numbers, or too large to add up."""
+    for table in tables:
+        with np.errstate(over="ignore"):
+            total = float(np.abs(table).max(1, initial=0.0).sum())
+        if not math.isfinite(total):
+            raise ValueError("losses and times must be finite, and so their sums")
 
 
 def unit_of(costs: Ints) -> int:
@@ -80,12 +144,24 @@ def unit_of(costs: Ints) -> int:
     return int(np.gcd.reduce((costs - costs.min(1, keepdims=True)).ravel())) or 1
 
 
-def relaxed(value: Floats, cost: Ints, room: int) -> tuple[Ints, float]:
-    """Choices [N] on the convex hulls that cost at most `room`, and the price at which the next step no longer fits.
+@dataclass(frozen=True, kw_only=True)
+class Relaxed:
+    """Choices [N] on the convex hulls, and the price at which the next step no longer fits.
+
+    next: the item of that step, the choice that it leads to, and the share of it that fits; None where all fit.
+    """
+
+    choices: Ints
+    price: float
+    next: tuple[int, int, float] | None
+
+
+def relaxed(value: Floats, cost: Ints, room: int) -> Relaxed:
+    """The greedy solution of the linear relaxation (Zemel, 1980), with a cost of at most `room`.
 
     Every item walks its hull from its cheapest choice; the steps of all items are taken in order of what they save
-    for a unit of cost. The first step that does not fit sets the price: the greedy solution of the linear relaxation
-    (Zemel, 1980). value, cost: [N, W], every item's least cost 0.
+    for a unit of cost. The first step that does not fit sets the price. value, cost: [N, W], every item's least cost 0;
+    choices of infinite value are not taken.
     """
     items = np.arange(len(value))
     cheapest = np.where(cost == 0, value, np.inf).argmin(1)
@@ -102,130 +178,79 @@ def relaxed(value: Floats, cost: Ints, room: int) -> tuple[Ints, float]:
         taken.append((best[moving], items[moving], steepest[moving], more[items, steepest][moving]))
         here = np.where(moving, steepest, here)
     if not taken:
-        return cheapest, 0.0
+        return Relaxed(choices=cheapest, price=0.0, next=None)
     rates, who, where, steps = (np.concatenate(part) for part in zip(*taken, strict=True))
     order = np.argsort(-rates, kind="stable")  # stable: an item's steps stay in their order
     rates, who, where, spent = rates[order], who[order], where[order], steps[order].cumsum()
     fitting = int(np.searchsorted(spent, room, side="right"))
     choices = cheapest.copy()
     choices[who[:fitting]] = where[:fitting]  # later steps of an item overwrite earlier ones
-    return choices, float(rates[fitting]) if fitting < len(rates) else 0.0
-
-
-class Search:
-    """Deviations from the choices of the relaxed problem, until none can be better than the best solution found.
-
-    best: [N] the choices; excess: what they lose more than `bound`. What limits count and losses are in units of the
-    caller. Subclasses say which states are of use.
-    """
-
-    margin = 1.0  # of the distance that moves can bridge, where they are rounded
-
-    def __init__(
-        self,
-        value: Floats,
-        counted: Sequence[Ints | Floats],
-        limits: Sequence[float],
-        prices: Sequence[float],
-        start: Ints,
-        useless: NDArray[np.bool_],
-    ) -> None:
-        """value, useless and what each limit counts: [N, W]; prices: of a unit of each; start: [N] least priced."""
-        items = np.arange(len(value))
-        priced = value
-        for price, count in zip(prices, counted, strict=True):
-            priced = priced + price * count
-        least = priced[items, start]
-        self.start, self.prices = start, prices
-        self.moves = [count - count[items, start][:, None] for count in counted]  # [N, W] what a deviation adds
-        self.targets = [limit - count[items, start].sum() for limit, count in zip(limits, counted, strict=True)]
-        self.bound = float(least.sum())
-        for price, limit in zip(prices, limits, strict=True):
-            self.bound -= price * limit
-        penalty = np.maximum(priced - least[:, None], 0.0)  # only rounding makes it negative
-        self.penalty = np.where(useless, np.inf, penalty)  # [N, W]
-        first = self.penalty.min(1)
-        self.order = np.argsort(first, kind="stable")
-        self.firsts = np.append(first[self.order], np.inf)
-        self.best, self.excess = start, math.inf
-
-    def run(self, effort: int, most: int | None = None) -> bool:
-        """Improve `best`; whether it is proven. most: states kept at a time, those of the lowest penalties."""
-        tables = [*self.moves, self.penalty]
-        states: States = [np.zeros(1, table.dtype) for table in tables]
-        trail: list[tuple[int, Ints, Ints]] = []  # item; choice and earlier state of every state
-        reaches = [self._reach(moves) for moves in self.moves]
-        for rank, item in enumerate(self.order.tolist()):
-            if self.firsts[rank] >= self.excess:
-                return most is None
-            choices = np.flatnonzero(self.penalty[item] < self.excess)
-            count = len(states[-1])
-            earlier, chosen = np.tile(np.arange(count), len(choices) + 1), np.repeat(np.append(-1, choices), count)
-            more = [np.append(np.zeros(1, table.dtype), table[item, choices]) for table in tables]
-            states = [(adds[:, None] + before).ravel() for adds, before in zip(more, states, strict=True)]
-            effort -= len(earlier)
-            if effort < 0:
-                return False
-            trail.append((item, chosen, earlier))
-            self._take_best(states, trail)
-            keep = self.useful(states, self._open(states, rank + 1, [float(reach[rank + 1]) for reach in reaches]))
-            if most is not None and len(keep) > most:
-                keep = self.nearest(states[-1][keep], keep, most)
-            states = [part[keep] for part in states]
-            trail[-1] = (item, chosen[keep], earlier[keep])
-            if not len(keep):
-                return most is None
-        return most is None
-
-    def useful(self, states: States, keep: Ints) -> Ints:
-        """Of the states [S] to keep, those that no other makes useless."""
-        raise NotImplementedError
-
-    def nearest(self, penalties: Floats, keep: Ints, most: int) -> Ints:
-        """`most` of the states [S] to keep, whose penalties [S] are the lowest."""
-        raise NotImplementedError
-
-    def _reach(self, moves: Ints | Floats) -> Ints | Floats:
-        """The largest move of every item in order and of all that follow, and none behind the last, [N + 1]."""
-        own = np.abs(np.where(np.isfinite(self.penalty), moves, 0)).max(1)[self.order]
-        return np.append(np.maximum.accumulate(own[::-1])[::-1], 0)
-
-    def _take_best(self, states: States, trail: list[tuple[int, Ints, Ints]]) -> None:
-        *counted, excess = states
-        for price, target, added in zip(self.prices, self.targets, counted, strict=True):
-            left = target - added
-            excess = np.where(left >= 0, excess + price * left, np.inf)
-        index = int(excess.argmin())
-        if excess[index] < self.excess:
-            self.excess, self.best = float(excess[index]), traced(self.start, trail, index)
-
-    def _open(self, states: States, rank: int, reaches: Sequence[float]) -> Ints:
-        """States that can still become better than the best one.
-
-        rank: of the next deviation, whose penalty is the least of those that follow; reaches: the largest of their
-        moves, by limit.
-        """
-        *counted, penalties = states
-        left, following = self.excess - penalties, float(self.firsts[rank])
-        allowed = left > following
-        if following > 0 and np.isfinite(following):
-            steps = np.floor(left / following)
-            for price, target, added, reach in zip(self.prices, self.targets, counted, reaches, strict=True):
-                distance = np.maximum(added - target, 0)
-                if price > 0:
-                    distance = np.maximum(distance, target - added - left / price)
-                allowed &= distance <= steps * (reach * self.margin)
-        return np.flatnonzero(allowed)
+    if fitting == len(rates):
+        return Relaxed(choices=choices, price=0.0, next=None)
+    step = int(steps[order][fitting])
+    share = 1 - (int(spent[fitting]) - room) / step
+    return Relaxed(choices=choices, price=float(rates[fitting]), next=(int(who[fitting]), int(where[fitting]), share))
 
 
 class _Cheapest(Search):
     """Deviations from the relaxed solution under one limit."""
 
     def __init__(self, value: Floats, cost: Ints, room: int) -> None:
-        start, price = relaxed(value, cost, room)
-        same = cost == cost[np.arange(len(value)), start][:, None]
-        super().__init__(value, [cost], [room], [price], start, same | dominated(cost, value))
-        self.excess = price * float(self.targets[0])
+        useless = dominated(cost, value)
+        greedy = relaxed(np.where(useless, np.inf, value), cost, room)
+        super().__init__(value, [cost], [room], [greedy.price], greedy.choices, useless)
+        self.offer(greedy.choices)
+
+    def swap(self) -> None:
+        """Improve `best` by changes of one item or two, the one that gains most first, until none does."""
+        items, usable = np.arange(len(self.start)), np.isfinite(self.penalty)
+        usable[items, self.start] = True
+        choices = self.best.copy()
+        for _ in range(SWAPS):
+            above = self.above - self.above[items, choices][:, None]
+            changes = usable & (above < self.excess)
+            changes[items, choices] = False
+            who, what = np.nonzero(changes)
+            more = self.moves[0][who, what] - self.moves[0][who, choices[who]]
+            order = np.argsort(more, kind="stable")
+            who, what, more = who[order], what[order], more[order]
+            left = self.targets[0] - int(self.moves[0][items, choices].sum())
+            lost = above[who, what] - self.prices[0] * more
+            single, pair, other = _least_sums(lost, more, left)
+            pair[who[other] == who] = np.inf
+            least = np.minimum(single, pair)
+            if not len(least) or least.min() >= -GAIN * self.excess:
+                break
+            one = int(least.argmin())
+            changed = [one] if single[one] <= pair[one] else [one, int(other[one])]
+            choices[who[changed]] = what[changed]
+        self.offer(choices)
+
+    def pooled(self, effort: int) -> bool:
+        """Improve `best` by sets of deviations of which those of equal cost are alike; whether nothing is left.
+
+        Of deviations of equal cost the cheapest are taken, as if an item could deviate twice; where the best set has an
+        item twice, others take its place. Of use where costs are few.
+        """
+        who, what = np.nonzero(self.penalty < self.excess)
+        costs = self.moves[0][who, what]
+        order = np.lexsort((self.penalty[who, what], costs))
+        who, what, costs = who[order], what[order], costs[order]
+        if not len(who):
+            return True
+        cuts = np.flatnonzero(np.diff(costs)) + 1
+        most = int(np.diff(cuts, prepend=0, append=len(who)).max())
+        if (len(cuts) + 1) * max(POOLED, most * len(who) // WIDEST) > len(who):
+            return False
+        many = _Alike(self, costs[np.append(0, cuts)], np.split(self.penalty[who, what], cuts))
+        if not many.run(effort):
+            return False
+        choices, deviating = self.start.copy(), np.zeros(len(self.start), bool)
+        for moves, count in zip(np.split(np.arange(len(who)), cuts), (many.best + 1).tolist(), strict=True):
+            taken = moves[~deviating[who[moves]]][:count]
+            choices[who[taken]], deviating[who[taken]] = what[taken], True
+        self.offer(choices)
+        return self.excess <= many.excess * (1 + GAIN)
 
     def useful(self, states: States, keep: Ints) -> Ints:
         """States [S] by rising cost, of which none costs and loses more than another."""
@@ -242,26 +267,28 @@ class _Cheapest(Search):
         return keep[np.argsort(penalties, kind="stable")[:most]]
 
 
-def traced(start: Ints, trail: list[tuple[int, Ints, Ints]], state: int) -> Ints:
-    """The choices [N] of a state: those at the start, and its deviations.
+class _Alike(_Cheapest):
+    """Deviations of equal cost as one item each, whose choice is how many deviate, the cheapest first, less 1."""
 
-    trail: of every item that was looked at, its number, every state's choice (-1: none) and the state it came from.
+    def __init__(self, deviations: _Cheapest, costs: Ints, penalties: Sequence[Floats]) -> None:
+        """costs: of one deviation of every kind, which all differ; penalties: of every deviation of it, rising."""
+        sums = np.full((len(costs), max(map(len, penalties))), np.inf)
+        for row, own in zip(sums, penalties, strict=True):
+            row[: len(own)] = own.cumsum()
+        self.prices, self.targets = deviations.prices, deviations.targets
+        self.best = self.start = np.full(len(costs), -1)
+        self.excess = deviations.excess
+        self.moves = [costs[:, None] * np.arange(1, sums.shape[1] + 1)]
+        self._enter(sums)
+
+
+def _least_sums(lost: Floats, more: Ints | Floats, left: int) -> tuple[Floats, Floats, Ints]:
+    """Of changes by rising cost what each loses alone, and with the best other one, within what is left; and the other.
+
+    inf where the cost is too high. lost, more: [S] loss and cost.
     """
-    choices = start.copy()
-    for item, chosen, earlier in reversed(trail):
-        if chosen[state] >= 0:
-            choices[item] = chosen[state]
-        state = int(earlier[state])
-    return choices
-
-
-def dominated(cost: Ints, *others: Floats) -> NDArray[np.bool_]:
-    """[N, W] whether another choice of the item is no higher in any table [N, W] (of equals, the first stays)."""
-    beaten = np.zeros(cost.shape, bool)
-    for choice in range(cost.shape[-1]):
-        for other in range(cost.shape[-1]):
-            pairs = [(table[:, other], table[:, choice]) for table in (cost, *others)]
-            no_worse = np.all([left <= right for left, right in pairs], 0)
-            better = np.any([left < right for left, right in pairs], 0)
-            beaten[:, choice] |= no_worse & (better | (other < choice))
-    return beaten
+    lowest = np.minimum.accumulate(lost)
+    where = np.maximum.accumulate(np.where(lost <= lowest, np.arange(len(lost)), 0))
+    last = np.searchsorted(more, left - more, side="right") - 1
+    single = np.where(more <= left, lost, np.inf)
+    return single, np.where(last >= 0, lost + lowest[last], np.inf), where[last]

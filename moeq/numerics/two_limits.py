@@ -1,163 +1,208 @@
 """The multiple-choice knapsack with a second limit: one width for every item, the least loss within a cost and a time.
 
 Both limits have a price. For a price q of a unit of time, `knapsack.relaxed` prices cost for the losses + q * time and
-gives a bound that no solution goes below; it is concave in q, so golden section finds the best. With p the price of
-cost, r the penalty of a deviation from the cheapest choice at these prices, and what is left of both limits,
+gives a bound that no solution goes below; it is concave in q and made of lines, and rises as long as the relaxed
+solution takes longer than the limit. With p the price of cost, r the penalty of a deviation from the cheapest
+choice at these prices, and what is left of both limits,
 
     loss of a solution = bound + sum of its penalties + p * cost left + q * time left,
 
-and the search over deviations is that of `knapsack`, with the time of a state beside its cost. A state makes
+and the search over deviations is that of `deviations`, with the time of a state beside its cost. A state makes
 another useless when it costs as much, takes no longer and loses no more. Times are floats, and count as kept within
 SLACK of the limit. Small problems are solved exactly; for thousands of items the search often ends before it has a
-proof, and the bound says how far its best solution can be from the optimum.
+proof, and the bound says how far its best solution can be from the optimum. As with one limit, a solution is proven
+when `certificate` has confirmed it, and so is the bound.
 
 Letters: N items, W choices, S states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeq.numerics import knapsack
-from moeq.numerics.knapsack import Floats, Ints, Search, Solution, States
+from moeq.numerics.certificate import Floats, Ints, Problem, bounded
+from moeq.numerics.deviations import ROUNDING, Search, States, dominated
+from moeq.numerics.knapsack import Relaxed, Solution, certified, relaxed
 
 EFFORT = 4_000_000  # states
 BEAMS = (512, 4096)  # states kept in the passes that are not exact
 SLACK = 1e-12  # of the limit of time
 NEARBY = (1e-3, 1e-3, 1e-3)  # steps between prices at which the bound is raised
-STEPS = 60  # of golden section
-STEEPEST = 1e15  # price of time at which nothing but time counts
+LOWERED = 2.0**-40  # of a raised bound, beside what its terms are: so that rounding does not refute it
+STEPS = 100  # of the price of time, at most: one for every line of the bound that is met
 
 
-def least_time(times: Floats, costs: Ints, limit: int) -> Solution:
-    """The fastest solution (its loss is its time) of a cost of at most `limit`; times, costs [N, W].
+def least_time(times: Floats, costs: Ints, limit: int) -> float:
+    """The least time of a cost of at most `limit`; times, costs [N, W].
 
     Raises ValueError when even the cheapest solution costs more.
     """
-    return knapsack.solve(times, costs, limit)
+    return _time(times, _fastest(times, costs, limit))
+
+
+def _fastest(times: Floats, costs: Ints, limit: int) -> Ints:
+    return knapsack.search(times, costs, limit).choices
+
+
+def _time(times: Floats, choices: Ints) -> float:
+    return math.fsum(times[np.arange(len(choices)), choices])
 
 
 def solve(losses: Floats, costs: Ints, limit: int, times: Floats, most: float, effort: int = EFFORT) -> Solution:
     """The solution of least loss that costs at most `limit` and takes at most `most`.
 
     losses, times [N, W] finite, times not negative; costs [N, W] whole numbers; effort: states that the exact search
-    may make before it ends with the best solution so far, unproven. Raises ValueError when nothing is within both.
+    may make before it ends with the best solution so far, unproven. Raises ValueError when nothing is within both, or
+    losses or times are not finite.
     """
-    fastest = least_time(times, costs, limit)
-    if fastest.loss > most * (1 + SLACK):
-        raise ValueError(f"the least time is {fastest.loss:g}, the limit {most:g}")
+    knapsack.refuse_infinite(losses, times, np.array([[most]]))
+    fastest, until = _fastest(times, costs, limit), most * (1 + SLACK)
+    if _time(times, fastest) > until:
+        raise ValueError(f"the least time is {_time(times, fastest):g}, the limit {most:g}")
+    problem = Problem(losses=losses, costs=costs, limit=limit, times=times, most=until)
     if not len(losses):
-        return fastest
-    items = np.arange(len(losses))
-    dual = _Dual.of(losses, costs, limit, times, most)
+        return certified(problem, fastest, (0.0, 0.0), effort)
+    dual = _Dual.of(problem)
     if dual.price == 0:
-        free = knapsack.solve(losses, costs, limit)
-        if float(times[items, free.choices].sum()) <= most * (1 + SLACK):
-            return free
-    search = _Within(dual, fastest.choices)
+        free = knapsack.search(losses, costs, limit)
+        if _time(times, free.choices) <= until:
+            return certified(problem, free.choices, (free.price, 0.0), knapsack.EFFORT, ended=free.ended)
+    search = _Within(dual, fastest)
     for kept in BEAMS:
         search.run(effort, kept)
-    proven = search.run(effort)
-    loss = float(losses[items, search.best].sum())
-    bound = loss if proven else min(loss, max(search.bound, dual.raised(2 * effort)) * dual.scale)
-    cost = int(costs[items, search.best].sum())
-    return Solution(choices=search.best, cost=cost, loss=loss, bound=bound, proven=proven)
+    ended = search.run(effort)
+    prices = (dual.greedy.price / dual.unit, dual.price)
+    solution = certified(problem, search.best, prices, effort, ended=ended)
+    if solution.proven:
+        return solution
+    return replace(solution, bound=max(solution.bound, dual.raised(problem, 2 * effort)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Dual:
-    """The problem in its own units, and the prices of both limits that give the highest bound.
+    """The problem as the search takes it, and the prices of both limits that give the highest bound.
 
-    value, time: [N, W], the largest of each 1; cost: [N, W] beyond the cheapest choice; room, most: the limits;
-    start: [N] the choices at these prices; price, cost_price: of a unit of time and of cost; scale: of `value`.
+    value: [N, W] losses beyond every item's least; time: [N, W]; cost: [N, W] beyond the cheapest choice, in units of
+    `unit`; useless: [N, W] choices that another makes so; room, most: the limits; price: of a unit of time; greedy: the
+    choices at that price, and the price of a unit of cost.
     """
 
     value: Floats
     cost: Ints
     time: Floats
+    useless: NDArray[np.bool_]
     room: int
     most: float
-    start: Ints
+    unit: int
     price: float
-    cost_price: float
-    scale: float
+    greedy: Relaxed
 
     @classmethod
-    def of(cls, losses: Floats, costs: Ints, limit: int, times: Floats, most: float) -> _Dual:
+    def of(cls, problem: Problem) -> _Dual:
+        losses, costs, times = problem.losses, problem.costs, problem.times
+        assert times is not None
         unit = knapsack.unit_of(costs)
-        scale, second = (float(np.abs(table).max(initial=0)) or 1.0 for table in (losses, times))
-        value, time = losses / scale, times / second
+        value = losses - losses.min(1, keepdims=True)
         cost = (costs - costs.min(1, keepdims=True)) // unit
-        room = (limit - knapsack.least_cost(costs)) // unit
-        until = most * (1 + SLACK) / second
-        start, price, cost_price = _best_prices(value, cost, time, room, until)
+        room = (problem.limit - knapsack.least_cost(costs)) // unit
+        useless = dominated(cost, times, value)
+        price, greedy = _best_price(np.where(useless, np.inf, value), cost, times, room, problem.most)
         return cls(
             value=value,
             cost=cost,
-            time=time,
+            time=times,
+            useless=useless,
             room=room,
-            most=until,
-            start=start,
+            most=problem.most,
+            unit=unit,
             price=price,
-            cost_price=cost_price,
-            scale=scale,
+            greedy=greedy,
         )
 
-    def raised(self, effort: int) -> float:
-        """The bound with the limit of cost kept exactly, at a few prices of time near the best."""
+    def raised(self, problem: Problem, effort: int) -> float:
+        """The bound with the limit of cost kept exactly, at a few prices of time near the best; -inf where none of them
+        is confirmed."""
         items = np.arange(len(self.value))
-        low, price, high, bound = 0.0, self.price, np.inf, -np.inf
+        low, price, high = 0.0, self.price, np.inf
+        best: tuple[float, Ints, tuple[float, float]] | None = None
         for step in NEARBY:
-            inner = knapsack.solve(self.value + price * self.time, self.cost, self.room, effort)
-            bound = max(bound, inner.bound - price * self.most)
-            if float(self.time[items, inner.choices].sum()) > self.most:
+            inner = knapsack.search(self.value + price * self.time, self.cost, self.room, effort)
+            time = _time(self.time, inner.choices)
+            if inner.ended:
+                terms = [*problem.losses[items, inner.choices].tolist(), price * time, -price * self.most]
+                bound = math.fsum(terms) - LOWERED * math.fsum(map(abs, terms))
+                if best is None or bound > best[0]:
+                    best = bound, inner.choices, (inner.price / self.unit, price)
+            if time > self.most:
                 low, price = price, min(price * (1 + step), (price + high) / 2)
             else:
                 high, price = price, max(price * (1 - step), (price + low) / 2)
-        return bound
+        if best is not None and bounded(problem, best[1], best[2], best[0], effort):
+            return best[0]
+        return -math.inf
 
 
-def _best_prices(value: Floats, cost: Ints, time: Floats, room: int, most: float) -> tuple[Ints, float, float]:
-    """Choices [N] and the prices of time and of cost at the highest bound found.
+def _best_price(value: Floats, cost: Ints, time: Floats, room: int, most: float) -> tuple[float, Relaxed]:
+    """The price of time at the highest bound, and relaxed choices [N] there.
 
-    The bound is concave in the price of time: where it is highest is found by golden section.
+    Over the price of time a relaxed solution is a line, and the bound is the lowest of all: at every price that of the
+    solution there. Of two lines, one of a solution that takes too long and one of another, the next price is where they
+    cross; where none is below the crossing, the bound is highest.
     """
-    seen: dict[float, tuple[float, Ints, float]] = {}
+    items, usable = np.arange(len(value)), np.isfinite(value)
+    time = np.where(usable, time, 0.0)  # useless choices are of infinite value
 
-    def bound(price: float) -> float:
-        if price not in seen:
-            weighed = value + price * time
-            choices, cost_price = knapsack.relaxed(weighed, cost, room)
-            least = float((weighed + cost_price * cost).min(1).sum())
-            seen[price] = least - cost_price * room - price * most, choices, cost_price
-        return seen[price][0]
+    def total(table: Floats, greedy: Relaxed) -> float:
+        """Of values or times, of the relaxed solution."""
+        whole = math.fsum(table[items, greedy.choices])
+        if greedy.next is None:
+            return whole
+        item, choice, share = greedy.next
+        return whole + share * float(table[item, choice] - table[item, greedy.choices[item]])
 
-    high = 1.0
-    while bound(2 * high) > bound(high) and high < STEEPEST:
-        high *= 2
-    while bound(high / 4) >= bound(high / 2) and high > 1 / STEEPEST:
-        high /= 2
-    _golden(bound, 0.0, 2 * high)
-    bound(0.0)
-    best = max(sorted(seen), key=lambda price: seen[price][0])  # of equal ones, the lowest
-    return seen[best][1], best, seen[best][2]
-
-
-def _golden(function: Callable[[float], float], low: float, high: float) -> None:
-    """Evaluate a concave function ever nearer to its maximum between two ends."""
-    ratio = (5**0.5 - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    slow, fast = relaxed(value, cost, room), relaxed(np.where(usable, time, np.inf), cost, room)
+    if total(time, slow) <= most:
+        return 0.0, slow
+    low, high, price = 0.0, np.inf, 0.0
     for _ in range(STEPS):
-        if function(left) >= function(right):
-            high, right = right, left
-            left = high - ratio * (high - low)
+        saved, lost = total(time, slow) - total(time, fast), total(value, fast) - total(value, slow)
+        if saved <= 0:
+            break
+        price = min(max(lost / saved, low), high)
+        if price in (low, high):
+            break
+        middle = relaxed(value + price * time, cost, room)
+        crossing = total(value, slow) + price * total(time, slow)
+        if total(value, middle) + price * total(time, middle) >= crossing * (1 - ROUNDING):
+            break
+        if total(time, middle) > most:
+            low, slow = price, middle
         else:
-            low, left = left, right
-            right = low + ratio * (high - low)
+            high, fast = price, middle
+    choices = _between(slow.choices, fast.choices, cost, time, room, most)
+    return price, replace(relaxed(value + price * time, cost, room), choices=choices)
+
+
+def _between(slow: Ints, fast: Ints, cost: Ints, time: Floats, room: int, most: float) -> Ints:
+    """The slow choices [N] with as few as possible of the fast ones in their place that both limits are kept; else the
+    fast ones. What differs is priced alike, up to rounding: of items that are alike thousands differ."""
+    items = np.arange(len(slow))
+    changed = np.flatnonzero(slow != fast)
+    used = [
+        float(table[items, slow].sum()) + np.append(0, np.cumsum((table[items, fast] - table[items, slow])[changed]))
+        for table in (cost, time)
+    ]
+    kept = np.flatnonzero((used[0] <= room) & (used[1] <= most))
+    if not len(kept):
+        return fast
+    choices = slow.copy()
+    choices[changed[: kept[0]]] = fast[changed[: kept[0]]]
+    return choices
 
 
 class _Within(Search):
@@ -166,19 +211,10 @@ class _Within(Search):
     margin = 1 + SLACK
 
     def __init__(self, dual: _Dual, fastest: Ints) -> None:
-        items, counted = np.arange(len(dual.value)), (dual.cost, dual.time)
-        prices, limits = (dual.cost_price, dual.price), (dual.room, dual.most)
-        priced = dual.value + dual.cost_price * dual.cost + dual.price * dual.time
-        start = np.where(priced[items, dual.start] <= priced.min(1), dual.start, priced.argmin(1))
-        useless = knapsack.dominated(dual.cost, dual.time, dual.value)
-        useless[items, start] = True
-        super().__init__(dual.value, counted, limits, prices, start, useless)
-        excess = float(dual.value[items, fastest].sum()) - self.bound
-        own = float(prices[0] * self.targets[0] + prices[1] * self.targets[1])
-        if min(self.targets) < 0 or own >= excess:
-            self.best, self.excess = fastest, excess
-        else:
-            self.excess = own
+        prices, limits = (dual.greedy.price, dual.price), (dual.room, dual.most)
+        super().__init__(dual.value, (dual.cost, dual.time), limits, prices, dual.greedy.choices, dual.useless)
+        self.offer(fastest)
+        self.offer(dual.greedy.choices)
 
     def useful(self, states: States, keep: Ints) -> Ints:
         """Of states [S] that cost the same, those that neither take longer nor lose more than another."""
@@ -198,8 +234,7 @@ def _improving(groups: Ints, losses: Floats) -> NDArray[np.bool_]:
     if not len(losses):
         return np.zeros(0, bool)
     starts = np.append(True, groups[1:] != groups[:-1])
-    number = np.cumsum(starts) - 1
-    low, high = float(losses.min()), float(losses.max())
-    lowered = losses - number * (2 * (high - low) + 1.0)  # later groups lie below all of the earlier ones
-    before = np.append(np.inf, np.minimum.accumulate(lowered)[:-1])
+    places = np.unique(losses, return_inverse=True)[1]  # in place of losses: whole numbers, which nothing absorbs
+    lowered = places - np.cumsum(starts) * len(losses)  # later groups lie below all of the earlier ones
+    before = np.append(len(losses), np.minimum.accumulate(lowered)[:-1])
     return np.asarray((lowered < before) | starts)

@@ -90,7 +90,7 @@ def test_a_limit_of_time_that_does_not_bind_changes_nothing() -> None:
 def test_the_least_time_is_within_reach_and_nothing_below_it() -> None:
     losses, costs, times = table(7, 5, 4, "random")
     limit = int(costs.min(1).sum()) + 20
-    least = two_limits.least_time(times, costs, limit).loss
+    least = two_limits.least_time(times, costs, limit)
     assert two_limits.solve(losses, costs, limit, times, least).proven
     with pytest.raises(ValueError, match="the least time is"):
         two_limits.solve(losses, costs, limit, times, least * (1 - 1e-9))
