@@ -177,7 +177,7 @@ def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, f
         print(f"refined at {width} bits: {rows[REFINED][width]:.2f}, {seconds:.0f} s", flush=True)
     for average in averages:
         for method, how in MIXED.items():
-            section = {"method": method, "average_bits": average, "quantizer": "best", **how}
+            section = {"method": method, "code_bits": average, "quantizer": "best", **how}
             plain = bench.assigned(context, AssignSection(**section))  # type: ignore[arg-type]
             refined, seconds = bench.refined(section)
             print(

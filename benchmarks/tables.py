@@ -114,7 +114,7 @@ def show(report: EvalReport, name: str) -> dict[str, Any]:
 
 
 def cells(row: EvalRow, domains: list[str]) -> list[str]:
-    bits = "16" if row.average_bits is None else f"{row.average_bits:.2f}"
+    bits = "16" if row.code_bits is None else f"{row.code_bits:.2f}"
     accuracy = [f"{100 * row.tasks[name]['acc']:.1f} ± {100 * row.tasks[name]['acc_stderr']:.1f}" for name in TASKS]
     perplexities = [*(row.perplexity_by_domain[domain] for domain in domains), row.perplexity or float("nan")]
     return [row.name, bits, f"{row.expert_bytes / 1e6:.2f}", *(f"{value:.2f}" for value in perplexities), *accuracy]
@@ -139,7 +139,7 @@ def by_context(run: Path, text: Path, options: argparse.Namespace) -> list[dict[
     asked = EvalOptions(
         recipe=[f"{run}:{name}" for name in ("original", *chosen)],
         context_aware=[
-            f"gpu_experts={section.gpu_experts},average_bits={section.average_bits},selector={str(section.selector).lower()}"
+            f"gpu_experts={section.gpu_experts},code_bits={section.code_bits},selector={str(section.selector).lower()}"
             for section in chosen.values()
         ],
         tasks=",".join(TASKS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import write_json
@@ -34,6 +34,9 @@ class EvalRow(Frozen):
 
     changes: {task, average or perplexity: how it differs from the original's}.
 
+    bits_per_weight: stored for a weight of the routed experts, scales and zero points counted (None: written before
+    moeq did); code_bits: of their codes alone, None for the original.
+
     expert_bytes, other_bytes: of the tensors of the routed experts, and of everything else (None: written before moeq
     counted them); checkpoint_bytes: of all files of the checkpoint, what `assign.size` limits. Of image classifiers
     alone: cross_entropy in nats an image, and logit_error, ||z - z0|| / ||z0|| against the original's logits; `tasks`
@@ -46,7 +49,8 @@ class EvalRow(Frozen):
     expert_bytes: int
     other_bytes: int | None = None
     checkpoint_bytes: int | None = None
-    average_bits: float | None
+    bits_per_weight: float | None = None
+    code_bits: float | None = Field(None, validation_alias=AliasChoices("code_bits", "average_bits"))
     perplexity: float | None
     perplexity_by_domain: dict[str, float]
     accuracy: float | None

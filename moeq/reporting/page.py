@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moeq.recipe.earlier import named_now
 from moeq.reporting import experts, formats, low_precision, reparam, routing, speed, summary, translation
 from moeq.reporting import non_experts as others
 from moeq.reporting.frame import document
@@ -33,7 +34,7 @@ def render(inputs: ReportInputs) -> str:
 
 def _subtitle(inputs: ReportInputs) -> Raw:
     assignment = inputs.assignment
-    parameters = ", ".join(f"{key} {value}" for key, value in sorted(assignment.parameters.items()))
+    parameters = ", ".join(f"{key} {value}" for key, value in sorted(named_now(assignment.parameters).items()))
     groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size}"
     grid = "symmetric" if assignment.symmetric else "asymmetric"
     what = paragraph(

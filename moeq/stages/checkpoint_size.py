@@ -252,8 +252,9 @@ class CheckpointSize:
         ]
         placed = tuple(self._placed(layer, layer_name(0), {}, mix) for mix in mixes)
         of = made.model_copy(update={"layers": (self._placed_layer(layer, placed),)})
+        sizes = {"bits_per_weight": 16.0, "expert_bytes": 10**6 + 1}
         figures = [
-            {"name": name, "expert_bytes": 10**6 + 1, "perplexity": 123456.789, "accuracy": 0.5, **images}
+            {"name": name, **sizes, "perplexity": 123456.789, "accuracy": 0.5, **images}
             for name in ("original", *(name for name, _ in self.sections))
             for images in ([{"cross_entropy": 12.3456, "logit_error": 1.5}] if self.model.takes_images else [{}])
         ]

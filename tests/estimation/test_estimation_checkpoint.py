@@ -21,7 +21,7 @@ from moeq.stages.context import Context
 
 SMALL = (
     "corpus.sequences=4", "corpus.sequence_length=32", "losses.group_size=16", "losses.bits=[1,2,3,4]",
-    "losses.methods=[rtn]", "assign={method: optimal, average_bits: 3, gpu_experts: 1, quantizer: rtn}",
+    "losses.methods=[rtn]", "assign={method: optimal, code_bits: 3, gpu_experts: 1, quantizer: rtn}",
     "profile.trace=true", "eval.compare=[]",
 )  # fmt: skip
 ONE = ("--grid", "in=16", "out=16", "--json")
