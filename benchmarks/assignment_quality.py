@@ -1,4 +1,4 @@
-"""Perplexity and 4-way accuracy of every way to assign bits, at 2.0, 2.5 and 3.0 average bits, with the same replicas.
+"""Perplexity and 4-way accuracy of every way to assign bits, at 2.0, 2.5 and 3.0 code bits, with the same replicas.
 
     python benchmarks/assignment_quality.py [--model bundled:tiny-mixtral] [--calibration FILE ...]
         [--evaluation FILE ...] [--windows SCRIPT] [--tasks NAME ... --data FOLDER]
@@ -194,7 +194,7 @@ def show(rows: dict[str, EvalRow], gaps: dict[str, float | None], options: argpa
     for name, row in rows.items():
         value = mean(row)
         back = "" if name == "original" else f"{100 * (two - value) / (two - exact):8.1f}%"
-        bits = "" if row.code_bits is None else f"{row.code_bits:.2f}"
+        bits = f"{row.bits_per_weight:.2f}"
         over = gaps.get(name)
         shown = "" if over is None else f"{100 * over:6.1f}%"
         correct = "" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"

@@ -107,7 +107,7 @@ def measure(table: str, model: Path, text: dict[str, Path], out: Path, options: 
 def show(report: EvalReport, name: str) -> dict[str, Any]:
     """Print and return a table: perplexity by domain and over all, accuracy by task with its standard error."""
     domains = list(report.rows[0].perplexity_by_domain)
-    head = [name, "bits", "MB", *domains, "all", *TASKS.values()]
+    head = [name, "code bits", "MB", *domains, "all", *TASKS.values()]
     rows = [cells(row, domains) for row in report.rows]
     print(*bench.table(head, rows), sep="\n")
     return {"columns": head, "rows": rows}

@@ -11,6 +11,7 @@ from typing import Any
 from moeq.errors import RecipeError
 
 EARLIER, CODE_BITS, LATER = "average_bits", "code_bits", "bits_per_weight"
+SHOWN = {EARLIER: CODE_BITS, "bits": CODE_BITS, "hot_bits": "hot_code_bits", "cold_bits": "cold_code_bits"}
 
 
 def read_earlier(recipe: dict[str, Any], where: str) -> None:
@@ -28,9 +29,15 @@ def key_now(key: str) -> str:
     return f"assign.{CODE_BITS}" if key == f"assign.{EARLIER}" else key
 
 
-def named_now(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of an assignment by the names that they have, to be shown."""
-    return {CODE_BITS if name == EARLIER else name: value for name, value in parameters.items()}
+def shown_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of an assignment as they are shown: by the names that they have, widths as the code bits that they
+    are."""
+    return {SHOWN.get(name, name): value for name, value in parameters.items()}
+
+
+def parameters_text(parameters: Mapping[str, Any]) -> str:
+    """Parameters of an assignment as one line of a page."""
+    return ", ".join(f"{name} {value}" for name, value in sorted(shown_parameters(parameters).items()))
 
 
 def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:

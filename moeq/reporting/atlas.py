@@ -18,7 +18,7 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalRow
 from moeq.quantizers.quantizer import label
 from moeq.recipe import BUDGETS, DEFAULT_QUANTIZER
-from moeq.recipe.earlier import named_now
+from moeq.recipe.earlier import shown_parameters
 from moeq.registry import ALLOCATORS
 from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, details, element, figure, plain
@@ -207,13 +207,14 @@ def placement(assignment: Assignment) -> str:
 
 def _described(assignment: Assignment) -> str:
     """The method and what tells it from others of its kind."""
-    given, method = named_now(assignment.parameters), assignment.method
+    given, method = assignment.parameters | shown_parameters(assignment.parameters), assignment.method
     told = {name: given[name] for name in TELLING if given.get(name) is not None}
     if (allocator := ALLOCATORS.find(method)) is not None:
         method = allocator.label or method
         own = {name: given.get(name, field.default) for name, field in allocator.settings.model_fields.items()}
         spans = {"scope": allocator.implied["scope"]} if "scope" in allocator.implied else {}
         told = {name: value for name, value in own.items() if value is not None} | spans | told
+    told = shown_parameters(told)
     for name in ("bits_per_weight", "code_bits"):
         if name in told:
             told[name] = f"{float(Fraction(told[name])):.4g}"

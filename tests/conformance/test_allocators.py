@@ -185,7 +185,8 @@ def test_a_section_is_written_as_it_is_read(allocator: Allocator) -> None:
 
 def test_keys_of_others_are_refused_by_name(allocator: Allocator) -> None:
     values: dict[str, object] = {
-        "bits_per_weight": 3, "code_bits": 3, "expert_bytes": 10**6, "size": 10**7, "bits": 3, "widths": [2, 3], "scope": "layer",
+        "bits_per_weight": 3, "code_bits": 3, "expert_bytes": 10**6, "size": 10**7, "bits": 3, "widths": [2, 3],
+        "scope": "layer",
         "granularity": "expert", "ndp_latency_ms": 1.0, "trace": "closed", "trace_samples": 3, "metric": "hybrid",
         "hot_bits": 4, "first": "other",
     }  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 
 from moeq.errors import RecipeError
 from moeq.recipe import HUB_DATASET, load_recipe
+from moeq.recipe.earlier import as_in_keys
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

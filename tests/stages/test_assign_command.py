@@ -21,6 +21,7 @@ from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, frontier, profile
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import expert_weights
 from moeq.stages.hessian_traces import traces
 from moeq.stages.replicas import load_losses
 
