@@ -180,10 +180,8 @@ def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, f
             section = {"method": method, "code_bits": average, "quantizer": "best", **how}
             plain = bench.assigned(context, AssignSection(**section))  # type: ignore[arg-type]
             refined, seconds = bench.refined(section)
-            print(
-                f"{method} at {average} code bits, best: {plain:.2f}, refined {refined:.2f} in {seconds:.0f} s",
-                flush=True,
-            )
+            how = f"{method} at {average} code bits, best"
+            print(f"{how}: {plain:.2f}, refined {refined:.2f} in {seconds:.0f} s", flush=True)
     return rows, slowest
 
 

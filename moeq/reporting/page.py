@@ -34,11 +34,12 @@ def render(inputs: ReportInputs) -> str:
 
 def _subtitle(inputs: ReportInputs) -> Raw:
     assignment = inputs.assignment
+    how = f"{assignment.method} ({parameters_text(assignment.parameters)})"
     groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size}"
     grid = "symmetric" if assignment.symmetric else "asymmetric"
     what = paragraph(
         Raw(f"Experts packed as <b>{escape(assignment.name)}</b>: "),
-        f"{assignment.method} ({parameters_text(assignment.parameters)}); {groups}, {grid}. {_refined(inputs)}".rstrip(),
+        f"{how}; {groups}, {grid}. {_refined(inputs)}".rstrip(),
         kind="lead",
     )
     return join([what, lead(_coverage(inputs))])

@@ -9,7 +9,7 @@ from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
 from moeq.integers.vit.configuration import MODEL_TYPE as MOE_VIT
-from moeq.recipe.earlier import shown_parameters
+from moeq.recipe.earlier import parameters_text
 from moeq.tables import human_bytes, human_size
 
 
@@ -24,9 +24,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
     widths = [expert.widths for layer in manifest.layers for expert in layer.experts]
     tiers = Counter(expert.tier for layer in manifest.layers for expert in layer.experts)
     name = markdown(manifest.model.name)
-    parameters = ", ".join(
-        f"{key} {value}" for key, value in sorted(shown_parameters(assignment["parameters"]).items())
-    )
+    parameters = parameters_text(assignment["parameters"])
     made = f"{markdown(assignment['name'])}: {markdown(assignment['method'])} ({markdown(parameters)})"
     grid = "symmetric" if manifest.layout["symmetric"] else "asymmetric"
     lines = [
