@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from moeq.errors import RecipeError
@@ -31,8 +32,10 @@ def key_now(key: str) -> str:
 
 def shown_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of an assignment as they are shown: by the names that they have, widths as the code bits that they
-    are."""
-    return {SHOWN.get(name, name): value for name, value in parameters.items()}
+    are, averages with a point."""
+    named = {SHOWN.get(name, name): value for name, value in parameters.items()}
+    averages = {name: named[name] for name in (LATER, CODE_BITS) if isinstance(named.get(name), str)}
+    return named | {name: f"{float(Fraction(value)):.4g}" for name, value in averages.items()}
 
 
 def parameters_text(parameters: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -214,11 +213,7 @@ def _described(assignment: Assignment) -> str:
         own = {name: given.get(name, field.default) for name, field in allocator.settings.model_fields.items()}
         spans = {"scope": allocator.implied["scope"]} if "scope" in allocator.implied else {}
         told = {name: value for name, value in own.items() if value is not None} | spans | told
-    told = shown_parameters(told)
-    for name in ("bits_per_weight", "code_bits"):
-        if name in told:
-            told[name] = f"{float(Fraction(told[name])):.4g}"
-    parts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in told.items())
+    parts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown_parameters(told).items())
     return f"{method} ({parts})" if parts else method
 
 

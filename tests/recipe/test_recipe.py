@@ -88,7 +88,7 @@ def test_errors_say_what_and_where(tmp_path: Path, text: str, message: str) -> N
     ("override", "message"),
     [
         ("assign.code_bits", "not key=value"),
-        ("assign.cod_bits=2", r"--set assign.cod_bits: unknown key .*did you mean 'code_bits'"),
+        ("assign.code_bitz=2", r"--set assign.code_bitz: unknown key .*did you mean 'code_bits'"),
         ("assign.code_bits=9", r"--set assign: .*between 1 and 4"),
         ("name.x=1", "not a section"),
     ],
