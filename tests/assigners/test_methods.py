@@ -123,7 +123,7 @@ def test_size_counts_the_rest_of_the_checkpoint() -> None:
 def test_optimal_stays_within_a_target(target: str) -> None:
     inputs = inputs_of(11, 3, 6, symmetric=True, method="optimal", code_bits="5/2", target=target)
     if target == "llama.cpp":
-        with pytest.raises(AssignmentError, match=r"ask for 4 bits or more, or set losses.group_size: 256 for fewer"):
+        with pytest.raises(AssignmentError, match=r"ask for 4 code bits or more, or set losses.group_size: 256"):
             assign(inputs)
         inputs = replace(inputs, group_size=256)
     found = assign(inputs)

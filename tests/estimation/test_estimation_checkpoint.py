@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_assignment(finished: Path, tiny_mixtral: Path) -
 
 
 def test_uniform_widths_may_replace_those_of_the_checkpoint(finished: Path) -> None:
-    assert case("--model", finished / "checkpoint", "--bits", "2")["estimate"]["placement"].startswith("2 bits")
+    assert case("--model", finished / "checkpoint", "--bits", "2")["estimate"]["placement"].startswith("2 code bits")
 
 
 def test_a_trace_of_the_run(finished: Path) -> None:

@@ -368,15 +368,15 @@ def test_sizes_stand_beside_quality(page: str) -> None:
     text = re.sub("<[^>]*>", "|", page.replace("\N{NARROW NO-BREAK SPACE}", " "))
     row = re.sub(r"\|+", "|", text[text.index("|mixed|exported|") :])
     assert row.startswith("|mixed|exported|")
-    assert "|879 KiB| 15.0 %|2.77 MiB| 36.2 %|5.80|32.00| +6.7 %|60.0 %|" in row
-    first = re.sub(r"\|+", "|", text[text.index("|as stored|") :])
-    assert first.startswith("|as stored|5.73 MiB| 100.0 %|7.63 MiB| 100.0 %|16.00|30.00|60.0 %|")
+    assert "|2.40|879 KiB| 15.0 %|2.77 MiB| 36.2 %|5.80|32.00| +6.7 %|60.0 %|" in row
+    first = re.sub(r"\|+", "|", text[text.index("|16.00|") :])
+    assert first.startswith("|16.00|5.73 MiB| 100.0 %|7.63 MiB| 100.0 %|16.00|30.00|60.0 %|")
 
 
 def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:
     found = card_figures(make().evaluation)
     assert [row["name"] for row in found] == ["original", "uniform-4", "mixed"]
-    assert set(found[0]) == {"name", "expert_bytes", "perplexity", "accuracy"}
+    assert set(found[0]) == {"name", "bits_per_weight", "expert_bytes", "perplexity", "accuracy"}
 
 
 def other_row(module: str, kind: str, error: float | None, **more: object) -> OtherRow:
