@@ -268,12 +268,12 @@ def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
 
 def _bits(context: Context, assignment: Assignment) -> dict[str, float | None]:
     """Bits of a weight of the experts on NDP, None where there are none, and of all experts."""
-    codes = {tier: assignment.code_bits(tier) for tier in ("ndp", None)}
+    ndp, everywhere = assignment.code_bits("ndp"), assignment.code_bits()
     return {
         "bits_per_weight_ndp": bits_per_weight(context, assignment, "ndp"),
         "bits_per_weight_all": bits_per_weight(context, assignment),
-        "code_bits_ndp": None if codes["ndp"] is None else float(codes["ndp"]),
-        "code_bits_all": None if codes[None] is None else float(codes[None]),
+        "code_bits_ndp": None if ndp is None else float(ndp),
+        "code_bits_all": None if everywhere is None else float(everywhere),
     }
 
 
