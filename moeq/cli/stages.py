@@ -89,6 +89,7 @@ class AssignOptions(StageOptions):
             do = "give --bits-per-weight, which counts all that is stored, or --code-bits, which counts as it did"
             raise RecipeError("there is no --average-bits", do=do)
         given = [name for name in BUDGETS if getattr(self, name) is not None]
+        given += [name for name in budget_keys() if any(one.startswith(f"assign.{name}=") for one in self.set_)]
         method = None if self.method is None else ALLOCATORS.get(self.method)
         kept = given or (budget_keys() if method is None else method.budgets)
         dropped = [name for name in budget_keys() if name not in kept]

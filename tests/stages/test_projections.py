@@ -98,7 +98,7 @@ def test_the_checkpoint_is_the_dequantized_model(finished: Context, tmp_path: Pa
         assert torch.equal(forward(again, ids).logits, logits)
     assert packed.generate(ids[:1, :5], max_new_tokens=4, do_sample=False).shape == (1, 9)
     page = (finished.directory("report") / "report.html").read_text()
-    assert "Bits of every matrix of every expert" in page
+    assert "Code bits of every matrix of every expert" in page
     assert "the mean of its matrices&#x27; bits" in page
 
 
