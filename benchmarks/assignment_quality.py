@@ -1,4 +1,4 @@
-"""Perplexity and 4-way accuracy of every way to assign bits, at 2.0, 2.5 and 3.0 average bits, with the same replicas.
+"""Perplexity and 4-way accuracy of every way to assign bits, at 2.0, 2.5 and 3.0 code bits, with the same replicas.
 
     python benchmarks/assignment_quality.py [--model bundled:tiny-mixtral] [--calibration FILE ...]
         [--evaluation FILE ...] [--windows SCRIPT] [--tasks NAME ... --data FOLDER]
@@ -106,7 +106,7 @@ def context_of(options: argparse.Namespace, out: Path, compare: list[Entry]) -> 
                 "layer_effects": {"bits": 2, "sequences": 32},
             }
             | {key: yaml.safe_load(value) for key, _, value in (key.partition("=") for key in options.set)},
-            "assign": {"method": "optimal", "average_bits": 2, **shared},
+            "assign": {"method": "optimal", "code_bits": 2, **shared},
             "eval": {
                 "perplexity": {"source": options.evaluation, "sequence_length": 256},
                 "tasks": options.tasks,
@@ -142,7 +142,7 @@ def entries(context: Context, options: argparse.Namespace) -> Iterator[Entry]:
 
     yield from (shared | {"name": f"uniform-{bits}", "method": "uniform", "bits": bits} for bits in (4, 3, 2))
     for average in AVERAGES:
-        budget = {"average_bits": average}
+        budget = {"code_bits": average}
         split = mass | budget | {"name": f"prefix-split-{average}", "method": "prefix-split"}
         yield split
         yield printed | budget | {"name": f"prefix-split-printed-{average}", "method": "prefix-split"}
@@ -166,7 +166,7 @@ def entries(context: Context, options: argparse.Namespace) -> Iterator[Entry]:
     half = context.model.layers[0].num_experts // 2
     for selector in (True, False):
         name = f"hot{half}+prefix-split-2{'' if selector else '-no-selector'}"
-        hot = {"name": name, "gpu_experts": half, "selector": selector, "average_bits": 2}
+        hot = {"name": name, "gpu_experts": half, "selector": selector, "code_bits": 2}
         yield mass | hot | {"method": "prefix-split"}
     for metric in ("frequency", "hessian", "hybrid"):
         for scope in ("layer", "model"):
@@ -194,7 +194,7 @@ def show(rows: dict[str, EvalRow], gaps: dict[str, float | None], options: argpa
     for name, row in rows.items():
         value = mean(row)
         back = "" if name == "original" else f"{100 * (two - value) / (two - exact):8.1f}%"
-        bits = "" if row.average_bits is None else f"{row.average_bits:.2f}"
+        bits = f"{row.bits_per_weight:.2f}"
         over = gaps.get(name)
         shown = "" if over is None else f"{100 * over:6.1f}%"
         correct = "" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"

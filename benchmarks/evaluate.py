@@ -25,11 +25,11 @@ from moeq.bundled import bundled_path
 GOAL = 1 / 3
 ASSIGNMENTS = [
     *({"method": "uniform", "bits": bits} for bits in (2, 3, 4)),
-    *({"method": "prefix-split", "average_bits": bits, "gpu_experts": k} for bits in ("2", "5/2") for k in (0, 2)),
-    *({"method": "optimal", "average_bits": bits} for bits in ("2", "5/2", "3")),
+    *({"method": "prefix-split", "code_bits": bits, "gpu_experts": k} for bits in ("2", "5/2") for k in (0, 2)),
+    *({"method": "optimal", "code_bits": bits} for bits in ("2", "5/2", "3")),
 ]
 BY_CONTEXT = [
-    f"gpu_experts={k},average_bits={bits},selector={selector}"
+    f"gpu_experts={k},code_bits={bits},selector={selector}"
     for bits, counts in ((2, (0, 1, 2)), (3, (1, 2)))
     for k in counts
     for selector in ("true", "false")

@@ -42,7 +42,7 @@ REFUSED = (
     ["profile", "--model", "no/such/model/here", "--out", "OUT"],
     ["losses", "--set", "losses.group_size=many", "--model", "bundled:tiny-mixtral", "--out", "OUT"],
     ["assign", "--out", "OUT"],
-    ["assign", "--out", "OUT", "--average-bits", "none"],
+    ["assign", "--out", "OUT", "--bits-per-weight", "none"],
     ["quantize", "--out", "OUT"],
     ["export", "--out", "OUT", "--format", "no-such-format"],
     ["eval", "bundled:tiny-mixtral", "--tasks", "arc_easy", "--include-path", "no-such-folder"],

@@ -177,12 +177,11 @@ def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, f
         print(f"refined at {width} bits: {rows[REFINED][width]:.2f}, {seconds:.0f} s", flush=True)
     for average in averages:
         for method, how in MIXED.items():
-            section = {"method": method, "average_bits": average, "quantizer": "best", **how}
+            section = {"method": method, "code_bits": average, "quantizer": "best", **how}
             plain = bench.assigned(context, AssignSection(**section))  # type: ignore[arg-type]
             refined, seconds = bench.refined(section)
-            print(
-                f"{method} at {average} bits, best: {plain:.2f}, refined {refined:.2f} in {seconds:.0f} s", flush=True
-            )
+            how = f"{method} at {average} code bits, best"
+            print(f"{how}: {plain:.2f}, refined {refined:.2f} in {seconds:.0f} s", flush=True)
     return rows, slowest
 
 
@@ -239,7 +238,7 @@ def main() -> int:
             rows |= peer_rows(bench, options.peers, options.environments, options.bits)
         slowest = max(slowest, seconds)
         rows |= {f"{peer}, recorded": known.get(name, {}) for peer, known in RECORDED.items()}
-        print(f"{name}, {time.monotonic() - started:.0f} s" + "".join(f"{bits:>7} bits" for bits in options.bits))
+        print(f"{name}, {time.monotonic() - started:.0f} s" + "".join(f"{bits:>8}-bit" for bits in options.bits))
         for row, values in rows.items():
             cells = [f"{values[bits]:.2f}" if bits in values else "" for bits in options.bits]
             print(f"{row:<22}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
@@ -252,7 +251,7 @@ def main() -> int:
     for ours, peer in AGAINST.items():
         results.add(f"{ours}: perplexity, of {peer}'s at most", worst[ours], at_most=TOLERANCE[peer], digits=4)
     results.add("refining a width", slowest, "s", at_most=AUTO_ROUND_SECONDS, digits=0)
-    columns = ["", *(f"{name}, {bits} bits" for name in options.names for bits in options.bits)]
+    columns = ["", *(f"{name}, {bits}-bit" for name in options.names for bits in options.bits)]
     results.table(columns, list(lines.values()))
     return results.report()
 

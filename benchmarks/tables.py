@@ -108,14 +108,14 @@ def measure(table: str, model: Path, text: dict[str, Path], out: Path, options: 
 def show(report: EvalReport, name: str) -> dict[str, Any]:
     """Print and return a table: perplexity by domain and over all, accuracy by task with its standard error."""
     domains = list(report.rows[0].perplexity_by_domain)
-    head = [name, "bits", "MB", *domains, "all", *TASKS.values()]
+    head = [name, "code bits", "MB", *domains, "all", *TASKS.values()]
     rows = [cells(row, domains) for row in report.rows]
     print(*bench.table(head, rows), sep="\n")
     return {"columns": head, "rows": rows}
 
 
 def cells(row: EvalRow, domains: list[str]) -> list[str]:
-    bits = "16" if row.average_bits is None else f"{row.average_bits:.2f}"
+    bits = "16" if row.code_bits is None else f"{row.code_bits:.2f}"
     accuracy = [f"{100 * row.tasks[name]['acc']:.1f} ± {100 * row.tasks[name]['acc_stderr']:.1f}" for name in TASKS]
     perplexities = [*(row.perplexity_by_domain[domain] for domain in domains), row.perplexity or float("nan")]
     return [row.name, bits, f"{row.expert_bytes / 1e6:.2f}", *(f"{value:.2f}" for value in perplexities), *accuracy]
@@ -140,7 +140,7 @@ def by_context(run: Path, text: Path, options: argparse.Namespace) -> list[dict[
     asked = EvalOptions(
         recipe=[f"{run}:{name}" for name in ("original", *chosen)],
         context_aware=[
-            f"gpu_experts={section.gpu_experts},average_bits={section.average_bits},selector={str(section.selector).lower()}"
+            f"gpu_experts={section.gpu_experts},code_bits={section.code_bits},selector={str(section.selector).lower()}"
             for section in chosen.values()
         ],
         tasks=",".join(TASKS),

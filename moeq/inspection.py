@@ -118,6 +118,7 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
         "method": manifest.assignment["method"],
         "layers": len(manifest.layers),
         "experts": len(widths),
+        "bits_per_weight": manifest.bits_per_weight,
         **_by_bits(widths),
         "group_size": manifest.layout["group_size"],
         "placed_expert_bytes": manifest.totals.placed_expert_bytes,
@@ -135,8 +136,8 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
 def _by_bits(widths: Sequence[Width]) -> dict[str, Any]:
     """How many experts have which width, and how many matrices of those whose matrices differ."""
     matrices = count_matrices(widths)
-    mixed = {"mixed_experts_matrices_by_bits": matrices} if matrices else {}
-    return {"experts_by_bits": count_widths(widths), **mixed}
+    mixed = {"mixed_experts_matrices_by_code_bits": matrices} if matrices else {}
+    return {"experts_by_code_bits": count_widths(widths), **mixed}
 
 
 def _packed_modules(manifest: PlacementManifest) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def _packed_modules(manifest: PlacementManifest) -> dict[str, Any]:
     for kind in dict.fromkeys(module.kind for module in manifest.others):
         modules = [module for module in manifest.others if module.kind == kind]
         size = human_bytes(sum(module.bytes for module in modules))
-        classes[kind] = f"{len(modules)} at {modules[0].bits} bits, {size}"
+        classes[kind] = f"{len(modules)} at {modules[0].bits} code bits, {size}"
     return {"packed_module_bytes": manifest.totals.packed_module_bytes, "packed_modules": classes}
 
 
@@ -333,13 +334,13 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         data = read_json(path)
         if isinstance(data, dict) and {"layers", "method"} <= set(data):
             assignment = read_assignment(path)
-            average = assignment.average_bits()
+            average = assignment.code_bits()
             return {
                 "kind": "assignment",
                 "name": assignment.name,
                 "method": assignment.method,
                 "layers": len(assignment.layers),
-                "average_bits": None if average is None else float(average),
+                "code_bits": None if average is None else float(average),
                 **_by_bits(list(chain.from_iterable(assignment.expert_widths()))),
             }
         if path.name == integer_report.NAME:
@@ -348,7 +349,7 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
             return _folded_norms(path)
         if path.name == evaluation.NAME:
             report = evaluation.read_eval(path)
-            columns = {"name", "average_bits", "expert_bytes", "perplexity", "accuracy"}
+            columns = {"name", "bits_per_weight", "code_bits", "expert_bytes", "perplexity", "accuracy"}
             rows = [
                 row.model_dump(include=columns) | row.divergence_figures() | row.image_figures() for row in report.rows
             ]

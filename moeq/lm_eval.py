@@ -1,6 +1,6 @@
 """lm-eval's own command line with moeq's models: `python -m moeq.lm_eval --model moeq --model_args pretrained=RUN,...`.
 
-pretrained: a run, RUN:ASSIGNMENT, or a checkpoint that moeq exported. With gpu_experts, average_bits, alpha, selector,
+pretrained: a run, RUN:ASSIGNMENT, or a checkpoint that moeq exported. With gpu_experts, code_bits, alpha, selector,
 loss_weighting, prefill, first_token or statistics its experts follow the context, else they are as assigned.
 """
 

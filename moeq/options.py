@@ -56,7 +56,7 @@ class RunOptions:
 
     model: str | None = option("Model directory, hub id, or bundled:tiny-mixtral.", OF_A_RUN)
     out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe].")
-    set_: list[str] = option("Override a key: --set assign.average_bits=2.5", OF_A_RUN, default=list)
+    set_: list[str] = option("Override a key: --set assign.bits_per_weight=2.5", OF_A_RUN, default=list)
     format: list[str] = option(
         f"Also write one of {', '.join(converted())} (export.formats); may be given several times.",
         default=list,

@@ -14,9 +14,10 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
     share of tokens whose likeliest is the same, accuracy, estimated decode speed-ups over MoNDE; of image
     classifiers cross_entropy and logit_error too.
 
-    average_bits: codes of the experts alone; stored_bits: of a weight of all tensors, scales counted; expert_bytes,
-    total_bytes: of the experts' tensors, and of all; checkpoint_bytes: of all files of the checkpoint, as
-    `assign.size` limits them; expert_share, total_share, checkpoint_share: of the original's bytes.
+    bits_per_weight: stored for a weight of the experts; stored_bits: of all tensors; code_bits: of the experts'
+    codes alone; expert_bytes, total_bytes: of the experts' tensors, and of all; checkpoint_bytes: of all files of
+    the checkpoint, as `assign.size` limits them; expert_share, total_share, checkpoint_share: of the original's
+    bytes.
     """
     report, estimates, weights = evaluate.load(context), estimate.load(context), others.weights(context)
     original = report.row(evaluate.ORIGINAL)
@@ -31,7 +32,8 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
             {
                 "name": row.name,
                 "exported": row.exported,
-                "average_bits": row.average_bits,
+                "bits_per_weight": row.bits_per_weight,
+                "code_bits": row.code_bits,
                 "expert_bytes": row.expert_bytes,
                 "total_bytes": row.total_bytes,
                 "checkpoint_bytes": row.whole_bytes,

@@ -133,7 +133,7 @@ IMAGE_QUALITY = (
     *_LAST,
 )
 SIZES = (
-    _Column("bits", lambda row: _number(row["average_bits"], "{:.3g}")),
+    _Column("bits", lambda row: _number(row["bits_per_weight"], "{:.3g}")),
     _Column("all bits", lambda row: _number(row["stored_bits"], "{:.3g}")),
     _Column("experts", lambda row: human_size(row["expert_bytes"])),
     _Column("of orig.", lambda row: _number(row["expert_share"], "{:.1%}")),
@@ -161,7 +161,7 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
     errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
     accuracy = f" acc: standard error {100 * max(errors):.1f} points." if errors else ""
     console.print(
-        "* exported. bits: codes of the experts; all bits: of a weight of all tensors, scales and zero points "
+        "* exported. bits: stored for a weight of the experts; all bits: of all tensors; scales and zero points "
         f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}. "
         "speed-up: estimated decode speed over MoNDE by "
         f"its bandwidth rule / cost-optimal, for {of}.{kl_caption(rows)}{accuracy}",
@@ -283,7 +283,7 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
     for row in prices:
         table.add_row(
             row["target"],
-            _number(row["average_bits"], "{:.3g}"),
+            _number(row["bits_per_weight"], "{:.3g}"),
             "-" if row["expert_bytes"] is None else human_size(row["expert_bytes"]),
             _number(row["objective"], "{:.4g}"),
             _number(row["ratio"], "{:.3f}"),
@@ -291,7 +291,11 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
             style="dim" if row["refusal"] else None,
         )
     console.print(table)
-    console.print("times: the least objective within the target, over that of any mix on the same budget.", style="dim")
+    console.print(
+        "bits: stored for a weight of the experts. times: the least objective within the target, over that of any mix "
+        "on the same budget.",
+        style="dim",
+    )
 
 
 def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
@@ -302,13 +306,14 @@ def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
     for point in sorted(frontier["points"], key=itemgetter("expert_bytes", "objective")):
         table.add_row(
             point["method"],
-            f"{point['average_bits']:.3g}",
+            f"{point['bits_per_weight']:.3g}",
             human_size(point["expert_bytes"]),
             f"{point['objective']:.4g}",
             "dominated" if point["dominated"] else "",
             style="dim" if point["dominated"] else None,
         )
     console.print(table)
+    console.print("bits: stored for a weight of the experts, scales and zero points counted.", style="dim")
     console.print(f"plot       {plot}", soft_wrap=True, markup=False)
 
 

@@ -56,6 +56,7 @@ def inputs_of(
         group_size=64,
         symmetric=symmetric,
         bytes=tuple({b: int(w) * (b * 8 + 2) + (b > 1) * b for b in (*BITS, 16)} for w in weights),
+        weights=tuple(64 * int(w) for w in weights),
         other_bytes=1000,
         traces=lambda: [np.random.default_rng(seed + layer).random(size) for layer, size in enumerate(sizes)],
         effects=LayerEffects(bits=2, method="gptq", sequences=1, tokens=1, divergence=tuple(rng.random(len(sizes)))),

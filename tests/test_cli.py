@@ -35,8 +35,8 @@ FLAGS = {
     "losses": STAGE | {"--quantizer"},
     "quantize": STAGE | {"--refine"},
     "assign": STAGE
-    | {"--method", "--quantizer", "--average-bits", "--expert-bytes", "--size", "--target", "--price", "--frontier"}
-    | {"--granularity", "--ndp-latency", "--hardware", "--force"},
+    | {"--method", "--quantizer", "--bits-per-weight", "--code-bits", "--expert-bytes", "--size", "--target", "--price"}
+    | {"--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
     "verify": {

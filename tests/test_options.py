@@ -32,8 +32,9 @@ def test_only_what_is_given_changes_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("asked", "dropped"),
     [
-        (AssignOptions(size="1GiB"), {"bits", "average_bits", "expert_bytes"}),
-        (AssignOptions(method="uniform"), {"average_bits", "ndp_latency_ms"}),
+        (AssignOptions(size="1GiB"), {"bits", "bits_per_weight", "code_bits", "expert_bytes"}),
+        (AssignOptions(set_=["assign.bits=2"]), {"bits_per_weight", "code_bits", "expert_bytes", "size"}),
+        (AssignOptions(method="uniform"), {"code_bits", "ndp_latency_ms"}),
         (AssignOptions(method="optimal", ndp_latency=2.0), {"bits"}),
         (AssignOptions(target="vllm"), set()),
     ],

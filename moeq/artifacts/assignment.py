@@ -52,7 +52,7 @@ def join_widths(widths: Mapping[str, int]) -> Width:
 
 
 def mean_width(widths: Width) -> Fraction:
-    """Bits of a weight of an expert on average; its matrices have equally many."""
+    """Code bits of an expert on average; its matrices have equally many weights."""
     every = matrix_widths(widths)
     return Fraction(sum(every), len(every))
 
@@ -153,7 +153,7 @@ class Assignment(Frozen):
         return [np.array([choice.bits for choice in layer.experts]) for layer in self.layers]
 
     def mean_bits(self) -> list[np.ndarray]:
-        """Bits of a weight of every expert on average, one float array [E] a layer."""
+        """Code bits of every expert on average, one float array [E] a layer."""
         return [np.array([float(mean_width(choice.widths)) for choice in layer.experts]) for layer in self.layers]
 
     def expert_widths(self) -> list[list[Width]]:
@@ -164,8 +164,8 @@ class Assignment(Frozen):
         """Which experts live on the GPU, one bool array [E] a layer."""
         return [np.array([choice.tier == "gpu" for choice in layer.experts]) for layer in self.layers]
 
-    def average_bits(self, tier: Tier | None = None) -> Fraction | None:
-        """Mean width (codes only) of the experts of one tier, or of all; None when there are none."""
+    def code_bits(self, tier: Tier | None = None) -> Fraction | None:
+        """Mean bits of the codes of the experts of one tier, or of all; None when there are none."""
         chosen = [c.widths for layer in self.layers for c in layer.experts if tier is None or c.tier == tier]
         return sum(map(mean_width, chosen), Fraction(0)) / len(chosen) if chosen else None
 

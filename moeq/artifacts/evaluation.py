@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import write_json
@@ -98,6 +98,9 @@ class EvalRow(Frozen):
     divergence: of the next token's distributions from the original's (None: the original, no text was measured, or
     written before moeq measured it).
 
+    bits_per_weight: stored for a weight of the routed experts, scales and zero points counted (None: written before
+    moeq did); code_bits: of their codes alone, None for the original.
+
     expert_bytes, other_bytes: of the tensors of the routed experts, and of everything else (None: written before moeq
     counted them); checkpoint_bytes: of all files of the checkpoint, what `assign.size` limits. Of image classifiers
     alone: cross_entropy in nats an image, and logit_error, ||z - z0|| / ||z0|| against the original's logits; `tasks`
@@ -110,7 +113,8 @@ class EvalRow(Frozen):
     expert_bytes: int
     other_bytes: int | None = None
     checkpoint_bytes: int | None = None
-    average_bits: float | None
+    bits_per_weight: float | None = None
+    code_bits: float | None = Field(None, validation_alias=AliasChoices("code_bits", "average_bits"))
     perplexity: float | None
     perplexity_by_domain: dict[str, float]
     accuracy: float | None

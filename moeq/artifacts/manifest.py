@@ -120,6 +120,9 @@ class PlacedExpert(Frozen):
         return next((replica.widths for replica in self.replicas if replica.placed), self.bits)
 
 
+DOWN = "down_proj"  # the matrix whose rows are the hidden size's
+
+
 class PlacedLayer(Frozen):
     """One MoE layer. `kind`: how the family keeps and calls its experts (llama4: the routing weight multiplies an
     expert's input; all others: its output)."""
@@ -133,6 +136,13 @@ class PlacedLayer(Frozen):
     kind: str
     top_k: int
     experts: tuple[PlacedExpert, ...]
+
+    @property
+    def weights(self) -> int:
+        """Weights of all experts, biases among them."""
+        matrices = len(self.projections) * self.hidden_size * self.intermediate_size
+        rows = sum(self.hidden_size if name == DOWN else self.intermediate_size for name in self.projections)
+        return self.num_experts * (matrices + self.biased * rows)
 
     @model_validator(mode="after")
     def _has_its_experts(self) -> PlacedLayer:
@@ -216,6 +226,11 @@ class PlacementManifest(Frozen):
         if not isinstance(group_size, int) or group_size == 0 or group_size < -1:
             raise ValueError("layout.group_size is no size of a group")
         return self
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that the placed replicas store for a weight of the experts."""
+        return 8 * self.totals.placed_expert_bytes / sum(layer.weights for layer in self.layers)
 
     def files(self) -> set[str]:
         """Names of the files that hold what the manifest describes."""

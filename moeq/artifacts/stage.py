@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from rich.markup import escape
 
 from moeq.artifacts.digests import Spent, digests_of_files, spent
@@ -22,6 +22,12 @@ from moeq.version import __version__
 
 SCHEMA_VERSION = 1
 RECORD = "stage.json"
+EARLIER_FIGURES = {  # of summaries, when bits were those of codes alone
+    "average_bits_ndp": "code_bits_ndp",
+    "average_bits_all": "code_bits_all",
+    "experts_by_bits": "experts_by_code_bits",
+    "mixed_experts_matrices_by_bits": "mixed_experts_matrices_by_code_bits",
+}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -58,6 +64,11 @@ class StageRecord(Frozen):
     digest: str
     summary: dict[str, Any] = {}
     volatile: dict[str, Any] = {}
+
+    @field_validator("summary")
+    @classmethod
+    def _by_the_names_of_today(cls, summary: dict[str, Any]) -> dict[str, Any]:
+        return {EARLIER_FIGURES.get(name, name): value for name, value in summary.items()}
 
 
 def check_schema_version(version: Any, expected: int | str, path: Path, *, remedy: str) -> None:

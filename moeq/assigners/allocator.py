@@ -23,8 +23,9 @@ class Allocator:
     given; widths: what it always chooses among, none: what the section names or was measured.
 
     assign: the assignment of inputs; AssignmentError where there is none.
-    trials: label and keys of what a frontier shows, by the averages to be shown; none: each of these as its budget, or
-    its defaults where it takes none. at_bytes: label and widths of what it shows beside, for the bytes of every other.
+    trials: label and keys of what a frontier shows, by the averages to be shown (in code bits); none: each of these as
+    its budget, or its defaults where it takes none. at_bytes: label and widths of what it shows beside, at the bytes
+    of every other.
     foreseen: widths of the experts off the GPU, by their number in every layer, as far as they follow from a section
     alone; the most expensive ones, or None.
     """

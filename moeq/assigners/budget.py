@@ -80,5 +80,5 @@ ALLOCATOR = Allocator(
     help="two widths: as many experts of a layer hot as its share of the bytes pays for, by warm-up hotness",
     assign=assign,
     settings=HotColdSettings,
-    budgets=("expert_bytes", "size"),
+    budgets=("bits_per_weight", "expert_bytes", "size"),
 )

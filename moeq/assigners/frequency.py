@@ -1,9 +1,9 @@
 """frequency: widths by rank of activation frequency, within the budget.
 
 Experts are taken from the most to the least chosen; each gets the widest width that leaves enough for those after it
-at the narrowest. Without a list of widths these are the two that enclose the budget: at an average of 2.5 bits the
-more frequent half has 3 and the rest 2, at 3 bits they have 4 and 2. Scope layer (the default) ranks within a layer and
-spends the same share in each; scope model ranks by the share of the layer's activations.
+at the narrowest. Without a list of widths these are the two that enclose the budget: at 2.5 code bits the more frequent
+half has 3 and the rest 2, at 3 they have 4 and 2. Scope layer (the default) ranks within a layer and spends the same
+share in each; scope model ranks by the share of the layer's activations.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ ALLOCATOR = Allocator(
     name="frequency",
     help="wider the more often an expert is chosen, between the two widths that enclose the budget",
     assign=assign,
-    budgets=("average_bits", "expert_bytes", "size"),
+    budgets=("bits_per_weight", "code_bits", "expert_bytes", "size"),
     reads=("widths", "scope"),
     implied={"scope": "layer"},
 )

@@ -38,12 +38,13 @@ Made = TypeVar("Made")
 class AssignInputs:
     """The recipe's section, the profile, the loss table (None where none is needed) and the grid of the replicas.
 
-    bytes: of one expert at every width, a layer; matrix_bytes: of each of its matrices, {projection: {width: bytes}},
-    biases included, where matrices are decided; record_bytes: what the checkpoint's files say of each matrix beside its
-    own tensors, and other_bytes: all of the checkpoint that no width decides, where `size` limits it; traces: the
-    Hessian trace of the Frobenius norm of every expert, [E] a layer; effects, expert_effects: what quantizing a layer
-    alone, and an expert alone, does to the output; ndp_seconds: of one token of one expert on the NDP at every width, a
-    layer, where a hardware was named; memo: what was computed of these inputs.
+    bytes: of one expert at every width, a layer; weights: of one expert, biases among them, a layer; matrix_bytes:
+    of each of its matrices, {projection: {width: bytes}}, biases included, where matrices are decided;
+    record_bytes: what the checkpoint's files say of each matrix beside its own tensors, and other_bytes: all of the
+    checkpoint that no width decides, where `size` limits it; traces: the Hessian trace of the Frobenius norm of
+    every expert, [E] a layer; effects, expert_effects: what quantizing a layer alone, and an expert alone, does to
+    the output; ndp_seconds: of one token of one expert on the NDP at every width, a layer, where a hardware was
+    named; memo: what was computed of these inputs.
     """
 
     name: str
@@ -54,6 +55,7 @@ class AssignInputs:
     symmetric: bool
     nested: bool = False
     bytes: tuple[dict[int, int], ...] = ()
+    weights: tuple[int, ...] = ()
     matrix_bytes: tuple[dict[str, dict[int, int]], ...] = ()
     record_bytes: tuple[dict[str, dict[int, int]], ...] = ()
     other_bytes: int = 0
@@ -84,6 +86,12 @@ class AssignInputs:
         if not self.bytes:
             raise AssignmentError("the sizes of the experts are not known", do="give AssignInputs.bytes")
         return self.bytes[layer]
+
+    def weights_of(self, layer: int) -> int:
+        """How many weights one expert of a layer has; AssignmentError when they were not given."""
+        if not self.weights:
+            raise AssignmentError("the numbers of the experts' weights are not known", do="give AssignInputs.weights")
+        return self.weights[layer]
 
     def matrix_bytes_of(self, layer: int) -> dict[str, dict[int, int]]:
         """{projection: {width: bytes}} of a layer's experts; AssignmentError when they were not given."""

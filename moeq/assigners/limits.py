@@ -1,8 +1,8 @@
-"""Budgets: average_bits, expert_bytes or size, as one limit on the cost of the experts that are decided.
+"""Budgets: bits_per_weight, code_bits, expert_bytes or size, as one limit on the cost of the experts that are decided.
 
-Costs are whole numbers: bits of a weight under average_bits (every expert counts alike), else bytes with scales, zero
+Costs are whole numbers: bits of a weight under code_bits (every expert counts alike), else bytes with scales, zero
 points and biases; under size also with all that the checkpoint's files say of an expert. Experts on the GPU stay in
-full precision: average_bits leaves them out, bytes count them.
+full precision: bits_per_weight and code_bits leave them out, bytes count them.
 
 Where every matrix of an expert is decided by itself, a matrix costs its own bytes, or its share of the weights.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
+from math import ceil, lcm
 
 import numpy as np
 
@@ -105,18 +105,20 @@ def limit_of(
     """The section's budget over some widths; AssignmentError with the least possible where it cannot be met."""
     config = inputs.config
     hot = hot_masks(inputs) if hot is None else hot
-    if config.average_bits is not None:
-        average = Fraction(config.average_bits)
+    if config.code_bits is not None:
+        average = Fraction(config.code_bits)
         limit = _bits_limit(inputs, widths, _counts(hot), average, granularity)
         if limit.total < limit.least:
             raise BudgetError(
-                f"an average of {float(average):g} bits cannot be met with {list(widths)} bits",
-                do=f"ask for {widths[0]} bits or more{_longer_groups(inputs, widths)}",
+                f"an average of {float(average):g} code bits cannot be met with {list(widths)} bits",
+                do=f"ask for {widths[0]} code bits or more{_longer_groups(inputs, widths)}",
             )
         return limit
+    if config.bits_per_weight is not None:
+        return _stored_limit(inputs, widths, hot, Fraction(config.bits_per_weight), granularity)
     whole = config.expert_bytes if config.expert_bytes is not None else config.size
     if whole is None:
-        raise AssignmentError("no budget", do="give average_bits, expert_bytes or size")
+        raise AssignmentError("no budget", do="give bits_per_weight, code_bits, expert_bytes or size")
     inputs = inputs if config.size is None else inputs.in_the_checkpoint()
     fixed = gpu_bytes(inputs, hot) + (inputs.other_bytes if config.size is not None else 0)
     return byte_limit(inputs, widths, hot, whole, fixed, granularity)
@@ -161,6 +163,38 @@ def _bits_limit(
     )
 
 
+def _stored_limit(
+    inputs: AssignInputs, widths: Sequence[int], hot: Sequence[np.ndarray], bits: Fraction, granularity: Granularity
+) -> Limit:
+    """A limit on bytes: so many bits for every weight of the experts that are not on the GPU."""
+    weights = sum(int(count) * inputs.weights_of(layer) for layer, count in enumerate(_counts(hot)))
+    limit = _in_bytes(inputs, widths, hot, int(bits * weights / 8), granularity)
+    if limit.total < limit.least:
+        least = ceil(Fraction(8 * limit.least * 1000, weights)) / 1000
+        longer = _longer_groups(inputs, widths) or (", or lengthen losses.group_size" if inputs.group_size > 0 else "")
+        raise BudgetError(
+            f"{float(bits):g} bits a weight cannot be met; the least possible is {least:g}, scales and zero points "
+            "counted",
+            where="bits_per_weight",
+            do=f"ask for at least {least:g}{longer}",
+        )
+    return limit
+
+
+def _in_bytes(
+    inputs: AssignInputs, widths: Sequence[int], hot: Sequence[np.ndarray], total: int, granularity: Granularity
+) -> Limit:
+    """A limit of so many bytes on what is decided, whether it can be met or not."""
+    layers = range(len(hot))
+    costs = np.array([[inputs.bytes_of(layer)[width] for width in widths] for layer in layers], np.int64)
+    matrices: tuple[np.ndarray, ...] = ()
+    if granularity in OF_MATRICES:
+        sizes = [inputs.matrix_bytes_of(layer).values() for layer in layers]
+        matrices = tuple(np.array([[size[w] for w in widths] for size in every], np.int64) for every in sizes)
+    counts = _counts(hot)
+    return Limit(unit="bytes", widths=tuple(widths), costs=costs, counts=counts, total=total, matrices=matrices)
+
+
 def byte_limit(
     inputs: AssignInputs,
     widths: Sequence[int],
@@ -170,20 +204,7 @@ def byte_limit(
     granularity: Granularity = "expert",
 ) -> Limit:
     """A limit of `whole` bytes, `fixed` of which are spent; AssignmentError with the least possible."""
-    layers = range(len(hot))
-    costs = np.array([[inputs.bytes_of(layer)[width] for width in widths] for layer in layers], np.int64)
-    matrices: tuple[np.ndarray, ...] = ()
-    if granularity in OF_MATRICES:
-        sizes = [inputs.matrix_bytes_of(layer).values() for layer in layers]
-        matrices = tuple(np.array([[size[w] for w in widths] for size in every], np.int64) for every in sizes)
-    limit = Limit(
-        unit="bytes",
-        widths=tuple(widths),
-        costs=costs,
-        counts=_counts(hot),
-        total=whole - fixed,
-        matrices=matrices,
-    )
+    limit = _in_bytes(inputs, widths, hot, whole - fixed, granularity)
     if limit.total < limit.least:
         least = fixed + limit.least
         raise BudgetError(

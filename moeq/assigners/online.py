@@ -38,7 +38,7 @@ def decide(
     """Placement and widths for one sequence (paper 000, Algorithm 1, lines 9 to 22).
 
     counts, scores: [L, E] how often prefill chose every expert, and the sum of its routing weights; losses: [L, E, 4]
-    at 1, 2, 3 and 4 bits, measured once; average: bits of the experts on NDP, 1 to 4; weighted: multiply losses by the
+    at 1, 2, 3 and 4 bits, measured once; average: code bits of experts on NDP, 1 to 4; weighted: multiply losses by the
     share of the routing weight (False: as the paper prints them); selector: False gives all experts on NDP the average,
     which must then be a whole number (the paper's ablation). Raises AssignmentError for shapes that do not match or a
     budget that cannot be met.

@@ -34,7 +34,7 @@ def increments(counts: Sequence[int], average: Fraction) -> list[int]:
     counts: NDP experts of each layer. Raises AssignmentError when average is outside [1, 4].
     """
     if not 1 <= average <= 4:
-        raise AssignmentError(f"average of {average} bits", do="choose between 1 and 4")
+        raise AssignmentError(f"average of {average} code bits", do="choose between 1 and 4")
     exact = [count * (average - 1) for count in counts]
     return apportioned(exact, int(sum(exact, Fraction(0))))
 
@@ -73,7 +73,7 @@ def assign(inputs: AssignInputs) -> Assignment:
     scores = [importance(inputs, layer) for layer in layers]
     hot = [hot_experts(inputs, scores[layer], layer) for layer in layers]
     if not inputs.config.selector:
-        average = Fraction(inputs.config.average_bits or "0")
+        average = Fraction(inputs.config.code_bits or "0")
         return build(inputs, [np.full(len(s), int(average)) for s in scores], hot)
     order = [np.array([e for e in ranking(scores[layer]) if not hot[layer][e]], int) for layer in layers]
     losses = _ordered_losses(inputs, order)
@@ -88,8 +88,8 @@ def assign(inputs: AssignInputs) -> Assignment:
             bits.append(widths)
         return bits
 
-    if inputs.config.average_bits is not None:
-        return build(inputs, cut(Fraction(inputs.config.average_bits)), hot)
+    if inputs.config.code_bits is not None:
+        return build(inputs, cut(Fraction(inputs.config.code_bits)), hot)
     return build(inputs, _largest_that_fits(cut, limit_of(inputs, WIDTHS, hot), order), hot)
 
 
@@ -141,9 +141,9 @@ def _ordered_losses(inputs: AssignInputs, order: list[np.ndarray]) -> np.ndarray
 
 def _foreseen(section: AssignSection, counts: Sequence[int], cost: Cost) -> list[list[int]] | None:
     """Of several cuts of the same number of bits the one of most bytes: they differ by zero points."""
-    if section.average_bits is None:
+    if section.code_bits is None:
         return None
-    average = Fraction(section.average_bits)
+    average = Fraction(section.code_bits)
     if not section.selector:
         return [[int(average)] * count for count in counts]
     widths: list[list[int]] = []
@@ -158,7 +158,7 @@ ALLOCATOR = Allocator(
     name="prefix-split",
     help="experts in order of importance cut into runs of 4, 3, 2 and 1 bits, the cut of the largest gain",
     assign=assign,
-    budgets=("average_bits", "expert_bytes", "size"),
+    budgets=("bits_per_weight", "code_bits", "expert_bytes", "size"),
     widths=WIDTHS,
     foreseen=_foreseen,
 )

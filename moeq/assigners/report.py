@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from moeq.artifacts.assignment import FULL, Assignment, matrix_widths, mean_width
+from moeq.artifacts.assignment import FULL, Assignment, matrix_widths
 from moeq.artifacts.targets import FINENESS, MIXED, Granularity, Target, refuse_grid, targets
 from moeq.assigners import latency
 from moeq.assigners.allocator import Allocator, Widths
-from moeq.assigners.inputs import AssignInputs, decided, expert_widths, hot_masks
+from moeq.assigners.inputs import AssignInputs, decided, expert_widths
 from moeq.assigners.limits import Limit, limit_of, loads, spent
 from moeq.assigners.optimal import Optimum, optimum
 from moeq.assigners.sensitivity import objective, objective_of
@@ -56,12 +56,15 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """The optimum within a target; ratio: to that of any mix. refusal: why it cannot be had there, or None."""
+    """The optimum within a target; ratio: to that of any mix. refusal: why it cannot be had there, or None.
+
+    bits_per_weight: stored for a weight of all experts, which take expert_bytes.
+    """
 
     target: str
     objective: float | None = None
     ratio: float | None = None
-    average_bits: float | None = None
+    bits_per_weight: float | None = None
     expert_bytes: int | None = None
     refusal: str | None
 
@@ -71,7 +74,7 @@ class Point:
     """One assignment of a method on the frontier; dominated: another is as small and as good, and better in one."""
 
     method: str
-    average_bits: float
+    bits_per_weight: float
     expert_bytes: int
     objective: float
     dominated: bool = False
@@ -137,7 +140,7 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
         target=target.name,
         objective=best.loss,
         ratio=best.loss / free.loss if free.loss > 0 else None,
-        average_bits=_mean(chosen, hot),
+        bits_per_weight=_bits(inputs, chosen),
         expert_bytes=_bytes(inputs, chosen),
         refusal=reason,
     )
@@ -159,16 +162,17 @@ def _bytes(inputs: AssignInputs, chosen: Widths) -> int:
     return sum(inputs.stored(layer, width) for layer, widths in enumerate(chosen) for width in widths)
 
 
-def _mean(chosen: Widths, hot: Sequence[np.ndarray]) -> float | None:
-    """Mean width of the experts that are not on the GPU, None where all are."""
-    widths = [mean_width(width) for _, width in decided(chosen, hot)]
-    return float(sum(widths) / len(widths)) if widths else None
+def _bits(inputs: AssignInputs, chosen: Widths) -> float:
+    """Bits that are stored for a weight of all experts of every layer."""
+    weights = sum(inputs.weights_of(layer) * len(widths) for layer, widths in enumerate(chosen))
+    return 8 * _bytes(inputs, chosen) / weights
 
 
 def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, AssignSection]]:
     """What a frontier shows of every method, with the options that the inputs' section shares with them.
 
-    Left out is what needs widths that were not measured, or an average that its widths cannot have.
+    averages: in code bits. Left out is what needs widths that were not measured, or an average that its widths cannot
+    have.
     """
     shared, shown = {name: getattr(inputs.config, name) for name in KEPT}, []
     for method in ALLOCATORS:
@@ -184,13 +188,13 @@ def sections(inputs: AssignInputs, averages: Sequence[str]) -> list[tuple[str, A
 def _trials(inputs: AssignInputs, allocator: Allocator, averages: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     if not allocator.budgets:
         return [(allocator.name, {})]
-    if "average_bits" in allocator.budgets:
-        return [(allocator.name, {"average_bits": average}) for average in averages]
+    if "code_bits" in allocator.budgets:
+        return [(allocator.name, {"code_bits": average}) for average in averages]
     return [(allocator.name, {"expert_bytes": _bytes_at(inputs, float(Fraction(average)))}) for average in averages]
 
 
 def _bytes_at(inputs: AssignInputs, average: float) -> int:
-    """Bytes of all experts at a mean width, in straight lines between the measured widths."""
+    """Bytes of all experts at so many code bits, in straight lines between the measured widths."""
     widths, hot, total = inputs.measured(), inputs.config.gpu_experts, 0.0
     for layer, counts in enumerate(inputs.profile.counts):
         sizes = inputs.bytes_of(layer)
@@ -206,27 +210,25 @@ def frontier(
 ) -> list[Point]:
     """Objective and bytes of every method, then of those that have it at the bytes that each of the others takes.
 
-    averages: budgets of the methods that take one. Budgets that cannot be met are left out, dominated points marked.
+    averages: budgets in code bits of the methods that take one. Unmet ones are left out, dominated points marked.
     """
-    hot = hot_masks(inputs)
     points: list[Point] = []
     for label, section in sections(inputs, averages):
         with suppress(BudgetError):
-            points.append(_point(inputs, label, assign(replace(inputs, config=section)).expert_widths(), hot))
+            points.append(_point(inputs, label, assign(replace(inputs, config=section)).expert_widths()))
         advance()
     for size in sorted({point.expert_bytes for point in points}):
         for method in ALLOCATORS:
             if method.at_bytes is not None:
-                points += [_point(inputs, label, chosen, hot) for label, chosen in method.at_bytes(inputs, size)]
+                points += [_point(inputs, label, chosen) for label, chosen in method.at_bytes(inputs, size)]
     points = list(dict.fromkeys(points))  # the same optimum at several budgets
     return [replace(point, dominated=is_dominated(point, points)) for point in points]
 
 
-def _point(inputs: AssignInputs, label: str, chosen: Widths, hot: Sequence[np.ndarray]) -> Point:
-    average = _mean(chosen, hot)
+def _point(inputs: AssignInputs, label: str, chosen: Widths) -> Point:
     return Point(
         method=label,
-        average_bits=float(FULL) if average is None else average,
+        bits_per_weight=_bits(inputs, chosen),
         expert_bytes=_bytes(inputs, chosen),
         objective=objective_of(inputs, chosen),
     )

@@ -42,6 +42,6 @@ ALLOCATOR = Allocator(
     help="every expert at one width: the one that is named, or the widest that the budget pays for",
     assign=assign,
     settings=UniformSettings,
-    budgets=("bits", "expert_bytes", "size"),
+    budgets=("bits", "bits_per_weight", "expert_bytes", "size"),
     trials=lambda inputs, _: [("uniform", {"bits": bits}) for bits in inputs.measured()],
 )

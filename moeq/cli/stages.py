@@ -48,7 +48,14 @@ class AssignOptions(StageOptions):
     """Options of `moeq assign`."""
 
     method: str | None = option(f"{', '.join(ALLOCATORS.names())}.", sets="assign.method")
-    average_bits: str | None = option("Budget: mean width of the experts, such as 2.5.", sets="assign.average_bits")
+    bits_per_weight: str | None = option(
+        "Budget: bits stored for a weight of the experts, scales and zero points counted, such as 2.5.",
+        sets="assign.bits_per_weight",
+    )
+    code_bits: str | None = option(
+        "Budget as papers count it: mean bits of the experts' codes alone.", sets="assign.code_bits"
+    )
+    average_bits: str | None = option("What --code-bits was called.", hidden=True)
     expert_bytes: str | None = option("Budget: bytes of all experts, such as 10GiB.", sets="assign.expert_bytes")
     size: str | None = option(
         "Budget: the whole checkpoint, every file of its directory, such as 12GiB.", sets="assign.size"
@@ -78,7 +85,11 @@ class AssignOptions(StageOptions):
         """With a budget, or a method that cannot keep the recipe's, whatever budget the recipe has goes."""
         from moeq.recipe import BUDGETS, budget_keys
 
+        if self.average_bits is not None:
+            do = "give --bits-per-weight, which counts all that is stored, or --code-bits, which counts as it did"
+            raise RecipeError("there is no --average-bits", do=do)
         given = [name for name in BUDGETS if getattr(self, name) is not None]
+        given += [name for name in budget_keys() if any(one.startswith(f"assign.{name}=") for one in self.set_)]
         method = None if self.method is None else ALLOCATORS.get(self.method)
         kept = given or (budget_keys() if method is None else method.budgets)
         dropped = [name for name in budget_keys() if name not in kept]

@@ -51,7 +51,7 @@ class EvalOptions(RunOptions):
     )
     context_aware: list[str] = option(
         "A row for every run and checkpoint named, whose experts are placed and quantized by each sequence's prefill: "
-        "gpu_experts=2,average_bits=2.5,alpha=0.5,selector=true; may be given several times.",
+        "gpu_experts=2,code_bits=2.5,alpha=0.5,selector=true; may be given several times.",
         OF_SUBJECTS,
         default=list,
     )

@@ -32,12 +32,12 @@ class EstimateOptions(RunOptions):
     hardware: str | None = option(
         "Preset or YAML file (estimate.hardware) [default: paper-ctxmoe].", sets="estimate.hardware"
     )
-    assignment: Path | None = option("assignment.json: bits and place of every expert.", APART)
+    assignment: Path | None = option("assignment.json: code bits and place of every expert.", APART)
     manifest: Path | None = option("placement.json of a packed checkpoint, or its directory.", APART)
     trace: Path | None = option(
         "trace.safetensors of `moeq profile` (profile.trace): routing as it was recorded.", APART
     )
-    bits: float | None = option("Width of every expert off the GPU [default: 3].", APART)
+    bits: float | None = option("Code bits of every expert off the GPU [default: 3].", APART)
     gpu_experts: int | None = option("FP16 experts a layer on the GPU [default: as many as fit].", APART, min=0)
     group_size: int = option("Weights that share a scale, with --bits.", min=1, default=128)
     policy: list[str] = option(

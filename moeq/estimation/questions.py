@@ -231,6 +231,6 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
 
 def _uniform(geometry: ModelGeometry, bits: float, hot: int, group_size: int, name: str | None = None) -> Subject:
     """One width, and as many FP16 experts of every layer on the GPU."""
-    name = name or f"{bits:g} bits, {hot} of {geometry.num_experts} experts on the GPU"
+    name = name or f"{bits:g} code bits, {hot} of {geometry.num_experts} experts on the GPU"
     placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=name)
     return Subject(geometry=geometry, placement=placement, group_size=group_size, zero_points=False)

@@ -55,7 +55,7 @@ def uniform_placement(
         text = f"{hot_experts} hot experts of {geometry.num_experts}"
         raise EstimateError(text, where=geometry.name, do="give 0 to all of them")
     hot = np.arange(geometry.num_experts)[None, :] < hot_experts
-    return Placement(name=name or f"uniform-{bits:g}bit", bits=np.where(hot, hot_bits, bits), hot=hot)
+    return Placement(name=name or f"uniform, {bits:g} code bits", bits=np.where(hot, hot_bits, bits), hot=hot)
 
 
 def layer_of_assignment(num_layers: int, assigned_layers: int) -> NDArray[np.int64]:

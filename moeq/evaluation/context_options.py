@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from moeq.errors import EvaluationError, RecipeError, hint
 from moeq.numerics.widths import FULL
 from moeq.recipe import Rational
+from moeq.recipe.earlier import CODE_BITS, EARLIER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +24,7 @@ NOT_COUNTED = "last token not counted"  # in the names of rows
 class ContextOptions(BaseModel):
     """How a sequence's experts are placed and quantized after its prefill (paper 000, Algorithm 1).
 
-    gpu_experts: K, experts a layer in full precision; average_bits: of the others, not needed where K is all of them;
+    gpu_experts: K, experts a layer in full precision; code_bits: of the others, not needed where K is all of them;
     selector: False gives all of those the same width, the paper's ablation; loss_weighting: mass multiplies losses by
     the expert's share of the routing weight, none leaves them as printed; prefill: full precision, or the placed
     replicas of the run's assignment; first_token: whether the first new token comes out of the first decode step, whose
@@ -33,7 +34,7 @@ class ContextOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     gpu_experts: int = Field(0, ge=0)
-    average_bits: Rational | None = None
+    code_bits: Rational | None = None
     alpha: float = Field(0.5, ge=0, le=1)
     selector: bool = True
     loss_weighting: Literal["mass", "none"] = "mass"
@@ -43,12 +44,12 @@ class ContextOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> ContextOptions:
-        if self.average_bits is not None:
-            average = Fraction(self.average_bits)
+        if self.code_bits is not None:
+            average = Fraction(self.code_bits)
             if not 1 <= average <= 4:
-                raise ValueError(f"average_bits must lie between 1 and 4, not {self.average_bits}")
+                raise ValueError(f"code_bits must lie between 1 and 4, not {self.code_bits}")
             if not self.selector and average.denominator != 1:
-                raise ValueError("selector off gives every expert the same width: average_bits must be 1, 2, 3 or 4")
+                raise ValueError("selector off gives every expert the same width: code_bits must be 1, 2, 3 or 4")
         if self.statistics == "before_last" and self.first_token == "prefill":
             raise ValueError("first_token prefill has the context's last token in the prefill: leave statistics out")
         return self
@@ -62,13 +63,14 @@ class ContextOptions(BaseModel):
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise RecipeError(f"unknown option {name!r}", where=where, do=hint(name, OPTION_NAMES, "known are "))
+            do = f"write {CODE_BITS}" if name == EARLIER else hint(name, OPTION_NAMES, "known are ")
+            raise RecipeError(f"unknown option {name!r}", where=where, do=do)
         message = first["msg"].removeprefix("Value error, ")
         raise RecipeError(f"{name}: {message}" if name else message, where=where, do="mend the value")
 
     @classmethod
     def parse(cls, text: str) -> ContextOptions:
-        """Options written as `gpu_experts=2,average_bits=2.5`; RecipeError for what is not."""
+        """Options written as `gpu_experts=2,code_bits=2.5`; RecipeError for what is not."""
         given = {}
         for part in filter(None, map(str.strip, text.split(","))):
             name, equals, value = part.partition("=")
@@ -80,7 +82,7 @@ class ContextOptions(BaseModel):
     @property
     def label(self) -> str:
         """A short name: what differs from other options."""
-        bits = "full" if self.average_bits is None else f"{float(Fraction(self.average_bits)):g}-bit"
+        bits = "full" if self.code_bits is None else f"{float(Fraction(self.code_bits)):g} code bits"
         parts = [f"K={self.gpu_experts}", bits, *([] if self.selector else ["no selector"])]
         parts += [f"alpha={self.alpha:g}"] if self.alpha != 0.5 else []
         parts += ["placed prefill"] if self.prefill == "placed" else []
@@ -97,7 +99,7 @@ class ContextOptions(BaseModel):
             from moeq.assigners.prefix_split import WIDTHS  # not where options are only read
 
             return frozenset(full | set(WIDTHS))
-        return frozenset(full | {int(Fraction(self.average_bits or 0))})
+        return frozenset(full | {int(Fraction(self.code_bits or 0))})
 
 
 def of_result(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def of_result(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 OPTION_NAMES = tuple(ContextOptions.model_fields)
-EXAMPLE = "write for example gpu_experts=2,average_bits=2.5"
+EXAMPLE = "write for example gpu_experts=2,code_bits=2.5"
 
 
 def check_replicas(options: ContextOptions, experts: int, there: frozenset[int], where: str) -> None:
@@ -124,9 +126,9 @@ def check_replicas(options: ContextOptions, experts: int, there: frozenset[int],
         raise EvaluationError(
             f"gpu_experts is {options.gpu_experts}, a layer has {experts} experts", where=where, do="lower gpu_experts"
         )
-    if options.gpu_experts < experts and options.average_bits is None:
+    if options.gpu_experts < experts and options.code_bits is None:
         raise EvaluationError(
-            f"{experts - options.gpu_experts} experts a layer have no width", where=where, do="give average_bits"
+            f"{experts - options.gpu_experts} experts a layer have no width", where=where, do="give code_bits"
         )
     missing = sorted(options.needed_widths(experts) - there)
     if missing:
@@ -157,7 +159,7 @@ def chooser(options: ContextOptions, losses: np.ndarray | None) -> Callable[[Rou
             routing.counts,
             routing.scores,
             np.zeros((layers, experts, len(WIDTHS))) if losses is None else losses,
-            options.average_bits or "0",
+            options.code_bits or "0",
             gpu_experts=options.gpu_experts,
             alpha=options.alpha,
             weighted=options.loss_weighting == "mass",

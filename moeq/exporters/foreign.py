@@ -273,7 +273,7 @@ def card(draft: Draft) -> str:
     source, exporter = draft.source.source, draft.exporter
     name = draft.options.model_name or source.name
     widths = Counter(grid.bits for grid in draft.grids.values())
-    counted = ", ".join(f"{count} at {bits} bits" for bits, count in sorted(widths.items())) or "none"
+    counted = ", ".join(f"{count} at {bits} code bits" for bits, count in sorted(widths.items())) or "none"
     return "\n".join(
         [
             *front_matter(name, exporter.library, read_origin(source.path)),

@@ -53,6 +53,11 @@ class ExpertLayer:
     def biases_per_expert(self) -> int:
         return sum(self.shape(projection)[0] for projection in self.projections) if self.biased else 0
 
+    @property
+    def weights_per_expert(self) -> int:
+        """Weights of one expert, biases among them: what bits a weight are counted over."""
+        return self.parameters_per_expert + self.biases_per_expert
+
 
 def find_expert_layers(model: nn.Module, *, needed: bool = True) -> list[ExpertLayer]:
     """All routed-expert layers in order of execution.

@@ -30,8 +30,9 @@ from moeq.recipe.choices import BitsOrFull, QuantizerOrBest, Target
 from moeq.recipe.types import Bytes, Rational, Section, check_named
 from moeq.registry import ALLOCATORS
 
-DEFAULT_METHOD, DEFAULT_AVERAGE_BITS, DEFAULT_QUANTIZER = "prefix-split", 2, "gptq"
-BUDGETS = ("average_bits", "expert_bytes", "size")  # how much may be spent
+DEFAULT_METHOD, DEFAULT_BITS_PER_WEIGHT, DEFAULT_QUANTIZER = "prefix-split", 2.25, "gptq"
+BUDGETS = ("bits_per_weight", "code_bits", "expert_bytes", "size")  # how much may be spent
+MOST_BITS = 32  # that a weight takes in any checkpoint
 SHARED = (*BUDGETS, "widths", "scope", "granularity", "ndp_latency_ms", "trace", "trace_samples")
 
 
@@ -47,7 +48,14 @@ class AssignSection(Section):
     """How bits and places are decided; also the shape of an entry of eval.compare."""
 
     method: str = Field(DEFAULT_METHOD, description="what decides which expert gets which width")
-    average_bits: Rational | None = Field(None, description="a budget: mean width of the experts on NDP")
+    bits_per_weight: Rational | None = Field(
+        None,
+        description="a budget: bits stored for a weight of the experts on NDP, with scales, zero points and biases",
+    )
+    code_bits: Rational | None = Field(
+        None,
+        description="a budget as papers count it: mean bits of the codes alone of the experts on NDP",
+    )
     expert_bytes: Bytes | None = Field(
         None, description="a budget: bytes of all experts, with scales, zero points and experts in full precision"
     )
@@ -139,7 +147,7 @@ class AssignSection(Section):
         if not isinstance(data, dict):
             return handler(data)
         if data.get("method", DEFAULT_METHOD) == DEFAULT_METHOD and not set(budget_keys()) & set(data):
-            data = {"average_bits": DEFAULT_AVERAGE_BITS} | data
+            data = {"bits_per_weight": DEFAULT_BITS_PER_WEIGHT} | data
         section = handler({key: value for key, value in data.items() if key in cls.model_fields})
         own = {key: value for key, value in data.items() if key not in cls.model_fields}
         method = section.allocator
@@ -170,13 +178,16 @@ class AssignSection(Section):
             raise ValueError("loss_weighting effect compares layers by itself: it goes without layer_weighting")
         if self.ndp_latency_ms is not None and self.scope == "layer":
             raise ValueError("ndp_latency_ms is one limit for all layers: it needs scope model")
-        average = None if self.average_bits is None else Fraction(self.average_bits)
+        average = None if self.code_bits is None else Fraction(self.code_bits)
+        stored = None if self.bits_per_weight is None else Fraction(self.bits_per_weight)
         known = self.named() or self.allocator.widths
         low, high = min(known, default=1), max(known, default=16)
         if average is not None and not low <= average <= high:
-            raise ValueError(f"average_bits must lie between {low} and {high}, not {self.average_bits}")
+            raise ValueError(f"code_bits must lie between {low} and {high}, not {self.code_bits}")
+        if stored is not None and not low <= stored <= MOST_BITS:
+            raise ValueError(f"bits_per_weight must lie between {low} and {MOST_BITS}, not {self.bits_per_weight}")
         if not self.selector and (average is None or average not in (1, 2, 3, 4)):
-            raise ValueError("selector off gives every NDP expert the same width: average_bits must be 1, 2, 3 or 4")
+            raise ValueError("selector off gives every NDP expert the same width: code_bits must be 1, 2, 3 or 4")
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: Serializer, info: SerializationInfo) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, shown
 from moeq.errors import RecipeError, hint
+from moeq.recipe.earlier import key_now, read_earlier
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.types import Section
 
@@ -26,8 +27,10 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
     data = {} if read.value is None else read.value
     if not isinstance(data, dict):
         raise RecipeError("a recipe is a mapping of keys to values", where=where, do="see recipes/demo.yaml")
+    read_earlier(data, where)
     for override in overrides:
         _apply(data, override)
+        read_earlier(data, f"--set {shown(override)}")
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -49,8 +52,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     option = f"--set {shown(override)}"
     if not equals or not key:
-        raise RecipeError(f"{option} is not key=value", do="write for example --set assign.average_bits=2.5")
-    *parents, leaf = key.strip().split(".")
+        raise RecipeError(f"{option} is not key=value", do="write for example --set assign.bits_per_weight=2.5")
+    *parents, leaf = key_now(key.strip()).split(".")
     here = data
     for parent in parents:
         step = here.setdefault(parent, {})
@@ -69,7 +72,7 @@ def _explain(error: ValidationError, read: Yaml, where: str, overrides: Sequence
     path = [part for part in first["loc"] if not (isinstance(part, str) and part.endswith("Section"))]
     key = shortened(".".join(map(str, path)), MESSAGE_CHARACTERS)
     line = read.line(path)
-    names = [override.partition("=")[0].strip() for override in overrides]
+    names = [key_now(override.partition("=")[0].strip()) for override in overrides]
     if any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for name in names):
         place = f"--set {key}"
     else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -17,7 +16,8 @@ import numpy as np
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalRow
 from moeq.quantizers.quantizer import label
-from moeq.recipe import DEFAULT_QUANTIZER
+from moeq.recipe import BUDGETS, DEFAULT_QUANTIZER
+from moeq.recipe.earlier import shown_parameters
 from moeq.registry import ALLOCATORS
 from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, details, element, figure, plain
@@ -27,7 +27,7 @@ from moeq.tables import human_size
 
 MAP_BITS = 2  # the width whose losses are shown first, where the table has it
 MEANS = " Cells: the mean of the expert's matrices."
-TELLING = ("scope", "granularity", "average_bits", "expert_bytes", "size", "widths")  # of the keys that methods share
+TELLING = ("scope", "granularity", *BUDGETS, "widths")  # of the keys that methods share
 OPEN_CELLS = 3000  # maps with more cells together are behind a click
 
 
@@ -148,16 +148,16 @@ def loss_maps(inputs: ReportInputs) -> list[ExpertMap]:
     first = MAP_BITS if MAP_BITS in widths else widths[0]
     drawn = []
     for bits in [first, *(width for width in widths if width != first)]:
-        at = formats.count(bits, "bit")
+        width = formats.width(bits)
         unknown = [np.full(count, np.nan) for count in inputs.sensitivities.experts()]
         values = [layer.get(bits, nothing) for layer, nothing in zip(table, unknown, strict=True)]
         reading = f"Measured with {label(method)}."
         if bits == first:
             reading = (
-                f"Squared error of an expert's output at {at} ({label(method)}) over the output's energy. Bright: "
+                f"Squared error of a {width} expert's output ({label(method)}) over the output's energy. Bright: "
                 "suffers most, and is worth more bits if it is also chosen often. Grey: no loss, or not known."
             )
-        key, title = f"relative-loss-{bits}", f"Loss at {at}"
+        key, title = f"relative-loss-{bits}", f"{width} loss"
         drawn.append(ExpertMap(key=key, title=title, quantity=quantity, values=values, reading=reading))
     return drawn
 
@@ -180,10 +180,11 @@ def compared_widths(inputs: ReportInputs) -> list[ExpertMap]:
 
 
 def _widths(assignment: Assignment, row: EvalRow | None) -> ExpertMap:
-    average = assignment.average_bits()
-    figures = [f"{formats.bits(None if average is None else float(average))} bits"]
     if row is not None:
-        figures.append(human_size(row.expert_bytes))
+        figures = [f"{formats.bits(row.bits_per_weight)} bits", human_size(row.expert_bytes)]
+    else:
+        codes = assignment.code_bits()
+        figures = [f"{formats.bits(None if codes is None else float(codes))} code bits"]
     return ExpertMap(
         key=f"widths-{re.sub(r'[^A-Za-z0-9_.+-]', '_', assignment.name)}",
         title=f"{plain(assignment.name)}: {', '.join(figures)}",
@@ -205,16 +206,14 @@ def placement(assignment: Assignment) -> str:
 
 def _described(assignment: Assignment) -> str:
     """The method and what tells it from others of its kind."""
-    given, method = assignment.parameters, assignment.method
+    given, method = assignment.parameters | shown_parameters(assignment.parameters), assignment.method
     told = {name: given[name] for name in TELLING if given.get(name) is not None}
     if (allocator := ALLOCATORS.find(method)) is not None:
         method = allocator.label or method
         own = {name: given.get(name, field.default) for name, field in allocator.settings.model_fields.items()}
         spans = {"scope": allocator.implied["scope"]} if "scope" in allocator.implied else {}
         told = {name: value for name, value in own.items() if value is not None} | spans | told
-    if "average_bits" in told:
-        told["average_bits"] = f"{float(Fraction(told['average_bits'])):.4g}"
-    parts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in told.items())
+    parts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown_parameters(told).items())
     return f"{method} ({parts})" if parts else method
 
 

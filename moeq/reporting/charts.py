@@ -90,7 +90,7 @@ def loss_chart(name: str, label: str, widths: Sequence[int], methods: Mapping[st
         plane.yaxis.set_minor_formatter(lambda value, _: "")
         plane.tick_params(which="minor", length=0)
         plane.set_xticks(x, [str(width) for width in widths])
-        plane.set(xlim=(-0.3, len(widths) - 0.7), xlabel="bits", ylabel="relative loss")
+        plane.set(xlim=(-0.3, len(widths) - 0.7), xlabel="code bits", ylabel="relative loss")
         plane.grid(axis="y")
         plane.legend(loc="upper right", handlelength=2.2)
 
@@ -109,7 +109,7 @@ def width_chart(name: str, label: str, counts: Mapping[int, int]) -> Drawing:
             text = f"{count:,} ({100 * count / total:.0f}{formats.NARROW_SPACE}%)"
             plane.annotate(text, (x, count), (0, 4), textcoords="offset points", ha="center")
         plane.set_xticks(range(len(counts)), [str(bits) for bits in counts])
-        plane.set(xlim=(-0.6, len(counts) - 0.4), ylim=(0, 1.16 * top), xlabel="bits", ylabel="experts")
+        plane.set(xlim=(-0.6, len(counts) - 0.4), ylim=(0, 1.16 * top), xlabel="code bits", ylabel="experts")
         plane.yaxis.get_major_locator().set_params(integer=True, nbins=5)
         plane.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         plane.grid(axis="y")

@@ -71,7 +71,7 @@ def losses(inputs: ReportInputs) -> Section:
             "by the output's energy."
         ),
         figure(
-            loss_chart("losses", f"Chart of relative loss by bits for {', '.join(bands)}.", widths, bands),
+            loss_chart("losses", f"Chart of relative loss by code bits for {', '.join(bands)}.", widths, bands),
             "Lower is better. Lines: median over experts; bands: the middle 80 % of them. A wide band means that one "
             "width for all is a waste.",
         ),
@@ -99,7 +99,7 @@ def _band(layers: Sequence[dict[int, np.ndarray]], widths: Sequence[int]) -> Ban
 
 
 def _loss_table(relative: dict[str, list[dict[int, np.ndarray]]], widths: Sequence[int]) -> Raw:
-    head = ("method", *(formats.count(width, "bit") for width in widths))
+    head = ("method", *map(formats.width, widths))
     rows = [
         (label(method), *(formats.share(float(np.mean(_at(layers, width)))) for width in widths))
         for method, layers in relative.items()
@@ -156,28 +156,28 @@ def sensitivity(inputs: ReportInputs) -> Section:
 def bits(inputs: ReportInputs) -> Section:
     """Which expert got which width, and where it lives: by the recipe's assignment, then by every other one."""
     assignment = inputs.assignment
-    average = assignment.average_bits()
-    mean = formats.bits(None if average is None else float(average))
+    codes = assignment.code_bits()
+    mean = formats.bits(None if codes is None else float(codes))
     by_bits = _counts(assignment)
     what = "matrices" if assignment.is_mixed else "experts"
     text = ", ".join(f"{count:,} at {width}" for width, count in by_bits.items())
-    bars = width_chart("widths", f"Bar chart of {what} by bits: {text}.", by_bits)
-    given = "the mean of its matrices' bits" if assignment.is_mixed else "its bits"
+    bars = width_chart("widths", f"Bar chart of {what} by code bits: {text}.", by_bits)
+    given = "the mean of its matrices' code bits" if assignment.is_mixed else "its code bits"
     shown = [
         figure(
             atlas.own_widths(inputs).draw(),
-            f"Each cell is one expert and {given}; 16 means left as it was. Above it: the average, codes only, and the "
-            f"bytes of all experts. {atlas.placement(assignment)}",
+            f"Each cell is one expert and {given}; 16 means left as it was. Above it: the bits that are stored for a "
+            f"weight, and the bytes of all experts, scales and zero points counted. {atlas.placement(assignment)}",
         ),
         figure(bars, f"How many {what} got each width: one bar would be a uniform assignment."),
     ]
     parts = [
-        lead(f"{assignment.name}: {assignment.method}, {mean} bits on average, codes only."),
+        lead(f"{assignment.name}: {assignment.method}, {mean} code bits on average."),
         element("div", *shown, class_="figures"),
         *_matrices(assignment),
-        *atlas.gallery("Bits by the other assignments (paper 003, Figures 5 to 10)", atlas.compared_widths(inputs)),
+        *atlas.gallery("Code bits of the other assignments (paper 003, Figures 5-10)", atlas.compared_widths(inputs)),
     ]
-    return Section("bits", "Bits of every expert", parts)
+    return Section("bits", "Code bits of every expert", parts)
 
 
 def _projections(assignment: Assignment) -> list[str]:
@@ -204,7 +204,7 @@ def _matrices(assignment: Assignment) -> list[Raw]:
     for name in names:
         bits = [width_of(widths, name) for widths in chain.from_iterable(layers)]
         rows.append((name, *(f"{bits.count(width):,}" for width in known), formats.bits(sum(bits) / len(bits))))
-    head = ("matrix", *(formats.count(width, "bit") for width in known), "mean")
+    head = ("matrix", *map(formats.width, known), "mean code bits")
     tables = [table("How many experts have which width for each of their matrices.", head, rows)]
     if sum(map(len, layers)) <= MOST_LISTED:
         every = [
@@ -212,6 +212,6 @@ def _matrices(assignment: Assignment) -> list[Raw]:
             for layer, experts in enumerate(layers)
             for expert, widths in enumerate(experts)
         ]
-        listed = table("Bits of every matrix of every expert.", ("expert", *names), every)
+        listed = table("Code bits of every matrix of every expert.", ("expert", *names), every)
         tables.append(details("every expert", listed))
     return tables

@@ -89,7 +89,13 @@ def number(value: float) -> str:
 
 
 def bits(value: float | None) -> str:
+    """Of a weight, on average."""
     return MISSING if value is None else f"{value:.2f}"
+
+
+def width(bits: int) -> str:
+    """The name of a width: bits of a code, not all that is stored for a weight."""
+    return f"{bits}-bit"
 
 
 def ratio(value: float | None) -> str:

@@ -34,8 +34,8 @@ def low_precision(report: LowPrecisionReport) -> Section:
 
 
 def _title(sweep: Sweep) -> str:
-    high = "full precision" if sweep.high_bits == FULL else formats.count(sweep.high_bits, "bit")
-    return f"{formats.count(sweep.low_bits, 'bit')} among experts at {high}"
+    high = "full-precision" if sweep.high_bits == FULL else formats.width(sweep.high_bits)
+    return f"{formats.width(sweep.low_bits)} among {high} experts"
 
 
 def share_chart(sweep: Sweep, number: int) -> Drawing:
@@ -56,17 +56,17 @@ def share_chart(sweep: Sweep, number: int) -> Drawing:
             plane.plot(shares, values.mean(0), color=colour, **style)
         plane.xaxis.set_major_formatter(lambda value, _: formats.share(value))
         plane.grid(axis="y")
-        plane.set(xlabel=f"experts of every layer at {formats.count(sweep.low_bits, 'bit')}", ylabel="perplexity")
+        plane.set(xlabel=f"{formats.width(sweep.low_bits)} experts of every layer", ylabel="perplexity")
         plane.legend(loc="upper left", handlelength=2.2)
 
-    label = f"Chart of perplexity by share of experts at {_title(sweep)}."
+    label = f"Chart of perplexity by share of experts: {_title(sweep)}."
     return svg.draw(f"low-precision-{number}", label, WIDTH, HEIGHT, fill)
 
 
 def _table(sweep: Sweep) -> Raw:
     head = ("order", *(formats.share(point.share) for point in sweep.curves[0].points))
     rows = [(_name(curve), *(formats.perplexity(point.perplexity) for point in curve.points)) for curve in sweep.curves]
-    return table(f"Perplexity by the share of each layer's experts at {_title(sweep)}.", head, rows)
+    return table(f"Perplexity by the share of each layer's experts: {_title(sweep)}.", head, rows)
 
 
 def _name(curve: Curve) -> str:

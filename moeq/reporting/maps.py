@@ -295,7 +295,7 @@ def _bar(figure: Any, colour_map: str, quantity: str, marks: list[tuple[float, s
 
 def _entries(present: Sequence[int], outlined: bool) -> list[tuple[Any, Any, str]]:
     """Fill, edge and text of the swatches: the widths that occur, and what an outline means."""
-    entries: list[tuple[Any, Any, str]] = [(WIDTHS[width], "none", formats.count(width, "bit")) for width in present]
+    entries: list[tuple[Any, Any, str]] = [(WIDTHS[width], "none", formats.width(width)) for width in present]
     return [*entries, ("none", OUTLINE, "on the GPU")] if outlined else entries
 
 

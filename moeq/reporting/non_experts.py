@@ -28,7 +28,7 @@ def packed_modules(others: OtherTable) -> Section:
         table(
             "Modules outside of the routed experts, by class. The error is the mean square of what the output is off, "
             "over the output's own, on held-out rows; routers and norms keep full precision.",
-            ("class", "modules", "bits", "method", "bytes", "in 16 bits", "mean error", "largest error"),
+            ("class", "modules", "code bits", "method", "bytes", "in FP16", "mean error", "largest error"),
             rows,
         ),
         *_notes(others),
@@ -78,5 +78,5 @@ def _modules(modules: Sequence[OtherRow]) -> Raw:
         ]
         for row in modules
     ]
-    head = ("module", "bits", "method", "rows x inputs", "bytes", "error", "fallback")
+    head = ("module", "code bits", "method", "rows x inputs", "bytes", "error", "fallback")
     return table("Each module, with the error of its output on held-out rows.", head, rows)

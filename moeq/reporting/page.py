@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moeq.recipe.earlier import parameters_text
 from moeq.reporting import experts, formats, low_precision, reparam, routing, speed, summary, translation
 from moeq.reporting import non_experts as others
 from moeq.reporting.frame import document
@@ -33,12 +34,12 @@ def render(inputs: ReportInputs) -> str:
 
 def _subtitle(inputs: ReportInputs) -> Raw:
     assignment = inputs.assignment
-    parameters = ", ".join(f"{key} {value}" for key, value in sorted(assignment.parameters.items()))
+    how = f"{assignment.method} ({parameters_text(assignment.parameters)})"
     groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size}"
     grid = "symmetric" if assignment.symmetric else "asymmetric"
     what = paragraph(
         Raw(f"Experts packed as <b>{escape(assignment.name)}</b>: "),
-        f"{assignment.method} ({parameters}); {groups}, {grid}. {_refined(inputs)}".rstrip(),
+        f"{how}; {groups}, {grid}. {_refined(inputs)}".rstrip(),
         kind="lead",
     )
     return join([what, lead(_coverage(inputs))])

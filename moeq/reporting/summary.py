@@ -139,13 +139,13 @@ def _tile(title: str, value: str, note: str) -> Raw:
 
 def _comparison(inputs: ReportInputs) -> Raw:
     rows = [_marked(row, _figures(inputs, row)) for row in inputs.evaluation.rows]
-    head = ("assignment", "experts' average bits", "expert bytes, of original", "whole checkpoint, of original",
+    head = ("assignment", "bits of the experts' weights", "expert bytes, of original", "whole checkpoint, of original",
             "bits of all weights", *_quality_heads(inputs), "accuracy", "decode speed-up, estimated")  # fmt: skip
     lower = "logit error" if inputs.classifies else "perplexity"
     return table(
-        f"Each row is one assignment of the same model: smaller bytes and lower {lower} are better. The experts' "
-        "average bits count codes only; bytes count scales and zero points too, and so do the bits of all weights: "
-        f"those of all tensors over the checkpoint's {inputs.weights:,} weights. The whole checkpoint is every file of "
+        f"Each row is one assignment of the same model: smaller bytes and lower {lower} are better. Bits are what "
+        "is stored for a weight, scales and zero points counted as in the bytes; those of all weights are of all "
+        f"tensors over the checkpoint's {inputs.weights:,} weights. The whole checkpoint is every file of "
         "its directory, as assign.size limits it. Speed-ups are estimates of the decode "
         "step over MoNDE with its bandwidth rule / cost-optimal; the latter is the harder to beat.",
         head,
@@ -157,7 +157,7 @@ def _figures(inputs: ReportInputs, row: EvalRow) -> list[str]:
     old = inputs.original
     speed = inputs.speed.decode_speedups.get(row.name) if row.assignment is not None else None
     return [
-        "as stored" if row.assignment is None else formats.bits(row.average_bits),
+        formats.bits(row.bits_per_weight),
         _size(row.expert_bytes, old.expert_bytes if old else None),
         _size(row.whole_bytes, old.whole_bytes if old else None),
         formats.bits(row.stored_bits(inputs.weights)),

@@ -35,13 +35,13 @@ from moeq.estimator import load_hardware
 from moeq.estimator.terms import expert_seconds
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
-from moeq.recipe import AssignSection
+from moeq.recipe import BUDGETS, AssignSection
 from moeq.registry import ALLOCATORS
 from moeq.stages import non_experts as others
 from moeq.stages import profile, replicas
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
-from moeq.stages.expert_bytes import matrix_bytes, total_bytes
+from moeq.stages.expert_bytes import bits_per_weight, matrix_bytes, total_bytes
 from moeq.stages.hessian_traces import traces
 from moeq.stages.needs import Needs, Rates, Sizes
 
@@ -100,7 +100,7 @@ def check(context: Context) -> None:
                     where=layer.name,
                     do="lower gpu_experts",
                 )
-        if section.average_bits is not None or section.expert_bytes is not None or section.size is not None:
+        if any(getattr(section, budget) is not None for budget in BUDGETS):
             widths = sorted(section.named() or context.recipe.losses.bits)
             limit_of(_inputs(context, section, name, _unmeasured(context)), widths)
 
@@ -165,6 +165,7 @@ def _inputs(context: Context, config: AssignSection, name: str, statistics: Expe
         symmetric=section.symmetric,
         nested=section.nested,
         bytes=tuple({bits: sum(sizes[bits] for sizes in own.values()) for bits in widths} for own in matrices),
+        weights=tuple(layer.weights_per_expert for layer in context.model.layers),
         matrix_bytes=matrices,
         **_checkpoint_sizes(context, config, matrices),
     )
@@ -244,25 +245,35 @@ def deciding(context: Context, sections: Sequence[AssignSection]) -> list[str] |
 
 
 def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
-    """Average bits, bytes and the number of experts at each width; of mixed ones, of matrices.
+    """Bits of a weight, bytes and the number of experts at each width; of mixed ones, of matrices.
 
-    checkpoint_bytes: of the directory that `export` writes; other_bytes: of the tensors of all that is no expert, where
-    the recipe packs some of it.
+    bits_per_weight: all that is stored for the experts; code_bits: the codes' alone; checkpoint_bytes: of the
+    directory that `export` writes; other_bytes: of the tensors of all that is no expert, where the recipe packs
+    some of it.
     """
-    ndp, everywhere = assignment.average_bits("ndp"), assignment.average_bits()
     flat = [width for layer in assignment.expert_widths() for width in layer]
     size = total_bytes(context, assignment)
     matrices = count_matrices(flat)
     return {
         "method": assignment.method,
-        "average_bits_ndp": None if ndp is None else float(ndp),
-        "average_bits_all": None if everywhere is None else float(everywhere),
+        **_bits(context, assignment),
         "expert_bytes": size,
         **({"other_bytes": others.non_expert_bytes(context)[1]} if context.recipe.others.widths() else {}),
         "checkpoint_bytes": CheckpointSize(context).total(assignment),
-        "experts_by_bits": count_widths(flat),
-        **({"mixed_experts_matrices_by_bits": matrices} if matrices else {}),
+        "experts_by_code_bits": count_widths(flat),
+        **({"mixed_experts_matrices_by_code_bits": matrices} if matrices else {}),
         "gpu_experts": int(sum(hot.sum() for hot in assignment.hot())),
+    }
+
+
+def _bits(context: Context, assignment: Assignment) -> dict[str, float | None]:
+    """Bits of a weight of the experts on NDP, None where there are none, and of all experts."""
+    ndp, everywhere = assignment.code_bits("ndp"), assignment.code_bits()
+    return {
+        "bits_per_weight_ndp": bits_per_weight(context, assignment, "ndp"),
+        "bits_per_weight_all": bits_per_weight(context, assignment),
+        "code_bits_ndp": None if ndp is None else float(ndp),
+        "code_bits_all": None if everywhere is None else float(everywhere),
     }
 
 

@@ -254,8 +254,9 @@ class CheckpointSize:
         of = made.model_copy(update={"layers": (self._placed_layer(layer, placed),)})
         images = {"cross_entropy": 12.3456, "logit_error": 1.5}
         measured = images if self.model.takes_images else {"kl": -1.23e-15, "same_top": 0.5}
+        sizes = {"bits_per_weight": 16.0, "expert_bytes": 10**6 + 1}
         figures = [
-            {"name": name, "expert_bytes": 10**6 + 1, "perplexity": 123456.789, "accuracy": 0.5, **measured}
+            {"name": name, **sizes, "perplexity": 123456.789, "accuracy": 0.5, **measured}
             for name in ("original", *(name for name, _ in self.sections))
         ]
         return len(model_card.render(of, self.source.config, figures, self.model.origin).encode())

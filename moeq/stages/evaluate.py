@@ -27,7 +27,7 @@ from moeq.stages import assign, export, judges, quantize, refine
 from moeq.stages import non_experts as others
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
-from moeq.stages.expert_bytes import total_bytes
+from moeq.stages.expert_bytes import expert_weights, total_bytes
 from moeq.stages.low_precision import write_curves
 from moeq.stages.model import Overlay
 from moeq.stages.needs import LIBRARY, PACKED_CALLS, Moment, Needs, Rates, Sizes
@@ -100,9 +100,9 @@ class _Variants:
         measured = self.judge.measure(name, model, None if exported else context.model.streamed, advance)
         self.items.append(measured.items)
         if assignment is None:
-            size, average = export.original_expert_bytes(context), None
+            size, codes = export.original_expert_bytes(context), None
         else:
-            size, average = total_bytes(context, assignment), assignment.average_bits()
+            size, codes = total_bytes(context, assignment), assignment.code_bits()
         self.rows.append(
             EvalRow(
                 name=name,
@@ -111,7 +111,8 @@ class _Variants:
                 expert_bytes=size,
                 other_bytes=self.rest[assignment is not None],
                 checkpoint_bytes=self.sizes.of(assignment),
-                average_bits=None if average is None else float(average),
+                bits_per_weight=8 * size / expert_weights(context.model.layers),
+                code_bits=None if codes is None else float(codes),
                 **measured.figures,
             )
         )
@@ -250,7 +251,7 @@ def _exported(context: Context, expected: torch.Tensor) -> tuple[Any, float]:
 
 def summarize(report: EvalReport) -> dict[str, Any]:
     """Rows of the final table."""
-    shown = {"name", "expert_bytes", "other_bytes", "checkpoint_bytes", "perplexity", "accuracy"}
+    shown = {"name", "bits_per_weight", "expert_bytes", "other_bytes", "checkpoint_bytes", "perplexity", "accuracy"}
     rows = [row.model_dump(include=shown) | row.divergence_figures() | row.image_figures() for row in report.rows]
     return {
         "export_logit_error": report.export_logit_error,
@@ -260,13 +261,14 @@ def summarize(report: EvalReport) -> dict[str, Any]:
 
 
 def load(context: Context) -> EvalReport:
-    """What was measured; the sizes of checkpoints counted now where an earlier version of moeq did not."""
+    """What was measured; the sizes of checkpoints, and bits, counted now where an earlier version of moeq did not."""
     report = read_eval(context.directory("eval") / NAME)
-    if all(row.checkpoint_bytes is not None for row in report.rows):
-        return report
-    sizes = CheckpointSize(context)
-    rows = tuple(row.model_copy(update={"checkpoint_bytes": sizes.of(row.assignment)}) for row in report.rows)
-    return report.model_copy(update={"rows": rows})
+    weights = expert_weights(context.model.layers)
+    rows = [row.model_copy(update={"bits_per_weight": 8 * row.expert_bytes / weights}) for row in report.rows]
+    if any(row.checkpoint_bytes is None for row in rows):
+        sizes = CheckpointSize(context)
+        rows = [row.model_copy(update={"checkpoint_bytes": sizes.of(row.assignment)}) for row in rows]
+    return report.model_copy(update={"rows": tuple(rows)})
 
 
 CHECKED = Text(sequences=2, length=32, batch=2, whole=64)  # on which the exported checkpoint is compared

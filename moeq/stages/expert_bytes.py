@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from moeq.artifacts.assignment import FULL, Assignment, Width, width_of
+from moeq.artifacts.assignment import FULL, Assignment, Tier, Width, width_of
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.numerics.packed import packed_bytes
@@ -49,9 +49,24 @@ def store_bytes(layer: ExpertLayer, widths: Sequence[int], grid: PackedGrid) -> 
 
 def total_bytes(context: Context, assignment: Assignment) -> int:
     """Bytes of all experts at their placed widths."""
+    return sum(size for size, _ in _sizes(context, assignment))
+
+
+def expert_weights(layers: Iterable[ExpertLayer]) -> int:
+    """Weights of all experts, biases among them."""
+    return sum(layer.num_experts * layer.weights_per_expert for layer in layers)
+
+
+def bits_per_weight(context: Context, assignment: Assignment, tier: Tier | None = None) -> float | None:
+    """Bits that are stored for a weight of the experts of a tier, or of all; None where there are none."""
+    stored, weights = map(sum, zip((0, 0), *_sizes(context, assignment, tier), strict=True))
+    return 8 * stored / weights if weights else None
+
+
+def _sizes(context: Context, assignment: Assignment, tier: Tier | None = None) -> Iterator[tuple[int, int]]:
+    """Stored bytes and weights of every expert of a tier, or of all."""
     full = source_dtype(context.model.source).itemsize
-    return sum(
-        expert_bytes(layer, width, assignment, full)
-        for layer, widths in zip(context.model.layers, assignment.expert_widths(), strict=True)
-        for width in widths
-    )
+    for layer, placed in zip(context.model.layers, assignment.layers, strict=True):
+        for choice in placed.experts:
+            if tier in (None, choice.tier):
+                yield expert_bytes(layer, choice.widths, assignment, full), layer.weights_per_expert

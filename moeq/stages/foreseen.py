@@ -28,15 +28,18 @@ def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[
     known = sorted(section.named() or section.allocator.widths or checkpoint.recipe.losses.bits)
 
     def price(layer: ExpertLayer, bits: int) -> int:
-        if section.average_bits is not None:
+        if section.code_bits is not None:
             return bits
         if section.size is not None:
             return sum(checkpoint.matrix_bytes(layer, name, bits) for name in layer.projections)
         return expert_bytes(layer, bits, checkpoint.recipe.losses, checkpoint.dtype.itemsize)
 
     left: Fraction | int
-    if section.average_bits is not None:
-        left = Fraction(section.average_bits) * sum(cold)
+    if section.code_bits is not None:
+        left = Fraction(section.code_bits) * sum(cold)
+    elif section.bits_per_weight is not None:
+        weights = sum(count * layer.weights_per_expert for count, layer in zip(cold, checkpoint.layers, strict=True))
+        left = Fraction(section.bits_per_weight) * weights / 8
     elif section.size is None and section.expert_bytes is None:
         return [[known[-1]] * count for count in cold]
     else:

@@ -19,8 +19,8 @@ from moeq.stages.assign import decide, inputs_of, load
 from moeq.stages.context import Context
 
 NAME, PLOT = "frontier.json", "frontier.svg"  # beside the assignment
-VERSION = 1
-AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 bits
+VERSION = 2
+AVERAGES = tuple(str(Fraction(quarter, 4)) for quarter in range(4, 17))  # of a frontier: 1 to 4 code bits
 
 
 def frontier(context: Context) -> dict[str, Any]:

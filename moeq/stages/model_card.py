@@ -9,21 +9,22 @@ from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
 from moeq.integers.vit.configuration import MODEL_TYPE as MOE_VIT
+from moeq.recipe.earlier import parameters_text
 from moeq.tables import human_bytes, human_size
 
 
 def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]], origin: Origin) -> str:
     """Markdown with the front matter that the hub reads; origin: what the model's own card says of it.
 
-    figures: rows name, expert_bytes, perplexity, accuracy, kl and same_top (against the original); of image classifiers
-    cross_entropy and logit_error too.
+    figures: rows name, bits_per_weight, expert_bytes, perplexity, accuracy, kl and same_top (against the original); of
+    image classifiers cross_entropy and logit_error too.
     """
     loader = _loader(config)
     totals, assignment = manifest.totals, manifest.assignment
     widths = [expert.widths for layer in manifest.layers for expert in layer.experts]
     tiers = Counter(expert.tier for layer in manifest.layers for expert in layer.experts)
     name = markdown(manifest.model.name)
-    parameters = ", ".join(f"{key} {value}" for key, value in sorted(assignment["parameters"].items()))
+    parameters = parameters_text(assignment["parameters"])
     made = f"{markdown(assignment['name'])}: {markdown(assignment['method'])} ({markdown(parameters)})"
     grid = "symmetric" if manifest.layout["symmetric"] else "asymmetric"
     lines = [
@@ -44,9 +45,10 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         f"digest {manifest.model.digest[:16]} |",
         f"| assignment | {made} |",
         f"| groups | {manifest.layout['group_size']} inputs, {grid} |",
-        f"| experts by bits | {_counts(count_widths(widths))} |",
+        f"| bits of an expert weight, scales and zero points counted | {manifest.bits_per_weight:.2f} |",
+        f"| experts by code bits | {_counts(count_widths(widths))} |",
         *(
-            f"| {name} of mixed experts by bits | {_counts(counts)} |"
+            f"| {name} of mixed experts by code bits | {_counts(counts)} |"
             for name, counts in count_matrices(widths).items()
         ),
         f"| experts by tier | {', '.join(f'{count} on {tier}' for tier, count in sorted(tiers.items()))} |",
@@ -83,10 +85,11 @@ def figures_table(rows: list[dict[str, Any]]) -> list[str]:
     columns = [*measured, "accuracy"]
     titles = {"cross_entropy": "cross-entropy", "kl": "KL from the original, nats a token", "same_top": "equal top-1"}
     heads = " | ".join(titles.get(name, name.replace("_", " ")) for name in columns)
-    lines = [f"| assignment | expert bytes | {heads} |", f"|---|---:|{'---:|' * len(columns)}"]
+    lines = [f"| assignment | bits | expert bytes | {heads} |", f"|---|---:|---:|{'---:|' * len(columns)}"]
     for row in rows:
         cells = ["" if row.get(name) is None else forms[name].format(row[name]).replace("%", " %") for name in columns]
-        lines.append(f"| {markdown(row['name'])} | {human_size(row['expert_bytes'])} | {' | '.join(cells)} |")
+        bits = f"{row['bits_per_weight']:.2f}"
+        lines.append(f"| {markdown(row['name'])} | {bits} | {human_size(row['expert_bytes'])} | {' | '.join(cells)} |")
     return lines
 
 
@@ -112,6 +115,6 @@ def _modules(manifest: PlacementManifest) -> list[str]:
         first, size = modules[0], human_bytes(sum(module.bytes for module in modules))
         grid = "symmetric" if first.symmetric else "asymmetric"
         lines.append(
-            f"| of it {kind} | {len(modules)} at {first.bits} bits, groups of {first.group_size}, {grid}: {size} |"
+            f"| of it {kind} | {len(modules)} at {first.bits} code bits, groups of {first.group_size}, {grid}: {size} |"
         )
     return lines

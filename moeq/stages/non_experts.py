@@ -39,6 +39,7 @@ from moeq.quantizers.non_experts import (
 )
 from moeq.recipe import Recipe
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import expert_weights
 from moeq.stages.replicas import lacking
 
 REVISION = 1  # raised when the same inputs give other codes or figures
@@ -106,11 +107,9 @@ def kept_keys(context: Context) -> set[str]:
 
 def weights(context: Context) -> int:
     """Weights of the whole checkpoint, whatever they are packed as; scales are none."""
-    experts = sum(
-        layer.num_experts * (layer.parameters_per_expert + layer.biases_per_expert) for layer in context.model.layers
-    )
     kept = set(context.model.source.tensors) - context.model.expert_keys - scale_keys(context.model.source)
-    return experts + sum(math.prod(plain_header(context.model.source, key)[1]) for key in kept)
+    rest = sum(math.prod(plain_header(context.model.source, key)[1]) for key in kept)
+    return expert_weights(context.model.layers) + rest
 
 
 def replaced_keys(context: Context) -> set[str]:

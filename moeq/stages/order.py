@@ -11,6 +11,7 @@ from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.recipe import Recipe
+from moeq.recipe.earlier import as_in_keys
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import (
     assign,
@@ -87,7 +88,7 @@ class Stage:
 
 def _sections(context: Context, stage: Stage) -> dict[str, Any]:
     """What a stage reads of the recipe; where its text (or images) lies does not matter, only what it holds."""
-    whole = context.recipe.model_dump(mode="json")
+    whole = as_in_keys(context.recipe.model_dump(mode="json"))
     if context.model.takes_images:
         whole["eval"]["perplexity"] = None
     if "evaluation" in stage.text and whole["eval"]["images"] is not None:

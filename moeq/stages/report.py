@@ -35,7 +35,7 @@ from moeq.stages.needs import Needs, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 
 NAME = "report.html"
-REVISION = 6  # raised when the same run gives another page
+REVISION = 7  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 
@@ -122,7 +122,7 @@ def speed_inputs(report: EstimateReport) -> SpeedInputs:
 def card_figures(report: EvalReport) -> list[dict[str, Any]]:
     """Rows of the model card's table, the largest first."""
     rows = sorted(report.rows, key=lambda row: (-row.expert_bytes, row.name))
-    columns = {"name", "expert_bytes", "perplexity", "accuracy"}
+    columns = {"name", "bits_per_weight", "expert_bytes", "perplexity", "accuracy"}
     return [row.model_dump(include=columns) | row.divergence_figures() | row.image_figures() for row in rows]
 
 

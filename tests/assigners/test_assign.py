@@ -58,13 +58,14 @@ def run(folder: Path, losses: np.ndarray | None = None, **options: object) -> As
             group_size=64,
             symmetric=False,
             bytes=({bits: 100 * bits for bits in (1, 2, 3, 4, 16)},) * 2,
+            weights=(800,) * 2,
             traces=lambda: [np.arange(EXPERTS, dtype=float)] * 2,
         )
     )
 
 
 def test_importance_orders_the_bits(tmp_path: Path) -> None:
-    assignment = run(tmp_path, method="prefix-split", average_bits="5/2")
+    assignment = run(tmp_path, method="prefix-split", code_bits="5/2")
     order = np.argsort(-(COUNTS / COUNTS.sum() + SCORES / SCORES.sum()), kind="stable")
     bits = assignment.bits()[0][order]
     assert (np.diff(bits) <= 0).all()
@@ -82,13 +83,13 @@ def test_mass_weighting_gives_bits_to_what_the_router_uses(tmp_path: Path) -> No
     """As printed, an expert that is never chosen earns bits as the others do; weighted, it does not."""
     losses = np.tile([1.0, 0.3, 0.1, 0.02], (EXPERTS, 1))
     losses[5] = [0.9, 0.8, 0.7, 0.6]  # most used; as printed its gains are small
-    printed = run(tmp_path, losses, method="prefix-split", average_bits=2, loss_weighting="none")
-    weighted = run(tmp_path, losses, method="prefix-split", average_bits=2, loss_weighting="mass")
+    printed = run(tmp_path, losses, method="prefix-split", code_bits=2, loss_weighting="none")
+    weighted = run(tmp_path, losses, method="prefix-split", code_bits=2, loss_weighting="mass")
     assert weighted.bits()[0][5] > printed.bits()[0][5]
 
 
 def test_selector_off_is_the_papers_ablation(tmp_path: Path) -> None:
-    assignment = run(tmp_path, method="prefix-split", average_bits=3, gpu_experts=2, selector=False)
+    assignment = run(tmp_path, method="prefix-split", code_bits=3, gpu_experts=2, selector=False)
     assert sorted(assignment.bits()[0].tolist()) == [3, 3, 3, 3, 16, 16]
 
 
@@ -103,7 +104,7 @@ def test_too_many_gpu_experts(tmp_path: Path) -> None:
 
 
 def test_round_trip_and_hand_editing(tmp_path: Path) -> None:
-    assignment = run(tmp_path, method="prefix-split", average_bits=2)
+    assignment = run(tmp_path, method="prefix-split", code_bits=2)
     path = tmp_path / "assignment.json"
     write_assignment(path, assignment)
     assert read_assignment(path) == assignment

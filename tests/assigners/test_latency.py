@@ -73,7 +73,7 @@ def test_optimal_within_a_latency_equals_a_search_over_everything(
 @pytest.mark.parametrize("gpu_experts", [0, 2])
 def test_it_is_the_estimators_time_of_the_near_data_side(hardware: str, gpu_experts: int) -> None:
     """With routing that is alike for all experts, the estimate of the same placement spends the same on the NDP."""
-    inputs = inputs_of(3, 2, 6, method="frequency", average_bits="5/2", gpu_experts=gpu_experts)
+    inputs = inputs_of(3, 2, 6, method="frequency", code_bits="5/2", gpu_experts=gpu_experts)
     even = np.full((1, 2, 6), 100)
     profile = replace(inputs.profile, counts=(even, even), tokens=np.array([[300, 300]]))
     device = load_hardware(hardware)
@@ -94,12 +94,12 @@ def test_it_is_the_estimators_time_of_the_near_data_side(hardware: str, gpu_expe
 
 
 def test_a_latency_costs_objective_and_only_where_it_binds() -> None:
-    inputs = timed(inputs_of(5, 3, 12, method="uniform", bits=2), method="optimal", average_bits="5/2")
+    inputs = timed(inputs_of(5, 3, 12, method="uniform", bits=2), method="optimal", code_bits="5/2")
     free = assign(inputs)
     took = 1e3 * latency.achieved(inputs, free)
-    loose = timed(inputs, method="optimal", average_bits="5/2", ndp_latency_ms=took)
+    loose = timed(inputs, method="optimal", code_bits="5/2", ndp_latency_ms=took)
     assert [bits.tolist() for bits in assign(loose).bits()] == [bits.tolist() for bits in free.bits()]
-    tight = timed(inputs, method="optimal", average_bits="5/2", ndp_latency_ms=0.8 * took)
+    tight = timed(inputs, method="optimal", code_bits="5/2", ndp_latency_ms=0.8 * took)
     found = assign(tight)
     assert 1e3 * latency.achieved(tight, found) <= 0.8 * took
     assert objective(tight, found) > objective(inputs, free)
@@ -136,18 +136,18 @@ def test_matrices_within_a_latency_equal_a_search_over_everything(
 def test_experts_on_the_gpu_take_no_time_of_the_ndp() -> None:
     inputs = timed(inputs_of(7, 2, 6, method="uniform", bits=2), method="uniform", bits=2, gpu_experts=6)
     assert latency.achieved(inputs, assign(inputs)) == 0
-    some = timed(inputs, method="optimal", average_bits=2, gpu_experts=3)
+    some = timed(inputs, method="optimal", code_bits=2, gpu_experts=3)
     least = 1e3 * latency.achieved(some, assign(timed(some, method="uniform", bits=1, gpu_experts=3)))
-    kept = timed(some, method="optimal", average_bits=2, gpu_experts=3, ndp_latency_ms=1.01 * least)
+    kept = timed(some, method="optimal", code_bits=2, gpu_experts=3, ndp_latency_ms=1.01 * least)
     assert 1e3 * latency.achieved(kept, assign(kept)) <= 1.01 * least
 
 
 @pytest.mark.parametrize("target", ["vllm", "transformers", "gptqmodel"])
 def test_it_holds_within_a_target(target: str) -> None:
     inputs = inputs_of(11, 3, 6, symmetric=True, method="uniform", bits=2)
-    free = timed(inputs, method="optimal", average_bits=4, target=target)
+    free = timed(inputs, method="optimal", code_bits=4, target=target)
     most = 800 * latency.achieved(free, assign(free))
-    kept = timed(inputs, method="optimal", average_bits=4, target=target, ndp_latency_ms=most)
+    kept = timed(inputs, method="optimal", code_bits=4, target=target, ndp_latency_ms=most)
     found = assign(kept)
     assert 1e3 * latency.achieved(kept, found) <= most
     prices = {price.target: price for price in report.prices(kept, found)}
@@ -155,26 +155,26 @@ def test_it_holds_within_a_target(target: str) -> None:
 
 
 def test_impossible_ones_name_the_least_possible_which_can_be_had() -> None:
-    inputs = timed(inputs_of(13, 2, 5, method="uniform", bits=2), method="optimal", average_bits=2, ndp_latency_ms=1e-9)
+    inputs = timed(inputs_of(13, 2, 5, method="uniform", bits=2), method="optimal", code_bits=2, ndp_latency_ms=1e-9)
     with pytest.raises(AssignmentError, match=r"ndp_latency_ms: 1e-09 ms a token on the NDP cannot be met") as refused:
         assign(inputs)
     least = float(re.findall(r"the least possible is ([\d.e-]+)", str(refused.value))[0])
-    found = assign(timed(inputs, method="optimal", average_bits=2, ndp_latency_ms=least))
+    found = assign(timed(inputs, method="optimal", code_bits=2, ndp_latency_ms=least))
     assert {int(width) for bits, layer in zip(found.bits(), range(2), strict=True)
             for width, rate in zip(bits, activation_rate(inputs, layer), strict=True) if rate > 0} == {1}  # fmt: skip
 
 
 def test_times_that_were_not_given_are_asked_for() -> None:
     with pytest.raises(AssignmentError, match="the times of the experts are not known"):
-        assign(inputs_of(1, method="optimal", average_bits=2, ndp_latency_ms=1))
+        assign(inputs_of(1, method="optimal", code_bits=2, ndp_latency_ms=1))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"method": "uniform", "bits": 2, "ndp_latency_ms": 1}, "ndp_latency_ms belongs to optimal"),
-        ({"method": "optimal", "average_bits": 2, "ndp_latency_ms": 0}, "greater than 0"),
-        ({"method": "optimal", "average_bits": 2, "ndp_latency_ms": 1, "scope": "layer"}, "needs scope model"),
+        ({"method": "optimal", "code_bits": 2, "ndp_latency_ms": 0}, "greater than 0"),
+        ({"method": "optimal", "code_bits": 2, "ndp_latency_ms": 1, "scope": "layer"}, "needs scope model"),
     ],
 )
 def test_sections_that_make_no_sense(options: dict[str, object], message: str) -> None:

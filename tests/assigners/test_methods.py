@@ -20,7 +20,7 @@ from moeq.assigners import assign, mopeq, report
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.online import decide
 from moeq.assigners.sensitivity import columns, objective, tables
-from moeq.errors import AssignmentError
+from moeq.errors import AssignmentError, BudgetError
 from moeq.recipe import AssignSection
 
 
@@ -54,7 +54,7 @@ def test_every_method_keeps_its_budget_and_none_beats_optimal(
     shared = {"loss_weighting": weighting, "layer_weighting": measured}
     inputs = inputs_of(seed, layers, experts)
     limit = int(least_bytes(inputs) * average)
-    budget = {"expert_bytes": limit} if in_bytes else {"average_bits": str(average)}
+    budget = {"expert_bytes": limit} if in_bytes else {"code_bits": str(average)}
     optimal = with_options(inputs, method="optimal", **budget, **shared)
     best = objective(optimal, assign(optimal))
     for method in ("prefix-split", "frequency", "optimal"):
@@ -71,7 +71,7 @@ def test_every_method_keeps_its_budget_and_none_beats_optimal(
             if in_bytes:
                 assert expert_bytes(mine, found.bits()) <= limit
             else:
-                assert found.average_bits() <= average
+                assert found.code_bits() <= average
             assert objective(mine, found) >= best * (1 - 1e-9)
             assert report.score(mine, found).gap is None or report.score(mine, found).gap >= 0
     for method, bits in (("mopeq", None), ("uniform", 2), ("uniform", 8)):
@@ -94,7 +94,7 @@ def test_clusters_take_the_widths_in_the_order_of_their_means() -> None:
 
 def test_frequency_at_two_and_a_half_and_three_bits() -> None:
     for average, widths in (("5/2", [3, 2]), ("3", [4, 2])):
-        inputs = inputs_of(3, 2, 8, method="frequency", average_bits=average)
+        inputs = inputs_of(3, 2, 8, method="frequency", code_bits=average)
         for layer, bits in enumerate(assign(inputs).bits()):
             order = np.argsort(-inputs.profile.total(layer)[0], kind="stable")
             assert bits[order].tolist() == [widths[0]] * 4 + [widths[1]] * 4
@@ -121,9 +121,9 @@ def test_size_counts_the_rest_of_the_checkpoint() -> None:
 
 @pytest.mark.parametrize("target", list(targets()))
 def test_optimal_stays_within_a_target(target: str) -> None:
-    inputs = inputs_of(11, 3, 6, symmetric=True, method="optimal", average_bits="5/2", target=target)
+    inputs = inputs_of(11, 3, 6, symmetric=True, method="optimal", code_bits="5/2", target=target)
     if target == "llama.cpp":
-        with pytest.raises(AssignmentError, match=r"ask for 4 bits or more, or set losses.group_size: 256 for fewer"):
+        with pytest.raises(AssignmentError, match=r"ask for 4 code bits or more, or set losses.group_size: 256"):
             assign(inputs)
         inputs = replace(inputs, group_size=256)
     found = assign(inputs)
@@ -136,31 +136,33 @@ def test_optimal_stays_within_a_target(target: str) -> None:
 
 
 def test_a_target_refuses_what_it_cannot_load() -> None:
-    inputs = inputs_of(11, 3, 6, method="prefix-split", average_bits="5/2", target="vllm")
+    inputs = inputs_of(11, 3, 6, method="prefix-split", code_bits="5/2", target="vllm")
     with pytest.raises(AssignmentError, match=r"target vllm: layer\.\d, expert \d: \d bits.*method optimal"):
         assign(inputs)
     one = inputs_of(11, 3, 6, method="uniform", bits=3, target="llama.cpp", symmetric=True)
     with pytest.raises(AssignmentError, match=r"3 bits; llama.cpp loads 4, 5, 8, 16 of this grid"):
         assign(one)
     with pytest.raises(AssignmentError, match="symmetric grids only"):
-        assign(with_options(inputs, method="optimal", average_bits=3, target="transformers"))
+        assign(with_options(inputs, method="optimal", code_bits=3, target="transformers"))
     one = with_options(inputs, method="uniform", bits=1, target="gptqmodel")
     with pytest.raises(AssignmentError, match=r"layer\.0, expert 0: 1 bits; gptqmodel loads 2, 3, 4, 8, 16"):
         assign(one)
 
 
 def test_frontier_marks_what_is_dominated() -> None:
-    inputs = inputs_of(13, 2, 8, method="optimal", average_bits=2)
+    inputs = inputs_of(13, 2, 8, method="optimal", code_bits=2)
     points = report.frontier(inputs, ("3/2", "2", "3"), assign)
     assert {"uniform", "prefix-split", "frequency", "optimal", "mopeq hybrid, layer"} <= {p.method for p in points}
     assert not any(point.dominated for point in points if point.method == "optimal")
-    uniform = next(point for point in points if point.method == "uniform" and point.average_bits == 2)
+    size, weights = 8 * sum(one[2] for one in inputs.bytes), 8 * sum(inputs.weights)
+    uniform = next(point for point in points if point.method == "uniform" and point.expert_bytes == size)
+    assert uniform.bits_per_weight == 8 * size / weights > 2
     assert uniform.dominated
 
 
 @pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])
 def test_bad_tables_name_layer_and_expert(value: float) -> None:
-    inputs = inputs_of(17, 2, 4, method="optimal", average_bits=2)
+    inputs = inputs_of(17, 2, 4, method="optimal", code_bits=2)
     rows = inputs.losses.rows()
     next(r for r in rows if (r["layer"], r["expert"], r["bits"]) == (1, 2, 3))["loss"] = value
     assert_refused(inputs, rows, r"layer\.1, expert 2: the loss at 3 bits is")
@@ -168,7 +170,7 @@ def test_bad_tables_name_layer_and_expert(value: float) -> None:
 
 @pytest.mark.parametrize("gone", [3, 1])
 def test_missing_experts_name_layer_and_expert(gone: int) -> None:
-    inputs = inputs_of(17, 2, 4, method="optimal", average_bits=2)
+    inputs = inputs_of(17, 2, 4, method="optimal", code_bits=2)
     rows = [r for r in inputs.losses.rows() if (r["layer"], r["expert"]) != (0, gone)]
     assert_refused(inputs, rows, rf"layer\.0, expert {gone}: the loss at 1 bits is missing")
 
@@ -180,7 +182,7 @@ def assert_refused(inputs: AssignInputs, rows: list[dict[str, object]], message:
         broken = replace(
             inputs,
             losses=LossTable(pa.Table.from_pylist(rows, schema=SCHEMA)),
-            config=AssignSection(method=method, average_bits=2),
+            config=AssignSection(method=method, code_bits=2),
             memo={},
         )
         with pytest.raises(AssignmentError, match=message):
@@ -188,7 +190,7 @@ def assert_refused(inputs: AssignInputs, rows: list[dict[str, object]], message:
 
 
 def test_columns_have_a_row_for_every_expert() -> None:
-    inputs = inputs_of(19, 2, 4, method="optimal", average_bits=2)
+    inputs = inputs_of(19, 2, 4, method="optimal", code_bits=2)
     found = columns(inputs, inputs.traces(), sampled=[np.zeros(4)] * 2)
     assert {len(values) for values in found.values()} == {8}
     assert found["frobenius_hessian_trace"] == np.concatenate(inputs.traces()).tolist()
@@ -209,7 +211,7 @@ def test_measured_layer_weights_make_the_objective_a_divergence() -> None:
 @pytest.mark.parametrize("gpu_experts", [0, 2, 7])
 def test_online_decision_equals_the_assigner(weighted: bool, gpu_experts: int) -> None:
     options = {"gpu_experts": gpu_experts, "loss_weighting": "mass" if weighted else "none"}
-    inputs = inputs_of(29, 3, 7, method="prefix-split", average_bits="7/3", **options)
+    inputs = inputs_of(29, 3, 7, method="prefix-split", code_bits="7/3", **options)
     wanted = assign(inputs)
     counts, scores = (np.stack(part) for part in zip(*(inputs.profile.total(n) for n in range(3)), strict=True))
     losses = np.stack([np.stack([one[b] for b in (1, 2, 3, 4)], 1) for one in inputs.losses.matrix("gptq")])
@@ -224,13 +226,13 @@ Section = Callable[..., AssignSection]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "optimal"}, "method optimal needs average_bits, expert_bytes or size"),
-        ({"method": "optimal", "average_bits": 2, "size": "1GiB"}, "one budget is enough"),
-        ({"method": "mopeq", "average_bits": 2}, "average_bits belongs to frequency, optimal or prefix-split"),
+        ({"method": "optimal"}, "method optimal needs bits_per_weight, code_bits, expert_bytes or size"),
+        ({"method": "optimal", "code_bits": 2, "size": "1GiB"}, "one budget is enough"),
+        ({"method": "mopeq", "code_bits": 2}, "code_bits belongs to frequency, optimal or prefix-split"),
         ({"method": "uniform", "bits": 2, "metric": "hessian"}, "metric belongs to mopeq"),
         ({"method": "budget", "size": "1GiB", "hot_bits": 2, "cold_bits": 3}, "hot_bits must not be below"),
-        ({"method": "optimal", "average_bits": 5, "widths": [2, 4]}, "between 2 and 4"),
-        ({"method": "optimal", "average_bits": 2, "widths": [2, 2]}, "none twice"),
+        ({"method": "optimal", "code_bits": 5, "widths": [2, 4]}, "between 2 and 4"),
+        ({"method": "optimal", "code_bits": 2, "widths": [2, 2]}, "none twice"),
     ],
 )
 def test_sections_that_make_no_sense(options: dict[str, object], message: str) -> None:
@@ -239,5 +241,30 @@ def test_sections_that_make_no_sense(options: dict[str, object], message: str) -
 
 
 def test_impossible_average(tmp_path: Path) -> None:
-    with pytest.raises(AssignmentError, match=r"an average of 1 bits cannot be met .*; ask for 2 bits or more"):
-        assign(inputs_of(1, 2, 4, method="optimal", average_bits=1, target="gptqmodel"))
+    with pytest.raises(AssignmentError, match=r"average of 1 code bits cannot be met .*; ask for 2 code bits or more"):
+        assign(inputs_of(1, 2, 4, method="optimal", code_bits=1, target="gptqmodel"))
+
+
+@pytest.mark.parametrize("method", ["prefix-split", "frequency", "optimal", "uniform", "budget"])
+def test_stored_bits_are_a_limit_on_bytes(method: str) -> None:
+    """The same assignment comes of either; the least that a refusal names can be had."""
+    inputs = inputs_of(5, 2, 6)
+    weights, more = 6 * sum(inputs.weights), {"cold_bits": 1} if method == "budget" else {}
+    for bits in (Fraction(5, 2), Fraction(10, 3), Fraction(4)):
+        stored = assign(with_options(inputs, method=method, bits_per_weight=str(bits), **more))
+        in_bytes = assign(with_options(inputs, method=method, expert_bytes=int(bits * weights / 8), **more))
+        assert stored.layers == in_bytes.layers
+        assert 8 * expert_bytes(inputs, stored.bits()) <= bits * weights
+    with pytest.raises(BudgetError, match=r"1\.1 bits a weight cannot be met; the least possible is") as caught:
+        assign(with_options(inputs, method=method, bits_per_weight="1.1", **more))
+    least = str(caught.value).partition("ask for at least ")[2].split(",")[0]
+    assign(with_options(inputs, method="optimal", bits_per_weight=least))
+
+
+def test_stored_bits_leave_experts_on_the_gpu_out() -> None:
+    inputs = inputs_of(5, 2, 6, method="optimal", bits_per_weight=3, gpu_experts=2)
+    found = assign(inputs)
+    cold = [(n, c.bits) for n, layer in enumerate(found.layers) for c in layer.experts if c.tier == "ndp"]
+    size = sum(inputs.bytes[layer][bits] for layer, bits in cold)
+    weights = sum(inputs.weights[layer] for layer, _ in cold)
+    assert 2.9 < 8 * size / weights <= 3

@@ -51,7 +51,8 @@ def with_matrices(
     )
     whole = tuple({bits: sum(one[bits] for one in mine.values()) for bits in (*BITS, 16)} for mine in matrices)
     table = LossTable(pa.Table.from_pylist(rows, schema=SCHEMA))
-    return replace(inputs, losses=table, bytes=whole, matrix_bytes=matrices)
+    counts = tuple(sum(64 * int(w + number) + 1 for number in range(len(names))) for w in weights)
+    return replace(inputs, losses=table, bytes=whole, matrix_bytes=matrices, weights=counts)
 
 
 def spent(inputs: AssignInputs, assignment: Assignment) -> int:
@@ -107,7 +108,7 @@ def test_finer_is_never_worse(
     inputs = with_matrices(seed, layers, experts)
     limit = int(sum(one[1] * experts for one in inputs.bytes) * average)
     fixed = sum(one[16] - one[1] for one in inputs.bytes) * hot
-    budget = {"expert_bytes": limit + fixed} if in_bytes else {"average_bits": str(average)}
+    budget = {"expert_bytes": limit + fixed} if in_bytes else {"code_bits": str(average)}
     shared = {"method": "optimal", "loss_weighting": weighting, "layer_weighting": measured, "gpu_experts": hot}
     values, terms = [], with_options(inputs, granularity="projection", **budget, **shared)
     for granularity in ("projection", "expert", "layer"):
@@ -120,8 +121,8 @@ def test_finer_is_never_worse(
             assert score.optimum == pytest.approx(values[-1][1], rel=1e-9, abs=1e-15)
         if in_bytes:
             assert spent(mine, found) <= limit + fixed
-        elif found.average_bits("ndp") is not None:
-            assert found.average_bits("ndp") <= average
+        elif found.code_bits("ndp") is not None:
+            assert found.code_bits("ndp") <= average
         assert all(choice.bits == 16 for layer in found.layers for choice in layer.experts if choice.tier == "gpu")
     slack = 1 + 1e-9
     assert values[0][0] <= min(values[1][0], values[2][0]) * slack  # in the same terms
@@ -129,8 +130,8 @@ def test_finer_is_never_worse(
 
 
 def test_an_expert_is_worth_the_sum_of_its_matrices_where_they_are_decided() -> None:
-    inputs = with_matrices(3, 2, 4, method="optimal", average_bits=2, granularity="projection")
-    whole = tables(with_options(inputs, method="optimal", average_bits=2))
+    inputs = with_matrices(3, 2, 4, method="optimal", code_bits=2, granularity="projection")
+    whole = tables(with_options(inputs, method="optimal", code_bits=2))
     assert inputs.losses is not None
     for layer, (matrices, table) in enumerate(zip(matrix_tables(inputs), tables(inputs), strict=True)):
         for bits in (*BITS, 16):
@@ -144,28 +145,28 @@ def test_an_expert_is_worth_the_sum_of_its_matrices_where_they_are_decided() -> 
 
 def test_the_optimum_of_experts_is_counted_in_the_terms_that_were_asked_for() -> None:
     """One memo serves sections of both granularities."""
-    inputs = with_matrices(9, 2, 4, method="optimal", average_bits=2, granularity="projection")
+    inputs = with_matrices(9, 2, 4, method="optimal", code_bits=2, granularity="projection")
     found = assign(inputs)
     prices = {price.target: price for price in report.prices(inputs, found)}
-    alone = with_matrices(9, 2, 4, method="optimal", average_bits=2)
+    alone = with_matrices(9, 2, 4, method="optimal", code_bits=2)
     plain = {price.target: price for price in report.prices(alone, assign(alone))}
-    shared = with_options(inputs, method="optimal", average_bits=2)
+    shared = with_options(inputs, method="optimal", code_bits=2)
     again = {price.target: price for price in report.prices(shared, assign(shared))}
     assert again == plain
     assert prices["auto-round"].objective != pytest.approx(plain["auto-round"].objective)
 
 
 def test_layers_share_a_width() -> None:
-    found = assign(with_matrices(4, 5, 6, method="optimal", average_bits=2, granularity="layer"))
+    found = assign(with_matrices(4, 5, 6, method="optimal", code_bits=2, granularity="layer"))
     assert [len(set(bits.tolist())) for bits in found.bits()] == [1] * 5
     assert len(found.widths()) > 1
 
 
-def test_average_bits_are_spent_to_a_matrix_and_written_down(tmp_path: Path) -> None:
+def test_code_bits_are_spent_to_a_matrix_and_written_down(tmp_path: Path) -> None:
     """2.5 bits of 2 x 3 experts with 3 matrices each: 45 bits of matrices, 15 of experts."""
-    inputs = with_matrices(10, 2, 3, method="optimal", average_bits="5/2", granularity="projection")
+    inputs = with_matrices(10, 2, 3, method="optimal", code_bits="5/2", granularity="projection")
     found = assign(inputs)
-    assert found.average_bits() == Fraction(5, 2)
+    assert found.code_bits() == Fraction(5, 2)
     mixed = [choice for layer in found.layers for choice in layer.experts if choice.projections is not None]
     assert mixed
     assert all(choice.bits == max(choice.projections.values()) for choice in mixed)
@@ -185,7 +186,7 @@ def test_average_bits_are_spent_to_a_matrix_and_written_down(tmp_path: Path) -> 
 
 
 def test_a_thousand_experts_are_decided_exactly() -> None:
-    inputs = with_matrices(6, 8, 128, method="optimal", average_bits=2, granularity="projection")
+    inputs = with_matrices(6, 8, 128, method="optimal", code_bits=2, granularity="projection")
     score = report.score(inputs, assign(inputs))
     assert score.proven
     assert score.gap == pytest.approx(0, abs=1e-9)
@@ -193,8 +194,8 @@ def test_a_thousand_experts_are_decided_exactly() -> None:
 
 @pytest.mark.parametrize("target", ["auto-round", "gptqmodel"])
 def test_targets_that_take_widths_of_matrices(target: str) -> None:
-    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits="5/2", granularity="projection")
-    free, within = assign(inputs), assign(with_options(inputs, method="optimal", average_bits="5/2",
+    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", code_bits="5/2", granularity="projection")
+    free, within = assign(inputs), assign(with_options(inputs, method="optimal", code_bits="5/2",
                                                        granularity="projection", target=target))  # fmt: skip
     assert within.is_mixed
     assert refusal(targets()[target], within.expert_widths(), inputs.profile.layers, symmetric=True) is None
@@ -220,7 +221,7 @@ def test_widths_of_matrices_that_a_layers_experts_share() -> None:
 
 def test_one_width_for_a_matrix_of_all_of_a_layers_experts() -> None:
     """The least of all assignments that have one, by trying them all."""
-    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits=3, granularity="projection",
+    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", code_bits=3, granularity="projection",
                            target="llama.cpp")  # fmt: skip
     inputs = replace(inputs, group_size=256)
     found = assign(inputs)
@@ -242,13 +243,13 @@ def test_one_width_for_a_matrix_of_all_of_a_layers_experts() -> None:
 
 @pytest.mark.parametrize("target", ["vllm", "transformers"])
 def test_targets_refuse_widths_of_matrices(target: str) -> None:
-    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", average_bits="5/2", granularity="projection")
+    inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", code_bits="5/2", granularity="projection")
     found = assign(inputs)
     usual = replace(targets()[target], widths=targets()["moeq"].widths)
     reason = refusal(usual, found.expert_widths(), inputs.profile.layers, symmetric=True)
     assert reason is not None
     with pytest.raises(AssignmentError, match=rf"target {target}: granularity projection cannot .*target: moeq"):
-        assign(with_options(inputs, method="optimal", average_bits="5/2", granularity="projection", target=target))
+        assign(with_options(inputs, method="optimal", code_bits="5/2", granularity="projection", target=target))
     priced = {price.target: price for price in report.prices(inputs, found)}
     assert priced["moeq"].ratio == pytest.approx(1)
     assert priced[target].ratio is not None
@@ -256,7 +257,7 @@ def test_targets_refuse_widths_of_matrices(target: str) -> None:
 
 
 def test_without_rows_of_projections_it_says_what_to_set() -> None:
-    inputs = with_matrices(8, 2, 3, method="optimal", average_bits=2, granularity="projection")
+    inputs = with_matrices(8, 2, 3, method="optimal", code_bits=2, granularity="projection")
     bare = replace(inputs, losses=inputs_of(8, 2, 3).losses)
     with pytest.raises(AssignmentError, match=r"every projection alone.*losses\.per_projection: true.*moeq losses"):
         assign(bare)

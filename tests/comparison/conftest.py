@@ -14,7 +14,7 @@ from moeq.stages.context import Context
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "losses.bits=[1,2,3,4]",
     "losses.methods=[gptq]", "losses.per_projection=false", "quantize.replicas=all", "export.verify=false",
-    "assign={method: prefix-split, average_bits: 5/2, gpu_experts: 1}",
+    "assign={method: prefix-split, code_bits: 5/2, gpu_experts: 1}",
     "eval.compare=[{name: uniform-2, method: uniform, bits: 2}]",
 )  # fmt: skip
 

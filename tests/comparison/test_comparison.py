@@ -54,7 +54,7 @@ def compared(run: Path, tiny_mixtral: Path, tasks: Path, tmp_path_factory: pytes
         return found
 
     words = [tiny_mixtral, f"{run}:*", run / "checkpoint"]
-    contexts = ["gpu_experts=5", "gpu_experts=1,average_bits=2", "gpu_experts=1,average_bits=2,selector=false"]
+    contexts = ["gpu_experts=5", "gpu_experts=1,code_bits=2", "gpu_experts=1,code_bits=2,selector=false"]
     more = {"tasks": TASKS, "include_path": tasks, "text": str(text_of(out.parent)), "window": 24, "stride": 12}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loaded, "load", load)
@@ -159,9 +159,11 @@ def windows(compared: dict[str, Any]) -> list[Any]:
 
 def test_a_run_by_context_and_its_checkpoint_agree(compared: dict[str, Any]) -> None:
     found = values(compared)
-    for options in ("K=1 2-bit", "K=1 2-bit no selector"):
+    for options in ("K=1 2 code bits", "K=1 2 code bits no selector"):
         assert found[f"made {options}"] == pytest.approx(found[f"made/checkpoint {options}"], rel=1e-4)
-    assert found["made K=1 2-bit"]["perplexity"] != pytest.approx(found["made K=1 2-bit no selector"]["perplexity"])
+    assert found["made K=1 2 code bits"]["perplexity"] != pytest.approx(
+        found["made K=1 2 code bits no selector"]["perplexity"]
+    )
 
 
 def test_a_run_and_its_checkpoint_agree(compared: dict[str, Any]) -> None:
@@ -177,12 +179,12 @@ def test_results_are_in_lm_evals_own_form(compared: dict[str, Any]) -> None:
     assert results["configs"]["made_choice"]["metadata"]["config_source"] == "choice.yaml"
     assert results["n-shot"] == dict.fromkeys(TASKS.split(","), 0)
     assert len(results["samples"]["made_choice"]) == 5
-    rolling = next(row for row in compared["rows"] if row["name"] == "made K=1 2-bit")["perplexity"]
+    rolling = next(row for row in compared["rows"] if row["name"] == "made K=1 2 code bits")["perplexity"]
     assert "of which the first half is the prefill" in rolling["counted"]
     assert (rolling["window"], rolling["stride"]) == (24, 12)
-    of_context = next(row for row in compared["rows"] if row["name"] == "made K=1 2-bit")["lm_eval"]["config"]
+    of_context = next(row for row in compared["rows"] if row["name"] == "made K=1 2 code bits")["lm_eval"]["config"]
     assert "first half of a text's first window is the prefill" in of_context["rolling"]
-    assert of_context["context_aware"]["average_bits"] == "2"
+    assert of_context["context_aware"]["code_bits"] == "2"
     assert of_context["context_aware"]["statistics"] == "context"
 
 
@@ -193,8 +195,8 @@ def test_earlier_rows_by_context_say_what_they_counted(compared: dict[str, Any],
         row["of"].get("context_aware", {}).pop("statistics", None)
     document.write(tmp_path / "earlier.json", earlier)
     names = {row["name"] for row in document.read_rows(tmp_path / "earlier.json")}
-    assert {"mixtral", "made K=1 2-bit last token not counted"} <= names
-    assert "made K=1 2-bit" not in names
+    assert {"mixtral", "made K=1 2 code bits last token not counted"} <= names
+    assert "made K=1 2 code bits" not in names
 
 
 def test_earlier_results_are_compared_with_new_ones(compared: dict[str, Any], run: Path, tasks: Path) -> None:
@@ -217,7 +219,7 @@ def test_the_command_prints_measures_and_differences(compared: dict[str, Any]) -
     shown = CliRunner().invoke(app, ["eval", compared["out"]], catch_exceptions=False, env={"COLUMNS": "120"})
     assert shown.exit_code == 0, shown.output
     assert "p: two-sided, after Holm over the rows of a measure" in " ".join(shown.output.split())
-    assert "made K=1 2-bit no selector" in shown.output
+    assert "made K=1 2 code bits no selector" in shown.output
     assert "KL, nats a token" in shown.output
     narrow = CliRunner().invoke(app, ["eval", compared["out"]], catch_exceptions=False, env={"COLUMNS": "80"})
     assert all(len(line.rstrip()) <= 80 for line in narrow.output.splitlines())
@@ -255,14 +257,14 @@ def test_lm_evals_command_line_knows_moeq(
     from lm_eval.__main__ import cli_evaluate
 
     register()
-    arguments = f"pretrained={run},gpu_experts=1,average_bits=2,alpha=0.5,selector=true"
+    arguments = f"pretrained={run},gpu_experts=1,code_bits=2,alpha=0.5,selector=true"
     line = f"lm-eval --model moeq --model_args {arguments} --tasks made_choice --include_path {tasks} --batch_size 3"
     monkeypatch.setattr("sys.argv", [*line.split(), "--output_path", str(tmp_path)])
     monkeypatch.setattr("lm_eval.tasks.TaskManager.__init__", _without_defaults())
     cli_evaluate()
     written = next(tmp_path.rglob("results*.json"))
     found = json.loads(written.read_text("utf-8"))["results"]["made_choice"]["acc,none"]
-    assert found == values(compared)["made K=1 2-bit"]["made_choice"]
+    assert found == values(compared)["made K=1 2 code bits"]["made_choice"]
 
 
 def _without_defaults() -> Any:
@@ -385,7 +387,7 @@ def test_a_checkpoint_without_replicas_says_so(run: Path, tmp_path: Path) -> Non
     (copy / "placement.json").write_text(json.dumps(manifest))
     (copy / "SHA256SUMS").unlink()
     with pytest.raises(EvaluationError, match="holds no replicas of every expert at 1, 2, 3, 4, 16 bits"):
-        compare(asked([copy], context_aware=["gpu_experts=1,average_bits=2"]))
+        compare(asked([copy], context_aware=["gpu_experts=1,code_bits=2"]))
     assert load_checkpoint(copy, torch.float32, torch.device("cpu")) is not None
 
 

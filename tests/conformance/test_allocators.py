@@ -70,7 +70,7 @@ ALLOCATOR = Allocator(
     help="the more important experts of every layer at 4 bits, the others at 2",
     assign=assign,
     settings=Settings,
-    budgets=("expert_bytes", "average_bits"),
+    budgets=("expert_bytes", "code_bits", "bits_per_weight"),
 )
 '''
 MODULES = {"strangers_allocator": STRANGER, "strangers_wrong": "ALLOCATOR = dict(name='wrong')\n"}
@@ -103,10 +103,16 @@ def configs(inputs: AssignInputs, allocator: Allocator, *, gpu_experts: int = 0)
         for keys in [{*allocator.settings.model_fields, *SHARED}]
     ]
     least = least_bytes(inputs)
-    whole = {"expert_bytes": 5 * least, "size": 5 * least + inputs.other_bytes, "average_bits": "5/2"}
+    whole = {"expert_bytes": 5 * least, "size": 5 * least + inputs.other_bytes, "code_bits": "5/2"}
+    whole["bits_per_weight"] = str(Fraction(5 * 8 * least, sum(weights_of(inputs))))
     given = [{budget: whole[budget]} for budget in allocator.budgets if budget in whole]
     every = [json.loads(text) for text in dict.fromkeys(json.dumps(one, sort_keys=True) for one in [*shown, *given])]
     return [AssignSection(method=allocator.name, gpu_experts=gpu_experts, **keys) for keys in every or [{}]]
+
+
+def weights_of(inputs: AssignInputs) -> list[int]:
+    """Weights of every layer's experts."""
+    return [one * counts.shape[-1] for one, counts in zip(inputs.weights, inputs.profile.counts, strict=True)]
 
 
 def stored(inputs: AssignInputs, assignment: Assignment) -> int:
@@ -121,9 +127,14 @@ def check_kept(inputs: AssignInputs, assignment: Assignment) -> None:
         assert stored(inputs, assignment) <= config.expert_bytes
     if config.size is not None:
         assert stored(inputs.in_the_checkpoint(), assignment) + inputs.other_bytes <= config.size
-    average = assignment.average_bits("ndp")
-    if config.average_bits is not None and average is not None:
-        assert average <= Fraction(config.average_bits)
+    if config.bits_per_weight is not None:
+        cold = [(layer, one) for layer, mask in enumerate(assignment.hot()) for one in np.flatnonzero(~mask)]
+        widths = assignment.expert_widths()
+        size = sum(inputs.stored(layer, widths[layer][expert]) for layer, expert in cold)
+        assert 8 * size <= Fraction(config.bits_per_weight) * sum(inputs.weights[layer] for layer, _ in cold)
+    average = assignment.code_bits("ndp")
+    if config.code_bits is not None and average is not None:
+        assert average <= Fraction(config.code_bits)
 
 
 def check_one_line(error: AssignmentError) -> None:
@@ -174,7 +185,8 @@ def test_a_section_is_written_as_it_is_read(allocator: Allocator) -> None:
 
 def test_keys_of_others_are_refused_by_name(allocator: Allocator) -> None:
     values: dict[str, object] = {
-        "average_bits": 3, "expert_bytes": 10**6, "size": 10**7, "bits": 3, "widths": [2, 3], "scope": "layer",
+        "bits_per_weight": 3, "code_bits": 3, "expert_bytes": 10**6, "size": 10**7, "bits": 3, "widths": [2, 3],
+        "scope": "layer",
         "granularity": "expert", "ndp_latency_ms": 1.0, "trace": "closed", "trace_samples": 3, "metric": "hybrid",
         "hot_bits": 4, "first": "other",
     }  # fmt: skip
@@ -203,7 +215,8 @@ def test_budgets_are_kept_or_refused_with_what_is_possible(
     least = least_bytes(inputs)
     whole = int(least + share * (full - least))
     average = Fraction(4 + int(8 * share), 4)
-    values = {"expert_bytes": whole, "size": whole + inputs.other_bytes, "average_bits": str(average)}
+    values = {"expert_bytes": whole, "size": whole + inputs.other_bytes, "code_bits": str(average)}
+    values["bits_per_weight"] = str(Fraction(8 * whole, sum(weights_of(inputs))))
     for name in NAMES:
         allocator = ALLOCATORS.get(name)
         for budget in (key for key in allocator.budgets if key in BUDGETS):
@@ -335,7 +348,7 @@ def test_a_frontier_shows_it(allocator: Allocator) -> None:
     points = report.frontier(inputs, AVERAGES, assign)
     mine = [point for point in points if point.method.split(",")[0].split()[0] == allocator.name]
     assert mine
-    assert all(np.isfinite([point.objective, point.average_bits]).all() for point in mine)
+    assert all(np.isfinite([point.objective, point.bits_per_weight]).all() for point in mine)
     labels = {label for label, section in report.sections(inputs, AVERAGES) if section.method == allocator.name}
     assert labels <= {point.method for point in mine}
 
@@ -345,7 +358,9 @@ def test_a_frontier_leaves_out_what_was_not_measured_or_cannot_be_met() -> None:
     rows = [row for row in inputs.losses.rows() if row["bits"] in (2, 3)]
     points = report.frontier(replace(inputs, losses=table_of(rows)), ("1", "2", "5/2", "3"), assign)
     assert {point.method for point in points} == {"uniform", "frequency", "optimal", "optimal, layer"}
-    assert min(point.average_bits for point in points) == 2
+    least = sum(6 * one[2] for one in inputs.bytes)
+    assert min(point.expert_bytes for point in points) == least
+    assert min(point.bits_per_weight for point in points) == 8 * least / sum(weights_of(inputs))
 
 
 def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(tmp_path: Path) -> None:
@@ -355,7 +370,7 @@ def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(tmp_
     recipe.write_text(
         "name: halves\nmodel: bundled:tiny-mixtral\ncorpus: {sequences: 8, sequence_length: 32}\n"
         "losses: {bits: [1, 2, 3, 4], methods: [rtn], group_size: 16, per_projection: false}\n"
-        "assign: {method: strangers, average_bits: 3, first: other, quantizer: rtn}\n"
+        "assign: {method: strangers, code_bits: 3, first: other, quantizer: rtn}\n"
         "eval: {perplexity: {sequences: 2, sequence_length: 32}, compare: [\n"
         "  {name: bytes, method: strangers, expert_bytes: 3MB, quantizer: rtn}]}\n"
         "estimate: {grid: {inputs: [64], outputs: [16]}}\n"
@@ -390,11 +405,11 @@ def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(tmp_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("assign:\n  method: strangers\n  average_bits: 3\n  first: second\n", "line 4: assign.first: Input should be"),
-        ("assign:\n  method: strangers\n  average_bits: 3\n  fist: other\n", "line 4: unknown key .* mean 'first'"),
+        ("assign:\n  method: strangers\n  code_bits: 3\n  first: second\n", "line 4: assign.first: Input should be"),
+        ("assign:\n  method: strangers\n  code_bits: 3\n  fist: other\n", "line 4: unknown key .* mean 'first'"),
         ("assign: {method: uniform, bits: 3, first: other}\n", "first belongs to strangers"),
         (
-            "losses: {bits: [1, 2, 3]}\nassign: {method: strangers, average_bits: 3}\n",
+            "losses: {bits: [1, 2, 3]}\nassign: {method: strangers, code_bits: 3}\n",
             "4 bits is not among losses.bits",
         ),
     ],

@@ -122,7 +122,7 @@ def test_the_recipe_of_figures(tmp_path: Path) -> None:
     code, text = moeq(RECIPE, "--out", tmp_path / "out")
     assert code == 0
     assert text.count("missed  ") == 6
-    assert "8x7B, 2 bits, decode over MoNDE (bandwidth rule): 9.75×" in " ".join(text.split())
+    assert "8x7B, 2 code bits, decode over MoNDE (bandwidth rule): 9.75×" in " ".join(text.split())
     slower = as_json(RECIPE, "--hardware", "h100-ndp-pcie4", "--grid", "in=128", "out=512", "--out", tmp_path / "other")
     assert slower["hardware"] == "h100-ndp-pcie4"
     assert all(row["missed"] for case in slower["cases"] for row in case["stated"] if row["figure"] == "decode")

@@ -21,7 +21,7 @@ from moeq.stages.context import Context
 
 SMALL = (
     "corpus.sequences=4", "corpus.sequence_length=32", "losses.group_size=16", "losses.bits=[1,2,3,4]",
-    "losses.methods=[rtn]", "assign={method: optimal, average_bits: 3, gpu_experts: 1, quantizer: rtn}",
+    "losses.methods=[rtn]", "assign={method: optimal, code_bits: 3, gpu_experts: 1, quantizer: rtn}",
     "profile.trace=true", "eval.compare=[]",
 )  # fmt: skip
 ONE = ("--grid", "in=16", "out=16", "--json")
@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_assignment(finished: Path, tiny_mixtral: Path) -
 
 
 def test_uniform_widths_may_replace_those_of_the_checkpoint(finished: Path) -> None:
-    assert case("--model", finished / "checkpoint", "--bits", "2")["estimate"]["placement"].startswith("2 bits")
+    assert case("--model", finished / "checkpoint", "--bits", "2")["estimate"]["placement"].startswith("2 code bits")
 
 
 def test_a_trace_of_the_run(finished: Path) -> None:

@@ -70,12 +70,12 @@ def test_the_recipe_of_paper_000() -> None:
     assert len(found) == 14
     assert all(abs(one.deviation) < 0.15 for one in found)
     assert {(one.case, one.name) for one in found if one.missed} == {
-        ("8x7B, 3 bits", "end to end over monde_bwrule"),  # the low end is 11 % too good
-        ("8x7B, 2 bits", "decode over monde_bwrule"),
-        ("8x7B, 2 bits", "end to end over monde_bwrule"),
-        ("8x7B, 2 bits", "end to end over hobbit"),
-        ("8x7B, 2 bits", "near-data side over FP16"),
-        ("8x22B, 2 bits", "near-data side over FP16"),
+        ("8x7B, 3 code bits", "end to end over monde_bwrule"),  # the low end is 11 % too good
+        ("8x7B, 2 code bits", "decode over monde_bwrule"),
+        ("8x7B, 2 code bits", "end to end over monde_bwrule"),
+        ("8x7B, 2 code bits", "end to end over hobbit"),
+        ("8x7B, 2 code bits", "near-data side over FP16"),
+        ("8x22B, 2 code bits", "near-data side over FP16"),
     }
 
 

@@ -107,7 +107,7 @@ def test_all_experts_exact_is_hflm(loaded: tuple[Any, Any, Made], kind: str, rea
     mine = context_aware(loaded, gpu_experts=experts, **reading)
     found = answers(mine, kind, asked)
     assert_same(kind, found, answers(plain, kind, asked))
-    coarse = context_aware(loaded, gpu_experts=0, average_bits="1", **reading)
+    coarse = context_aware(loaded, gpu_experts=0, code_bits="1", **reading)
     with pytest.raises(AssertionError):  # at one bit something changes
         assert_same(kind, answers(coarse, kind, asked), found)
 
@@ -129,7 +129,7 @@ def test_windows_of_attention_have_no_place_for_pads(tmp_path: Path, kind: str) 
 @pytest.mark.parametrize("kind", ["loglikelihood", "rolling", "generation"])
 @pytest.mark.parametrize("statistics", ["context", "before_last"])
 def test_batches_and_order_change_nothing(loaded: tuple[Any, Any, Made], kind: str, statistics: str) -> None:
-    given = {"gpu_experts": 1, "average_bits": "2.5", "statistics": statistics}
+    given = {"gpu_experts": 1, "code_bits": "2.5", "statistics": statistics}
     asked = requests(kind)
     wanted = answers(context_aware(loaded, 1, **given), kind, asked)
     for batch_size in (4, "auto"):
@@ -144,7 +144,7 @@ def test_decisions_are_the_same_bits_in_any_batch(loaded: tuple[Any, Any, Made])
     asked = requests("loglikelihood")
     found = []
     for batch_size, order in ((1, 1), (5, -1)):
-        lm = context_aware(loaded, batch_size, gpu_experts=1, average_bits="2.5")
+        lm = context_aware(loaded, batch_size, gpu_experts=1, code_bits="2.5")
         seen: dict[bytes, np.ndarray] = {}
         decide = lm.runtime.choose
         lm.runtime.choose = lambda routing, decide=decide, seen=seen: seen.setdefault(
@@ -161,7 +161,7 @@ def test_decisions_are_the_same_bits_in_any_batch(loaded: tuple[Any, Any, Made])
 def test_a_decision_is_what_the_model_runs_with(loaded: tuple[Any, Any, Made], reading: dict[str, str]) -> None:
     """The score of a continuation, against the model with the decided replicas written over its experts."""
     model, tokenizer, made = loaded
-    mine = runtime(loaded, gpu_experts=1, average_bits="2", **reading)
+    mine = runtime(loaded, gpu_experts=1, code_bits="2", **reading)
     context, continuation = (tuple(tokenizer(text)["input_ids"]) for text in (sentence(random.Random(5), 9), " a mat"))
     with mine.installed():
         prefilled = mine.prefill(context)
@@ -195,7 +195,7 @@ def test_batched_answers_are_those_of_one_step_after_the_other(
     loaded: tuple[Any, Any, Made], reading: dict[str, str]
 ) -> None:
     """Contexts of several lengths, generated and scored together, against a plain model that decodes token by token."""
-    mine = runtime(loaded, gpu_experts=1, average_bits="2", **reading)
+    mine = runtime(loaded, gpu_experts=1, code_bits="2", **reading)
     contexts = [list(range(5, 5 + length)) for length in (12, 1, 7, 2)]
     steps = [step_by_step(loaded, mine, context, reading, count=4) for context in contexts]
     with mine.installed():
@@ -240,7 +240,7 @@ def step_by_step(
 @pytest.mark.parametrize("reading", READINGS, ids=NAMES)
 def test_statistics_are_of_the_context_alone(loaded: tuple[Any, Any, Made], reading: dict[str, str]) -> None:
     """Every token that counts chooses top-k experts of every layer; no pad counts, and no token of an answer."""
-    mine = runtime(loaded, gpu_experts=1, average_bits="2", **reading)
+    mine = runtime(loaded, gpu_experts=1, code_bits="2", **reading)
     top_k = loaded[0].config.num_experts_per_tok
     contexts = [[5, 6, 7], [9], [3] * 11]
     with mine.installed():
@@ -253,7 +253,7 @@ def test_statistics_are_of_the_context_alone(loaded: tuple[Any, Any, Made], read
 
 
 def test_readings_share_prefills_but_not_statistics(loaded: tuple[Any, Any, Made]) -> None:
-    store, given = PrefillStore(), {"gpu_experts": 1, "average_bits": "2"}
+    store, given = PrefillStore(), {"gpu_experts": 1, "code_bits": "2"}
     whole, before, exact = (runtime(loaded, store, **given, **reading) for reading in READINGS)
     found = []
     for mine in (whole, before, exact):
@@ -264,7 +264,7 @@ def test_readings_share_prefills_but_not_statistics(loaded: tuple[Any, Any, Made
 
 
 def test_the_first_half_of_the_first_window_is_exact(loaded: tuple[Any, Any, Made]) -> None:
-    mine = context_aware(loaded, gpu_experts=0, average_bits="1")
+    mine = context_aware(loaded, gpu_experts=0, code_bits="1")
     plain = StaticLM(loaded[0], loaded[1], batch_size=1, max_length=64)
     tokens = loaded[1](sentence(random.Random(2), 60))["input_ids"][:41]
     found = next(mine.rolling([(tokens[:-1], tokens[1:])])).log_softmax(-1)[range(40), tokens[1:]]
@@ -276,8 +276,8 @@ def test_the_first_half_of_the_first_window_is_exact(loaded: tuple[Any, Any, Mad
 
 
 def test_a_placed_prefill_runs_with_the_placed_replicas(loaded: tuple[Any, Any, Made]) -> None:
-    exact = runtime(loaded, gpu_experts=1, average_bits="2")
-    placed = runtime(loaded, gpu_experts=1, average_bits="2", prefill="placed")
+    exact = runtime(loaded, gpu_experts=1, code_bits="2")
+    placed = runtime(loaded, gpu_experts=1, code_bits="2", prefill="placed")
     context = list(range(5, 25))
     found = []
     for mine in (exact, placed):
@@ -287,7 +287,7 @@ def test_a_placed_prefill_runs_with_the_placed_replicas(loaded: tuple[Any, Any, 
 
 
 def test_contexts_are_prefilled_once(loaded: tuple[Any, Any, Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = context_aware(loaded, gpu_experts=1, average_bits="2")
+    lm = context_aware(loaded, gpu_experts=1, code_bits="2")
     ran: list[tuple[int, ...]] = []
     before = lm.runtime._prefill
     monkeypatch.setattr(lm.runtime, "_prefill", lambda tokens: ran.append(tokens) or before(tokens))
@@ -298,7 +298,7 @@ def test_contexts_are_prefilled_once(loaded: tuple[Any, Any, Made], monkeypatch:
 
 def test_too_long_a_request_is_one_line_or_cut(loaded: tuple[Any, Any, Made]) -> None:
     asked = [SimpleNamespace(args=(sentence(random.Random(1), 120), " mat"), task_name="made")]
-    for lm in (context_aware(loaded, gpu_experts=1, average_bits="2"), StaticLM(loaded[0], loaded[1], max_length=64)):
+    for lm in (context_aware(loaded, gpu_experts=1, code_bits="2"), StaticLM(loaded[0], loaded[1], max_length=64)):
         with pytest.raises(EvaluationError, match=r"request of \d+ tokens .* longer than the model's 64 positions"):
             answers(lm, "loglikelihood", asked)
     experts = loaded[2].layers[0].num_experts
@@ -319,7 +319,7 @@ def test_too_long_a_request_is_one_line_or_cut(loaded: tuple[Any, Any, Made]) ->
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "rolling"])
 def test_outputs_that_are_no_numbers_are_no_answers(loaded: tuple[Any, Any, Made], kind: str) -> None:
-    pair = context_aware(loaded, gpu_experts=1, average_bits="2"), StaticLM(loaded[0], loaded[1], max_length=64)
+    pair = context_aware(loaded, gpu_experts=1, code_bits="2"), StaticLM(loaded[0], loaded[1], max_length=64)
     weight = loaded[0].get_input_embeddings().weight
     before = weight.detach().clone()
     try:
@@ -332,11 +332,12 @@ def test_outputs_that_are_no_numbers_are_no_answers(loaded: tuple[Any, Any, Made
 
 
 def test_options_that_cannot_be() -> None:
-    assert ContextOptions.parse("gpu_experts=2, average_bits=2.5,selector=true").average_bits == "5/2"
+    assert ContextOptions.parse("gpu_experts=2, code_bits=2.5,selector=true").code_bits == "5/2"
     for text, message in {
         "gpu_expert=2": "unknown option 'gpu_expert'; did you mean 'gpu_experts'",
-        "average_bits=5": "between 1 and 4",
-        "average_bits=2.5,selector=false": "selector off",
+        "code_bits=5": "between 1 and 4",
+        "average_bits=2": "unknown option 'average_bits'; write code_bits",
+        "code_bits=2.5,selector=false": "selector off",
         "gpu_experts": "not OPTION=VALUE",
         "statistics=all": "statistics: ",
         "first_token=prefill,statistics=before_last": "leave statistics out",
@@ -345,8 +346,8 @@ def test_options_that_cannot_be() -> None:
             ContextOptions.parse(text)
     narrow = frozenset({2, 16})
     with pytest.raises(EvaluationError, match="no replicas of every expert at 1, 3, 4 bits"):
-        check_replicas(ContextOptions.parse("average_bits=2"), 8, narrow, "here")
-    check_replicas(ContextOptions.parse("average_bits=2,selector=false"), 8, narrow, "here")
+        check_replicas(ContextOptions.parse("code_bits=2"), 8, narrow, "here")
+    check_replicas(ContextOptions.parse("code_bits=2,selector=false"), 8, narrow, "here")
     with pytest.raises(EvaluationError, match="gpu_experts is 9, a layer has 8"):
         check_replicas(ContextOptions(gpu_experts=9), 8, narrow, "here")
     with pytest.raises(EvaluationError, match="6 experts a layer have no width"):
@@ -354,9 +355,9 @@ def test_options_that_cannot_be() -> None:
 
 
 def test_what_is_not_the_paper_s_stands_in_the_name() -> None:
-    label = ContextOptions.parse("gpu_experts=1,average_bits=2").label
-    assert label == "K=1 2-bit"
-    text = "gpu_experts=1,average_bits=2,loss_weighting=none,statistics=before_last"
+    label = ContextOptions.parse("gpu_experts=1,code_bits=2").label
+    assert label == "K=1 2 code bits"
+    text = "gpu_experts=1,code_bits=2,loss_weighting=none,statistics=before_last"
     assert ContextOptions.parse(text).label == f"{label} unweighted last token not counted"
 
 
@@ -377,7 +378,7 @@ def test_results_from_before_the_statistics_were_an_option_say_what_they_counted
 
 def test_the_selector_off_gives_one_width() -> None:
     routing = RoutingCounts(counts=np.array([[5, 1, 3]]), scores=np.array([[2.0, 0.5, 1.0]]))
-    found = chooser(ContextOptions.parse("gpu_experts=1,average_bits=2,selector=false"), None)(routing)
+    found = chooser(ContextOptions.parse("gpu_experts=1,code_bits=2,selector=false"), None)(routing)
     assert found.tolist() == [[16, 2, 2]]
 
 
@@ -390,8 +391,8 @@ def test_alpha_and_the_weighting_of_losses_decide() -> None:
         found: list[list[int]] = chooser(ContextOptions.parse(text), losses)(routing).tolist()
         return found[0]
 
-    hot = [decided(f"gpu_experts=1,average_bits=2,alpha={alpha}").index(16) for alpha in (0, 1)]
+    hot = [decided(f"gpu_experts=1,code_bits=2,alpha={alpha}").index(16) for alpha in (0, 1)]
     assert sorted(hot) == [0, 1], "by weight and by count"
-    mass, plain = (decided(f"average_bits=2,alpha=1,loss_weighting={one}") for one in ("mass", "none"))
+    mass, plain = (decided(f"code_bits=2,alpha=1,loss_weighting={one}") for one in ("mass", "none"))
     assert sum(mass) == sum(plain) == 8
     assert mass != plain

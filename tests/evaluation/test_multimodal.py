@@ -219,7 +219,7 @@ def test_models_and_checkpoints_side_by_side(
 
 def test_precision_follows_a_context_of_text_only(finished: Context, folder: Path) -> None:
     def asked(tasks: str) -> EvalOptions:
-        options = ["gpu_experts=3,average_bits=2,selector=false", "gpu_experts=7"]
+        options = ["gpu_experts=3,code_bits=2,selector=false", "gpu_experts=7"]
         words = [f"{finished.out}:original"]
         return EvalOptions(recipe=words, tasks=tasks, include_path=folder, context_aware=options, quiet=True)
 

@@ -143,7 +143,7 @@ def answers(model: nn.Module) -> dict[str, Any]:
 
 def context_aware(folder: Path) -> dict[str, float]:
     """Perplexities of the nested checkpoint on TEXT, for which replicas of every width are read."""
-    how = ("--context-aware", "gpu_experts=1,average_bits=2.5", "--text", folder / TEXT, "--dtype", "float32")
+    how = ("--context-aware", "gpu_experts=1,code_bits=2.5", "--text", folder / TEXT, "--dtype", "float32")
     rows = moeq("eval", folder / NESTED, *how, "--device", "cpu")["table"]
     return {row["name"]: row["cells"]["perplexity"]["value"] for row in rows}
 

@@ -47,7 +47,7 @@ ALL_WIDTHS: dict[str, Any] = {
     },
     "others": {"attention": 4},
     "assign": {
-        "method": "prefix-split", "average_bits": 2.5, "gpu_experts": 1, "quantizer": "best",
+        "method": "prefix-split", "code_bits": 2.5, "gpu_experts": 1, "quantizer": "best",
         "loss_weighting": "effect",
     },
     "export": {"verify": False},
@@ -69,14 +69,14 @@ UNIFORM = EXPORTED | {
 NESTED_RUN = EXPORTED | {
     "name": "nested",
     "losses": {"methods": ["gptq"], "group_size": 16, "symmetric": True, "nested": True},
-    "assign": {"method": "prefix-split", "average_bits": 2.5, "gpu_experts": 1},
+    "assign": {"method": "prefix-split", "code_bits": 2.5, "gpu_experts": 1},
     "quantize": {"replicas": "all"},
 }  # fmt: skip
 PROJECTIONS = EXPORTED | {
     "name": "projections",
     "losses": {"methods": ["gptq"], "group_size": -1},
     "others": {"attention": 4, "embeddings": 8, "head": 3, "group_size": 16},
-    "assign": {"method": "optimal", "average_bits": 2.5, "granularity": "projection"},
+    "assign": {"method": "optimal", "code_bits": 2.5, "granularity": "projection"},
     "quantize": {"refine": {"iterations": 4}},
 }  # fmt: skip
 IMAGES = {
@@ -84,7 +84,7 @@ IMAGES = {
     "corpus": {"source": "digits", "sequences": 32, "batch_size": 16},
     "reparam": {"bits": 8, "samples": 16, "integer": {"vectors": 1, "calibration": 8, "schemes": False}},
     "losses": {"bits": [2, 4], "methods": ["rtn"], "group_size": 16},
-    "assign": {"method": "optimal", "average_bits": 3, "quantizer": "rtn"},
+    "assign": {"method": "optimal", "code_bits": 3, "quantizer": "rtn"},
     "export": {"verify": False},
     "eval": {"images": {"images": 24}, "compare": [{"name": "u2", "method": "uniform", "bits": 2, "quantizer": "rtn"}]},
     "estimate": {"grid": {"inputs": [64], "outputs": [64]}},

@@ -96,7 +96,7 @@ def test_a_whole_run_from_the_command_line(own_code: Path, tmp_path: Path) -> No
     out = tmp_path / "run"
     small = (
         "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "eval.perplexity.sequences=2",
-        "eval.perplexity.sequence_length=32", "eval.compare=[]",
+        "eval.perplexity.sequence_length=32", "eval.compare=[]", "assign.code_bits=2",
     )  # fmt: skip
     run = ["run", "--model", str(own_code), "--out", str(out), "--quiet", *(f"--set={setting}" for setting in small)]
     generate = ["generate", str(out / "checkpoint"), "hello", "--max-new-tokens=2"]

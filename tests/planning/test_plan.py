@@ -34,7 +34,8 @@ FAMILIES = (
     "longcat_flash", "deepseek_v3", "granitemoe", "aria",
 )  # fmt: skip
 SMALL = (
-    "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "eval.perplexity.sequences=4",
+    "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "assign.code_bits=2",
+    "eval.perplexity.sequences=4",
     "eval.perplexity.sequence_length=32", "eval.compare=[]", "estimate.grid.inputs=[128]",
 )  # fmt: skip
 

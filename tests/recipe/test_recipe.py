@@ -6,6 +6,7 @@ import pytest
 
 from moeq.errors import RecipeError
 from moeq.recipe import HUB_DATASET, load_recipe
+from moeq.recipe.earlier import as_in_keys
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -52,10 +53,16 @@ def test_shipped_recipes_load(path: Path) -> None:
         ),
         ("profile: {min_tokens: 0}\n", r"line 1: profile.min_tokens: .*greater than or equal to 1"),
         ("losses: {group_size: 0}\n", r"group_size must be -1 .* or at least 8"),
-        ("assign: {average_bits: 7}\n", "average_bits must lie between 1 and 4, not 7"),
-        ("assign: {average_bits: lots}\n", "must be a number such as 2.5 or 5/2"),
+        ("assign: {code_bits: 7}\n", "code_bits must lie between 1 and 4, not 7"),
+        ("assign: {bits_per_weight: 0.5}\n", "bits_per_weight must lie between 1 and 32, not 1/2"),
+        ("assign: {bits_per_weight: 2, code_bits: 2}\n", "one budget is enough"),
+        (
+            "assign: {average_bits: 2, code_bits: 2}\n",
+            "average_bits is what code_bits was called, and both are given; leave average_bits out",
+        ),
+        ("assign: {code_bits: lots}\n", "must be a number such as 2.5 or 5/2"),
         ("assign: {method: uniform}\n", "method uniform needs bits"),
-        ("assign: {average_bits: 2.5, selector: false}\n", "selector off"),
+        ("assign: {code_bits: 2.5, selector: false}\n", "selector off"),
         ("losses: {bits: [2, 4]}\nassign: {method: uniform, bits: 3}\n", "assign: 3 bits is not among losses.bits"),
         ("losses: {methods: [rtn]}\n", "quantizer gptq is not among losses.methods"),
         (
@@ -80,9 +87,9 @@ def test_errors_say_what_and_where(tmp_path: Path, text: str, message: str) -> N
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("assign.average_bits", "not key=value"),
-        ("assign.avrage_bits=2", r"--set assign.avrage_bits: unknown key .*did you mean 'average_bits'"),
-        ("assign.average_bits=9", r"--set assign: .*between 1 and 4"),
+        ("assign.code_bits", "not key=value"),
+        ("assign.code_bitz=2", r"--set assign.code_bitz: unknown key .*did you mean 'code_bits'"),
+        ("assign.code_bits=9", r"--set assign: .*between 1 and 4"),
         ("name.x=1", "not a section"),
     ],
 )
@@ -92,9 +99,32 @@ def test_overrides_are_named(override: str, message: str) -> None:
 
 
 def test_budgets_are_exact_and_sizes_have_units() -> None:
-    recipe = load_recipe(None, ["assign.average_bits=2.1", "losses.working_memory=1.5GiB"])
-    assert recipe.assign.average_bits == "21/10"
+    recipe = load_recipe(None, ["assign.code_bits=2.1", "losses.working_memory=1.5GiB"])
+    assert recipe.assign.code_bits == "21/10"
     assert recipe.losses.working_memory == 3 * 2**29
+
+
+def test_earlier_names_are_read(tmp_path: Path) -> None:
+    """Of the section, of entries of eval.compare and of --set, which has the last word under either name."""
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "assign: {average_bits: 2.5}\neval: {compare: [{name: a, method: optimal, average_bits: 3}]}\n", "utf-8"
+    )
+    recipe = load_recipe(path)
+    assert (recipe.assign.code_bits, recipe.eval.compare[0].code_bits) == ("5/2", "3")
+    for name in ("average_bits", "code_bits"):
+        assert load_recipe(path, [f"assign.{name}=3"]).assign.code_bits == "3"
+    stored = load_recipe(path, ["assign.average_bits=null", "assign.bits_per_weight=2.3"]).assign
+    assert (stored.bits_per_weight, stored.code_bits) == ("23/10", None)
+
+
+def test_keys_of_stages_are_those_of_the_earlier_names() -> None:
+    """Of a section with code_bits; bits_per_weight is in them where it is given."""
+    codes = as_in_keys(load_recipe(None, ["assign.code_bits=2.5"]).model_dump(mode="json"))["assign"]
+    assert codes["average_bits"] == "5/2"
+    assert not {"code_bits", "bits_per_weight"} & set(codes)
+    stored = as_in_keys(load_recipe(None, ["assign.bits_per_weight=2.5"]).model_dump(mode="json"))["assign"]
+    assert (stored["average_bits"], stored["bits_per_weight"]) == (None, "5/2")
 
 
 def test_corpora_can_be_set_from_the_command_line() -> None:

@@ -19,6 +19,7 @@ from moeq.artifacts.stage import ModelStamp
 from moeq.estimator import Estimate, Grid, Placement, estimate, load_geometry, load_hardware
 from moeq.reporting.inputs import ReportInputs, SpeedInputs
 
+EXPERT_WEIGHTS = 3_000_000  # of the 4,000,000 of all
 BASELINES = ("monde_bwrule", "monde_opt", "hobbit")
 
 
@@ -103,14 +104,15 @@ def assignment_of(name: str, layers: int, experts: int, gpu: int = 1) -> Assignm
 
 
 def row_of(name: str, size: int, perplexity: float, assignment: Assignment | None, exported: bool = False) -> EvalRow:
-    average = None if assignment is None else assignment.average_bits()
+    codes = None if assignment is None else assignment.code_bits()
     return EvalRow(
         name=name,
         exported=exported,
         assignment=assignment,
         expert_bytes=size,
         other_bytes=2_000_000,
-        average_bits=None if average is None else float(average),
+        bits_per_weight=8 * size / EXPERT_WEIGHTS,
+        code_bits=None if codes is None else float(codes),
         perplexity=perplexity,
         perplexity_by_domain={"math": 0.8 * perplexity, "prose": 1.2 * perplexity},
         accuracy=0.6,

@@ -362,7 +362,7 @@ def test_every_assignment_has_a_map_with_its_bits_and_bytes(make: Make, with_row
     other = inputs.evaluation.rows[-1]
     rows = [*inputs.evaluation.rows, other.model_copy(update={"name": "mopeq", "assignment": renamed(other, "mopeq")})]
     page = render(with_rows(inputs, rows))
-    bits = {row.name: f"{row.average_bits:.2f}" for row in rows if row.assignment is not None}
+    bits = {row.name: f"{row.bits_per_weight:.2f}" for row in rows if row.assignment is not None}
     for name, size in (("mixed", "879 KiB"), ("uniform-4", "1.63 MiB"), ("mopeq", "1.63 MiB")):
         assert f">{name}: {bits[name]} bits, {size}</text>" in page
     assert "mopeq (metric hessian, scope layer). No expert is placed on the GPU." in page
@@ -373,8 +373,8 @@ def test_every_assignment_has_a_map_with_its_bits_and_bytes(make: Make, with_row
 def test_measures_have_a_map_each_and_unknown_ones_none(make: Make) -> None:
     inputs = make()
     titles = ["Activation frequency", "Routing mass", "Hessian trace", "Hybrid importance",
-              "Trace of the calibration Hessian", "Loss at 2 bits", "Loss at 1 bit", "Loss at 3 bits",
-              "Loss at 4 bits"]  # fmt: skip
+              "Trace of the calibration Hessian", "2-bit loss", "1-bit loss", "3-bit loss",
+              "4-bit loss"]  # fmt: skip
     assert re.findall(r'aria-label="([^":]+): map of 3 layers by 5 experts', render(inputs))[:9] == titles
     table = inputs.sensitivities.table
     place = table.column_names.index("calibration_hessian_trace")
@@ -415,7 +415,7 @@ def test_matrices_of_several_widths_have_their_mean(make: Make) -> None:
     assert found.csv().splitlines()[2] == f"0,1,{layer.experts[1].bits}"
     assert "Cells: the mean of the expert's matrices." in found.caption()
     assert ">2.7</text>" in found.svg()
-    assert "the mean of its matrices' bits" in parsed(render(inputs)).text
+    assert "the mean of its matrices' code bits" in parsed(render(inputs)).text
 
 
 def test_the_header_says_what_calibration_reached_and_what_was_refined(make: Make, page: str) -> None:
@@ -432,15 +432,24 @@ def test_sizes_stand_beside_quality(page: str) -> None:
     text = re.sub("<[^>]*>", "|", page.replace("\N{NARROW NO-BREAK SPACE}", " "))
     row = re.sub(r"\|+", "|", text[text.index("|mixed|exported|") :])
     assert row.startswith("|mixed|exported|")
-    assert "|879 KiB| 15.0 %|2.77 MiB| 36.2 %|5.80|32.00| +6.7 %|60.0 %|" in row
-    first = re.sub(r"\|+", "|", text[text.index("|as stored|") :])
-    assert first.startswith("|as stored|5.73 MiB| 100.0 %|7.63 MiB| 100.0 %|16.00|30.00|60.0 %|")
+    assert "|2.40|879 KiB| 15.0 %|2.77 MiB| 36.2 %|5.80|32.00| +6.7 %|60.0 %|" in row
+    first = re.sub(r"\|+", "|", text[text.index("|16.00|") :])
+    assert first.startswith("|16.00|5.73 MiB| 100.0 %|7.63 MiB| 100.0 %|16.00|30.00|60.0 %|")
 
 
 def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:
     found = card_figures(make().evaluation)
     assert [row["name"] for row in found] == ["original", "uniform-4", "mixed"]
-    assert set(found[0]) == {"name", "expert_bytes", "perplexity", "accuracy", "kl", "kl_stderr", "same_top"}
+    assert set(found[0]) == {
+        "name",
+        "bits_per_weight",
+        "expert_bytes",
+        "perplexity",
+        "accuracy",
+        "kl",
+        "kl_stderr",
+        "same_top",
+    }
 
 
 def other_row(module: str, kind: str, error: float | None, **more: object) -> OtherRow:

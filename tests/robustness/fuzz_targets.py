@@ -53,7 +53,7 @@ corpus: {source: [bundled, "a b.txt"], sequences: 1_000, until_covered: {share: 
 losses:
   bits: [1, 2, 3, 4]
   damping: 1.0e-2
-assign: {method: optimal, average_bits: 5/2, widths: [2, 4]}
+assign: {method: optimal, code_bits: 5/2, widths: [2, 4]}
 export: {max_shard: 5 GB, verify: no}
 eval:
   compare:

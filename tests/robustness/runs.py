@@ -28,7 +28,7 @@ def tiny_recipe(model: Path, corpus: Path, **sections: Any) -> dict[str, Any]:
         "model": str(model),
         "corpus": {"source": str(corpus), "sequences": 12, "sequence_length": 64, "batch_size": 6},
         "losses": {"group_size": 16},
-        "assign": {"average_bits": 2},
+        "assign": {"code_bits": 2},
         "export": {"verify": False},
         "eval": {
             "perplexity": {"source": str(corpus), "sequences": 4, "sequence_length": 64},

@@ -351,8 +351,8 @@ def test_directory_as_corpus(moeq: ForkServer, recipe: Path, tmp_path: Path) -> 
 # --- recipes
 
 RECIPES: dict[str, tuple[str, list[str]]] = {
-    "unknown key": ("assing:\n  average_bits: 2\n", ["line 1", "assing", "did you mean 'assign'?"]),
-    "unknown nested key": ("assign:\n  average_bit: 2\n", ["line 2", "average_bit", "did you mean 'average_bits'?"]),
+    "unknown key": ("assing:\n  code_bits: 2\n", ["line 1", "assing", "did you mean 'assign'?"]),
+    "unknown nested key": ("assign:\n  code_bit: 2\n", ["line 2", "code_bit", "did you mean 'code_bits'?"]),
     "unknown key in a list": (
         "eval:\n  compare:\n    - {name: a, method: uniform, bits: 4}\n    - {name: b, metod: uniform, bits: 3}\n",
         ["line 4", "metod", "did you mean 'method'?"],
@@ -360,8 +360,8 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "wrong type": ("name: a\ncorpus:\n  sequences: many\n", ["line 3", "corpus.sequences", "'many'"]),
     "section is a number": ("name: a\ncorpus: 3\n", ["line 2", "corpus"]),
     "empty section": ("name: a\ncorpus:\n", ["line 2", "corpus"]),
-    "average above 4": ("assign: {average_bits: 7}\n", ["line 1", "average_bits", "between 1 and 4"]),
-    "average not a number": ("assign: {average_bits: 5/0}\n", ["line 1", "average_bits"]),
+    "average above 4": ("assign: {code_bits: 7}\n", ["line 1", "code_bits", "between 1 and 4"]),
+    "average not a number": ("assign: {code_bits: 5/0}\n", ["line 1", "code_bits"]),
     "uniform without bits": ("assign: {method: uniform}\n", ["line 1", "needs bits"]),
     "bits without a replica": (
         "losses: {bits: [1, 2, 3, 4]}\nassign: {method: uniform, bits: 8}\n",
@@ -370,7 +370,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "unknown width": ("losses: {bits: [2, 5]}\n", ["line 1", "losses.bits"]),
     "no widths": ("losses: {bits: []}\neval: {compare: []}\n", ["losses", "bits"]),
     "width twice": ("losses: {bits: [1, 1, 2, 3, 4]}\n", ["losses", "bits"]),
-    "unknown method": ("assign: {method: magic, average_bits: 2}\n", ["line 1", "assign.method", "magic"]),
+    "unknown method": ("assign: {method: magic, code_bits: 2}\n", ["line 1", "assign.method", "magic"]),
     "group of none": ("losses: {group_size: 0}\n", ["line 1", "group_size"]),
     "group of two": ("losses: {group_size: 2}\n", ["line 1", "group_size"]),
     "no sequences": ("corpus: {sequences: 0}\n", ["line 1", "corpus.sequences"]),
@@ -404,10 +404,10 @@ def test_recipe(moeq: ForkServer, tiny_model: Path, tmp_path: Path, case: str) -
 @pytest.mark.parametrize(
     ("override", "messages"),
     [
-        ("assign.average_bits", ["key=value", "--set"]),
+        ("assign.code_bits", ["key=value", "--set"]),
         ("=3", ["key=value"]),
-        ("assign.average_bits=7", ["--set assign", "average_bits", "between 1 and 4"]),
-        ("assign.average_bit=2", ["--set", "did you mean 'average_bits'?"]),
+        ("assign.code_bits=7", ["--set assign", "code_bits", "between 1 and 4"]),
+        ("assign.code_bit=2", ["--set", "did you mean 'code_bits'?"]),
         ("assign..x=2", ["--set"]),
         ("seed.x=2", ["--set", "seed"]),
         ("seed=[", ["--set", "YAML"]),

@@ -65,7 +65,7 @@ def of_a_run(*more: Case) -> list[Case]:
         ((*BUNDLED, "--set", "losses.bites=3"), 2, "did you mean 'bits'"),
         ((*BUNDLED, "--set", "losses.group_size=3"), 2, "group_size"),
         ((*BUNDLED, "--set", "device=gpu"), 2, "device"),
-        ((*BUNDLED, "--set", "assign.average_bits=-1"), 2, "average_bits"),
+        ((*BUNDLED, "--set", "assign.code_bits=-1"), 2, "code_bits"),
         ((*BUNDLED, "--out", "file.txt"), 8, "file.txt: is a file"),
         *more,
     ]
@@ -87,8 +87,9 @@ REFUSED: dict[str, list[Case]] = {
     "losses": of_a_run(NO_TEXT),
     "assign": of_a_run(
         NO_HARDWARE,
-        ((*BUNDLED, "--average-bits", "many"), 2, "average_bits"),
-        ((*BUNDLED, "--average-bits", "2", "--size", "1GiB"), 2, "one budget is enough"),
+        ((*BUNDLED, "--code-bits", "many"), 2, "code_bits"),
+        ((*BUNDLED, "--average-bits", "2"), 2, "give --bits-per-weight, which counts all that is stored, or --code-"),
+        ((*BUNDLED, "--code-bits", "2", "--size", "1GiB"), 2, "one budget is enough"),
         ((*BUNDLED, "--size", "5 parsecs"), 2, "unknown unit 'parsecs'"),
         ((*BUNDLED, "--method", "magic"), 2, "magic"),
         ((*BUNDLED, "--target", "toaster"), 2, "toaster"),

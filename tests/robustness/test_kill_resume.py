@@ -163,7 +163,7 @@ def test_a_finished_run_is_left_alone(moeq: ForkServer, reference: Reference) ->
 
 def test_a_changed_key_reruns_what_depends_on_it(moeq: ForkServer, recipe: Path, run_copy: Path) -> None:
     before = digests(run_copy)
-    running = moeq.start("run", recipe, "--out", run_copy, "--set", "assign.average_bits=3")
+    running = moeq.start("run", recipe, "--out", run_copy, "--set", "assign.code_bits=3")
     events = dict(follow(running))
     assert running.wait().code == 0
     rerun = ("assign", "quantize", "export", "eval", "estimate", "report")

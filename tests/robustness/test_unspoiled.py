@@ -55,7 +55,7 @@ def differing(before: dict[str, bytes | None], after: dict[str, bytes | None]) -
 
 
 def test_looking_at_an_assignment_changes_nothing(run_copy: Path) -> None:
-    moeq_in(run_copy, "assign", "--average-bits", "3")
+    moeq_in(run_copy, "assign", "--code-bits", "3")
     before = tree(run_copy)
     shown = moeq_in(run_copy, "assign", "--frontier", "--price", "--json", "--quiet")
     assert {"prices", "frontier"} <= json.loads(shown.stdout).keys()
@@ -66,10 +66,10 @@ def test_looking_at_an_assignment_changes_nothing(run_copy: Path) -> None:
 
 
 def test_options_go_into_the_recipe_and_are_said(run_copy: Path, moeq: ForkServer) -> None:
-    done = moeq.run("assign", "--out", run_copy, "--average-bits", "3", "--method", "frequency")
+    done = moeq.run("assign", "--out", run_copy, "--code-bits", "3", "--method", "frequency")
     said = [line for line in done.stderr.splitlines() if line.startswith(RECIPE)]
-    assert said == [f"{RECIPE}: assign.method prefix-split -> frequency, assign.average_bits 2 -> 3"]
-    assert yaml.safe_load((run_copy / RECIPE).read_text("utf-8"))["assign"]["average_bits"] == "3"
+    assert said == [f"{RECIPE}: assign.method prefix-split -> frequency, assign.code_bits 2 -> 3"]
+    assert yaml.safe_load((run_copy / RECIPE).read_text("utf-8"))["assign"]["code_bits"] == "3"
     made = (run_copy / ASSIGNMENT).read_bytes()
     events = dict(follow(running := moeq.start("run", "--out", run_copy)))
     assert running.wait().code == 0
@@ -90,8 +90,8 @@ def test_what_was_edited_by_hand_is_kept(run_copy: Path, moeq: ForkServer) -> No
     assert json.loads(moeq_in(run_copy, "assign", "--json", "--quiet").stdout)["edited"] == ["assignment.json"]
     before = tree(run_copy)
     otherwise = (
-        ("assign", "--average-bits", "3"),
-        ("run", "--set", "assign.average_bits=3"),
+        ("assign", "--code-bits", "3"),
+        ("run", "--set", "assign.code_bits=3"),
         ("run", "--set", "corpus.sequences=11"),  # from which profile, losses and the assignment follow
     )
     for command in otherwise:
@@ -100,7 +100,7 @@ def test_what_was_edited_by_hand_is_kept(run_copy: Path, moeq: ForkServer) -> No
         assert differing(before, tree(run_copy)) == set(), command
     moeq_in(run_copy, "run", "--quiet")
     assert (run_copy / ASSIGNMENT).read_bytes() == edited
-    moeq_in(run_copy, "assign", "--average-bits", "3", "--force", "--quiet")
+    moeq_in(run_copy, "assign", "--code-bits", "3", "--force", "--quiet")
     bits = [
         one["bits"] for layer in json.loads((run_copy / ASSIGNMENT).read_text())["layers"] for one in layer["experts"]
     ]
@@ -138,7 +138,7 @@ def test_killed_at_every_rename_of_a_second_run(moeq: ForkServer, recipe: Path, 
         "--out",
         run_copy,
         "--set",
-        "assign.average_bits=3",
+        "assign.code_bits=3",
         "--set",
         "corpus.sequences=11",
         "--quiet",

@@ -16,7 +16,7 @@ from moeq.stages.context import Context
 
 SMALL = (
     "corpus.sequences=4", "corpus.sequence_length=32", "losses.group_size=16", "losses.bits=[1,2,3,4]",
-    "losses.methods=[rtn]", "assign={method: optimal, average_bits: 3, gpu_experts: 1, quantizer: rtn}",
+    "losses.methods=[rtn]", "assign={method: optimal, code_bits: 3, gpu_experts: 1, quantizer: rtn}",
     "eval.compare=[]",
 )  # fmt: skip
 OTHERS = {"deepseek_v3": ("others={attention: 4}",), "cohere2_moe": ("others={embeddings: 8, head: 8}",)}

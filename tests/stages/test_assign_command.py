@@ -21,6 +21,7 @@ from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, frontier, profile
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import expert_weights
 from moeq.stages.hessian_traces import traces
 from moeq.stages.replicas import load_losses
 
@@ -30,10 +31,10 @@ SMALL = (
     "eval.perplexity.sequence_length=32", "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
 )  # fmt: skip
 METHODS = (
-    "{name: f, method: frequency, average_bits: 2.5}", "{name: o, method: optimal, expert_bytes: 1MB}",
+    "{name: f, method: frequency, code_bits: 2.5}", "{name: o, method: optimal, expert_bytes: 1MB}",
     "{name: m, method: mopeq, metric: hybrid}", "{name: s, method: mopeq, metric: hessian, trace: gaussian}",
     "{name: b, method: budget, expert_bytes: 1MB, cold_bits: 1, hot_bits: 4}",
-    "{name: w, method: optimal, average_bits: 2, loss_weighting: squared, layer_weighting: measured}",
+    "{name: w, method: optimal, code_bits: 2, loss_weighting: squared, layer_weighting: measured}",
 )  # fmt: skip
 
 
@@ -62,7 +63,9 @@ def test_every_method_is_an_entry_of_compare(finished: Context) -> None:
     rows = {row.name: row for row in evaluate.load(finished).rows}
     assert {"f", "o", "m", "s", "b", "w"} <= set(rows)
     assert all(row.perplexity is not None and np.isfinite(row.perplexity) for row in rows.values())
-    assert rows["f"].average_bits == 2.5
+    assert rows["f"].code_bits == 2.5
+    weights = expert_weights(finished.model.layers)
+    assert all(row.bits_per_weight == 8 * row.expert_bytes / weights for row in rows.values())
     assert rows["o"].expert_bytes <= 10**6
 
 
@@ -130,12 +133,12 @@ def test_another_models_table_is_not_taken(finished: Context, tmp_path: Path) ->
 
 
 def test_prices_frontier_and_gap(finished: Context, tmp_path: Path) -> None:
-    options = ("--method", "frequency", "--average-bits", "2.5", "--price", "--frontier")
+    options = ("--method", "frequency", "--code-bits", "2.5", "--price", "--frontier")
     found = moeq_assign(finished, tmp_path / "run", *options)
     summary = found["summary"]
     assert isinstance(summary, dict)
     assert summary["method"] == "frequency"
-    assert summary["average_bits_all"] == 2.5
+    assert summary["code_bits_all"] == 2.5
     assert summary["proven"]
     assert summary["gap_to_optimum"] > 0
     prices = {price["target"]: price for price in found["prices"]}  # type: ignore[attr-defined]
@@ -151,15 +154,15 @@ def test_prices_frontier_and_gap(finished: Context, tmp_path: Path) -> None:
 
 
 def test_plot_and_tables_are_outside_the_digest(finished: Context, tmp_path: Path) -> None:
-    plain = moeq_assign(finished, tmp_path / "one", "--method", "optimal", "--average-bits", "2")
-    more = moeq_assign(finished, tmp_path / "two", "--method", "optimal", "--average-bits", "2", "--frontier")
+    plain = moeq_assign(finished, tmp_path / "one", "--method", "optimal", "--code-bits", "2")
+    more = moeq_assign(finished, tmp_path / "two", "--method", "optimal", "--code-bits", "2", "--frontier")
     assert plain["digest"] == more["digest"]
 
 
 def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None:
     with pytest.raises(AssignmentError, match=r"target gptqmodel: .*, expert \d+: 1 bits"):
         moeq_assign(finished, tmp_path / "run", "--target", "gptqmodel")
-    found = moeq_assign(finished, tmp_path / "run", "--method", "optimal", "--average-bits", "3", "--target", "vllm")
+    found = moeq_assign(finished, tmp_path / "run", "--method", "optimal", "--code-bits", "3", "--target", "vllm")
     read = json.loads((tmp_path / "run" / "assign" / assign.NAME).read_text("utf-8"))
     assert found["stage"] == "assign"
     assert all(len({expert["bits"] for expert in layer["experts"]}) == 1 for layer in read["layers"])
@@ -176,7 +179,7 @@ def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context
     pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
     folder = context.directory("export")
     assert sum(path.stat().st_size for path in folder.iterdir()) <= size
-    assert assign.load(context).average_bits() > 1
+    assert assign.load(context).code_bits() > 1
     with pytest.raises(AssignmentError, match=r"size: .* the least possible is \d+"):
         moeq_assign(finished, tmp_path / "other", "--size", "10KiB")
 
@@ -185,8 +188,8 @@ def test_latency_is_shown_limited_and_follows_the_hardware_file(finished: Contex
     out, hardware = tmp_path / "run", tmp_path / "own.yaml"
     text = (Path(estimator.__file__).parent / "hardware" / "paper-ctxmoe.yaml").read_text("utf-8")
     hardware.write_text(text, "utf-8")
-    assert "ndp_latency_ms" not in moeq_assign(finished, out, "--method", "frequency", "--average-bits", "3")["summary"]
-    options = ("--average-bits", "3", "--hardware", str(hardware))
+    assert "ndp_latency_ms" not in moeq_assign(finished, out, "--method", "frequency", "--code-bits", "3")["summary"]
+    options = ("--code-bits", "3", "--hardware", str(hardware))
     free = moeq_assign(finished, out, "--method", "optimal", *options)["summary"]
     took = free["ndp_latency_ms"]  # type: ignore[index]
     assert (
@@ -209,18 +212,18 @@ def test_latency_is_shown_limited_and_follows_the_hardware_file(finished: Contex
 
 def test_latency_belongs_to_optimal_and_hardware_must_exist(finished: Context, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="ndp_latency_ms belongs to optimal"):
-        moeq_assign(finished, tmp_path / "run", "--method", "frequency", "--average-bits", "3", "--ndp-latency", "1")
+        moeq_assign(finished, tmp_path / "run", "--method", "frequency", "--code-bits", "3", "--ndp-latency", "1")
     with pytest.raises(EstimateError, match="unknown hardware 'paper-ctxmo'; did you mean 'paper-ctxmoe'"):
         moeq_assign(finished, tmp_path / "run", "--hardware", "paper-ctxmo")
 
 
 def test_inspect_knows_the_files(finished: Context, tmp_path: Path) -> None:
-    moeq_assign(finished, tmp_path / "run", "--average-bits", "2", "--frontier")
+    moeq_assign(finished, tmp_path / "run", "--code-bits", "2", "--frontier")
     folder = tmp_path / "run" / "assign"
     table = inspection.inspect(folder / SENSITIVITIES)
     assert (table["kind"], "objective_2" in table["columns"]) == ("table of sensitivities", True)
     assert inspection.inspect(folder / frontier.NAME)["kind"] == "moeq frontier"
     effects = inspection.inspect(tmp_path / "run" / "losses" / "layer_effects.json")
     assert effects["kind"] == "moeq layer_effects"
-    moeq_assign(finished, tmp_path / "run", "--average-bits", "3")
+    moeq_assign(finished, tmp_path / "run", "--code-bits", "3")
     assert not (folder / frontier.NAME).exists()  # it was of the earlier assignment

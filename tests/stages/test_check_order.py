@@ -28,8 +28,8 @@ CHEAP = {
     "bytes": (["assign={method: optimal, size: 1000}"], "1000 bytes .* cannot be met; the least possible is"),
     "expert bytes": (["assign={method: frequency, expert_bytes: 10}"], "10 bytes .* cannot be met"),
     "bits": (
-        ["assign={method: optimal, average_bits: 1.5}", "losses.bits=[2, 3]"],
-        r"an average of 1.5 bits cannot be met with \[2, 3\] bits",
+        ["assign={method: optimal, code_bits: 1.5}", "losses.bits=[2, 3]"],
+        r"an average of 1.5 code bits cannot be met with \[2, 3\] bits",
     ),
     "format": (
         ["assign={method: uniform, bits: 1}", "export.formats=[auto-round]"],

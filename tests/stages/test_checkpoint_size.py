@@ -29,8 +29,8 @@ SMALL = (
 COMPARED = (
     "eval.compare=[{name: u1, method: uniform, bits: 1, quantizer: rtn}, "
     "{name: u3, method: uniform, bits: 3, quantizer: rtn}, "
-    "{name: p2, method: prefix-split, average_bits: 2.25, quantizer: rtn}, "
-    "{name: m2, method: optimal, average_bits: 2.25, quantizer: rtn, granularity: projection}]"
+    "{name: p2, method: prefix-split, code_bits: 2.25, quantizer: rtn}, "
+    "{name: m2, method: optimal, code_bits: 2.25, quantizer: rtn, granularity: projection}]"
 )
 
 
@@ -42,7 +42,7 @@ def make(out: Path, *overrides: str) -> Context:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Context:
     """The whole way on the bundled model."""
-    context = make(tmp_path_factory.mktemp("size") / "run", "assign.average_bits=2", "assign.method=optimal")
+    context = make(tmp_path_factory.mktemp("size") / "run", "assign.code_bits=2", "assign.method=optimal")
     pipeline.run(context)
     return context
 
@@ -89,11 +89,11 @@ def test_a_report_of_an_earlier_version_has_its_sizes_too(finished: Context, tmp
     "overrides",
     [
         ("assign.method=uniform", "assign.bits=3"),
-        ("assign.method=prefix-split", "assign.average_bits=1.75", "assign.gpu_experts=1"),
-        ("assign.method=optimal", "assign.average_bits=2.5", "assign.granularity=projection"),
-        ("assign.method=optimal", "assign.average_bits=2.5", "assign.granularity=projection", "quantize.replicas=all"),
-        ("assign.average_bits=2", "others={attention: 4, embeddings: 8, head: 8}", "export.max_shard=100kB"),
-        ("assign.average_bits=2", "losses.nested=true", "losses.symmetric=true", "quantize.replicas=all"),
+        ("assign.method=prefix-split", "assign.code_bits=1.75", "assign.gpu_experts=1"),
+        ("assign.method=optimal", "assign.code_bits=2.5", "assign.granularity=projection"),
+        ("assign.method=optimal", "assign.code_bits=2.5", "assign.granularity=projection", "quantize.replicas=all"),
+        ("assign.code_bits=2", "others={attention: 4, embeddings: 8, head: 8}", "export.max_shard=100kB"),
+        ("assign.code_bits=2", "losses.nested=true", "losses.symmetric=true", "quantize.replicas=all"),
     ],
     ids=lambda overrides: " ".join(overrides),
 )

@@ -15,11 +15,11 @@ def test_mixed_beats_uniform_2_bit_at_the_same_bytes(tmp_path: Path) -> None:
     context = Context(recipe=recipe, model_name=str(recipe.model), out=tmp_path, reporter=Reporter(quiet=True))
     pipeline.run(context)
     rows = {row["name"]: row for row in results.final_rows(context)}
-    mixed, uniform = rows["mixed-2.0"], rows["uniform-2"]
+    mixed, uniform = rows["mixed-2.3"], rows["uniform-2"]
     assert mixed["expert_bytes"] <= uniform["expert_bytes"]
     assert mixed["perplexity"] < uniform["perplexity"]
     assert rows["original"]["perplexity"] < rows["uniform-4"]["perplexity"] < rows["uniform-3"]["perplexity"]
-    assert rows["hot4+mixed-2.0"]["perplexity"] < rows["hot4+uniform-2"]["perplexity"]
+    assert rows["hot4+mixed-2.3"]["perplexity"] < rows["hot4+uniform-2"]["perplexity"]
     for row in rows.values():
         assert row["accuracy"] is not None
         if row["name"] != "original":

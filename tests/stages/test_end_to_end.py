@@ -32,26 +32,26 @@ SMALL = (
     "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
 )  # fmt: skip
 CASES = {
-    "mixtral": ("tiny_mixtral", ("losses.group_size=16", "assign.average_bits=5/2", "assign.gpu_experts=1")),
+    "mixtral": ("tiny_mixtral", ("losses.group_size=16", "assign.code_bits=5/2", "assign.gpu_experts=1")),
     "qwen": (
         "tiny_qwen",
         (
             "losses.group_size=-1",
-            "assign.average_bits=2.2",
+            "assign.code_bits=2.2",
             "quantize.replicas=all",
             "estimate.geometry=[mixtral-8x7b, model]",
         ),
     ),
     "nested": (
         "tiny_mixtral",
-        ("losses.group_size=16", "losses.nested=true", "assign.average_bits=5/2", "quantize.replicas=all"),
+        ("losses.group_size=16", "losses.nested=true", "assign.code_bits=5/2", "quantize.replicas=all"),
     ),
     "projections": (
         "tiny_mixtral",
         (
             "losses.group_size=16",
             "quantize.replicas=all",
-            "assign={method: optimal, average_bits: 2, granularity: projection, gpu_experts: 1, quantizer: best}",
+            "assign={method: optimal, code_bits: 2, granularity: projection, gpu_experts: 1, quantizer: best}",
         ),
     ),
     "symmetric": (
@@ -234,7 +234,7 @@ def test_the_demo_recipe_runs_on_any_model(tiny_qwen: Path, tmp_path: Path) -> N
     context = Context(recipe=recipe, model_name=str(tiny_qwen), out=tmp_path, reporter=Reporter(quiet=True))
     outcomes = {outcome.stage: outcome.record.summary for outcome in pipeline.run(context)}
     assert outcomes["estimate"]["geometry_is_the_models"]
-    assert {row["name"] for row in results.final_rows(context)} >= {"original", "mixed-2.0", "hot4+uniform-2"}
+    assert {row["name"] for row in results.final_rows(context)} >= {"original", "mixed-2.3", "hot4+uniform-2"}
 
 
 def test_sequences_longer_than_the_model_are_refused(tiny_qwen: Path, tmp_path: Path) -> None:

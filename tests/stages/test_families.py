@@ -38,7 +38,7 @@ REQUIRED = {
 }  # fmt: skip
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[1,2,3,4]",
-    "eval.compare=[]", "eval.tasks=[]", "estimate.grid.inputs=[128]",
+    "assign.code_bits=2", "eval.compare=[]", "eval.tasks=[]", "estimate.grid.inputs=[128]",
 )  # fmt: skip
 OF_TEXT = ("eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48")
 SETTINGS = {"openai_privacy_filter": ("eval.perplexity=null",), "moe_vit": ("eval.images.images=8",)}

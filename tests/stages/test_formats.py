@@ -36,7 +36,7 @@ from moeq.verification.reference import values
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=32", "losses.methods=[rtn]",
-    "losses.bits=[1, 2, 3, 4]", "assign.quantizer=rtn", "assign.method=frequency", "assign.average_bits=3",
+    "losses.bits=[1, 2, 3, 4]", "assign.quantizer=rtn", "assign.method=frequency", "assign.code_bits=3",
     "others.attention=4", "others.head=8", "others.method=rtn", "eval.compare=[]",
 )  # fmt: skip
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_
         "others.head=null",
         "losses.bits=[2, 3, 4]",
         "assign.method=uniform",
-        "assign.average_bits=null",
+        "assign.code_bits=null",
         "assign.bits=3",
     )
     run(model, tmp_path, *changes)
@@ -152,7 +152,7 @@ def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_
 
 
 def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, tmp_path: Path) -> None:
-    one = ("assign.method=uniform", "assign.average_bits=null", "assign.bits=1", "others.head=null")
+    one = ("assign.method=uniform", "assign.code_bits=null", "assign.bits=1", "others.head=null")
     with pytest.raises(PlanError, match=r"export\.formats: auto-round: .*expert 0: 1 bits.*--widen"):
         run(model, tmp_path, *one, "export.formats=[auto-round]")
     assert not (tmp_path / "checkpoint").exists()
@@ -169,7 +169,7 @@ def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, 
 GGUF = (
     "others.head=null", "others.attention=null", "losses.bits=[2, 3, 4]", "losses.symmetric=true",
     "assign.method=uniform",
-    "assign.average_bits=null", "assign.bits=4", "export.formats=[gguf]", "eval.perplexity.sequence_length=32",
+    "assign.code_bits=null", "assign.bits=4", "export.formats=[gguf]", "eval.perplexity.sequence_length=32",
 )  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
 
 
 def test_plan_counts_them(model: Path, tmp_path: Path) -> None:
-    changes = ("others.head=null", "losses.bits=[2, 3, 4]", "assign.method=uniform", "assign.average_bits=null",
+    changes = ("others.head=null", "losses.bits=[2, 3, 4]", "assign.method=uniform", "assign.code_bits=null",
                "assign.bits=4", "export.formats=[gptq, dequantized]", "eval.perplexity.sequence_length=32")  # fmt: skip
     context = run(model, tmp_path, *changes)
     foretold = export.needs(Sizes(context)).files

@@ -71,10 +71,10 @@ def test_the_bundled_model_is_right_of_nearly_all_digits_that_it_has_not_seen(wh
 def test_rows_are_measured_on_logits_and_fewer_bits_cost_more(whole: Context) -> None:
     rows = {row["name"]: row for row in results.final_rows(whole)}
     errors = {name: row["logit_error"] for name, row in rows.items()}
-    assert 0 < errors["uniform-8"] < errors["optimal-2.5"] < errors["uniform-2"] < 0.5
+    assert 0 < errors["uniform-8"] < errors["optimal-3.35"] < errors["uniform-2"] < 0.5
     assert all(row["cross_entropy"] < 0.2 for row in rows.values())
     assert evaluate.load(whole).export_logit_error < 1e-5
-    assert rows["optimal-2.5"]["expert_bytes"] < rows["original"]["expert_bytes"] / 4
+    assert rows["optimal-3.35"]["expert_bytes"] < rows["original"]["expert_bytes"] / 4
 
 
 def test_effects_are_those_on_an_image_not_on_its_positions(whole: Context) -> None:
@@ -101,7 +101,7 @@ def test_the_checkpoint_loads_with_the_auto_class_and_verifies_in_a_fresh_proces
     assert isinstance(images, ImageSequences)
     with torch.no_grad():
         logits = packed(images.pixels).logits
-    row = evaluate.load(whole).row("optimal-2.5")
+    row = evaluate.load(whole).row("optimal-3.35")
     assert row is not None
     assert float((logits.argmax(-1) == images.labels).double().mean()) == pytest.approx(row.accuracy)
     verdict = verify.verify(directory, verify.Options(), Reporter(quiet=True))
@@ -144,7 +144,7 @@ def test_the_copied_recipe_runs_again_and_nothing_is_made_twice(whole: Context) 
 def test_a_streamed_run_gives_the_same_figures(whole: Context, tmp_path: Path) -> None:
     context = context_of(tmp_path / "run", "export.verify=false", "stream=always", "eval.compare=[]")
     pipeline.run(context, (*TO_EXPORT, "eval"))
-    found, wanted = (evaluate.load(one).row("optimal-2.5") for one in (context, whole))
+    found, wanted = (evaluate.load(one).row("optimal-3.35") for one in (context, whole))
     assert found is not None
     assert wanted is not None
     assert (found.logit_error, found.cross_entropy) == (wanted.logit_error, wanted.cross_entropy)

@@ -96,7 +96,7 @@ def test_points_between_are_what_the_assignment_alone_gives(finished: Context) -
 def test_the_page_shows_the_curves(finished: Context) -> None:
     page = (finished.directory("report") / "report.html").read_text("utf-8")
     assert "Share of experts at a low width" in page
-    assert "2 bits among experts at full precision" in page
+    assert "2-bit among full-precision experts" in page
     assert "random 2" in page
 
 

@@ -29,13 +29,13 @@ SMALL = (
     "eval.compare=[]", "others={attention: 4, head: 8, group_size: 24}",
 )  # fmt: skip
 CASES = {
-    "plain": ("assign={method: prefix-split, average_bits: 5/2, gpu_experts: 2}",),
-    "nested": ("losses.nested=true", "assign={method: prefix-split, average_bits: 5/2, gpu_experts: 2}"),
-    "mixed": ("assign={method: optimal, average_bits: 2, granularity: projection, gpu_experts: 1}",),
+    "plain": ("assign={method: prefix-split, code_bits: 5/2, gpu_experts: 2}",),
+    "nested": ("losses.nested=true", "assign={method: prefix-split, code_bits: 5/2, gpu_experts: 2}"),
+    "mixed": ("assign={method: optimal, code_bits: 2, granularity: projection, gpu_experts: 1}",),
     "nested, mixed, symmetric": (
         "losses.nested=true",
         "losses.symmetric=true",
-        "assign={method: optimal, average_bits: 2, granularity: projection, gpu_experts: 1}",
+        "assign={method: optimal, code_bits: 2, granularity: projection, gpu_experts: 1}",
     ),
 }
 

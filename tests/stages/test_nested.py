@@ -22,7 +22,7 @@ from moeq.stages.replicas import load_index, open_layer
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "quantize.replicas=all",
-    "assign.average_bits=5/2", "losses.clip=mse",
+    "assign.code_bits=5/2", "losses.clip=mse",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from moeq.stages.context import Context
 SMALL = (
     "dtype=float32", "corpus.sequences=8", "corpus.sequence_length=48", "losses.group_size=16", "eval.compare=[]",
     "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "estimate.grid.inputs=[128]",
+    "assign.code_bits=2",
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ SMALL = (
     "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "eval.compare=[]",
     "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
 )  # fmt: skip
-OPTIMAL = "assign={method: optimal, average_bits: 2, granularity: projection, loss_weighting: squared}"
+OPTIMAL = "assign={method: optimal, code_bits: 2, granularity: projection, loss_weighting: squared}"
 UNIFORM = "assign={method: uniform, bits: 2}"
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 
@@ -60,8 +60,8 @@ def test_the_bundled_model_at_two_bits(finished: Context) -> None:
     summary = pipeline.read_record(finished.directory("assign"), "assign").summary
     flat = [choice for layer in assignment.layers for choice in layer.experts]
     assert sum(choice.projections is not None for choice in flat) > len(flat) / 4
-    assert 1.97 < assignment.average_bits() <= 2
-    assert summary["average_bits_all"] == float(assignment.average_bits())
+    assert 1.97 < assignment.code_bits() <= 2
+    assert summary["code_bits_all"] == float(assignment.code_bits())
     assert summary["proven"]
     assert summary["gap_to_optimum"] == pytest.approx(0, abs=1e-9)
     size = sum(
@@ -74,13 +74,13 @@ def test_the_bundled_model_at_two_bits(finished: Context) -> None:
     found = inspection.inspect(finished.directory("export"))
     assert size == summary["expert_bytes"] == totals.placed_expert_bytes == found["placed_expert_bytes"]
     mixed = [choice.projections for choice in flat if choice.projections is not None]
-    assert found["experts_by_bits"]["mixed"] == summary["experts_by_bits"]["mixed"] == len(mixed)
-    assert found["mixed_experts_matrices_by_bits"]["up_proj"] == {
+    assert found["experts_by_code_bits"]["mixed"] == summary["experts_by_code_bits"]["mixed"] == len(mixed)
+    assert found["mixed_experts_matrices_by_code_bits"]["up_proj"] == {
         str(bits): sum(one["up_proj"] == bits for one in mixed) for bits in sorted({one["up_proj"] for one in mixed})
     }
     file = inspection.inspect(finished.directory("assign") / assign.NAME)
-    assert file["average_bits"] == summary["average_bits_all"]
-    assert file["experts_by_bits"] == summary["experts_by_bits"]
+    assert file["code_bits"] == summary["code_bits_all"]
+    assert file["experts_by_code_bits"] == summary["experts_by_code_bits"]
 
 
 def test_the_checkpoint_is_the_dequantized_model(finished: Context, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_checkpoint_is_the_dequantized_model(finished: Context, tmp_path: Pa
         assert torch.equal(forward(again, ids).logits, logits)
     assert packed.generate(ids[:1, :5], max_new_tokens=4, do_sample=False).shape == (1, 9)
     page = (finished.directory("report") / "report.html").read_text()
-    assert "Bits of every matrix of every expert" in page
+    assert "Code bits of every matrix of every expert" in page
     assert "the mean of its matrices&#x27; bits" in page
 
 

@@ -22,7 +22,7 @@ from moeq.stages.context import Context
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "corpus.batch_size=5", "losses.group_size=16",
-    "losses.bits=[1,2,3,4]", "losses.methods=[gptq,rtn]", "assign.average_bits=2", "assign.gpu_experts=1",
+    "losses.bits=[1,2,3,4]", "losses.methods=[gptq,rtn]", "assign.code_bits=2", "assign.gpu_experts=1",
     "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "eval.compare=[]", "eval.tasks=[]",
     "estimate.grid.inputs=[128]",
 )  # fmt: skip

@@ -258,7 +258,7 @@ def test_best_takes_each_experts_replica_from_the_method_that_lost_least(
     tiny_qwen: Path, tmp_path: Path, replicas: str
 ) -> None:
     best = run(tiny_qwen, tmp_path / "run", "losses.heldout_fraction=0.5", f"quantize.replicas={replicas}",
-               "assign={method: prefix-split, average_bits: 2, quantizer: best}", stages=STAGES)  # fmt: skip
+               "assign={method: prefix-split, code_bits: 2, quantizer: best}", stages=STAGES)  # fmt: skip
     table = load_losses(best)
     assert table.listed_methods() == ["gptq", "rtn"]
     exact, rounded, lowest = (table.matrix(method) for method in ("gptq", "rtn", "best"))

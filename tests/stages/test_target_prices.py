@@ -11,10 +11,11 @@ from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS
 from moeq.stages import frontier
 from moeq.stages.context import Context
+from moeq.stages.expert_bytes import expert_weights
 
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "eval.compare=[]",
-    "assign={method: optimal, quantizer: rtn, average_bits: 2.5}",
+    "assign={method: optimal, quantizer: rtn, code_bits: 2.5}",
 )  # fmt: skip
 
 
@@ -63,7 +64,8 @@ def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:
             assert price["refusal"] is not None
         elif taken and min(taken) <= 2.5:
             assert price["refusal"] is None, format_
-            assert price["average_bits"] <= 2.5
+            weights = expert_weights(priced.model.layers)
+            assert price["bits_per_weight"] == 8 * price["expert_bytes"] / weights
         elif taken:
             assert f"cannot be met with {taken} bits" in price["refusal"]
         else:

@@ -27,7 +27,7 @@ from moeq.stages.export import format_directory
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 SMALL = (
     "corpus.sequences=4", "corpus.sequence_length=32", "losses.group_size=16", "losses.methods=[rtn]",
-    "losses.bits=[2, 4]", "assign.quantizer=rtn", "assign.method=frequency", "assign.average_bits=3",
+    "losses.bits=[2, 4]", "assign.quantizer=rtn", "assign.method=frequency", "assign.code_bits=3",
     "eval.compare=[]", "export.verify=false", "export.formats=[dequantized]",
 )  # fmt: skip
 RAN = "ran"

@@ -34,7 +34,7 @@ from moeq.verification.verify import Options, Verdict, require, verify
 QUIET = Reporter(quiet=True)
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.group_size=16",
-    "assign.average_bits=5/2", "eval.perplexity=null", "eval.compare=[]",
+    "assign.code_bits=5/2", "eval.perplexity=null", "eval.compare=[]",
 )  # fmt: skip
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 

@@ -1,0 +1,63 @@
+"""Keys by the names that they had: recipes written with them load, and runs made with them go on.
+
+`assign.code_bits` was called average_bits, when there was no `assign.bits_per_weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+from moeq.errors import RecipeError
+
+EARLIER, CODE_BITS, LATER = "average_bits", "code_bits", "bits_per_weight"
+SHOWN = {EARLIER: CODE_BITS, "bits": CODE_BITS, "hot_bits": "hot_code_bits", "cold_bits": "cold_code_bits"}
+
+
+def read_earlier(recipe: dict[str, Any], where: str) -> None:
+    """Give keys of a raw recipe the names that they have; RecipeError where one is there under both."""
+    for section in _sections(recipe):
+        if EARLIER in section and CODE_BITS in section:
+            what = f"{EARLIER} is what {CODE_BITS} was called, and both are given"
+            raise RecipeError(what, where=where, do=f"leave {EARLIER} out")
+        if EARLIER in section:
+            section[CODE_BITS] = section.pop(EARLIER)
+
+
+def key_now(key: str) -> str:
+    """A dotted key by the name that it has."""
+    return f"assign.{CODE_BITS}" if key == f"assign.{EARLIER}" else key
+
+
+def shown_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of an assignment as they are shown: by the names that they have, widths as the code bits that they
+    are, averages with a point."""
+    named = {SHOWN.get(name, name): value for name, value in parameters.items()}
+    averages = {name: named[name] for name in (LATER, CODE_BITS) if isinstance(named.get(name), str)}
+    return named | {name: f"{float(Fraction(value)):.4g}" for name, value in averages.items()}
+
+
+def parameters_text(parameters: Mapping[str, Any]) -> str:
+    """Parameters of an assignment as one line of a page."""
+    return ", ".join(f"{name} {value}" for name, value in sorted(shown_parameters(parameters).items()))
+
+
+def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe, all keys filled in, as the keys of stages hold it: as it was written when names were the earlier ones.
+
+    A stage that was made then has the key that it would have now.
+    """
+    for section in _sections(recipe):
+        section[EARLIER] = section.pop(CODE_BITS)
+        if section[LATER] is None:
+            del section[LATER]
+    return recipe
+
+
+def _sections(recipe: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`assign` and the entries of eval.compare, as far as they are mappings."""
+    evaluation = recipe.get("eval")
+    compared = evaluation.get("compare") if isinstance(evaluation, dict) else None
+    every = [recipe.get("assign"), *(compared if isinstance(compared, list) else [])]
+    yield from (section for section in every if isinstance(section, dict))
