@@ -83,6 +83,10 @@ class Comparer(Scorer):
         self._base, self._reference = base, reference
         self._tokens: dict[Key, list[Tensor]] = {}  # [T, columns, what kl is at most, rest]
 
+    def score(self, key: Key, logits: Tensor, targets: Tensor) -> Tensor:
+        self._tokens[key] = [torch.empty(0, len(COLUMNS) + 2, dtype=torch.float64)]  # a window may have none that count
+        return super().score(key, logits, targets)
+
     def _see(self, key: Key, start: int, part: Scored) -> None:
         vocabulary, theirs = part.logits.shape[1], self._reference.vocabulary
         if vocabulary != theirs:
@@ -93,10 +97,10 @@ class Comparer(Scorer):
         if stored is None or not torch.equal(stored.targets, part.targets):
             self.missing = f"its tokens are not those of {self._base}"
             return
-        self._tokens.setdefault(key, []).append(_compared(stored, part).cpu())
+        self._tokens[key].append(_compared(stored, part).cpu())
 
     def divergence(self, measured: Mapping[str, Any]) -> dict[str, Any] | None:
-        if self.missing is not None or not self._tokens:
+        if self.missing is not None:
             return None
         windows = {key: torch.cat(parts).numpy() for key, parts in sorted(self._tokens.items())}
         tokens = np.concatenate(list(windows.values()))

@@ -73,7 +73,7 @@ def _perplexity_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) ->
 
 def _divergence_tile(found: Divergence) -> Raw:
     note = f"nats a token, mean; of {formats.percent(found.same_top)} of the tokens the likeliest is the same"
-    return _tile("KL divergence from the original (lower is better)", _kl(found), note)
+    return _tile("KL from the original (lower is better)", _kl(found), note)
 
 
 def _kl(found: Divergence) -> str:
@@ -198,14 +198,13 @@ def _divergence(inputs: ReportInputs) -> Raw:
     """How far the distributions of the next token are from the original's."""
     found = [(row, row.divergence) for row in inputs.evaluation.rows if row.divergence is not None]
     head = ("assignment", "KL, mean", "median", "99 %", "99.9 %", "largest", "equal top-1", "overlap of top 5",
-            "RMS change of p", "change of p, 1 % to 99 %")  # fmt: skip
+            "RMS change of p", "its points, 1 % to 99 %")  # fmt: skip
     rows = []
     for row, one in found:
         kls, changes = one.kl_percentiles, one.change_percentiles
         cells = [_kl(one), *(formats.kl(kls[name]) for name in ("50", "99", "99.9", "100"))]
         cells += [formats.percent(one.same_top), formats.percent(one.top5_overlap), formats.percent(one.rms_change)]
-        low, high = (formats.points(changes[name], 0.0) for name in ("1", "99"))
-        cells.append(f"{low.removesuffix(' points')} to {high}")
+        cells.append(" to ".join(formats.points(changes[name], 0.0).removesuffix(" points") for name in ("1", "99")))
         rows.append(_marked(row, cells))
     first = found[0][1]
     bound = ""
@@ -254,7 +253,7 @@ def _changes(inputs: ReportInputs, measures: Sequence[str]) -> Raw:
             return formats.MISSING
         note = _sure(change)
         if measure in row.flips:
-            note += f"; {row.flips[measure].lost:,} answers lost, {row.flips[measure].gained:,} gained"
+            note += f"; answers: {row.flips[measure].lost:,} lost, {row.flips[measure].gained:,} gained"
         return _with_note(formats.difference(change.difference), note)
 
     return _by(_how(inputs), inputs, measures, cell)

@@ -182,3 +182,14 @@ def test_linked_files_are_counted_once(finished: Context, plan: dict[str, Need])
 def test_a_stage_without_needs_cannot_be_made() -> None:
     with pytest.raises(TypeError, match="needs"):
         Stage(name="new", run=lambda context: {}, sections=())  # type: ignore[call-arg]
+
+
+def test_the_originals_logits_lie_on_the_disk_while_eval_runs(tiny_mixtral: Path, tmp_path: Path) -> None:
+    def temporary(*overrides: str) -> int:
+        recipe = load_recipe(None, [*SMALL, *overrides])
+        return foretold(Sizes(Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path)))["eval"].temporary
+
+    logits = 6 * 47 * 2048 * 4
+    assert logits < temporary() < 1.05 * logits
+    assert temporary("eval.perplexity.sequences=12") == 2 * temporary()
+    assert temporary("eval.perplexity=null") == 0

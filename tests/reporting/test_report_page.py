@@ -255,8 +255,8 @@ def test_divergences_stand_beside_perplexity_and_in_a_table(make: Make, with_row
     assert "0.0512 ± 0.002" in text
     assert "of 91.3 % of the tokens the likeliest is the same" in text
     assert "over 500 tokens" in text
-    assert "\N{MINUS SIGN}21.0 to +12.0 points" in text
-    assert "p = 0.213; 13 answers lost, 5 gained" in text
+    assert "\N{MINUS SIGN}21.0 to +12.0" in text
+    assert "p = 0.213; answers: 13 lost, 5 gained" in text
     assert "lower bounds" not in text
     assert page.count("Scatter chart of expert bytes against KL") == 1
     bounded = [
