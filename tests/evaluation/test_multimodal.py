@@ -174,6 +174,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, model: Any, processor: Any) 
 
 def context(model: Path, out: Path, *options: str) -> Context:
     common = ("corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=8", "losses.per_projection=false",
+              "assign.code_bits=2",
               "eval.perplexity=null")  # fmt: skip
     recipe = load_recipe(None, [*common, *options])
     return Context(recipe=recipe, model_name=str(model), out=out, reporter=Reporter(quiet=True))

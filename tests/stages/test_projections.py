@@ -99,7 +99,7 @@ def test_the_checkpoint_is_the_dequantized_model(finished: Context, tmp_path: Pa
     assert packed.generate(ids[:1, :5], max_new_tokens=4, do_sample=False).shape == (1, 9)
     page = (finished.directory("report") / "report.html").read_text()
     assert "Code bits of every matrix of every expert" in page
-    assert "the mean of its matrices&#x27; bits" in page
+    assert "the mean of its matrices&#x27; code bits" in page
 
 
 def test_every_matrix_is_the_stores_of_its_width(finished: Context) -> None:
