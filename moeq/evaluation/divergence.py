@@ -136,13 +136,8 @@ class Comparer(Scorer):
         return found.model_dump() | {"items": {name: sums.tolist() for name, sums in items.items()}}
 
     def _sums(self, windows: Mapping[Key, np.ndarray], measured: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The columns' sums over every item of the text: documents, or windows."""
-        grouped: dict[Key | int, np.ndarray] = {}
-        for key, rows in windows.items():
-            group = key[0] if measured["unit"] == "document" else key
-            counted = np.array([*rows[:, : len(COLUMNS)].sum(0), len(rows)])
-            grouped[group] = grouped.get(group, 0) + counted
-        sums = np.stack(list(grouped.values()), 1)
+        """The columns' sums over every item of the text."""
+        sums = np.array([[*rows[:, : len(COLUMNS)].sum(0), len(rows)] for rows in windows.values()]).T
         assert sums[-1].tolist() == measured["items"]["tokens"], "other items than those of the perplexity"
         return dict(zip(COLUMNS, sums[:-1], strict=True))
 
