@@ -256,7 +256,7 @@ def test_divergences_stand_beside_perplexity_and_in_a_table(make: Make, with_row
     assert "of 91.3 % of the tokens the likeliest is the same" in text
     assert "over 500 tokens" in text
     assert "\N{MINUS SIGN}21.0 to +12.0" in text
-    assert "p = 0.213; answers: 13 lost, 5 gained" in text
+    assert "p = 0.213, n = 400; answers: 13 lost, 5 gained" in text
     assert "lower bounds" not in text
     assert page.count("Scatter chart of expert bytes against KL") == 1
     bounded = [
@@ -272,13 +272,12 @@ def test_the_card_has_divergences_where_they_were_measured(make: Make, with_rows
     inputs = make()
     rows = [row.model_copy(update={"divergence": divergence_of(0.0512)}) for row in inputs.evaluation.rows[1:]]
     lines = model_card.figures_table(card_figures(with_rows(inputs, [inputs.evaluation.rows[0], *rows]).evaluation))
-    assert lines[0] == (
-        "| assignment | expert bytes | perplexity | KL from the original, nats a token | equal top-1 | accuracy |"
-    )
+    measured = "perplexity | KL from the original, nats a token | equal top-1 | accuracy"
+    assert lines[0] == f"| assignment | bits | expert bytes | {measured} |"
     assert lines[2].endswith("| 30.000 |  |  | 60.0 % |")
     assert lines[4].endswith("| 32.000 | 0.0512 | 91.3 % | 60.0 % |")
     before = model_card.figures_table(card_figures(inputs.evaluation))
-    assert before[0] == "| assignment | expert bytes | perplexity | accuracy |", "as of runs made before"
+    assert before[0] == "| assignment | bits | expert bytes | perplexity | accuracy |", "as of runs made before"
 
 
 @pytest.mark.parametrize("missing", [{"perplexity": None, "perplexity_by_domain": {}}, {"accuracy": None, "tasks": {}}])
