@@ -15,7 +15,7 @@ _SHEET = """
 html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.55 system-ui, "Segoe UI", Roboto, Helvetica,
   Arial, sans-serif; overflow-wrap: anywhere; }
-main { max-width: 1040px; margin: 0 auto; padding: 24px 16px 64px; }
+main { max-width: 1200px; margin: 0 auto; padding: 24px 16px 64px; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 4px; }
 h2 { font-size: 1.25rem; margin: 0 0 6px; }
 h3 { font-size: 1rem; margin: 26px 0 4px; }
