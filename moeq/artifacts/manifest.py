@@ -230,7 +230,7 @@ class PlacementManifest(Frozen):
     @property
     def bits_per_weight(self) -> float:
         """Bits that the placed replicas store for a weight of the experts."""
-        return 8 * self.totals.placed_expert_bytes / sum(layer.weights for layer in self.layers)
+        return 8 * self.totals.placed_expert_bytes / max(1, sum(layer.weights for layer in self.layers))
 
     def files(self) -> set[str]:
         """Names of the files that hold what the manifest describes."""

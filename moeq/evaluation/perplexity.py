@@ -36,8 +36,6 @@ def perplexity(
     logits of every sequence, for comparisons. Raises EvaluationError when the model's outputs are not finite.
     """
     scorer = scorer or Scorer()
-    total: dict[str, float] = {}
-    tokens: dict[str, int] = {}
     items = np.zeros((len(sequences), 2))
 
     def finish(batch: Batch, output: Any) -> None:
@@ -53,34 +51,28 @@ def perplexity(
             scored, logits = batch.mask[row, 1:].bool(), predicted[row]
             logits = logits if bool(scored.all()) else logits[scored.to(logits.device)]
             scores = scorer.score((index, 0), logits, batch.input_ids[row, 1:][scored])
-            nll, domain = -float(scores.sum()), sequences.domains[index]
-            items[index] = -nll, len(scores)
-            total[domain] = total.get(domain, 0.0) + nll
-            tokens[domain] = tokens.get(domain, 0) + len(scores)
+            items[index] = float(scores.sum()), len(scores)
         advance()
 
     for _ in walk(model, (), sequences.batches(batch_size), device, streamed=streamed, finish=finish):
         pass
-    if not all(math.isfinite(value) for value in total.values()):
+    if not np.isfinite(items).all():
         raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")
     order = {domain: number for number, domain in enumerate(dict.fromkeys(sequences.domains))}
-    return {
-        "perplexity": math.exp(sum(total.values()) / sum(tokens.values())),
-        "tokens": sum(tokens.values()),
-        "by_domain": {domain: math.exp(total[domain] / tokens[domain]) for domain in total if tokens[domain]},
-        "text": sequences.digest(),
-    } | text_of_items(
-        Items(
-            kind="perplexity",
-            values=items[:, 0],
-            weights=items[:, 1],
-            names=("",) * len(items),
-            strata=sequences.domains,
-            documents=tuple(order[domain] for domain in sequences.domains),
-        ),
-        documents=len(items),
-        window=sequences.ids.shape[1],
-        stride=sequences.ids.shape[1],
-        counted="all tokens but the first of each sequence",
-        unit="sequence",
+    numbers = np.array([order[domain] for domain in sequences.domains])
+    sums = {domain: items[numbers == number].sum(0) for domain, number in order.items()}
+    measured = Items(
+        kind="perplexity",
+        values=items[:, 0],
+        weights=items[:, 1],
+        names=("",) * len(items),
+        strata=sequences.domains,
+        documents=tuple(numbers.tolist()),
     )
+    counted, window = "all tokens but the first of each sequence", sequences.ids.shape[1]
+    return {
+        "perplexity": measured.value,
+        "tokens": int(items[:, 1].sum()),
+        "by_domain": {domain: math.exp(-logprob / count) for domain, (logprob, count) in sums.items() if count},
+        "text": sequences.digest(),
+    } | text_of_items(measured, documents=len(items), window=window, stride=window, counted=counted, unit="sequence")

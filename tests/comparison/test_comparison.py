@@ -149,8 +149,10 @@ def test_a_large_vocabulary_is_compared_within_bounds(
 def test_rows_by_context_have_a_divergence_too(compared: dict[str, Any]) -> None:
     found = {row["name"]: row["divergence"] for row in compared["rows"]}
     assert found["mixtral"] is None
-    assert found["made K=1 2-bit"]["kl"] == pytest.approx(found["made/checkpoint K=1 2-bit"]["kl"], rel=1e-3)
-    assert 0 < found["made K=1 2-bit"]["kl"] < found["made:uniform-2"]["kl"]
+    assert found["made K=1 2 code bits"]["kl"] == pytest.approx(
+        found["made/checkpoint K=1 2 code bits"]["kl"], rel=1e-3
+    )
+    assert 0 < found["made K=1 2 code bits"]["kl"] < found["made:uniform-2"]["kl"]
 
 
 def windows(compared: dict[str, Any]) -> list[Any]:

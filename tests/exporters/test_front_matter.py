@@ -219,7 +219,7 @@ def test_a_native_card_carries_them_too(tiny_mixtral: Path, tmp_path: Path) -> N
         }
     )  # fmt: skip
     config = open_source(str(model)).config | {"model_type": HOSTILE}
-    figures = [{"name": HOSTILE, "expert_bytes": 1, "perplexity": 2.0, "accuracy": None}]
+    figures = [{"name": HOSTILE, "bits_per_weight": 16.0, "expert_bytes": 1, "perplexity": 2.0, "accuracy": None}]
     card = model_card.render(manifest, json.loads(json.dumps(config)), figures, read_origin(model))
     lines = card.splitlines()
     assert lines.count("---") == 2

@@ -572,7 +572,7 @@ def test_files_beside_it(models: dict[str, Path], tmp_path: Path) -> None:
     beside = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "SHA256SUMS"}
     assert names == {FILE, "README.md", "config.json"} | beside
     card = (out / "README.md").read_text("utf-8")
-    assert "at 4 bits" in card
+    assert "at 4 code bits" in card
     assert "llama_cpp" in card
     gguf = peers.module("gguf")
     fields = gguf.GGUFReader(out / FILE).fields

@@ -268,4 +268,4 @@ def test_files_hold_what_config_says(models: dict[str, Path], tmp_path: Path) ->
     assert tensors["model.layers.0.mlp.experts.4.up_proj.weight"].dtype == torch.bfloat16
     text = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "auto-round 0.16.1" in text
-    assert "at 3 bits" in text
+    assert "at 3 code bits" in text

@@ -53,7 +53,11 @@ def test_the_integer_forward_lies_beside_the_folded_checkpoint(tmp_path: Path) -
 
 def test_every_task_has_its_own_and_the_plan_counts_them(tmp_path: Path) -> None:
     model = model_of(tmp_path / "model", num_tasks=2)
-    planned = make_plan(context_of(model, tmp_path / "plan", *WANTED), probe=False).stages[0].lasting["integer"]
+    planned = (
+        make_plan(context_of(model, tmp_path / "plan", *WANTED, "assign.code_bits=2"), probe=False)
+        .stages[0]
+        .lasting["integer"]
+    )
     reparam(model, tmp_path / "run", *WANTED)
     written = sum(path.stat().st_size for path in (tmp_path / "run" / "reparam" / "integer").rglob("*.*"))
     assert 0.8 < planned / written < 1.25
