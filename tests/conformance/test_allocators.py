@@ -371,7 +371,7 @@ def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(tmp_
         "name: halves\nmodel: bundled:tiny-mixtral\ncorpus: {sequences: 8, sequence_length: 32}\n"
         "losses: {bits: [1, 2, 3, 4], methods: [rtn], group_size: 16, per_projection: false}\n"
         "assign: {method: strangers, code_bits: 3, first: other, quantizer: rtn}\n"
-        "eval: {perplexity: {sequences: 2, sequence_length: 32}, compare: [\n"
+        "eval: {tasks: [], perplexity: {sequences: 2, sequence_length: 32}, compare: [\n"
         "  {name: bytes, method: strangers, expert_bytes: 3MB, quantizer: rtn}]}\n"
         "estimate: {grid: {inputs: [64], outputs: [16]}}\n"
     )
