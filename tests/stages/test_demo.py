@@ -19,6 +19,7 @@ def test_mixed_beats_uniform_2_bit_at_the_same_bytes(tmp_path: Path) -> None:
     assert mixed["expert_bytes"] <= uniform["expert_bytes"]
     assert mixed["perplexity"] < uniform["perplexity"]
     assert rows["original"]["perplexity"] < rows["uniform-4"]["perplexity"] < rows["uniform-3"]["perplexity"]
+    assert rows["uniform-4"]["kl"] < rows["uniform-3"]["kl"] < mixed["kl"] < uniform["kl"]
     assert rows["hot4+mixed-2.3"]["perplexity"] < rows["hot4+uniform-2"]["perplexity"]
     for row in rows.values():
         assert row["accuracy"] is not None
