@@ -263,12 +263,14 @@ def summarize(report: EvalReport) -> dict[str, Any]:
 def load(context: Context) -> EvalReport:
     """What was measured; the sizes of checkpoints, and bits, counted now where an earlier version of moeq did not."""
     report = read_eval(context.directory("eval") / NAME)
-    weights = expert_weights(context.model.layers)
-    rows = [row.model_copy(update={"bits_per_weight": 8 * row.expert_bytes / weights}) for row in report.rows]
+    rows = report.rows
+    if any(row.bits_per_weight is None for row in rows):
+        weights = expert_weights(context.model.layers)
+        rows = tuple(row.model_copy(update={"bits_per_weight": 8 * row.expert_bytes / weights}) for row in rows)
     if any(row.checkpoint_bytes is None for row in rows):
         sizes = CheckpointSize(context)
-        rows = [row.model_copy(update={"checkpoint_bytes": sizes.of(row.assignment)}) for row in rows]
-    return report.model_copy(update={"rows": tuple(rows)})
+        rows = tuple(row.model_copy(update={"checkpoint_bytes": sizes.of(row.assignment)}) for row in rows)
+    return report.model_copy(update={"rows": rows})
 
 
 CHECKED = Text(sequences=2, length=32, batch=2, whole=64)  # on which the exported checkpoint is compared

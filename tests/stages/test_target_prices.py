@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moeq import pipeline
-from moeq.artifacts.targets import loaded_by, refuse_layers, targets
+from moeq.artifacts.targets import loaded_by, targets
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS
-from moeq.stages import frontier
+from moeq.stages import export, frontier
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights
 
@@ -34,16 +34,8 @@ def priced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def refused(context: Context, name: str, bits: int) -> tuple[str, str] | None:
     """Why the format of a target refuses experts that all have one width."""
-    section = context.recipe.losses
     widths = [[bits] * layer.num_experts for layer in context.model.layers]
-    return refuse_layers(
-        name,
-        context.model.layers,
-        widths,
-        group_size=section.group_size,
-        symmetric=section.symmetric,
-        nested=section.nested,
-    )
+    return export.refused(context, name, widths, context.recipe.losses)
 
 
 def format_of(target: str) -> str:
