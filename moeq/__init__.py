@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from moeq.version import __version__
@@ -27,16 +28,41 @@ from moeq import plugin
 plugin.install()
 
 if TYPE_CHECKING:
+    from moeq.api import Assigned, Run, assign, evaluate, plan, run, stage
+    from moeq.errors import MoeqError
+    from moeq.recipe import Recipe, load_recipe
     from moeq.runtime.checkpoint import load
+
+_MODULES = {
+    **dict.fromkeys(("Assigned", "Run", "assign", "evaluate", "plan", "run", "stage"), "moeq.api"),
+    "MoeqError": "moeq.errors",
+    **dict.fromkeys(("Recipe", "load_recipe"), "moeq.recipe"),
+    "load": "moeq.runtime.checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """`moeq.load`, imported when it is asked for."""
-    if name != "load":
+    """What moeq offers to Python (docs/python.md), imported when it is asked for."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'moeq' has no attribute {name!r}")
-    from moeq.runtime.checkpoint import load
-
-    return load
+    return getattr(import_module(_MODULES[name]), name)
 
 
-__all__ = ["__version__", "load"]
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
+
+
+__all__ = [
+    "Assigned",
+    "MoeqError",
+    "Recipe",
+    "Run",
+    "__version__",
+    "assign",
+    "evaluate",
+    "load",
+    "load_recipe",
+    "plan",
+    "run",
+    "stage",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from recipe_reference import reference
 
+import moeq
 from moeq import errors
 from moeq.artifacts.assignment import FULL
 from moeq.artifacts.targets import Target
@@ -158,6 +160,13 @@ def all_families() -> str:
     return table("| model_type | class | experts | streams | quantizes, exports, loads |", rows)
 
 
+def python() -> str:
+    """What `moeq` offers, with the first paragraph of its documentation."""
+    offered = [name for name in moeq.__all__ if not name.startswith("__")]
+    first = {name: " ".join((inspect.getdoc(getattr(moeq, name)) or "").split("\n\n")[0].split()) for name in offered}
+    return table("| | |", [(f"`moeq.{name}`", text) for name, text in first.items()])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "count of families": count_of_families,
     "exit codes": exit_codes,
@@ -167,6 +176,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gguf": gguf,
     "hardware": hardware,
     "loads": loads,
+    "python": python,
     "recipe": lambda: reference(Recipe),
     "rooms": rooms,
     "targets": targets,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,14 +18,14 @@ from moeq.recipe.types import Section
 MESSAGE_CHARACTERS = 400  # of what a validator says
 
 
-def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe (None: all defaults) and apply `key=value` overrides (dotted keys, YAML values).
+def load_recipe(given: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, a file or its keys (None: all defaults), and apply `key=value` overrides (dotted, YAML values).
 
     Raises RecipeError naming file, line, key and the nearest known key.
     """
-    where = "defaults" if path is None else str(path)
-    read = parse_yaml("{}") if path is None else _read(path)
-    data = {} if read.value is None else read.value
+    where = "defaults" if given is None else str(given) if isinstance(given, Path) else "recipe"
+    read = _read(given) if isinstance(given, Path) else parse_yaml("{}")
+    data = deepcopy(dict(given)) if isinstance(given, Mapping) else {} if read.value is None else read.value
     if not isinstance(data, dict):
         raise RecipeError("a recipe is a mapping of keys to values", where=where, do="see recipes/demo.yaml")
     read_earlier(data, where)

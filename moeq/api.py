@@ -1,0 +1,267 @@
+"""From Python: runs, their stages, assignments, plans and comparisons; the command line goes through these functions.
+
+`moeq.run`, `moeq.stage`, `moeq.assign`, `moeq.plan` and `moeq.evaluate`, with `moeq.Recipe` and `moeq.load_recipe`.
+Importing this module imports neither torch nor transformers. Errors are those of `moeq.errors`: one line each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from moeq.artifacts.run import RECIPE_COPY, STAGES
+from moeq.errors import RecipeError, hint
+from moeq.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from moeq.artifacts.assignment import Assignment
+    from moeq.pipeline import Outcome
+    from moeq.planning.result import Plan
+    from moeq.stages.context import Context
+
+Given = Recipe | Mapping[str, Any] | str | Path | None  # a recipe, its keys, its file; None: the run directory's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run.
+
+    stages: what happened to each, in order; table: a row a variant, as `results.final_rows` has them; paths: what was
+    made, by name: checkpoint, report, evaluation, and `checkpoint in FORMAT` for every other format.
+    """
+
+    out: Path
+    recipe: Recipe
+    stages: tuple[Outcome, ...]
+    table: tuple[dict[str, Any], ...]
+    paths: Mapping[str, Path]
+
+    @property
+    def checkpoint(self) -> Path:
+        """The packed checkpoint in the native format, for `moeq.load` and `from_pretrained`."""
+        return self.paths["checkpoint"]
+
+    @property
+    def report(self) -> Path:
+        """The HTML report."""
+        return self.paths["report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assigned:
+    """An assignment of a run.
+
+    outcome: what happened to the stage; None where the assignment was only looked at. prices: what each runtime's
+    restriction costs; frontier: objective against bytes of every method; None where they were not asked for.
+    """
+
+    assignment: Assignment
+    outcome: Outcome | None
+    prices: list[dict[str, Any]] | None
+    frontier: dict[str, Any] | None
+
+
+def run(
+    recipe: Given = None,
+    *,
+    out: str | Path,
+    model: str | Path | None = None,
+    force: bool = False,
+    check: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Run all stages of a recipe into the directory `out`, from the profile to the report; stopped, it goes on.
+
+    recipe: None takes the one in `out`, or moeq's own. model: a directory, a hub id or bundled:NAME, instead of the
+    recipe's. force: files that were edited by hand are made anew. check: every file is read and hashed, also those that
+    have not changed since they were. Raises the MoeqError of the stage that fails; what was finished before it stays.
+    """
+    context = opened(recipe, "run", out=out, model=model, check=check, quiet=quiet)
+    from moeq import pipeline, results
+
+    outcomes = pipeline.run(context, force=force)
+    return Run(
+        out=context.out,
+        recipe=context.recipe,
+        stages=tuple(outcomes),
+        table=tuple(results.final_rows(context)),
+        paths=pipeline.result_paths(context),
+    )
+
+
+def stage(
+    name: str,
+    recipe: Given = None,
+    *,
+    out: str | Path,
+    model: str | Path | None = None,
+    force: bool = False,
+    check: bool = False,
+    quiet: bool = False,
+) -> Outcome:
+    """Run one stage (reparam, profile, losses, assign, quantize, export, eval, estimate, report) of a run.
+
+    Options as `run` has them. Raises ArtifactError where an earlier stage that it reads has not been run.
+    """
+    if name not in STAGES:
+        raise RecipeError(f"no stage {name!r}", do=hint(name, STAGES))
+    context = opened(recipe, name, out=out, model=model, check=check, quiet=quiet)
+    from moeq import pipeline
+
+    return pipeline.run_alone(context, name, force=force)
+
+
+def assign(
+    recipe: Given = None,
+    *,
+    out: str | Path,
+    model: str | Path | None = None,
+    look: bool = False,
+    prices: bool = False,
+    frontier: bool = False,
+    force: bool = False,
+    check: bool = False,
+    quiet: bool = False,
+) -> Assigned:
+    """Decide which expert of a run gets which width and place (the stage `assign`), on its profile and losses.
+
+    look: only what is there is read, nothing is decided anew. Other options as `run` has them. Raises AssignmentError
+    for a budget that cannot be met.
+    """
+    context = opened(recipe, "assign", out=out, model=model, check=check, quiet=quiet)
+    from moeq import pipeline
+    from moeq.stages import assign as deciding
+    from moeq.stages import frontier as stage
+
+    outcome = None if look else pipeline.run_alone(context, "assign", force=force)
+    with _locked(context, look):
+        return Assigned(
+            assignment=deciding.load(context),
+            outcome=outcome,
+            prices=stage.prices(context) if prices else None,
+            frontier=stage.frontier(context) if frontier else None,
+        )
+
+
+@contextmanager
+def _locked(context: Context, look: bool) -> Iterator[None]:
+    """The run directory for who only looks; behind a stage that was run just now nothing is checked again."""
+    from moeq import pipeline
+
+    if not look:
+        yield
+        return
+    with pipeline.looking(context, "assign"):
+        yield
+
+
+def plan(
+    recipe: Given = None, *, out: str | Path, model: str | Path | None = None, probe: bool = True, quiet: bool = True
+) -> Plan:
+    """What a run will need in memory, disk and time, and whether it fits here; reads no weights.
+
+    probe: measure for a few seconds how fast this machine is; without, no times. Nothing is written.
+    """
+    context = opened(recipe, "plan", out=out, model=model, quiet=quiet)
+    from moeq.planning.plan import make_plan
+
+    return make_plan(context, probe=probe)
+
+
+def evaluate(
+    *what: str | Path,
+    tasks: Sequence[str] = (),
+    text: str | Path | None = None,
+    out: str | Path | None = None,
+    include_path: str | Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int | Literal["auto"] | None = None,
+    window: int | None = None,
+    stride: int | None = None,
+    context_aware: Sequence[str] = (),
+    truncate: bool = False,
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Measure models, checkpoints, runs, assignments of runs (RUN:NAME) and earlier results side by side.
+
+    The first is what the others are compared with, item by item: differences with intervals, and, on text, the KL of
+    the next token's distribution. tasks: lm-eval's; text: a file, or bundled (also where neither is named); out: JSON
+    file for the results with every sample. Returns what such a file holds. Raises EvaluationError and, for what is
+    named and cannot be read, ModelError or ArtifactError.
+    """
+    from moeq.comparison.eval_options import EvalOptions
+
+    if not what:
+        raise RecipeError("nothing to evaluate", do="name models, checkpoints or runs")
+    asked = EvalOptions(
+        recipe=[str(word) for word in what],
+        tasks=", ".join(tasks) or None,
+        text=None if text is None else str(text),
+        out=_path(out),
+        include_path=_path(include_path),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=None if batch_size is None else str(batch_size),
+        window=window,
+        stride=stride,
+        context_aware=list(context_aware),
+        truncate=truncate,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        quiet=quiet,
+    )
+    from moeq.comparison.refusals import check
+
+    check(asked)
+    from moeq.comparison.side_by_side import compare
+
+    return compare(asked)
+
+
+def opened(
+    recipe: Given,
+    command: str,
+    *,
+    out: str | Path,
+    model: str | Path | None = None,
+    check: bool = False,
+    quiet: bool = False,
+) -> Context:
+    """A recipe on a model in a directory, for a stage, `run` or `plan`.
+
+    What can be refused without a model's code is refused before any is imported: RecipeError, and the errors of a
+    model, a text, hardware or tasks that are not there.
+    """
+    from moeq.preflight import check_run
+    from moeq.progress import Reporter
+
+    folder = Path(out)
+    read = read_recipe(recipe, folder)
+    name = read.model if model is None else str(model)
+    if name is None:
+        raise RecipeError("no model", where=str(folder), do="name one, or give a recipe that does")
+    check_run(read, name, folder, command)
+    from moeq.stages.context import Context
+
+    return Context(recipe=read, model_name=name, out=folder, reporter=Reporter(quiet=quiet), check=check)
+
+
+def read_recipe(recipe: Given, out: Path) -> Recipe:
+    """A recipe as it is given; None: the one in the run directory `out`, or without one the defaults."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe is None:
+        recipe = out / RECIPE_COPY if (out / RECIPE_COPY).is_file() else None
+    return load_recipe(Path(recipe) if isinstance(recipe, str) else recipe)
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)

@@ -1,0 +1,148 @@
+"""From Python: the same as from the command line, with typed results and errors of one line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from fork_server import ForkServer
+
+import moeq
+from moeq import api
+from moeq.errors import ArtifactError, ModelError, RecipeError
+
+KEYS = {
+    "name": "small",
+    "corpus": {"sequences": 8, "sequence_length": 32},
+    "losses": {"group_size": 16, "methods": ["gptq"], "bits": [2, 4]},
+    "assign": {"method": "optimal", "bits_per_weight": 4},
+    "eval": {"perplexity": {"sequences": 4, "sequence_length": 32}, "compare": []},
+}
+
+
+@pytest.fixture(scope="module")
+def done(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> moeq.Run:
+    return moeq.run(KEYS, model=tiny_mixtral, out=tmp_path_factory.mktemp("api") / "run", quiet=True)
+
+
+def test_a_run_tells_what_it_made(done: moeq.Run) -> None:
+    assert [outcome.stage for outcome in done.stages][-1] == "report"
+    assert not any(outcome.skipped for outcome in done.stages)
+    assert {row["name"] for row in done.table} == {"original", "small"}
+    assert done.recipe.assign.bits_per_weight == "4"
+    assert (done.report.suffix, done.checkpoint.name) == (".html", "checkpoint")
+    model = moeq.load(done.checkpoint)
+    assert type(model).__name__ == "MixtralForCausalLM"
+
+
+def test_again_nothing_is_done_and_the_recipe_is_that_of_the_directory(done: moeq.Run, tiny_mixtral: Path) -> None:
+    again = moeq.run(out=done.out, quiet=True)
+    assert again.recipe == done.recipe.model_copy(update={"model": str(tiny_mixtral)})
+    assert all(outcome.skipped for outcome in again.stages)
+    assert again.table == done.table
+
+
+def test_stages_assignments_and_plans(done: moeq.Run, tiny_mixtral: Path, tmp_path: Path) -> None:
+    recipe = moeq.Recipe.model_validate({**KEYS, "assign": {"method": "uniform", "bits": 2}})
+    moeq.stage("profile", recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
+    with pytest.raises(ArtifactError, match="moeq losses"):
+        moeq.assign(recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
+    moeq.stage("losses", recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
+    made = moeq.assign(recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
+    assert made.outcome is not None
+    assert made.assignment.widths() == [2]
+    assert (made.prices, made.frontier) == (None, None)
+    looked = moeq.assign(model=tiny_mixtral, out=tmp_path / "run", look=True, prices=True, frontier=True, quiet=True)
+    assert looked.outcome is None
+    assert looked.assignment == made.assignment
+    assert looked.prices
+    assert looked.frontier
+    planned = moeq.plan(out=done.out, model=tiny_mixtral, probe=False)
+    assert planned.as_json()["stages"]
+
+
+def test_what_is_measured_side_by_side(done: moeq.Run, tiny_mixtral: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    found = moeq.evaluate(tiny_mixtral, done.checkpoint, text="bundled", window=32, out=kept, quiet=True)
+    first, second = found["rows"]
+    assert first["perplexity"]["perplexity"] != second["perplexity"]["perplexity"]
+    assert second["divergence"]["kl"] > 0
+    assert json.loads(kept.read_text("utf-8"))["rows"][1]["name"] == second["name"]
+
+
+def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.FixtureRequest, tiny_mixtral: Path) -> None:
+    commands: ForkServer = request.getfixturevalue("moeq")
+    said = commands.run("run", "--out", str(done.out), "--model", str(tiny_mixtral), "--json")
+    assert said.code == 0, said.stderr
+    found = json.loads(said.stdout)
+    assert found["table"] == json.loads(json.dumps(list(done.table)))
+    assert found["paths"]["report"] == str(done.report)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "what"),
+    [
+        (lambda out: moeq.run({"nmae": "x"}, out=out), RecipeError, "unknown key 'nmae'.*did you mean 'name'"),
+        (lambda out: moeq.run({}, out=out), RecipeError, "no model"),
+        (lambda out: moeq.run({}, out=out, model="no/such/model/here"), ModelError, "no/such/model/here"),
+        (lambda out: moeq.stage("profil", {}, out=out, model="bundled:tiny-mixtral"), RecipeError, "did you mean"),
+        (lambda out: moeq.evaluate(), RecipeError, "nothing to evaluate"),
+    ],
+)
+def test_refusals_are_errors_of_one_line(call, error: type[moeq.MoeqError], what: str, tmp_path: Path) -> None:
+    with pytest.raises(moeq.MoeqError, match=what) as raised:
+        call(tmp_path / "run")
+    assert isinstance(raised.value, error)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_keys_that_are_given_stay_the_callers(tmp_path: Path) -> None:
+    keys = {"assign": {"method": "optimal", "bits_per_weight": 2.5}}
+    assert moeq.load_recipe(keys, ["assign.bits_per_weight=3"]).assign.bits_per_weight == "3"
+    assert keys == {"assign": {"method": "optimal", "bits_per_weight": 2.5}}
+
+
+def test_everything_that_is_offered_is_there_typed_and_told() -> None:
+    for name in moeq.__all__:
+        offered = getattr(moeq, name)
+        assert name in dir(moeq)
+        if name != "__version__":
+            assert inspect.getdoc(offered), name
+        if inspect.isfunction(offered):
+            hints = get_type_hints(offered, {**vars(api), **_for_types()})
+            assert {*inspect.signature(offered).parameters, "return"} <= set(hints), name
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = moeq.nothing_such
+
+
+def _for_types() -> dict[str, object]:
+
+    from moeq.artifacts.assignment import Assignment
+    from moeq.pipeline import Outcome
+    from moeq.planning.result import Plan
+    from moeq.stages.context import Context
+
+    return {
+        "Assignment": Assignment,
+        "Outcome": Outcome,
+        "Plan": Plan,
+        "Context": Context,
+        "nn": __import__("torch").nn,
+    }
+
+
+def test_a_refusal_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys, moeq\n"
+        "try: moeq.run({'nmae': 1}, out='none')\n"
+        "except moeq.MoeqError: pass\n"
+        "print({'torch', 'transformers', 'lm_eval'} & set(sys.modules))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert said.stdout.strip() == "set()"
