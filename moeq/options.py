@@ -5,6 +5,7 @@ Options that plain functions take, too, are annotated types of Typer's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial, wraps
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
+from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names
+from moeq.errors import RecipeError
 from moeq.registry import QUANTIZERS, converted
 
 if TYPE_CHECKING:
@@ -23,7 +26,10 @@ else:
     QuantizerOrBest = Literal[*QUANTIZERS.names(), "best"]
 
 OF_A_RUN = "a run's stage"
+RECIPES = (".yaml", ".yml")  # how the name of a recipe ends, where a model may stand as well
+BUDGETS = "a budget"  # of which one is enough
 RARE = ("format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
+BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
 JsonOption = Annotated[bool, Option("--json", help="Result as JSON on standard output.")]
@@ -55,7 +61,7 @@ class RunOptions:
     """Options of the commands on a run; what a subclass declares as a plain field is no option of its command."""
 
     model: str | None = option("Model directory, hub id, or bundled:tiny-mixtral.", OF_A_RUN)
-    out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe].")
+    out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe, without one of the model].")
     set_: list[str] = option("Override a key: --set assign.bits_per_weight=2.5", OF_A_RUN, default=list)
     format: list[str] = option(
         f"Also write one of {', '.join(converted())} (export.formats); may be given several times.",
@@ -79,10 +85,29 @@ class RunOptions:
         """The recipe that is named."""
         raise NotImplementedError
 
+    @property
+    def named_model(self) -> str | None:
+        """The model that is named."""
+        return self.model
+
+    @property
+    def preset_name(self) -> str | None:
+        """The preset that is named."""
+        return None
+
+    def keys(self) -> dict[str, str]:
+        """{key of the recipe: the option that changes it}, of those that were given."""
+        return {
+            option.metadata["sets"]: _flag(option) for option in self._given() if option.metadata.get("sets")
+        }
+
     def changes(self) -> list[str]:
         """What the options change of any recipe, as --set says it; the native format is always written."""
-        keys = {option.name: option.metadata["sets"] for option in self._given() if option.metadata.get("sets")}
-        changes = [*self.set_, *(f"{key}={getattr(self, name)}" for name, key in keys.items())]
+        budgets = self.given(BUDGETS)
+        if len(budgets) > 1:
+            raise RecipeError(f"one budget is enough: {' or '.join(budgets)}", do="give one of them")
+        keys = {option.metadata["sets"]: getattr(self, option.name) for option in self._given() if option.metadata.get("sets")}
+        changes = [*self.set_, *(f"{key}={_yaml(value)}" for key, value in keys.items())]
         others = [name for name in self.format if name != "moeq"]
         return [*changes, *([f"export.formats=[{', '.join(others)}]"] if self.format else [])]
 
@@ -98,13 +123,79 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions(RunOptions):
-    """Options of a command on one run."""
+    """Options of a command on one run; what: a recipe, or a model."""
 
-    recipe: Annotated[Path | None, Argument(help="YAML recipe [default: the one in the run directory].")] = None
+    what: Annotated[
+        str | None,
+        Argument(
+            metavar="[RECIPE|MODEL]",
+            help=f"YAML recipe [default: the one in the run directory, else preset {DEFAULT}]; or a model: its directory, "
+            "hub id, or bundled:tiny-mixtral.",
+        ),
+    ] = None
 
     @property
     def recipe_path(self) -> Path | None:
-        return self.recipe
+        return Path(self.what) if self.what is not None and Path(self.what).suffix in RECIPES else None
+
+    @property
+    def named_model(self) -> str | None:
+        what = None if self.recipe_path is not None else self.what
+        if what is not None and self.model not in (None, what):
+            raise RecipeError(f"two models: {what} and --model {self.model}", do="give one of them")
+        return self.model or what
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions(StageOptions):
+    """Options of a command that an assignment matters to."""
+
+    bits: str | None = option(
+        "Budget: bits stored for a weight of the experts, scales and zero points counted, such as 2.5.",
+        BUDGETS,
+        sets="assign.bits_per_weight",
+    )
+    code_bits: str | None = option(
+        "Budget as papers count it: mean bits of the experts' codes alone.", BUDGETS, sets="assign.code_bits"
+    )
+    size: str | None = option(
+        "Budget: the whole checkpoint, every file of its directory, such as 12GiB.", BUDGETS, sets="assign.size"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions(BudgetOptions):
+    """Options of a command that can do without a recipe."""
+
+    group_size: int | None = option("Weights that share a scale; -1: whole rows.", sets="losses.group_size")
+    text: list[str] = option(
+        "Text to calibrate on: a file, hub:ORG/NAME, or bundled; may be given several times. What is measured stays on "
+        "other text: the bundled, or --eval-text.",
+        default=list,
+        sets="corpus.source",
+    )
+    eval_text: list[str] = option(
+        "Text to measure perplexity and KL on, none of it in --text; may be given several times [default: bundled].",
+        default=list,
+        sets="eval.perplexity.source",
+    )
+    quality: str | None = option(f"Preset of settings: {' or '.join(QUALITIES)} [default: {DEFAULT}].")
+    preset: str | None = option(f"The same, or a paper's method: {', '.join(preset_names())}.")
+
+    @property
+    def preset_name(self) -> str | None:
+        name = chosen_preset(self.preset, self.quality)
+        if name is not None and self.recipe_path is not None:
+            flag = "--quality" if self.preset is None else "--preset"
+            raise RecipeError(f"{flag} goes without a recipe", where=self.what, do="give one of them")
+        return name
+
+    def changes(self) -> list[str]:
+        """RecipeError for a text that would be measured on after it was calibrated on."""
+        if both := sorted(set(self.text) & set(self.eval_text) - {BUNDLED_TEXT}):
+            do = "give a file that calibration does not read"
+            raise RecipeError(f"{both[0]} is in --text, too: it would be measured on what it was made of", where="--eval-text", do=do)
+        return super().changes()
 
 
 Whole = TypeVar("Whole", bound=RunOptions)
@@ -137,6 +228,11 @@ def _parameters(whole: type[RunOptions], rare: tuple[str, ...]) -> list[Paramete
         if offered and (option.name not in RARE or option.name in rare):
             parameters.append(Parameter(option.name, Parameter.KEYWORD_ONLY, annotation=hint, default=default))
     return parameters
+
+
+def _yaml(value: Any) -> str:
+    """A value as --set takes it."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else str(value)
 
 
 def _flag(option: Field[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from moeq.stages import estimate, evaluate
@@ -52,6 +53,33 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def next_steps(context: Context) -> dict[str, str]:
+    """What follows a run: {what for: command}; the last but one is Python. Every command can be copied as it stands."""
+    checkpoint = context.directory("export")
+    there, out = shlex.quote(str(checkpoint)), shlex.quote(str(context.out))
+    trust = " --trust-remote-code" if context.recipe.trust_remote_code else ""
+    plain = shlex.quote(str(context.out / "dequantized"))
+    steps = {}
+    if context.text.perplexity is not None:
+        original = shlex.quote(str(context.model_name))
+        steps["measure again"] = f"moeq eval {original} {there}{trust}"
+    if _continues_text(context):
+        steps["try it"] = f'moeq generate {there} "Once upon a time"{trust}'
+    return steps | {
+        "check it": f"moeq verify {there}{trust}",
+        "elsewhere": f"moeq convert {there} --to dequantized --out {plain}{trust}",
+        "from Python": f"import moeq; model = moeq.load({str(checkpoint)!r})",
+        "another size": f"moeq run --out {out} --bits 3",
+    }
+
+
+def _continues_text(context: Context) -> bool:
+    """Whether the model is a decoder with a head: no classifier and no encoder-decoder."""
+    if context.model.takes_images or context.text.perplexity is None:
+        return False
+    return not context.model.source.config.get("is_encoder_decoder", False)
 
 
 def _share(size: int | None, whole: int | None) -> float | None:

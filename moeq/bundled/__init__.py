@@ -1,4 +1,4 @@
-"""Files that come with moeq, so that it can be tried offline: two tiny trained models and a small corpus.
+"""Files that come with moeq: two tiny trained models and a small corpus, to try it offline, and presets.
 
 `README.md` in this directory describes them; in the repository, tests/bundled has what made them.
 """
@@ -20,6 +20,7 @@ BUNDLED_NAMES = (
     "corpus/continuation_4way.jsonl",
     "corpus/lm_eval_tasks",
     "corpus/lm_eval_tasks/moeq_continuation.yaml",
+    "presets",
     "LICENSE.PSF-2.0.txt",
     "README.md",
 )

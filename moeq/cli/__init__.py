@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moeq.cli import checkpoints, ending, measures, runs, stages
+from moeq.cli import checkpoints, ending, measures, recipes, runs, stages
 from moeq.version import __version__
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "estimate": measures.estimate,
     "report": stages.report,
     "plan": runs.plan,
+    "init": recipes.init,
+    "recipe": recipes.recipe,
     "inspect": checkpoints.inspect,
     "convert": checkpoints.convert,
     "verify": checkpoints.verify,

@@ -4,73 +4,138 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from moeq.bundled.preset_files import DEFAULT
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
-from moeq.options import JsonOption, RunOptions, StageOptions, option, takes_options
+from moeq.options import BUNDLED_TEXT, BuildOptions, JsonOption, RunOptions, option, takes_options
 
 if TYPE_CHECKING:
     from moeq.recipe import Recipe
     from moeq.stages.context import Context
 
+RUNS = "moeq-out"  # where runs without --out lie
+RECIPE_COPY = "recipe.yaml"  # in a run's directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What options name: where the recipe comes from, a model, and a run directory; start: the recipe in words."""
+
+    path: Path | None
+    preset: str | None
+    model: str | None
+    out: Path | None
+
+    @property
+    def start(self) -> str:
+        return f"preset {self.preset or DEFAULT}" if self.path is None else str(self.path)
+
+
+def what_is_asked(asked: RunOptions) -> Asked:
+    """A recipe that is named, or a preset; else the recipe in the run directory; else the default preset."""
+    path, model, preset, out = asked.recipe_path, asked.named_model, asked.preset_name, asked.out
+    if path is None and model is not None and out is None:
+        check_no_run(model)
+        out = Path(RUNS) / short_name(model)
+    if path is None and preset is None and out is not None and (out / RECIPE_COPY).is_file():
+        path = out / RECIPE_COPY
+    return Asked(path=path, preset=preset, model=model, out=out)
+
+
+def short_name(model: str) -> str:
+    """The last part of a model's name: of its directory or hub id, or behind bundled:."""
+    path = Path(model).expanduser()
+    return (path.resolve() if path.is_dir() else Path(model.removeprefix("bundled:"))).name or "model"
+
+
+def check_no_run(model: str) -> None:
+    """RecipeError for a run's directory where a model is wanted."""
+    folder = Path(model).expanduser()
+    if (folder / RECIPE_COPY).is_file() and not (folder / "config.json").is_file():
+        raise RecipeError("this is a run, no model", where=model, do=f"go on with it by --out {model}")
+
+
+def recipe_of(asked: RunOptions, named: Asked) -> Recipe:
+    """The recipe that the options describe; ModelError where its model is not there."""
+    from moeq.recipe import build_recipe
+
+    return build_recipe(**of_recipe(asked, named))
+
+
+def of_recipe(asked: RunOptions, named: Asked) -> dict[str, Any]:
+    """What `build_recipe` makes a recipe of; sequences of a preset are no longer than its model can read."""
+    from moeq.recipe import build_recipe
+
+    changes = [*asked.changes(), *(["trust_remote_code=true"] if asked.trust_remote_code else [])]
+    plain = {
+        "path": named.path,
+        "preset": named.preset,
+        "changes": changes,
+        "quantizer": asked.quantizer,
+        "refine": asked.refine,
+        "names": asked.keys(),
+    }
+    recipe = build_recipe(**plain)
+    model = named.model or recipe.model
+    if named.path is not None or model is None:
+        return plain
+    from moeq.models.source import known_positions
+
+    return plain | {"positions": known_positions(model, recipe.revision)}
+
 
 def context_of(asked: RunOptions, command: str) -> Context:
     """The run that the options describe, for a command: wrong ones are refused before the stages are imported."""
+    from rich.markup import escape
+
     from moeq.preflight import check_run
     from moeq.progress import Reporter
-    from moeq.recipe import load_recipe
 
-    path = asked.recipe_path
-    if path is None and asked.out is not None and (asked.out / "recipe.yaml").is_file():
-        path = asked.out / "recipe.yaml"
-    changes = [*asked.changes(), *(["trust_remote_code=true"] if asked.trust_remote_code else [])]
-    recipe = load_recipe(path, changes)
-    more = method_changes(recipe, asked)
-    recipe = load_recipe(path, [*changes, *more]) if more else recipe
-    model = asked.model or recipe.model
+    named = what_is_asked(asked)
+    recipe = recipe_of(asked, named)
+    model = named.model or recipe.model
     if model is None:
-        raise RecipeError("no model", where=str(path or "defaults"), do="give a recipe, --model, or --out of a run")
-    out = asked.out or Path("moeq-out") / recipe.name
+        do = f"name one (moeq {command} MODEL), a recipe, or --out of a run"
+        raise RecipeError("no model", where=named.start, do=do)
+    out = named.out or Path(RUNS) / (recipe.name if named.path is not None else short_name(model))
     check_run(recipe, model, out, command)
     from moeq.stages.context import Context
 
-    return Context(recipe=recipe, model_name=model, out=out, reporter=Reporter(quiet=asked.quiet), check=asked.check)
-
-
-def method_changes(recipe: Recipe, asked: RunOptions) -> list[str]:
-    """What --quantizer and --refine change of a recipe, which depends on what it says."""
-    from moeq.recipe import BEST
-
-    changes = []
-    if asked.quantizer is not None:
-        methods = [*recipe.losses.methods, *({asked.quantizer} - {BEST, *recipe.losses.methods})]
-        changes += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={asked.quantizer}"]
-    if asked.refine and recipe.quantize.refine is None:
-        changes.append("quantize.refine={}")
-    return changes
+    reporter = Reporter(quiet=asked.quiet)
+    reporter.say(f"[dim]{escape(f'{named.start}, into {out}')}[/dim]")
+    if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
+        reporter.say("[dim]what is lost is measured on bundled text: --text is calibrated on; --eval-text FILE[/dim]")
+    return Context(recipe=recipe, model_name=model, out=out, reporter=reporter, check=asked.check)
 
 
 @takes_options("quantizer", "refine", "verify", "force")
-def run(asked: StageOptions) -> None:
-    """Run all stages below in order; goes on where it was stopped."""
+def run(asked: BuildOptions) -> None:
+    """Make a model small: all stages below in order, from a recipe or with none; goes on where it was stopped."""
     context = context_of(asked, "run")
     from moeq import pipeline, results, terminal
 
     outcomes = pipeline.run(context, force=asked.force)
-    rows, paths = results.final_rows(context), pipeline.result_paths(context)
+    rows, paths, steps = results.final_rows(context), pipeline.result_paths(context), results.next_steps(context)
     finished = {
         "stages": [terminal.outcome_json(outcome) for outcome in outcomes],
         "table": rows,
         "paths": {name: str(path) for name, path in paths.items()},
+        "next": steps,
     }
-    show(finished, lambda _: terminal.print_final(rows, paths, outcomes), json=asked.json, quiet=asked.quiet)
+
+    def show_text(_: Any) -> None:
+        terminal.print_final(rows, paths, outcomes)
+        terminal.print_steps(steps)
+
+    show(finished, show_text, json=asked.json, quiet=asked.quiet)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(StageOptions):
+class PlanOptions(BuildOptions):
     """Options of `moeq plan`, which has no --check and no --quiet."""
 
     check: bool = False
@@ -78,7 +143,7 @@ class PlanOptions(StageOptions):
     probe: bool = option("Measure for a few seconds how fast this machine is.", default=True)
 
 
-@takes_options()
+@takes_options("quantizer", "refine")
 def plan(asked: PlanOptions) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
     context = context_of(asked, "plan")

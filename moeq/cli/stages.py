@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.cli.ending import show
 from moeq.cli.runs import context_of
 from moeq.errors import RecipeError
-from moeq.options import RunOptions, StageOptions, option, takes_options
+from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, option, takes_options
 from moeq.registry import ALLOCATORS
 
 if TYPE_CHECKING:
@@ -44,21 +45,14 @@ def losses(asked: StageOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssignOptions(StageOptions):
+class AssignOptions(BudgetOptions):
     """Options of `moeq assign`."""
 
     method: str | None = option(f"{', '.join(ALLOCATORS.names())}.", sets="assign.method")
-    bits_per_weight: str | None = option(
-        "Budget: bits stored for a weight of the experts, scales and zero points counted, such as 2.5.",
-        sets="assign.bits_per_weight",
-    )
-    code_bits: str | None = option(
-        "Budget as papers count it: mean bits of the experts' codes alone.", sets="assign.code_bits"
-    )
+    bits_per_weight: str | None = option("What --bits was called.", hidden=True)
     average_bits: str | None = option("What --code-bits was called.", hidden=True)
-    expert_bytes: str | None = option("Budget: bytes of all experts, such as 10GiB.", sets="assign.expert_bytes")
-    size: str | None = option(
-        "Budget: the whole checkpoint, every file of its directory, such as 12GiB.", sets="assign.size"
+    expert_bytes: str | None = option(
+        "Budget: bytes of all experts, such as 10GiB.", BUDGETS, sets="assign.expert_bytes"
     )
     granularity: str | None = option(
         "What has one width, where the method decides it: expert, projection or layer.", sets="assign.granularity"
@@ -75,32 +69,29 @@ class AssignOptions(StageOptions):
     price: bool = option("Show what each target's restriction costs.", default=False)
     frontier: bool = option("Objective against bytes of every method: table, JSON and plot.", default=False)
 
+    def by_names_of_today(self) -> AssignOptions:
+        """With what was asked for by an earlier name; RecipeError for --average-bits, which counted something else."""
+        if self.average_bits is not None:
+            do = "give --bits, which counts all that is stored, or --code-bits, which counts as it did"
+            raise RecipeError("there is no --average-bits", do=do)
+        if self.bits_per_weight is None:
+            return self
+        if self.bits is not None:
+            raise RecipeError("--bits-per-weight is what --bits was called, and both are given", do="give --bits")
+        print("--bits-per-weight is now --bits", file=sys.stderr)
+        return replace(self, bits=self.bits_per_weight, bits_per_weight=None)
+
     @property
     def only_looks(self) -> bool:
         """Whether --price or --frontier is asked of the assignment that is there, and none is to be made."""
-        makes = self.recipe is not None or self.quantizer is not None or self.force or self.changes()
+        makes = self.recipe_path is not None or self.quantizer is not None or self.force or self.changes()
         return (self.price or self.frontier) and not makes
-
-    def changes(self) -> list[str]:
-        """With a budget, or a method that cannot keep the recipe's, whatever budget the recipe has goes."""
-        from moeq.recipe import BUDGETS, budget_keys
-
-        if self.average_bits is not None:
-            do = "give --bits-per-weight, which counts all that is stored, or --code-bits, which counts as it did"
-            raise RecipeError("there is no --average-bits", do=do)
-        given = [name for name in BUDGETS if getattr(self, name) is not None]
-        given += [name for name in budget_keys() if any(one.startswith(f"assign.{name}=") for one in self.set_)]
-        method = None if self.method is None else ALLOCATORS.get(self.method)
-        kept = given or (budget_keys() if method is None else method.budgets)
-        dropped = [name for name in budget_keys() if name not in kept]
-        if method is not None and self.ndp_latency is None and "ndp_latency_ms" not in method.reads:
-            dropped.append("ndp_latency_ms")  # the recipe's, which belongs to its own method
-        return [*super().changes(), *(f"assign.{name}=null" for name in dropped)]
 
 
 @takes_options("quantizer", "force")
 def assign(asked: AssignOptions) -> None:
     """Decide which expert gets which precision and where it lives."""
+    asked = asked.by_names_of_today()
     context = context_of(asked, "assign")
     from moeq import pipeline, terminal
     from moeq.stages.assign import NAME

@@ -160,6 +160,14 @@ def check_there(name: str, revision: str | None = None) -> None:
     read_config(path / CONFIG)
 
 
+def known_positions(name: str, revision: str | None = None) -> int | None:
+    """How many tokens a model knows positions for; None where its configuration does not say. ModelError as above."""
+    path, _ = _resolve(name, revision, False, only=(CONFIG,))
+    config = read_config(path / CONFIG)
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    return positions if isinstance(positions, int) and positions > 1 else None
+
+
 def open_config(name: str, *, beside: Sequence[str] = (), trust_remote_code: bool = False) -> ModelSource:
     """A model by its configuration alone: a directory, a config.json, a hub id or `bundled:NAME`; no tensors are read.
 

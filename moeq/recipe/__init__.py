@@ -9,6 +9,7 @@ from moeq.recipe.assign import (
     NamedAssignSection,
     budget_keys,
 )
+from moeq.recipe.building import build_recipe, every_change, recipe_file
 from moeq.recipe.choices import BEST, Bits, BitsOrFull, Denominator, Ends, Softmax
 from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET, CorpusSection
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
@@ -26,5 +27,5 @@ __all__ = [
     "CorpusSection", "Denominator", "Ends", "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection",
     "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational",
     "Recipe", "RefineSection", "ReparamSection", "Softmax", "StatedSection", "TestImagesSection", "TranslationSection",
-    "budget_keys", "load_recipe",
+    "budget_keys", "build_recipe", "every_change", "load_recipe", "recipe_file",
 ]  # fmt: skip

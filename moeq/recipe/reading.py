@@ -10,10 +10,13 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, shown
+from moeq.bundled.preset_files import preset_of
 from moeq.errors import RecipeError, hint
+from moeq.recipe.assign import budget_keys, owners
 from moeq.recipe.earlier import key_now, read_earlier
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.types import Section
+from moeq.registry import ALLOCATORS
 
 MESSAGE_CHARACTERS = 400  # of what a validator says
 
@@ -21,21 +24,63 @@ MESSAGE_CHARACTERS = 400  # of what a validator says
 def load_recipe(given: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, a file or its keys (None: all defaults), and apply `key=value` overrides (dotted, YAML values).
 
-    Raises RecipeError naming file, line, key and the nearest known key.
+    A budget that is given replaces the recipe's own, a method the keys that it does not read. Raises RecipeError naming
+    file, line, key and the nearest known key.
     """
-    where = "defaults" if given is None else str(given) if isinstance(given, Path) else "recipe"
-    read = _read(given) if isinstance(given, Path) else parse_yaml("{}")
-    data = deepcopy(dict(given)) if isinstance(given, Mapping) else {} if read.value is None else read.value
-    if not isinstance(data, dict):
-        raise RecipeError("a recipe is a mapping of keys to values", where=where, do="see recipes/demo.yaml")
-    read_earlier(data, where)
-    for override in overrides:
-        _apply(data, override)
-        read_earlier(data, f"--set {shown(override)}")
+    if isinstance(given, Mapping):
+        return _recipe_of(parse_yaml("{}"), "recipe", overrides, deepcopy(dict(given)))
+    return _recipe_of(parse_yaml("{}") if given is None else _read(given), _place(given), overrides)
+
+
+def parse_recipe(text: str) -> Recipe:
+    """The recipe that a text is; RecipeError as `load_recipe` raises it."""
+    return _recipe_of(parse_yaml(text), "recipe", ())
+
+
+def _recipe_of(read: Yaml, where: str, overrides: Sequence[str], given: dict[str, Any] | None = None) -> Recipe:
+    """read: what the file holds, for its lines; given: what it says, where it is no file."""
+    data = with_overrides(read.value if given is None else given, overrides, where)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise _explain(error, read, where, overrides) from None
+
+
+def with_overrides(data: Any, overrides: Sequence[str], where: str) -> dict[str, Any]:
+    """A raw recipe with `key=value` overrides, before it is validated: the mapping itself, changed."""
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        raise RecipeError("a recipe is a mapping of keys to values", where=where, do="`moeq init` writes one")
+    read_earlier(data, where)
+    for override in overrides:
+        _apply(data, override)
+        read_earlier(data, f"--set {shown(override)}")
+    _drop_replaced(data, overrides)
+    return data
+
+
+def _place(path: Path | None) -> str:
+    """What a recipe is called in messages."""
+    if path is None:
+        return "defaults"
+    preset = preset_of(path)
+    return str(path) if preset is None else f"preset {preset}"
+
+
+def _drop_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Nulls for what overrides take the place of in `assign`: other budgets, and keys that a method does not read."""
+    section, method = data.get("assign"), None
+    keys = (key_now(key.strip()) for key, _, value in (one.partition("=") for one in overrides) if value != "null")
+    given = {key.removeprefix("assign.") for key in keys if key.startswith("assign.")}
+    if not isinstance(section, dict):
+        return
+    if "method" in given:
+        method = section["method"]
+    budgets = budget_keys()
+    for key in set(section) - given:
+        of_another = method in ALLOCATORS.names() and owners(key) and method not in owners(key)
+        if of_another or (key in budgets and given & set(budgets)):
+            section[key] = None
 
 
 def _read(path: Path) -> Yaml:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.fields import FieldInfo
 
 MOST = 2**63 - 1
@@ -41,8 +41,25 @@ def _parse_rational(value: Any) -> str:
     raise ValueError("must be a number such as 2.5 or 5/2")
 
 
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0, le=MOST)]
-Rational = Annotated[str, BeforeValidator(_parse_rational)]
+_NUMBER = r"[-+]?[0-9_.]+([eE][-+]?[0-9]+)?"
+Bytes = Annotated[
+    int,
+    BeforeValidator(_parse_bytes),
+    Field(gt=0, le=MOST),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": r"^\s*[0-9.]+\s*([KMGTkmgt]?[iI]?[Bb])?\s*$"},
+            ]
+        }
+    ),
+]
+Rational = Annotated[
+    str,
+    BeforeValidator(_parse_rational),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": rf"^\s*{_NUMBER}(/[0-9]+)?\s*$"}]}),
+]
 
 
 def check_group_size(size: int | None) -> None:

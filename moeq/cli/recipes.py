@@ -1,0 +1,96 @@
+"""Recipes themselves: init writes one, recipe shows one as it is understood, and what one may hold."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeq.bundled.preset_files import preset_of
+from moeq.cli.ending import show
+from moeq.cli.runs import Asked, check_no_run, of_recipe, short_name
+from moeq.errors import RecipeError
+from moeq.options import BuildOptions, option, takes_options
+
+STANDARD_OUTPUT = Path("-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions(BuildOptions):
+    """Options of `moeq init`."""
+
+    out: Path | None = option("File to write, which must not be there yet; -: standard output [default: recipe.yaml].")
+    check: bool = False
+
+
+@takes_options("quantizer", "refine", "format")
+def init(asked: InitOptions) -> None:
+    """Write a commented recipe: a preset with a model and other options put in place, to go on with in an editor."""
+    out = asked.out or Path("recipe.yaml")
+    if asked.recipe_path is not None:
+        raise RecipeError("is a recipe", where=asked.what, do="give a model, or nothing; --out names the file")
+    if out != STANDARD_OUTPUT and (out.exists() or out.is_symlink()):
+        raise RecipeError("is there already", where=str(out), do="choose another --out, or -")
+    model = asked.named_model
+    if model is not None:
+        check_no_run(model)
+    text = _recipe_text(asked, model)
+    if out == STANDARD_OUTPUT:
+        print(text, end="")
+        return
+    from moeq.artifacts.files import write_text
+
+    write_text(out, text)
+    words = f"moeq run {out}" + (f" --out moeq-out/{short_name(model)}" if model is not None else " --model MODEL")
+    written = {"recipe": str(out), "next": words}
+    show(written, lambda _: print(f"{out} written\nnext: {words}"), json=asked.json, quiet=asked.quiet)
+
+
+def _recipe_text(asked: BuildOptions, model: str | None) -> str:
+    """The preset's text with what options change in place."""
+    from moeq.bounded import parse_yaml
+    from moeq.recipe import build_recipe, every_change, recipe_file
+    from moeq.recipe.editing import with_values
+    from moeq.recipe.reading import parse_recipe, with_overrides
+
+    plain = of_recipe(asked, Asked(path=None, preset=asked.preset_name, model=model, out=None))
+    wanted = build_recipe(**plain)
+    source = recipe_file(None, plain["preset"])
+    text = source.read_text("utf-8")
+    raw = with_overrides(parse_yaml(text).value, every_change(**plain), f"preset {preset_of(source)}")
+    raw |= {"model": model} if model is not None else {}
+    written = with_values(text, raw)
+    assert parse_recipe(written) == wanted.model_copy(update={"model": raw["model"]}), "init writes what it was asked"
+    return written
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(BuildOptions):
+    """Options of `moeq recipe`."""
+
+    out: Path | None = None
+    check: bool = False
+    quiet: bool = False
+    schema: bool = option("Print the JSON Schema of recipes, by which editors complete keys.", default=False)
+
+
+@takes_options("quantizer", "refine", "format")
+def recipe(asked: RecipeOptions) -> None:
+    """Print a whole recipe as it is understood, every default filled in; of a preset where no file is named."""
+    if asked.schema:
+        from moeq.recipe.schema import recipe_schema
+
+        print(jsonlib.dumps(recipe_schema(), indent=1, ensure_ascii=False))
+        return
+    import yaml
+
+    from moeq.recipe import build_recipe
+
+    if asked.what is not None and asked.recipe_path is None:
+        do = "give a file that ends in .yaml; `moeq init MODEL` writes one"
+        raise RecipeError("is no recipe", where=asked.what, do=do)
+    plain = of_recipe(asked, Asked(path=asked.recipe_path, preset=asked.preset_name, model=asked.model, out=None))
+    data: dict[str, Any] = build_recipe(**plain).model_dump(mode="json")
+    data["model"] = asked.model or data["model"]
+    show(data, lambda _: print(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), end=""), json=asked.json)

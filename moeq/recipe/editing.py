@@ -1,0 +1,104 @@
+"""Values put into the text of a recipe, so that its comments and its order stay: presets as recipes of one's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from moeq.bounded import parse_yaml
+
+KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?P<value>.*?)(?P<comment>\s+#.*)?$")
+STEP = 2  # spaces by which a section's keys stand further right
+Path = tuple[str, ...]
+
+
+def with_values(text: str, wanted: Mapping[str, Any]) -> str:
+    """A recipe's text that holds what `wanted`, a raw recipe, holds; nulls of `assign` are left out.
+
+    Keys stand one a line, those of sections two spaces further right, as in moeq's presets.
+    """
+    for path, value in _differences(parse_yaml(text).value, wanted):
+        text = _put(text.splitlines(), path, value)
+    return text
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of what is not alike, as deep as both are mappings."""
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and old:
+            yield from _differences(old, value, (*path, key))
+        elif key not in before or old != value:
+            yield (*path, key), value
+
+
+def _put(lines: list[str], path: Path, value: Any) -> str:
+    """The text with one value in its place, or behind its section's last key."""
+    found = _lines_of(lines, path)
+    if found is None:
+        return _added(lines, path, value)
+    first, last = found
+    if path[0] == "assign" and value is None:
+        lines[first:last] = []
+    else:
+        match = KEY.fullmatch(lines[first])
+        assert match is not None, lines[first]
+        line = f"{match['indent']}{match['key']}: {_flow(value)}"
+        if match["comment"]:  # where the others begin, as far as the value leaves room
+            line = f"{line:<{match.start('comment') + len(match['comment']) - len(match['comment'].lstrip())}}"
+            line = f"{line.rstrip() + ' ' if line.rstrip() == line else line}{match['comment'].lstrip()}"
+        lines[first:last] = [line]
+    return "\n".join(lines) + "\n"
+
+
+def _added(lines: list[str], path: Path, value: Any) -> str:
+    """The text with a key that was not there; sections around it that are not there come with it."""
+    if path[0] == "assign" and value is None:
+        return "\n".join(lines) + "\n"
+    around = _lines_of(lines, path[:-1]) if len(path) > 1 else (0, len(lines))
+    if around is None:
+        return _added(lines, path[:-1], {path[-1]: value})
+    place = around[1]
+    new = [f"{' ' * STEP * (len(path) - 1)}{path[-1]}: {_flow(value)}"]
+    if len(path) == 1 and isinstance(value, dict) and value:
+        new = ["", f"{path[0]}:", *(f"{' ' * STEP}{key}: {_flow(one)}" for key, one in value.items())]
+    elif len(path) == 1 and (model := _lines_of(lines, ("model",))) is not None:
+        place = model[1]
+    lines[place:place] = new
+    return "\n".join(lines) + "\n"
+
+
+def _lines_of(lines: list[str], path: Path) -> tuple[int, int] | None:
+    """From which line to before which a key stands with all that belongs to it; None where it has no line."""
+    first, last = 0, len(lines)
+    for depth, key in enumerate(path):
+        indent = STEP * depth
+        starts = [
+            number
+            for number in range(first, last)
+            if (match := KEY.fullmatch(lines[number])) and match["key"] == key and len(match["indent"]) == indent
+        ]
+        if not starts:
+            return None
+        first = starts[0]
+        inner = (number for number in range(first + 1, last) if _begins(lines[number], indent))
+        last = next(inner, last)
+        while not lines[last - 1].strip():
+            last -= 1
+        if depth < len(path) - 1:
+            first += 1
+    return starts[0], last
+
+
+def _begins(line: str, indent: int) -> bool:
+    """Whether a line is one of another key, no further right than that."""
+    return bool(line.strip()) and len(line) - len(line.lstrip()) <= indent
+
+
+def _flow(value: Any) -> str:
+    """A value on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
+    return text.removesuffix("\n").removesuffix("\n...")
