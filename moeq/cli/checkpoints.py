@@ -79,7 +79,7 @@ def verify(
     from moeq import preflight
     from moeq.models.source import check_there
 
-    preflight.check_directory(checkpoint)
+    preflight.check_path(checkpoint, "give a checkpoint's directory")
     preflight.check_loader(target)
     if against is not None:
         check_there(against)

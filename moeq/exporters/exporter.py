@@ -81,7 +81,7 @@ class Exporter:
     """A format of packed checkpoints.
 
     write(draft) fills a `foreign.Draft`, which becomes a checkpoint when it returns: draft.source is what it is made
-    of. It raises PlanError for what its runtime would not load as it is meant, and nothing is left behind. None of the
+    of. It raises FormatError for what its runtime would not load as it is meant, and nothing is left behind. None of the
     native format, which a run itself writes. check(source, model) refuses, before anything runs, a model that it could
     not write whatever its experts become.
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, shown
-from moeq.errors import RecipeError, hint
+from moeq.errors import RecipeError, hint, missing
 from moeq.recipe.earlier import key_now, read_earlier
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.types import Section
@@ -42,9 +42,10 @@ def _read(path: Path) -> Yaml:
         return read_yaml(path)
     except YamlError as error:
         raise RecipeError(f"not valid YAML: {error}", where=error.at(str(path)), do="mend the recipe") from None
+    except FileNotFoundError:
+        raise missing(path, "give the path of a YAML recipe") from None
     except (OSError, ValueError) as error:
-        what = "no such recipe" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise RecipeError(what, where=str(path), do="give the path of a YAML recipe") from None
+        raise RecipeError(f"cannot be read ({error})", where=str(path), do="give the path of a YAML recipe") from None
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
