@@ -5,7 +5,7 @@ Options that plain functions take, too, are annotated types of Typer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature
@@ -22,14 +22,29 @@ if TYPE_CHECKING:
 else:
     QuantizerOrBest = Literal[*QUANTIZERS.names(), "best"]
 
+
+def among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What a shell completes an option's value to, of names that are looked up when it asks."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return complete
+
+
 OF_A_RUN = "a run's stage"
-RARE = ("format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
+RARE = ("device", "format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
 JsonOption = Annotated[bool, Option("--json", help="Result as JSON on standard output.")]
 QuietOption = Annotated[bool, Option("--quiet", help="No progress, no messages but errors.")]
 TrustOption = Annotated[
     bool, Option("--trust-remote-code", help="Run Python code that the model's directory brings along.")
+]
+DEVICES = ("auto", "cpu", "cuda")
+DeviceOption = Annotated[
+    str | None,
+    Option(help="Where it computes: auto, cpu or cuda (device).", autocompletion=among(lambda: DEVICES)),
 ]
 VerifyOption = Annotated[
     bool, Option("--verify/--no-verify", help="Load what was written in a fresh process and compare it.")
@@ -61,6 +76,7 @@ class RunOptions:
         f"Also write one of {', '.join(converted())} (export.formats); may be given several times.",
         default=list,
     )
+    device: DeviceOption = field(default=None, metadata={"sets": "device"})
     widen: WidenOption = field(default=False, metadata={"sets": "export.widen"})
     quantizer: QuantizerOrBest | None = option(
         "Whose replicas are used (assign.quantizer; losses.methods gains it); best: of losses.methods, the one that "

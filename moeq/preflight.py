@@ -70,9 +70,9 @@ def check_absent(out: Path) -> None:
 
 
 def check_device(name: str) -> None:
-    """ModelError for a name that no device has; whether it is there is seen when it is used."""
+    """RecipeError for a name that no device has; whether it is there is seen when it is used."""
     if DEVICE.fullmatch(name) is None:
-        raise ModelError("unknown device", where=f"device {name}", do="use auto, cpu or cuda")
+        raise RecipeError(f"unknown device {name!r}", where="--device", do="use auto, cpu or cuda")
 
 
 def check_tasks(include_path: str | Path | None) -> None:

@@ -14,7 +14,7 @@ from moeq.options import takes_options
 from moeq.registry import POLICIES
 
 
-@takes_options()
+@takes_options("device")
 def evaluate(asked: EvalOptions) -> None:
     """Perplexity and lm-eval of a run's original, export and other assignments, or of any models, checkpoints
     and runs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,7 @@ from typer import Option
 
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
-from moeq.options import JsonOption, RunOptions, StageOptions, option, takes_options
+from moeq.options import JsonOption, QuietOption, RunOptions, StageOptions, option, takes_options
 
 if TYPE_CHECKING:
     from moeq.recipe import Recipe
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 def context_of(asked: RunOptions, command: str) -> Context:
     """The run that the options describe, for a command: wrong ones are refused before the stages are imported."""
-    from moeq.preflight import check_run
+    from moeq.preflight import check_device, check_run
     from moeq.progress import Reporter
     from moeq.recipe import load_recipe
 
+    if asked.device is not None:
+        check_device(asked.device)
     path = asked.recipe_path
     if path is None and asked.out is not None and (asked.out / "recipe.yaml").is_file():
         path = asked.out / "recipe.yaml"
@@ -53,7 +55,7 @@ def method_changes(recipe: Recipe, asked: RunOptions) -> list[str]:
     return changes
 
 
-@takes_options("quantizer", "refine", "verify", "force")
+@takes_options("device", "quantizer", "refine", "verify", "force")
 def run(asked: StageOptions) -> None:
     """Run all stages below in order; goes on where it was stopped."""
     context = context_of(asked, "run")
@@ -71,22 +73,21 @@ def run(asked: StageOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(StageOptions):
-    """Options of `moeq plan`, which has no --check and no --quiet."""
+    """Options of `moeq plan`, which has no --check."""
 
     check: bool = False
-    quiet: bool = True
     probe: bool = option("Measure for a few seconds how fast this machine is.", default=True)
 
 
-@takes_options()
+@takes_options("device")
 def plan(asked: PlanOptions) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
-    context = context_of(asked, "plan")
+    context = context_of(replace(asked, quiet=True), "plan")
     from moeq import terminal
     from moeq.planning.plan import error_of, make_plan
 
     made = make_plan(context, probe=asked.probe)
-    show(made.as_json(), lambda _: terminal.print_plan(made), json=asked.json)
+    show(made.as_json(), lambda _: terminal.print_plan(made), json=asked.json, quiet=asked.quiet)
     error = error_of(made)
     if error is not None:
         refuse(error, json=asked.json)
@@ -99,8 +100,9 @@ def gc(
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be dropped.")] = False,
     json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Drop replicas that no run's recipe or assignment refers to, and what killed runs left half-written."""
     from moeq import cleaning, terminal
 
-    show(cleaning.collect(out or [], store, dry_run=dry_run), terminal.print_freed, json=json)
+    show(cleaning.collect(out or [], store, dry_run=dry_run), terminal.print_freed, json=json, quiet=quiet)
