@@ -21,7 +21,7 @@ from moeq.artifacts import replicas
 from moeq.artifacts.files import BEGUN, PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
 from moeq.artifacts.run import DIRECTORIES, OLDER, RECIPE_COPY, STAGES, STORE, store_folder
-from moeq.errors import ArtifactError, RecipeError
+from moeq.errors import ArtifactError, RecipeError, missing
 from moeq.recipe import load_recipe
 
 SET = re.compile(r"[0-9a-f]{64}")
@@ -91,6 +91,8 @@ def _stores(runs: Sequence[Path], store: Path | None) -> list[Path]:
     """The stores to clean: the one that is named, those that the runs use, and their own."""
     stores = [] if store is None else [store]
     for run in runs:
+        if not run.exists():
+            raise missing(run, "give the --out of a run")
         if not (run / RECIPE_COPY).is_file():
             raise ArtifactError("not a run directory", where=str(run), do="give the --out of a run")
         wanted = (store_folder(load_recipe(run / RECIPE_COPY), run), run / STORE)

@@ -34,7 +34,7 @@ def convert(
     verify: where to tell what the format's own loader makes of it; None: it is not loaded. Raises EvaluationError where
     it loads wrongly or holds other values, RecipeError for an unknown format or an `out` that is there, StorageError
     while another process writes it, ArtifactError for a directory that is no packed checkpoint of moeq's or of another
-    tool's, PlanError for what the format's runtime would not load as it is meant.
+    tool's, FormatError for what the format's runtime would not load as it is meant.
     """
     if name not in converted():
         raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(converted())}")

@@ -12,7 +12,9 @@
 | 8 | StorageError | the disk: full, read-only, in use |
 | 9 | EvaluationError | evaluation: tasks, generation, a checkpoint that does not load right |
 | 10 | EstimateError | hardware files and the performance estimate |
-| 11 | PlanError | a plan that does not fit: memory, disk, or a format that cannot carry the recipe |
+| 11 | PlanError | a plan that does not fit this machine: memory, disk |
+| 12 | FormatError | a format or a runtime that cannot carry what is asked |
+| 13 | MissingError | a path that is named and is not there |
 | 130, 143 | | interrupted: Ctrl-C, SIGTERM |
 """
 
@@ -20,6 +22,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from os import PathLike
+
+PATH_CHARACTERS = 400  # of a path in a message
 
 
 class MoeqError(Exception):
@@ -93,6 +98,20 @@ class EstimateError(MoeqError):
 
 class PlanError(MoeqError):
     exit_code = 11
+
+
+class FormatError(MoeqError):
+    exit_code = 12
+
+
+class MissingError(MoeqError):
+    exit_code = 13
+
+
+def missing(path: str | PathLike[str], do: str, problem: str = "no such file or directory") -> MissingError:
+    """The error for a path that is named and is not there; problem: what the system says of it."""
+    where = str(path)
+    return MissingError(problem, where=where[:PATH_CHARACTERS] + "..." * (len(where) > PATH_CHARACTERS), do=do)
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:

@@ -6,7 +6,7 @@ Options that plain functions take, too, are annotated types of Typer's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature
@@ -25,10 +25,20 @@ if TYPE_CHECKING:
 else:
     QuantizerOrBest = Literal[*QUANTIZERS.names(), "best"]
 
+
+def among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What a shell completes an option's value to, of names that are looked up when it asks."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return complete
+
+
 OF_A_RUN = "a run's stage"
 RECIPES = (".yaml", ".yml")  # how the name of a recipe ends, where a model may stand as well
 BUDGETS = "a budget"  # of which one is enough
-RARE = ("format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
+RARE = ("device", "format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
 BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
@@ -36,6 +46,11 @@ JsonOption = Annotated[bool, Option("--json", help="Result as JSON on standard o
 QuietOption = Annotated[bool, Option("--quiet", help="No progress, no messages but errors.")]
 TrustOption = Annotated[
     bool, Option("--trust-remote-code", help="Run Python code that the model's directory brings along.")
+]
+DEVICES = ("auto", "cpu", "cuda")
+DeviceOption = Annotated[
+    str | None,
+    Option(help="Where it computes: auto, cpu or cuda (device).", autocompletion=among(lambda: DEVICES)),
 ]
 VerifyOption = Annotated[
     bool, Option("--verify/--no-verify", help="Load what was written in a fresh process and compare it.")
@@ -67,6 +82,7 @@ class RunOptions:
         f"Also write one of {', '.join(converted())} (export.formats); may be given several times.",
         default=list,
     )
+    device: DeviceOption = field(default=None, metadata={"sets": "device"})
     widen: WidenOption = field(default=False, metadata={"sets": "export.widen"})
     quantizer: QuantizerOrBest | None = option(
         "Whose replicas are used (assign.quantizer; losses.methods gains it); best: of losses.methods, the one that "
@@ -97,16 +113,18 @@ class RunOptions:
 
     def keys(self) -> dict[str, str]:
         """{key of the recipe: the option that changes it}, of those that were given."""
-        return {
-            option.metadata["sets"]: _flag(option) for option in self._given() if option.metadata.get("sets")
-        }
+        return {option.metadata["sets"]: _flag(option) for option in self._given() if option.metadata.get("sets")}
 
     def changes(self) -> list[str]:
         """What the options change of any recipe, as --set says it; the native format is always written."""
         budgets = self.given(BUDGETS)
         if len(budgets) > 1:
             raise RecipeError(f"one budget is enough: {' or '.join(budgets)}", do="give one of them")
-        keys = {option.metadata["sets"]: getattr(self, option.name) for option in self._given() if option.metadata.get("sets")}
+        keys = {
+            option.metadata["sets"]: getattr(self, option.name)
+            for option in self._given()
+            if option.metadata.get("sets")
+        }
         changes = [*self.set_, *(f"{key}={_yaml(value)}" for key, value in keys.items())]
         others = [name for name in self.format if name != "moeq"]
         return [*changes, *([f"export.formats=[{', '.join(others)}]"] if self.format else [])]
@@ -194,7 +212,9 @@ class BuildOptions(BudgetOptions):
         """RecipeError for a text that would be measured on after it was calibrated on."""
         if both := sorted(set(self.text) & set(self.eval_text) - {BUNDLED_TEXT}):
             do = "give a file that calibration does not read"
-            raise RecipeError(f"{both[0]} is in --text, too: it would be measured on what it was made of", where="--eval-text", do=do)
+            raise RecipeError(
+                f"{both[0]} is in --text, too: it would be measured on what it was made of", where="--eval-text", do=do
+            )
         return super().changes()
 
 

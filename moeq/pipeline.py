@@ -169,7 +169,7 @@ def _asked_otherwise(context: Context, stage: Stage) -> bool:
 def _look_ahead(context: Context, stages: Sequence[Stage], force: bool) -> None:
     """What stages would refuse after others have run, before the first of them: as far as it can be known now.
 
-    Raises what they raise: ArtifactError for a file edited by hand that would be lost, PlanError for a format that
+    Raises what they raise: ArtifactError for a file edited by hand that would be lost, FormatError for a format that
     cannot carry the assignment.
     """
     given = context.given()

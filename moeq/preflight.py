@@ -9,11 +9,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from moeq.errors import ArtifactError, CorpusError, EvaluationError, ModelError, RecipeError, StorageError
+from moeq.errors import ModelError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
 
+TASKS_FOLDER = "give a folder of task YAML files to --include-path (eval.include_path)"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 ALL = frozenset({"run", "plan"})  # commands that go through every stage
 CALIBRATED = ALL | {"reparam", "profile", "losses"}
@@ -22,7 +23,7 @@ ESTIMATED = ALL | {"assign", "eval", "estimate"}
 
 
 def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
-    """What a command on a run reads must be there: ModelError, CorpusError, EvaluationError, EstimateError.
+    """What a command on a run reads must be there: MissingError, ModelError, EstimateError.
 
     StorageError for a run directory that is a file.
     """
@@ -42,23 +43,18 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """ModelError unless a directory is there that is no run."""
+    """MissingError for what is not there, ModelError for a file or a run."""
+    check_path(path, "give RUN/checkpoint of a moeq run")
     if not path.is_dir():
-        raise ModelError("no such checkpoint directory", where=str(path), do="give RUN/checkpoint of a moeq run")
+        raise missing(path, "give RUN/checkpoint of a moeq run")
     if not (path / "config.json").is_file() and (path / "checkpoint").is_dir():
         raise ModelError("this is a run", where=str(path), do=f"give {path / 'checkpoint'}")
 
 
-def check_directory(path: Path) -> None:
-    """RecipeError where there is nothing of that name."""
-    if not path.exists():
-        raise RecipeError("no such directory", where=str(path), do="give a checkpoint's directory")
-
-
-def check_path(path: Path) -> None:
-    """ArtifactError where there is neither a file nor a directory of that name."""
-    if not path.exists():
-        raise ArtifactError("no such file or directory", where=str(path), do="give a path that moeq wrote")
+def check_path(path: Path | None, do: str = "give a path that moeq wrote") -> None:
+    """MissingError where there is neither a file nor a directory of that name; None: none is named."""
+    if path is not None and not path.exists():
+        raise missing(path, do)
 
 
 def check_loader(target: str | None) -> None:
@@ -74,28 +70,27 @@ def check_absent(out: Path) -> None:
 
 
 def check_device(name: str) -> None:
-    """ModelError for a name that no device has; whether it is there is seen when it is used."""
+    """RecipeError for a name that no device has; whether it is there is seen when it is used."""
     if DEVICE.fullmatch(name) is None:
-        raise ModelError("unknown device", where=f"device {name}", do="use auto, cpu or cuda")
+        raise RecipeError(f"unknown device {name!r}", where="--device", do="use auto, cpu or cuda")
 
 
 def check_tasks(include_path: str | Path | None) -> None:
-    """EvaluationError for a folder of tasks that is not there."""
+    """MissingError for a folder of tasks that is not there."""
     if include_path is not None and not Path(include_path).expanduser().is_dir():
-        do = "correct --include-path (eval.include_path)"
-        raise EvaluationError("no such folder of tasks", where=str(include_path), do=do)
+        raise missing(include_path, TASKS_FOLDER)
 
 
 def check_texts(source: str | Sequence[str]) -> None:
-    """CorpusError for a file of text or images that is not there; hub datasets are looked up when they are read."""
+    """MissingError for a file of text or images that is not there; hub datasets are looked up when they are read."""
     for name in [source] if isinstance(source, str) else source:
         if name in (BUNDLED, DIGITS) or name.startswith(HUB) or Path(name).expanduser().exists():
             continue
-        raise CorpusError("no such file", where=name, do="give the path of a text file, or bundled")
+        raise missing(name, "give the path of a text file, or bundled")
 
 
 def check_hardware(names: Sequence[str]) -> None:
-    """EstimateError for hardware that is neither a preset nor a file, or damaged."""
+    """EstimateError for hardware that is no preset, or damaged; MissingError for a file that is not there."""
     if names:
         from moeq.estimator import load_hardware
 

@@ -6,7 +6,7 @@ STRANGER = '''
 from pydantic import BaseModel, Field
 
 from moeq.artifacts.targets import Target
-from moeq.errors import PlanError
+from moeq.errors import FormatError
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader
 
 
@@ -19,7 +19,7 @@ def write(draft):
     from moeq.numerics.packed import PackedWeight
 
     for name in draft.source.other_names():
-        raise PlanError("packed", where=f"format strangers: {name}", do="run without `others`")
+        raise FormatError("packed", where=f"format strangers: {name}", do="run without `others`")
     for layer in draft.source.layers:
         draft.write_experts(
             layer, draft.expert_keys(layer), ("weight", "codes", "scales", "zeros"),

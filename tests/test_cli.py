@@ -20,25 +20,27 @@ from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet", "--check"}
+DEVICE = {"--device"}
 FLAGS = {
-    "run": STAGE | {"--quantizer", "--refine", "--verify", "--force"},
-    **dict.fromkeys(("profile", "reparam"), STAGE),
+    "run": STAGE | DEVICE | {"--quantizer", "--refine", "--verify", "--force"},
+    **dict.fromkeys(("profile", "reparam"), STAGE | DEVICE),
     "eval": STAGE
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}
     | {"--context-aware", "--truncate", "--dtype", "--device"},
     "estimate": STAGE
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
     | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"},
-    "export": STAGE | {"--format", "--widen", "--verify"},
+    "export": STAGE | DEVICE | {"--format", "--widen", "--verify"},
     "convert": {"checkpoint", "--to", "--out", "--widen", "--verify", "--trust-remote-code", "--json", "--quiet"},
     "report": STAGE | {"--analysis", "--maps"},
-    "losses": STAGE | {"--quantizer"},
-    "quantize": STAGE | {"--refine"},
+    "losses": STAGE | DEVICE | {"--quantizer"},
+    "quantize": STAGE | DEVICE | {"--refine"},
     "assign": STAGE
+    | DEVICE
     | {"--method", "--quantizer", "--bits-per-weight", "--code-bits", "--expert-bytes", "--size", "--target", "--price"}
     | {"--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
-    "inspect": {"path", "--trust-remote-code", "--json"},
-    "families": {"name", "--json"},
+    "inspect": {"path", "--trust-remote-code", "--json", "--quiet"},
+    "families": {"name", "--json", "--quiet"},
     "verify": {
         "checkpoint",
         "--against",
@@ -49,7 +51,7 @@ FLAGS = {
         "--json",
         "--quiet",
     },
-    "gc": {"--out", "--store", "--dry-run", "--json"},
+    "gc": {"--out", "--store", "--dry-run", "--json", "--quiet"},
     "generate": {
         "checkpoint",
         "prompt",
@@ -59,8 +61,10 @@ FLAGS = {
         "--device",
         "--trust-remote-code",
         "--json",
+        "--quiet",
+        "--chat",
     },
-    "plan": {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--probe", "--json"},
+    "plan": {"recipe", "--model", "--out", "--set", "--device", "--trust-remote-code", "--probe", "--json", "--quiet"},
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from moeq.errors import AssignmentError
+from moeq.errors import FormatError
 from moeq.numerics.widths import FULL
 from moeq.registry import EXPORTERS, NATIVE
 
@@ -252,14 +252,14 @@ def granularity_within(target: Target, wanted: Granularity | None) -> Granularit
 
     Projections that were asked for are those of all of a layer's experts where a target has one type for them.
 
-    Raises AssignmentError where a target cannot take what was asked for.
+    Raises FormatError where a target cannot take what was asked for.
     """
     if wanted is None:
         return max("expert", target.granularity, key=FINENESS.index)
     if wanted == "projection" and target.stacks:
         return "stack"
     if FINENESS.index(wanted) < FINENESS.index(target.granularity):
-        raise AssignmentError(
+        raise FormatError(
             f"granularity {wanted} cannot be loaded: {MIXED[target.granularity]}",
             where=f"target {target.name}",
             do=f"set assign.granularity: {target.granularity if target.granularity != 'model' else 'null'}, or "
@@ -322,10 +322,10 @@ def _listed(width: Width) -> str:
 def check(
     target: Target, widths: Sequence[Sequence[Width]], names: Sequence[str], *, symmetric: bool, group_size: int
 ) -> None:
-    """AssignmentError when a target cannot load what was assigned."""
+    """FormatError when a target cannot load what was assigned."""
     reason = refusal(target, widths, names, symmetric=symmetric, group_size=group_size)
     if reason is not None:
-        raise AssignmentError(
+        raise FormatError(
             reason,
             where=f"target {target.name}",
             do="use method optimal, which decides within a target, or target: moeq",

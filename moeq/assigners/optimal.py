@@ -25,7 +25,7 @@ from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, build, expert_widths, hot_masks
 from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_of
 from moeq.assigners.sensitivity import matrix_tables, tables
-from moeq.errors import AssignmentError, BudgetError
+from moeq.errors import AssignmentError, BudgetError, FormatError
 from moeq.numerics import knapsack, two_limits
 from moeq.registry import NATIVE
 
@@ -47,7 +47,7 @@ def assign(inputs: AssignInputs) -> Assignment:
     target = targets()[inputs.config.target or NATIVE]
     reason = refuse_grid(target, symmetric=inputs.symmetric)
     if reason is not None:
-        raise AssignmentError(reason, where=f"target {target.name}")
+        raise FormatError(reason, where=f"target {target.name}")
     granularity = granularity_within(target, inputs.config.granularity)
     limit = latency.limited(inputs, limit_of(inputs, choices(inputs), hot, granularity), hot)
     return build(inputs, optimum(inputs, limit, hot, granularity, inputs.config.scope or "model").bits, hot)

@@ -19,11 +19,11 @@ from moeq.assigners.inputs import AssignInputs, decided, expert_widths
 from moeq.assigners.limits import Limit, limit_of, loads, spent
 from moeq.assigners.optimal import Optimum, optimum
 from moeq.assigners.sensitivity import objective, objective_of
-from moeq.errors import AssignmentError, BudgetError
+from moeq.errors import AssignmentError, BudgetError, FormatError
 from moeq.recipe import BUDGETS, AssignSection
 from moeq.registry import ALLOCATORS
 
-Refuse = Callable[[Target, int], AssignmentError | None]
+Refuse = Callable[[Target, int], FormatError | None]
 KEPT = ("quantizer", "gpu_experts", "alpha", "loss_weighting", "layer_weighting", "normalization", "statistics")
 SAME = 1e-9  # relative difference below which objectives count as equal
 
@@ -133,7 +133,7 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
         if not widths:
             raise _none_of(inputs, target, refused)
         best = optimum(inputs, budget_of(inputs, assignment, widths, granularity), hot, granularity)
-    except AssignmentError as error:
+    except (AssignmentError, FormatError) as error:
         return Price(target=target.name, refusal=str(error))
     chosen = expert_widths(inputs, best.bits, hot)
     return Price(
@@ -146,15 +146,15 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
     )
 
 
-def _none_of(inputs: AssignInputs, target: Target, refused: Mapping[int, AssignmentError | None]) -> AssignmentError:
+def _none_of(inputs: AssignInputs, target: Target, refused: Mapping[int, FormatError | None]) -> FormatError:
     """Why a target loads none of the widths that there are: of those that it knows the widest speaks for all."""
     known = [width for width in refused if width in target.widths]
     if not known:
         measured, loaded = (", ".join(map(str, widths)) for widths in (refused, target.widths))
-        return AssignmentError(f"losses.bits are {measured}; {target.name} loads {loaded}")
+        return FormatError(f"losses.bits are {measured}; {target.name} loads {loaded}")
     widest = max(known, key=lambda width: (loads(inputs, target, width), width))
     grid = f"{inputs.group_size} {'symmetric' if inputs.symmetric else 'with zero points'}"
-    return refused[widest] or AssignmentError(f"{widest} bits in groups of {grid}; {target.name} has no type for them")
+    return refused[widest] or FormatError(f"{widest} bits in groups of {grid}; {target.name} has no type for them")
 
 
 def _bytes(inputs: AssignInputs, chosen: Widths) -> int:

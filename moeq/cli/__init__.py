@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from moeq.cli import checkpoints, ending, measures, recipes, runs, stages
+from moeq.cli import checkpoints, ending, measures, recipes, runs, stages, usage
 from moeq.version import __version__
 
 app = typer.Typer(
     name="moeq",
     help="Makes Mixture-of-Experts models small enough to run where they don't fit.",
+    cls=usage.Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -40,7 +41,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "gc": runs.gc,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name, cls=usage.Command)(_command)
 
 
 def _version(show: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
-from moeq.options import JsonOption, QuietOption, TrustOption, VerifyOption, WidenOption
+from moeq.options import JsonOption, QuietOption, TrustOption, VerifyOption, WidenOption, among
 from moeq.registry import converted
 
 if TYPE_CHECKING:  # mypy takes no Literal of what the registry has
@@ -17,10 +17,18 @@ else:
     Format = Literal[converted()]
 
 
+def _loaders() -> list[str]:
+    """Runtimes whose loaders are known, for a shell that asks."""
+    from moeq.exporters.exporter import loaders
+
+    return list(loaders())
+
+
 def inspect(
     path: Annotated[Path, Argument(help="Checkpoint, run directory, model directory, or any file moeq writes.")],
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Say what a file or directory is; check a checkpoint's bytes and digests against its manifest."""
     from moeq import preflight
@@ -29,7 +37,8 @@ def inspect(
     from moeq import inspection, terminal
     from moeq.progress import Reporter
 
-    show(inspection.inspect(path, Reporter(), trust_remote_code), terminal.print_summary, json=json)
+    described = inspection.inspect(path, Reporter(quiet=quiet), trust_remote_code)
+    show(described, terminal.print_summary, json=json, quiet=quiet)
 
 
 def convert(
@@ -63,7 +72,11 @@ def verify(
         str | None, Option(help="Model (or packed checkpoint) that it was made of: how far it is from that.")
     ] = None,
     target: Annotated[
-        str | None, Option(help="Whose loader is used, such as transformers [default: the one that the format is for].")
+        str | None,
+        Option(
+            help="Whose loader is used, such as transformers [default: the one that the format is for].",
+            autocompletion=among(_loaders),
+        ),
     ] = None,
     python: Annotated[
         str | None, Option(help="Interpreter of an environment with the target's package [default: this one].")
@@ -79,7 +92,7 @@ def verify(
     from moeq import preflight
     from moeq.models.source import check_there
 
-    preflight.check_directory(checkpoint)
+    preflight.check_path(checkpoint, "give a checkpoint's directory")
     preflight.check_loader(target)
     if against is not None:
         check_there(against)
@@ -99,6 +112,7 @@ def verify(
 def families(
     name: Annotated[str | None, Argument(help="Part of a model_type or class, such as qwen3.")] = None,
     json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """List the families of models: which stream, and which can be quantized, exported and loaded."""
     from dataclasses import asdict
@@ -107,7 +121,8 @@ def families(
     from moeq.models import support
 
     rows = support.families(name)
-    show([asdict(row) for row in rows], lambda _: terminal.print_families(rows), json=json)
+    as_json = {"families": [asdict(row) for row in rows]}
+    show(as_json, lambda _: terminal.print_families(rows), json=json, quiet=quiet)
 
 
 def generate(

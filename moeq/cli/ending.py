@@ -10,27 +10,36 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import typer
 
 from moeq.bounded import shortened
-from moeq.errors import InternalError, MoeqError, StorageError
+from moeq.cli.usage import asks_json
+from moeq.errors import InternalError, MoeqError, StorageError, missing
 
+SCHEMA_VERSION = 1  # of JSON on standard output: raised when a key goes or changes its meaning
 INTERRUPTED, TERMINATED = 130, 143  # as shells have it: 128 and the number of the signal
 
 
-def show(result: Any, as_text: Callable[[Any], None], *, json: bool, quiet: bool = False) -> None:
-    """A result as JSON, or in words unless there are to be none."""
+def show(result: Mapping[str, Any], as_text: Callable[[Any], None], *, json: bool, quiet: bool = False) -> None:
+    """A result as JSON, an object with its schema_version, or in words unless there are to be none."""
     if json:
         _print_json(result)
     elif not quiet:
         as_text(result)
 
 
-def _print_json(result: Any) -> None:
-    print(jsonlib.dumps(result, indent=1, ensure_ascii=False))
+def _print_json(result: Mapping[str, Any]) -> None:
+    """What has a version of its own, such as a file that is shown, keeps it."""
+    print(jsonlib.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=1, ensure_ascii=False))
+
+
+def as_json(error: MoeqError) -> dict[str, Any]:
+    """An error as --json shows it: its class, the whole line, the parts of it that there are, and the exit code."""
+    parts = {"where": error.where, "what": error.what, "do": error.do}
+    return {"error": type(error).__name__, "message": str(error), **parts, "exit_code": error.exit_code}
 
 
 def refuse(error: MoeqError, *, json: bool) -> None:
@@ -65,9 +74,9 @@ def run(app: Callable[[], None]) -> None:
         sys.exit(141)
     except Exception as error:
         known = error if isinstance(error, MoeqError) else _as_moeq_error(error)
-        if "--json" in sys.argv:
+        if asks_json(sys.argv[1:]):
             with contextlib.suppress(OSError):
-                _print_json({"error": type(known).__name__, "message": str(known), "exit_code": known.exit_code})
+                _print_json(as_json(known))
                 sys.stdout.flush()
         if isinstance(known, StorageError):
             _drop_output()
@@ -90,6 +99,8 @@ def _as_moeq_error(error: Exception) -> MoeqError:
     """An unexpected exception as one line; the traceback goes to a file."""
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG):
         return StorageError(error.strerror or str(error), where="standard output", do="free some space")
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return missing(os.fsdecode(error.filename), "check the path")
     if isinstance(error, OSError) and error.filename is not None:
         return StorageError(
             error.strerror or str(error), where=shortened(str(error.filename), 400), do="check the disk and the path"

@@ -14,7 +14,7 @@ from moeq.options import takes_options
 from moeq.registry import POLICIES
 
 
-@takes_options()
+@takes_options("device")
 def evaluate(asked: EvalOptions) -> None:
     """Perplexity and lm-eval of a run's original, export and other assignments, or of any models, checkpoints
     and runs."""
@@ -40,6 +40,8 @@ def estimate(asked: EstimateOptions) -> None:
     from moeq import preflight
 
     preflight.check_hardware([] if asked.hardware is None else [asked.hardware])
+    for path in (asked.assignment, asked.manifest, asked.trace, asked.fit):
+        preflight.check_path(path, "give the path of a file that is there")
     from moeq.estimation import answers
 
     if answers.needs_a_run(asked):

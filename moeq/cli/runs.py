@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ from typer import Option
 from moeq.bundled.preset_files import DEFAULT
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
-from moeq.options import BUNDLED_TEXT, BuildOptions, JsonOption, RunOptions, option, takes_options
+from moeq.options import BUNDLED_TEXT, BuildOptions, JsonOption, QuietOption, RunOptions, option, takes_options
 
 if TYPE_CHECKING:
     from moeq.recipe import Recipe
@@ -92,9 +92,11 @@ def context_of(asked: RunOptions, command: str) -> Context:
     """The run that the options describe, for a command: wrong ones are refused before the stages are imported."""
     from rich.markup import escape
 
-    from moeq.preflight import check_run
+    from moeq.preflight import check_device, check_run
     from moeq.progress import Reporter
 
+    if asked.device is not None:
+        check_device(asked.device)
     named = what_is_asked(asked)
     recipe = recipe_of(asked, named)
     model = named.model or recipe.model
@@ -112,7 +114,7 @@ def context_of(asked: RunOptions, command: str) -> Context:
     return Context(recipe=recipe, model_name=model, out=out, reporter=reporter, check=asked.check)
 
 
-@takes_options("quantizer", "refine", "verify", "force")
+@takes_options("device", "quantizer", "refine", "verify", "force")
 def run(asked: BuildOptions) -> None:
     """Make a model small: all stages below in order, from a recipe or with none; goes on where it was stopped."""
     context = context_of(asked, "run")
@@ -136,22 +138,21 @@ def run(asked: BuildOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(BuildOptions):
-    """Options of `moeq plan`, which has no --check and no --quiet."""
+    """Options of `moeq plan`, which has no --check."""
 
     check: bool = False
-    quiet: bool = True
     probe: bool = option("Measure for a few seconds how fast this machine is.", default=True)
 
 
-@takes_options("quantizer", "refine")
+@takes_options("device", "quantizer", "refine")
 def plan(asked: PlanOptions) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
-    context = context_of(asked, "plan")
+    context = context_of(replace(asked, quiet=True), "plan")
     from moeq import terminal
     from moeq.planning.plan import error_of, make_plan
 
     made = make_plan(context, probe=asked.probe)
-    show(made.as_json(), lambda _: terminal.print_plan(made), json=asked.json)
+    show(made.as_json(), lambda _: terminal.print_plan(made), json=asked.json, quiet=asked.quiet)
     error = error_of(made)
     if error is not None:
         refuse(error, json=asked.json)
@@ -164,8 +165,9 @@ def gc(
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be dropped.")] = False,
     json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Drop replicas that no run's recipe or assignment refers to, and what killed runs left half-written."""
     from moeq import cleaning, terminal
 
-    show(cleaning.collect(out or [], store, dry_run=dry_run), terminal.print_freed, json=json)
+    show(cleaning.collect(out or [], store, dry_run=dry_run), terminal.print_freed, json=json, quiet=quiet)

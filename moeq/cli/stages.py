@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from moeq.cli.ending import show
 from moeq.cli.runs import context_of
 from moeq.errors import RecipeError
-from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, option, takes_options
-from moeq.registry import ALLOCATORS
+from moeq.estimation.estimate_options import hardware_presets
+from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, among, option, takes_options
+from moeq.registry import ALLOCATORS, EXPORTERS
 
 if TYPE_CHECKING:
     from moeq.stages.context import Context
@@ -26,36 +27,45 @@ def run_stage(asked: RunOptions, name: str) -> None:
     show(outcome, lambda _: terminal.print_summary(outcome["summary"]), json=asked.json, quiet=asked.quiet)
 
 
-@takes_options()
+@takes_options("device")
 def reparam(asked: StageOptions) -> None:
     """Fold norms into the linears that they feed, so that one static scale serves what they give."""
     run_stage(asked, "reparam")
 
 
-@takes_options()
+@takes_options("device")
 def profile(asked: StageOptions) -> None:
     """Count what the routers choose on calibration text."""
     run_stage(asked, "profile")
 
 
-@takes_options("quantizer")
+@takes_options("device", "quantizer")
 def losses(asked: StageOptions) -> None:
     """Replicas of every expert at every width, and what each one loses."""
     run_stage(asked, "losses")
+
+
+def _targets() -> list[str]:
+    """Runtimes by name, for a shell that asks."""
+    return [target.name for exporter in EXPORTERS for target in exporter.targets]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssignOptions(BudgetOptions):
     """Options of `moeq assign`."""
 
-    method: str | None = option(f"{', '.join(ALLOCATORS.names())}.", sets="assign.method")
+    method: str | None = option(
+        f"{', '.join(ALLOCATORS.names())}.", sets="assign.method", autocompletion=among(ALLOCATORS.names)
+    )
     bits_per_weight: str | None = option("What --bits was called.", hidden=True)
     average_bits: str | None = option("What --code-bits was called.", hidden=True)
     expert_bytes: str | None = option(
         "Budget: bytes of all experts, such as 10GiB.", BUDGETS, sets="assign.expert_bytes"
     )
     granularity: str | None = option(
-        "What has one width, where the method decides it: expert, projection or layer.", sets="assign.granularity"
+        "What has one width, where the method decides it: expert, projection or layer.",
+        sets="assign.granularity",
+        autocompletion=among(lambda: ("expert", "projection", "layer")),
     )
     ndp_latency: float | None = option(
         "Limit beside the budget, of a method that keeps it: expected ms a token that the near-data side spends on "
@@ -63,9 +73,13 @@ class AssignOptions(BudgetOptions):
         sets="assign.ndp_latency_ms",
     )
     hardware: str | None = option(
-        "Preset or YAML file whose near-data latency is shown and limited.", sets="assign.hardware"
+        "Preset or YAML file whose near-data latency is shown and limited.",
+        sets="assign.hardware",
+        autocompletion=among(hardware_presets),
     )
-    target: str | None = option("Runtime that must load it; --price lists them.", sets="assign.target")
+    target: str | None = option(
+        "Runtime that must load it; --price lists them.", sets="assign.target", autocompletion=among(_targets)
+    )
     price: bool = option("Show what each target's restriction costs.", default=False)
     frontier: bool = option("Objective against bytes of every method: table, JSON and plot.", default=False)
 
@@ -88,7 +102,7 @@ class AssignOptions(BudgetOptions):
         return (self.price or self.frontier) and not makes
 
 
-@takes_options("quantizer", "force")
+@takes_options("device", "quantizer", "force")
 def assign(asked: AssignOptions) -> None:
     """Decide which expert gets which precision and where it lives."""
     asked = asked.by_names_of_today()
@@ -124,13 +138,13 @@ def _looked_at(context: Context, asked: AssignOptions) -> dict[str, Any]:
     return prices | ({"frontier": stage.frontier(context)} if asked.frontier else {})
 
 
-@takes_options("refine")
+@takes_options("device", "refine")
 def quantize(asked: StageOptions) -> None:
     """Make the replicas that the assignment names."""
     run_stage(asked, "quantize")
 
 
-@takes_options("format", "widen", "verify")
+@takes_options("device", "format", "widen", "verify")
 def export(asked: StageOptions) -> None:
     """Write the packed checkpoint, its placement manifest and its model card."""
     run_stage(asked, "export")

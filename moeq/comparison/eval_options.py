@@ -25,7 +25,7 @@ class EvalOptions(RunOptions):
     recipe: Annotated[
         list[str],
         Argument(
-            metavar="[RECIPE|WHAT...]",
+            metavar="RECIPE|WHAT",
             help="YAML recipe [default: the one in the run directory]; or what is compared, the first with the others: "
             "models, packed checkpoints, runs, RUN:ASSIGNMENT (of its recipe; original; * for all), assignment files, "
             "and results of an earlier --out.",
@@ -64,7 +64,6 @@ class EvalOptions(RunOptions):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
         "Type that a comparison computes in.", OF_SUBJECTS, default="auto"
     )
-    device: str = option("Of a comparison: auto, cpu or cuda.", OF_SUBJECTS, default="auto")
 
     @property
     def recipe_path(self) -> Path | None:

@@ -26,7 +26,7 @@ def needs_a_run(asked: EvalOptions) -> bool:
     mark, do = (OF_SUBJECTS, "name one") if stage else (OF_A_RUN, "give a recipe, or leave it out")
     wrong = asked.given(mark)
     if wrong:
-        raise RecipeError(f"{wrong[0]} belongs to {mark}", where="moeq eval", do=do)
+        raise RecipeError(f"{wrong[0]} belongs to {mark}", where="eval", do=do)
     return stage
 
 
@@ -38,7 +38,7 @@ def check(asked: EvalOptions) -> list[ContextOptions]:
     _check_options(asked)
     _ = asked.rows
     contexts = [ContextOptions.parse(text) for text in asked.context_aware]
-    preflight.check_device(asked.device)
+    preflight.check_device(asked.device or "auto")
     preflight.check_tasks(asked.include_path)
     source = text_source(asked)
     if source is not None:
@@ -86,7 +86,7 @@ def _check_options(asked: EvalOptions) -> None:
     for mark, there in ((OF_TASKS, asked.task_names), (OF_TEXT, text_source(asked))):
         wrong = asked.given(mark)
         if wrong and not there:
-            raise RecipeError(f"{wrong[0]} without {mark}", where="moeq eval", do=f"give {mark} too")
+            raise RecipeError(f"{wrong[0]} without {mark}", where="eval", do=f"give {mark} too")
 
 
 def text_source(asked: EvalOptions) -> str | None:

@@ -27,7 +27,7 @@ FITS = ("--model", "--hardware", "--assignment", "--manifest", "--bits", "--gpu-
 class Answer:
     """As JSON, and how it is printed; refusal: what follows it where --capacity finds that something does not fit."""
 
-    figures: Any
+    figures: dict[str, Any]
     show: Callable[[], None]
     refusal: EstimateError | None = None
 
@@ -53,7 +53,7 @@ def answer(asked: EstimateOptions) -> Answer:
     if asked.sheet is not None:
         _check_uses("--sheet", (), asked)
         pages = sheet(asked.sheet)
-        return Answer(figures=[asdict(page) for page in pages], show=lambda: tables.print_sheet(pages))
+        return Answer(figures={"pages": [asdict(page) for page in pages]}, show=lambda: tables.print_sheet(pages))
     if asked.fit is not None:
         return _fit(asked, asked.fit)
     if asked.recipe_path is not None:
@@ -63,7 +63,7 @@ def answer(asked: EstimateOptions) -> Answer:
         made = questions.document_of(recipe.name, cases, miss_beyond=recipe.estimate.figures.miss_beyond)
         return _finish(made, cases, asked.out or Path(RUNS) / recipe.name)
     if asked.set_:
-        raise RecipeError("--set changes a recipe, and there is none", where="moeq estimate", do="give options instead")
+        raise RecipeError("--set changes a recipe, and there is none", where="estimate", do="give options instead")
     question = questions.question_of(asked)
     if asked.capacity:
         plan = question.capacity
@@ -86,7 +86,7 @@ def _check_uses(option: str, used: tuple[str, ...], asked: EstimateOptions) -> N
     shared = [f"--{name}" for name in ("model", "hardware", "grid", "out") if getattr(asked, name)]
     others = [name for name in (*asked.given(APART), *shared) if name not in (option, *used)]
     if others:
-        raise RecipeError(f"{option} uses nothing of {others[0]}", where="moeq estimate", do="leave it out")
+        raise RecipeError(f"{option} uses nothing of {others[0]}", where="estimate", do="leave it out")
 
 
 def _fit(asked: EstimateOptions, path: Path) -> Answer:

@@ -9,9 +9,24 @@ from typing import Annotated
 from typer import Argument
 
 from moeq.errors import RecipeError
-from moeq.options import RunOptions, option
+from moeq.options import RunOptions, among, option
+from moeq.registry import POLICIES
 
 APART = "of an estimate without a run"
+
+
+def hardware_presets() -> list[str]:
+    """Hardware by name, for a shell that asks."""
+    from moeq.estimator import known_hardware
+
+    return known_hardware()
+
+
+def geometries() -> list[str]:
+    """Models by name whose sizes are known, for a shell that asks."""
+    from moeq.estimator import known_geometries
+
+    return known_geometries()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +38,17 @@ class EstimateOptions(RunOptions):
     ] = field(default_factory=list)
     model: str | None = option(
         "Without a recipe: mixtral-8x7b or another known geometry, a config.json, a model directory, a packed "
-        "checkpoint, or a hub id; no weights are read."
+        "checkpoint, or a hub id; no weights are read.",
+        autocompletion=among(geometries),
     )
     out: Path | None = option(
         "Run directory [default: moeq-out/NAME of the recipe]; without a run, where estimate.json, the page and the "
         "timeline go [default: nowhere]."
     )
     hardware: str | None = option(
-        "Preset or YAML file (estimate.hardware) [default: paper-ctxmoe].", sets="estimate.hardware"
+        "Preset or YAML file (estimate.hardware) [default: paper-ctxmoe].",
+        sets="estimate.hardware",
+        autocompletion=among(hardware_presets),
     )
     assignment: Path | None = option("assignment.json: code bits and place of every expert.", APART)
     manifest: Path | None = option("placement.json of a packed checkpoint, or its directory.", APART)
@@ -45,6 +63,7 @@ class EstimateOptions(RunOptions):
         "[default: all].",
         APART,
         default=list,
+        autocompletion=among(POLICIES.names),
     )
     grid: list[str] = option("Lengths and batches: --grid in=128,512,2048 out=512,2048 batch=1,4,16", default=list)
     context: int | None = option(
@@ -56,7 +75,11 @@ class EstimateOptions(RunOptions):
         "Widths at which the near-data side keeps every expert beside FP16, or none [default: 1,2,3,4].", APART
     )
     capacity: bool = option("Only say what fits where; refused with the sum where it does not.", APART, default=False)
-    sheet: str | None = option("Print a paper's figures worked out again: paper-002 or paper-004.", APART)
+    sheet: str | None = option(
+        "Print a paper's figures worked out again: paper-002 or paper-004.",
+        APART,
+        autocompletion=among(lambda: ("paper-002", "paper-004")),
+    )
     fit: Path | None = option(
         "CSV of measured points (policy, batch, lengths, seconds): fit efficiencies and latencies of the hardware; "
         "--out takes the fitted YAML.",
@@ -73,7 +96,7 @@ class EstimateOptions(RunOptions):
         """The one word that is no axis; RecipeError for more of them."""
         others = [word for word in self.recipe if not (self.grid and _is_axis(word))]
         if len(others) > 1:
-            raise RecipeError(f"unexpected argument {others[1]!r}", where="moeq estimate", do="give one recipe")
+            raise RecipeError(f"unexpected argument {others[1]!r}", where="estimate", do="give one recipe")
         return Path(others[0]) if others else None
 
     def changes(self) -> list[str]:

@@ -120,7 +120,7 @@ def question_of(asked: EstimateOptions) -> Question:
     """What the command line asks; raises MoeqError for input that cannot be read or is of another model."""
     if asked.model is None:
         do = "give --model: mixtral-8x7b, a config.json, a model directory, a packed checkpoint or a hub id"
-        raise RecipeError("no model", where="moeq estimate", do=do)
+        raise RecipeError("no model", where="estimate", do=do)
     grid = parse_grid(asked.axes)
     replica_bits = REPLICA_BITS if asked.replicas is None else parse_replicas(asked.replicas)
     chosen_labels(asked.policy)
@@ -211,7 +211,7 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
     uniform = asked.bits is not None or asked.gpu_experts is not None
     if len(given) > 1 or (given and uniform):
         both = " and ".join([*given, *(["--bits or --gpu-experts"] if uniform else [])])
-        raise RecipeError(f"{both} each say how experts are kept", where="moeq estimate", do="give one of them")
+        raise RecipeError(f"{both} each say how experts are kept", where="estimate", do="give one of them")
     model = read_model(name, trust_remote_code=asked.trust_remote_code)
     if asked.assignment is not None:
         return of_assignment(asked.assignment, model.geometry)

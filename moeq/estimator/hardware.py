@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from moeq.bounded import YAML_BYTES, YamlError, parse_yaml, read_bounded, shortened, shown
-from moeq.errors import EstimateError, nearest
+from moeq.errors import EstimateError, missing, nearest
 from moeq.estimator.devices import OPTIONAL_SECTIONS, SECTIONS, Constant, Hardware, Unit, file_key
 from moeq.estimator.units import parse_quantity
 from moeq.registry import POLICIES
@@ -57,7 +57,7 @@ def _find(name_or_path: str | Path) -> Path:
         if path.exists():
             return path
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
-        raise EstimateError("no such hardware file", where=shortened(given, 400), do="check the path")
+        raise missing(given, f"give the path of a YAML file, or one of {', '.join(known_hardware())}")
     close = nearest(given, known_hardware())
     hint = f"did you mean {close!r}? known: " if close else "known: "
     do = f"{hint}{', '.join(known_hardware())}, or give the path of a YAML file"

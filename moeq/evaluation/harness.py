@@ -14,7 +14,7 @@ from typing import Any
 
 from moeq.bounded import YAML_BYTES, read_bounded
 from moeq.bundled import bundled_path
-from moeq.errors import EvaluationError, MoeqError
+from moeq.errors import EvaluationError, MoeqError, missing
 from moeq.evaluation.results import kept, members, scores_of
 from moeq.models.messages import quiet_transformers
 
@@ -32,8 +32,7 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
     folders = [str(bundled_path("corpus/lm_eval_tasks"))]
     if folder is not None:
         if not folder.is_dir():
-            do = "correct --include-path (eval.include_path)"
-            raise EvaluationError("no such folder of tasks", where=str(folder), do=do)
+            raise missing(folder, "give a folder of task YAML files to --include-path (eval.include_path)")
         _check_files(folder)
         folders.append(str(folder))
     from lm_eval.tasks import TaskManager

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moeq.artifacts.evaluation import Score, Translation, TranslationScore
 from moeq.artifacts.reading import parse_record, read_bounded
-from moeq.errors import CorpusError, EvaluationError
+from moeq.errors import CorpusError, EvaluationError, missing
 from moeq.numerics import inference
 from moeq.recipe import TranslationSection
 
@@ -75,7 +75,7 @@ def _text(path: Path) -> str:
     try:
         return read_bounded(path, TEXT_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
-        raise CorpusError("no such file", where=str(path), do=f"correct {KEY}") from None
+        raise missing(path, f"give the path of parallel text in {KEY}") from None
     except (OSError, ValueError) as error:
         raise CorpusError(f"cannot be read ({error})", where=str(path), do="give a file of UTF-8 text") from None
 

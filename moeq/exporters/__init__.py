@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def write(name: str, source: PackedSource, directory: Path, options: WriteOptions) -> None:
     """Convert a packed checkpoint into a directory of another format, which appears when it is whole.
 
-    Raises RecipeError for an unknown format, PlanError for what its runtime would not load as it is meant.
+    Raises RecipeError for an unknown format, FormatError for what its runtime would not load as it is meant.
     """
     exporter = EXPORTERS.find(name)
     if exporter is None or exporter.write is None:

@@ -22,7 +22,7 @@ PLAIN = {"bits": FULL, "data_type": "float"}
 
 
 def write(draft: Draft) -> None:
-    """PlanError for what auto-round would not load as it is meant."""
+    """FormatError for what auto-round would not load as it is meant."""
     from moeq.exporters.gptq_layout import write_gptq
 
     write_gptq(draft, configuration)

@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import ANY_GRID, Target
-from moeq.errors import PlanError
+from moeq.errors import FormatError
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, later
 from moeq.numerics.widths import FULL
 
@@ -30,11 +30,11 @@ PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
 
 def write(draft: Draft) -> None:
-    """PlanError for what transformers would not load as it is meant."""
+    """FormatError for what transformers would not load as it is meant."""
     from torch import Tensor
 
     for name in draft.source.other_names():
-        raise PlanError(
+        raise FormatError(
             "modules outside of the experts are loaded in full precision only",
             where=f"format {NAME}: {name}",
             do="run without `others`, or use the formats auto-round or gptq",
@@ -46,7 +46,7 @@ def write(draft: Draft) -> None:
             raise _mixed(name, "full precision", "packed experts")
         _check_equal(draft, name)
         if _overflows(matrix):
-            raise PlanError(
+            raise FormatError(
                 "values beyond float16, in which transformers multiplies codes by scales",
                 where=f"format {NAME}: {name}",
                 do=ANY_GRID,
@@ -87,7 +87,7 @@ def common_width(source: PackedSource) -> int:
 
 
 def _check_equal(draft: Draft, name: str) -> None:
-    """PlanError where a matrix differs from the first in what one scheme says."""
+    """FormatError where a matrix differs from the first in what one scheme says."""
     grid = draft.grids[name]
     first_name, first = next(iter(draft.grids.items()))
     if grid.bits != first.bits:
@@ -105,8 +105,8 @@ def _overflows(weight: PackedWeight) -> bool:
     return near and weight.scales.dtype == torch.float16 and bool((weight.dequantize().abs() > largest).any())
 
 
-def _mixed(name: str, what: str, other: str) -> PlanError:
-    return PlanError(
+def _mixed(name: str, what: str, other: str) -> FormatError:
+    return FormatError(
         f"{what} beside {other}; transformers takes one scheme for all experts of the model",
         where=f"format {NAME}: {name}",
         do="assign one width (assign.target: transformers), or store all codes in one wider grid "
@@ -129,7 +129,7 @@ def _config(draft: Draft) -> dict[str, Any]:
     leaves = sorted({stem.rpartition(".")[2] for stem in stems})
     target = rf"re:.*\.experts\.\d+\.({'|'.join(re.escape(leaf) for leaf in leaves)})$"
     if any("experts" not in stem for stem in stems):
-        raise PlanError(
+        raise FormatError(
             "experts are not below a module called experts",
             where=f"format {NAME}",
             do="use another format",

@@ -81,9 +81,9 @@ class Exporter:
     """A format of packed checkpoints.
 
     write(draft) fills a `foreign.Draft`, which becomes a checkpoint when it returns: draft.source is what it is made
-    of. It raises PlanError for what its runtime would not load as it is meant, and nothing is left behind. None of the
-    native format, which a run itself writes. check(source, model) refuses, before anything runs, a model that it could
-    not write whatever its experts become.
+    of. It raises FormatError for what its runtime would not load as it is meant, and nothing is left behind. None of
+    the native format, which a run itself writes. check(source, model) refuses, before anything runs, a model that it
+    could not write whatever its experts become.
 
     label: what pages call the format; help: a line; runtime: what loads it, with the version that was measured;
     snippet: how, in Python; library: as the hub calls it. settings: keys of `export` that it alone reads, each called

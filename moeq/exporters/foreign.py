@@ -21,7 +21,7 @@ from moeq.artifacts.files import filling, sync, write_json, write_text
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.targets import ANY_GRID, Grid, Target, loadable_grid, refuse_matrix
 from moeq.artifacts.tensor_files import TensorFile
-from moeq.errors import ArtifactError, PlanError
+from moeq.errors import ArtifactError, FormatError
 from moeq.exporters.exporter import Exporter
 from moeq.exporters.front_matter import CARD, code_lines, front_matter, markdown, read_origin
 from moeq.exporters.packed_source import Matrices, PackedSource
@@ -100,11 +100,11 @@ class Draft:
         return self.exporter.targets[0]
 
     def expert_keys(self, layer: ExpertLayer) -> Names:
-        """Keys of the experts' weights as the family has them; PlanError where it keeps them in other tensors."""
+        """Keys of the experts' weights as the family has them; FormatError where it keeps them in other tensors."""
         keys = None if layer.biased else self.names.experts(layer)
         if keys is None:
             why = "has biases" if layer.biased else "does not keep every matrix of an expert in a tensor of its own"
-            raise PlanError(
+            raise FormatError(
                 f"model_type {self.source.config.get('model_type')} {why}",
                 where=f"format {self.exporter.name}",
                 do=ANY_GRID,
@@ -125,7 +125,7 @@ class Draft:
     ) -> Iterator[tuple[int, str, str, PackedWeight | Tensor]]:
         """(expert, projection, name, matrix) in turn, each as the target can load it, or at `bits`.
 
-        PlanError for what it cannot load. The next expert is read, and its digest taken, meanwhile.
+        FormatError for what it cannot load. The next expert is read, and its digest taken, meanwhile.
         """
         coming = self.reading.submit(self.expert, layer, 0)
         for expert in range(layer.num_experts):
@@ -143,7 +143,7 @@ class Draft:
     def loadable(self, name: str, weight: PackedWeight, bits: int | None = None) -> PackedWeight:
         """The weight as it is or, where options.widen, in the wider grid that the target needs (or of `bits`).
 
-        Raises PlanError naming what the target cannot read; notes the grid.
+        Raises FormatError naming what the target cannot read; notes the grid.
         """
         grid = grid_of(weight)
         if self.options.widen and not grid.nested:
@@ -151,7 +151,7 @@ class Draft:
             weight = weight if wide == grid.bits and bits is None else widened(weight, wide)
         refused = refuse_matrix(self.target, grid_of(weight))
         if refused is not None:
-            raise PlanError(refused[0], where=f"format {self.exporter.name}: {name}", do=refused[1])
+            raise FormatError(refused[0], where=f"format {self.exporter.name}: {name}", do=refused[1])
         self.grids[name] = grid_of(weight)
         return weight
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq.errors import PlanError
+from moeq.errors import FormatError
 from moeq.models.experts import ExpertLayer
 
 Value = int | float | bool | str | list[str] | list[int] | list[float]
@@ -132,14 +132,14 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> Family:
-    """The family of a transformers configuration; PlanError for another, or where llama.cpp computes it otherwise."""
+    """The family of a transformers configuration; FormatError for another, or where llama.cpp computes it otherwise."""
     family = FAMILIES.get(config.model_type)
     where = f"format gguf: model_type {config.model_type}"
     if family is None:
         known = f"it is written for {', '.join(FAMILIES)}; use the formats moeq or dequantized"
-        raise PlanError("moeq knows no names of its tensors in GGUF", where=where, do=known)
+        raise FormatError("moeq knows no names of its tensors in GGUF", where=where, do=known)
     for reason in _reasons(config, family):
-        raise PlanError(f"llama.cpp does not compute {reason}", where=where, do="use the formats moeq or dequantized")
+        raise FormatError(f"llama.cpp does not compute {reason}", where=where, do="use the formats moeq or dequantized")
     return family
 
 
@@ -232,7 +232,7 @@ def block_of(layer: ExpertLayer) -> int:
     """The number of the decoder layer that holds a layer's experts."""
     numbered = _LAYER.search(layer.name)
     if numbered is None:
-        raise PlanError("experts are in no numbered layer", where=f"format gguf: {layer.name}")
+        raise FormatError("experts are in no numbered layer", where=f"format gguf: {layer.name}")
     return int(numbered[1])
 
 
@@ -257,13 +257,13 @@ def is_beyond(config: Any, key: str) -> bool:
 
 
 def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...]) -> list[Piece]:
-    """What a file holds of a tensor that is not of a routed expert; PlanError where its name is not known."""
+    """What a file holds of a tensor that is not of a routed expert; FormatError where its name is not known."""
     if key.endswith(f".{CORRECTION}"):
         return [Piece(name=f"blk.{key.split('.')[2]}.exp_probs_b.bias", shape=shape)]
     parts = _KEY.fullmatch(key)
     stem = None if parts is None else NAMES.get(parts["module"])
     if parts is None or stem is None or (parts["block"] is None) != (parts["module"] in list(NAMES)[:3]):
-        raise PlanError("moeq knows no name for it in GGUF", where=f"format gguf: {key}", do="use another format")
+        raise FormatError("moeq knows no name for it in GGUF", where=f"format gguf: {key}", do="use another format")
     start = "" if parts["block"] is None else f"blk.{parts['block']}."
     name = f"{start}{stem}.{parts['leaf']}"
     if stem == "attn_kv_b":

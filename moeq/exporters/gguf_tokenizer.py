@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from moeq.artifacts.reading import read_json_file
-from moeq.errors import PlanError
+from moeq.errors import FormatError
 from moeq.exporters.gguf_families import Value
 from moeq.models.source import VOCABULARIES, ModelSource
 
@@ -40,7 +40,7 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 def tokenizer(source: ModelSource, vocabulary: int) -> dict[str, Value]:
     """Keys and values below `tokenizer.`; vocabulary: the rows of the embeddings, which tokens are filled up to.
 
-    Raises PlanError for a tokenizer that llama.cpp does not have, or that moeq does not know how to write.
+    Raises FormatError for a tokenizer that llama.cpp does not have, or that moeq does not know how to write.
     """
     there = sorted(name for name in VOCABULARIES if (source.path / name).is_file())
     if not there:
@@ -89,8 +89,8 @@ def _read(source: ModelSource, name: str) -> dict[str, Any]:
     return data
 
 
-def _refused(source: ModelSource, what: str, do: str = WITHOUT) -> PlanError:
-    return PlanError(what, where=f"format gguf: {source.path}", do=do)
+def _refused(source: ModelSource, what: str, do: str = WITHOUT) -> FormatError:
+    return FormatError(what, where=f"format gguf: {source.path}", do=do)
 
 
 def _kind(number: int, tokens: dict[int, str], added: dict[int, Any], model: dict[str, Any]) -> int:

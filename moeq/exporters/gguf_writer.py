@@ -25,7 +25,7 @@ from moeq.artifacts.files import read_back
 from moeq.artifacts.gguf_file import FILE
 from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, WIDEN, Grid, refuse_stack, widest_of
 from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
-from moeq.errors import PlanError, RecipeError
+from moeq.errors import FormatError, RecipeError
 from moeq.exporters.foreign import Draft, grid_of
 from moeq.exporters.gguf_families import (
     Family,
@@ -152,7 +152,7 @@ def package() -> Any:
 def check(source: ModelSource, model: Any) -> None:
     """What stands in the way of a model whatever its experts become; model: its structure.
 
-    Raises RecipeError without the gguf package, PlanError for a family or a tokenizer that llama.cpp has otherwise.
+    Raises RecipeError without the gguf package, FormatError for a family or a tokenizer that llama.cpp has otherwise.
     """
     package()
     family_of(model.config)
@@ -160,7 +160,7 @@ def check(source: ModelSource, model: Any) -> None:
 
 
 def write(draft: Draft) -> None:
-    """Write the file and what lies beside it; PlanError for what llama.cpp would not load as it is meant."""
+    """Write the file and what lies beside it; FormatError for what llama.cpp would not load as it is meant."""
     gguf, source, config = package(), draft.source, cast(Any, draft.model.config)
     family = family_of(config)
     plain, packed = _plain(draft, family), _packed(draft, family)
@@ -218,7 +218,7 @@ def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
 def _packed(draft: Draft, family: Family) -> dict[str, list[Piece]]:
     """{module: what the file holds of it} of the packed modules outside of the experts.
 
-    Raises PlanError for those that GGUF keeps otherwise than as matrices of blocks.
+    Raises FormatError for those that GGUF keeps otherwise than as matrices of blocks.
     """
     packed = {}
     for name, weight in draft.source.others():
@@ -228,7 +228,7 @@ def _packed(draft: Draft, family: Family) -> dict[str, list[Piece]]:
             if piece.split or piece.in_float32:
                 why = "it is kept transposed" if piece.split else "it is kept in float32"
                 do = f"leave {name} out of `others`, or {ANY_GRID}"
-                raise PlanError(f"packed, and {why} in GGUF", where=f"{WHERE}: {name}", do=do)
+                raise FormatError(f"packed, and {why} in GGUF", where=f"{WHERE}: {name}", do=do)
     return packed
 
 
@@ -244,7 +244,7 @@ def _write_layer(draft: Draft, writer: Writer, layer: ExpertLayer) -> None:
 def _stack(
     draft: Draft, layer: ExpertLayer, projection: str, matrices: list[PackedWeight | Tensor]
 ) -> tuple[str, Iterator[bytes | memoryview]]:
-    """One matrix of all experts in one type, and its bytes, expert by expert; PlanError where they do not fit one."""
+    """One matrix of all experts in one type, and its bytes, expert by expert; FormatError where they do not fit one."""
     names = [f"{layer.name}.{expert}.{projection}" for expert in range(len(matrices))]
     packed = [matrix for matrix in matrices if isinstance(matrix, PackedWeight)]
     full = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
@@ -262,18 +262,18 @@ def _stack(
 def _common_width(draft: Draft, what: str, grids: list[Grid], full: bool) -> int | None:
     """The width that all of a stack are widened to; None where each stays as it is, or goes into a wider one alone.
 
-    full: whether some of the stack are in full precision. PlanError where no type holds them all.
+    full: whether some of the stack are in full precision. FormatError where no type holds them all.
     """
     refused = refuse_stack(draft.target, grids, full=full, widen=draft.options.widen)
     if refused is not None:
-        raise PlanError(refused[0], where=f"{WHERE}: {what}", do=refused[1])
+        raise FormatError(refused[0], where=f"{WHERE}: {what}", do=refused[1])
     if len({HOLDS.get((grid.bits, grid.symmetric)) for grid in grids}) == 1:
         return None
     bits = widest_of(draft.target, grids) if draft.options.widen else None
     if bits is None:
         listed = ", ".join(map(str, sorted({grid.bits for grid in grids})))
         zeros = "" if "," in listed else ", with and without zero points,"
-        raise PlanError(
+        raise FormatError(
             f"{listed} bits{zeros} among its experts; llama.cpp has one type for all",
             where=f"{WHERE}: {what}",
             do=ONE_WIDTH if draft.options.widen else f"{ONE_WIDTH}; or {WIDEN}",
@@ -285,7 +285,7 @@ def _blocks(name: str, weight: PackedWeight) -> memoryview:
     try:
         return tensor_bytes(ggml.encode(weight))
     except ValueError as error:
-        raise PlanError(str(error), where=f"{WHERE}: {name}", do=ANY_GRID) from None
+        raise FormatError(str(error), where=f"{WHERE}: {name}", do=ANY_GRID) from None
 
 
 def _contents(draft: Draft, config: Any, key: str, piece: Piece) -> tuple[str, Iterable[bytes | memoryview]]:
@@ -301,9 +301,9 @@ def _contents(draft: Draft, config: Any, key: str, piece: Piece) -> tuple[str, I
 
 
 def _float_type(dtype: str, key: str) -> str:
-    """The type of a floating-point tensor, which ggml calls as safetensors does; PlanError for others."""
+    """The type of a floating-point tensor, which ggml calls as safetensors does; FormatError for others."""
     if dtype not in FLOATS:
-        raise PlanError(f"a tensor of type {dtype}", where=f"{WHERE}: {key}", do=ANY_GRID)
+        raise FormatError(f"a tensor of type {dtype}", where=f"{WHERE}: {key}", do=ANY_GRID)
     return dtype
 
 

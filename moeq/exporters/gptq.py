@@ -22,7 +22,7 @@ VERSION = "7.6.0"
 
 
 def write(draft: Draft) -> None:
-    """PlanError for what gptqmodel would not load as it is meant."""
+    """FormatError for what gptqmodel would not load as it is meant."""
     from moeq.exporters.gptq_layout import write_gptq
 
     write_gptq(draft, configuration, ordered=True, as_in_memory=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.targets import ANY_GRID
-from moeq.errors import PlanError
+from moeq.errors import FormatError
 from moeq.exporters.foreign import OTHERS_FILE, Draft, Tensors
 from moeq.numerics.grids import SCALE_DTYPE
 from moeq.numerics.layouts import column_words, zero_words
@@ -54,7 +54,7 @@ def write_gptq(
     """Write a checkpoint in the first format or, where it cannot hold the zero points, in the second.
 
     configuration: its quantization_config; ordered: every module has a g_idx; as_in_memory: tensors are called as they
-    are in memory, not as the family has them. PlanError for what the target cannot load.
+    are in memory, not as the family has them. FormatError for what the target cannot load.
     """
     key_of = str if as_in_memory else draft.names.renamed
     first = True
@@ -109,7 +109,7 @@ def _group_of(inputs: int, group_size: int) -> Tensor:
 def _write_linears(draft: Draft, tensors: Tensors, key_of: Callable[[str], str]) -> None:
     """Convert and write all packed modules of a draft; key_of: what a tensor called so in memory is called on disk.
 
-    Raises PlanError for what the target cannot load, ZeroPoints as `linear_tensors` does.
+    Raises FormatError for what the target cannot load, ZeroPoints as `linear_tensors` does.
     """
     parts = ("weight", *PARTS)
     for layer in draft.source.layers:
@@ -132,16 +132,16 @@ def _tensors(less_one: bool, ordered: bool, name: str, matrix: PackedWeight | Te
     try:
         return linear_tensors(matrix, less_one=less_one, ordered=ordered)
     except ValueError as error:
-        raise PlanError(str(error), where=name, do=ANY_GRID) from None
+        raise FormatError(str(error), where=name, do=ANY_GRID) from None
 
 
 def refuse_tables(draft: Draft, name: str) -> None:
-    """PlanError for packed embeddings and heads, which runtimes load in full precision only."""
+    """FormatError for packed embeddings and heads, which runtimes load in full precision only."""
     model: Any = draft.model
     module = model.get_submodule(name)
     heads = [model.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []
     if isinstance(module, nn.Embedding) or any(module is head for head in heads):
-        raise PlanError(
+        raise FormatError(
             "packed embeddings and heads are not loaded",
             where=f"{name}, target {draft.target.name}",
             do=f"leave embeddings and head out of `others`, or {ANY_GRID}",

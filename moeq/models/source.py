@@ -20,7 +20,7 @@ from moeq.artifacts.reading import inside, plain_name, read_json_file, safetenso
 from moeq.artifacts.stage import ModelStamp
 from moeq.bounded import shortened
 from moeq.bundled import bundled_path
-from moeq.errors import ArtifactError, ModelError
+from moeq.errors import ArtifactError, ModelError, missing
 from moeq.models.configuration import check_config
 from moeq.progress import Reporter
 
@@ -201,11 +201,14 @@ def _resolve(
             return path, None
         there = path.exists()
     except OSError as error:  # a name that is too long for a file
-        raise ModelError(f"no such directory ({error.strerror})", where=shortened(name), do="check it") from None
+        raise missing(name, "give a model directory or a hub id such as org/name", str(error.strerror)) from None
     if there:
         raise ModelError("not a directory", where=name, do="give the folder that holds config.json")
-    if name.startswith((".", "/", "~")) or HUB_ID.fullmatch(name) is None:
-        raise ModelError("no such directory", where=name, do="give a model directory or a hub id such as org/name")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise missing(name, "give a model directory or a hub id such as org/name")
+    if HUB_ID.fullmatch(name) is None:
+        what = "neither a directory that is there nor a hub id"
+        raise ModelError(what, where=shortened(name), do="give a model directory or a hub id such as org/name")
     from moeq.models import offline
 
     if offline.has_nothing(name):

@@ -8,7 +8,7 @@ from typing import Any
 
 from moeq.artifacts.run import STORE
 from moeq.artifacts.stage import RECORD
-from moeq.errors import PlanError
+from moeq.errors import FormatError, PlanError
 from moeq.planning.capability import refusals
 from moeq.planning.machine import machine
 from moeq.planning.probe import measure
@@ -149,10 +149,10 @@ def _levers(terms: Mapping[str, int]) -> str:
     return f"use {' and '.join(levers)}" if levers else "use a machine with more"
 
 
-def error_of(plan: Plan) -> PlanError | None:
+def error_of(plan: Plan) -> FormatError | PlanError | None:
     """The plan's verdict as an error, None when the run fits; shortages after the first are counted."""
     if plan.refusals:
-        return PlanError(plan.refusals[0])
+        return FormatError(plan.refusals[0])
     if not plan.shortages:
         return None
     first = max(plan.shortages, key=lambda shortage: shortage.need / max(1, shortage.have))

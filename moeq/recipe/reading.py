@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, shown
 from moeq.bundled.preset_files import preset_of
-from moeq.errors import RecipeError, hint
+from moeq.errors import RecipeError, hint, missing
 from moeq.recipe.assign import budget_keys, owners
 from moeq.recipe.earlier import key_now, read_earlier
 from moeq.recipe.recipe import Recipe
@@ -88,9 +88,10 @@ def _read(path: Path) -> Yaml:
         return read_yaml(path)
     except YamlError as error:
         raise RecipeError(f"not valid YAML: {error}", where=error.at(str(path)), do="mend the recipe") from None
+    except FileNotFoundError:
+        raise missing(path, "give the path of a YAML recipe") from None
     except (OSError, ValueError) as error:
-        what = "no such recipe" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise RecipeError(what, where=str(path), do="give the path of a YAML recipe") from None
+        raise RecipeError(f"cannot be read ({error})", where=str(path), do="give the path of a YAML recipe") from None
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

@@ -18,7 +18,7 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import RECORD, damage, is_current, read_record, write_record
 from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_layers
-from moeq.errors import ArtifactError, PlanError
+from moeq.errors import ArtifactError, FormatError
 from moeq.exporters import write
 from moeq.exporters.exporter import Exporter, ExportSizes
 from moeq.exporters.foreign import WriteOptions
@@ -111,7 +111,7 @@ def format_directories() -> tuple[str, ...]:
 
 
 def check(context: Context) -> None:
-    """What formats can be asked before anything runs: RecipeError, PlanError."""
+    """What formats can be asked before anything runs: RecipeError, FormatError."""
     _check_uniform(context)
     for name in context.recipe.export.formats:
         exporter = EXPORTERS.get(name)
@@ -121,7 +121,7 @@ def check(context: Context) -> None:
 
 
 def _check_uniform(context: Context) -> None:
-    """PlanError for a format whose runtime could not load the one width that the recipe gives every expert.
+    """FormatError for a format whose runtime could not load the one width that the recipe gives every expert.
 
     What was decided before, perhaps by hand, is looked at instead where it is there.
     """
@@ -135,7 +135,7 @@ def _check_uniform(context: Context) -> None:
 
 
 def _check_others(context: Context, exporter: Exporter) -> None:
-    """PlanError where a target of few types has none for the grid of what is packed outside of the experts."""
+    """FormatError where a target of few types has none for the grid of what is packed outside of the experts."""
     others, target = context.recipe.others, next(iter(exporter.targets), None)
     size = context.recipe.losses.group_size if others.group_size is None else others.group_size
     if context.recipe.export.widen or target is None or target.blocks is None:
@@ -143,7 +143,7 @@ def _check_others(context: Context, exporter: Exporter) -> None:
     for kind, bits in others.widths().items():
         if not loads_width(target, bits, group_size=size, symmetric=others.symmetric):
             zeros = "" if others.symmetric else " with zero points"
-            raise PlanError(
+            raise FormatError(
                 f"others.{kind}: {bits} bits{zeros} in groups of {size}; {target.name} has no type for them",
                 where=f"export.formats: {exporter.name}",
                 do=f"set others.symmetric: true and 4 or 8 bits, or {WIDEN}",
@@ -151,16 +151,16 @@ def _check_others(context: Context, exporter: Exporter) -> None:
 
 
 def check_formats(context: Context, assignment: Assignment) -> None:
-    """PlanError for a format whose runtime could not load what was assigned, before anything is written."""
+    """FormatError for a format whose runtime could not load what was assigned, before anything is written."""
     _check_widths(context, assignment.expert_widths(), assignment)
 
 
 def _check_widths(context: Context, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> None:
-    """PlanError for a format whose runtime could not load the widths [E] of some layer."""
+    """FormatError for a format whose runtime could not load the widths [E] of some layer."""
     for name in context.recipe.export.formats:
         reason = refused(context, name, widths, grid)
         if reason is not None:
-            raise PlanError(reason[0], where=f"export.formats: {name}", do=reason[1])
+            raise FormatError(reason[0], where=f"export.formats: {name}", do=reason[1])
 
 
 def refused(context: Context, name: str, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> tuple[str, str] | None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from moeq.artifacts.files import make_directory, write_json, write_text
 from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import report
-from moeq.errors import AssignmentError
+from moeq.errors import FormatError
 from moeq.registry import ALLOCATORS
 from moeq.reporting.frontier import frontier_svg
 from moeq.stages.assign import decide, inputs_of, load
@@ -49,7 +49,7 @@ def prices(context: Context) -> list[dict[str, Any]]:
     return [asdict(price) for price in report.prices(inputs, load(context), partial(_refuse_width, context))]
 
 
-def _refuse_width(context: Context, target: Target, bits: int) -> AssignmentError | None:
+def _refuse_width(context: Context, target: Target, bits: int) -> FormatError | None:
     """Why a target cannot load a width of this model's matrices in the recipe's grid; None where it can.
 
     A target of symmetric grids alone is asked about those: its price is that of the same widths.
@@ -67,5 +67,5 @@ def _refuse_width(context: Context, target: Target, bits: int) -> AssignmentErro
             )
             refusal = refuse_stack(target, grids, full=False, widen=False)
             if refusal is not None:
-                return AssignmentError(refusal[0], where=f"{layer.name}, {projection}", do=refusal[1])
+                return FormatError(refusal[0], where=f"{layer.name}, {projection}", do=refusal[1])
     return None

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from moeq.errors import EvaluationError, MoeqError, RecipeError
+from moeq.errors import EvaluationError, MoeqError, RecipeError, missing
 from moeq.tables import human_seconds
 from moeq.verification import probe
 
@@ -87,6 +87,8 @@ def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[b
                     stderr=subprocess.STDOUT,
                     env=_environment(request.packages),
                 )
+            except FileNotFoundError:
+                raise missing(f"--python {python}", "give a Python interpreter") from None
             except OSError as error:
                 raise RecipeError(
                     f"cannot be run ({error.strerror})", where=f"--python {python}", do="give a Python interpreter"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.tensor_files import torch_dtype
-from moeq.errors import EvaluationError, RecipeError
+from moeq.errors import EvaluationError, RecipeError, missing
 from moeq.exporters.exporter import TRANSFORMERS, loaders, of_method
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import Checkable, PackedSource
@@ -117,7 +117,7 @@ def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSour
     at all.
     """
     if not path.exists():
-        raise RecipeError("no such directory", where=str(path), do="give a checkpoint's directory")
+        raise missing(path, "give a checkpoint's directory")
     packed = open_packed(path, trust_remote_code=options.trust_remote_code, as_values=True)
     method = format_of(packed.source)
     request = _request(path, packed, method, options)

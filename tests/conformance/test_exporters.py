@@ -23,7 +23,7 @@ from torch import Tensor
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.targets import Grid, grids_of, loaded_by, refuse_layers, targets
-from moeq.errors import ArtifactError, MoeqError, PlanError
+from moeq.errors import ArtifactError, MoeqError, FormatError
 from moeq.exporters import write
 from moeq.exporters.exporter import Exporter, ExportSizes, loaders, of_method
 from moeq.exporters.foreign import WriteOptions
@@ -163,7 +163,7 @@ def test_odd_shapes_and_short_groups_are_carried_or_refused(
         write(writer.name, source, tmp_path / "out", WriteOptions())
         check_values(source, tmp_path / "out")
         return
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(FormatError) as caught:
         write(writer.name, source, tmp_path / "out", WriteOptions())
     check_refused(caught.value, tmp_path)
     assert caught.value.what in reason[0]
@@ -178,7 +178,7 @@ def test_what_is_packed_beside_the_experts_is_carried_or_refused(
     error = None
     try:
         write(writer.name, source, tmp_path / "out", WriteOptions())
-    except PlanError as refusal:
+    except FormatError as refusal:
         error = refusal
     if error is None:
         check_values(source, tmp_path / "out")

@@ -10,7 +10,7 @@ from exporters import handmade
 from safetensors.torch import load_file
 
 from moeq.conversion import convert
-from moeq.errors import PlanError
+from moeq.errors import FormatError
 from moeq.exporters.readers import open_packed
 from moeq.numerics.packed import PackedWeight
 from moeq.verification.reference import values
@@ -55,5 +55,5 @@ def test_asymmetric_codes_go_where_zero_points_are_read(tmp_path: Path) -> None:
     found = open_packed(tmp_path / "out")
     up = found.expert(found.layers[1], 2)[0]["up_proj"]
     assert torch.equal(values(up), written["model.layers.1.mlp.experts.2.up_proj.weight"])
-    with pytest.raises(PlanError):
+    with pytest.raises(FormatError):
         convert(tmp_path / "packed", "compressed-tensors", tmp_path / "refused")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moeq.artifacts.files import PARTIAL
 from moeq.artifacts.targets import Grid, refuse_matrix, targets
-from moeq.errors import ArtifactError, PlanError, RecipeError
+from moeq.errors import ArtifactError, FormatError, RecipeError
 from moeq.exporters import write
 from moeq.exporters.dequantized import plain_dtype
 from moeq.exporters.foreign import WriteOptions
@@ -173,14 +173,14 @@ def test_values_beyond_float16_are_refused_where_they_are_computed_in_it(
         assert stored
         assert all(bool((tensor == scale).all()) for tensor in stored)
     scale = 60000.0
-    with pytest.raises(PlanError, match=r"experts\.0\.up_proj: values beyond float16"):
+    with pytest.raises(FormatError, match=r"experts\.0\.up_proj: values beyond float16"):
         write("compressed-tensors", source, tmp_path / "no", WriteOptions())
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_refusals_name_the_place_and_what_works(case: str, mixtral: Path, tmp_path: Path) -> None:
     name, choose, settings_, why, remedy = REFUSED[case]
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(FormatError) as error:
         write(name, MadeSource(mixtral, choose, **settings_), tmp_path / "out", WriteOptions())
     assert why in str(error.value)
     assert remedy in str(error.value)
@@ -193,7 +193,7 @@ def test_refusals_name_the_place_and_what_works(case: str, mixtral: Path, tmp_pa
 def test_families_without_a_tensor_for_every_matrix_are_refused(family: str, name: str, tmp_path: Path) -> None:
     family_models.build(family).save_pretrained(tmp_path / "model")
     source = MadeSource(tmp_path / "model", lambda layer, expert, projection: 4, group_size=8)
-    with pytest.raises(PlanError, match="moeq or dequantized"):
+    with pytest.raises(FormatError, match="moeq or dequantized"):
         write(name, source, tmp_path / "out", WriteOptions())
     assert not (tmp_path / "out").exists()
 

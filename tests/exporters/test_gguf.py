@@ -26,7 +26,7 @@ from torch import Tensor
 from moeq.artifacts.gguf_file import FILE
 from moeq.bundled import bundled_path
 from moeq.conversion import convert
-from moeq.errors import ArtifactError, EvaluationError, PlanError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, FormatError, RecipeError
 from moeq.exporters import gguf_families, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gguf_families import block_of, stack_name
@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[Choose, dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_refusals_name_the_place_and_what_works(case: str, models: dict[str, Path], tmp_path: Path) -> None:
     choose, settings, why, remedy = REFUSED[case]
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(FormatError) as error:
         exported(MadeSource(models["mixtral"], choose, **settings), tmp_path / "out")
     assert why in str(error.value)
     assert remedy in str(error.value)
@@ -307,7 +307,7 @@ def test_refusals_name_the_place_and_what_works(case: str, models: dict[str, Pat
 
 def test_full_precision_cannot_be_widened_into(models: dict[str, Path], tmp_path: Path) -> None:
     source = MadeSource(models["mixtral"], lambda layer, expert, projection: 16 if expert == 3 else 2)
-    with pytest.raises(PlanError, match="full precision beside 2 bits"):
+    with pytest.raises(FormatError, match="full precision beside 2 bits"):
         exported(source, tmp_path / "out", widen=True)
 
 
@@ -330,7 +330,7 @@ FAMILIES_REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_llama_cpp_computes_otherwise_is_refused(case: str, tmp_path: Path) -> None:
     family, settings, why = FAMILIES_REFUSED[case]
     source = MadeSource(made(tmp_path / "model", family, **settings), four)
-    with pytest.raises(PlanError, match=why) as error:
+    with pytest.raises(FormatError, match=why) as error:
         exported(source, tmp_path / "out")
     assert "moeq or dequantized" in str(error.value)
 
@@ -339,13 +339,13 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
     from family_models import build
 
     build("phimoe").save_pretrained(tmp_path / "model")
-    with pytest.raises(PlanError, match=r"model_type phimoe.*mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v3"):
+    with pytest.raises(FormatError, match=r"model_type phimoe.*mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v3"):
         exported(MadeSource(tmp_path / "model", four, group_size=8), tmp_path / "out")
 
 
 def test_packed_modules_that_gguf_keeps_otherwise_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
     others = {"model.layers.1.self_attn.kv_b_proj": 4}
-    with pytest.raises(PlanError, match=r"kv_b_proj: packed, and it is kept transposed.*leave"):
+    with pytest.raises(FormatError, match=r"kv_b_proj: packed, and it is kept transposed.*leave"):
         exported(MadeSource(models["deepseek_v3"], four, others=others), tmp_path / "out")
 
 
@@ -448,7 +448,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert found
     assert not [name for name in found if name.startswith("blk.3.")]
     save_file(tensors | {"model.layers.1.unknown.weight": torch.ones(8)}, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(PlanError, match=r"model\.layers\.1\.unknown\.weight: moeq knows no name for it in GGUF"):
+    with pytest.raises(FormatError, match=r"model\.layers\.1\.unknown\.weight: moeq knows no name for it in GGUF"):
         exported(MadeSource(model, four), tmp_path / "other")
 
 

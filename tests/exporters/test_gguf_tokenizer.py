@@ -11,7 +11,7 @@ import pytest
 from made_sources import MadeSource, save_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from moeq.errors import PlanError
+from moeq.errors import FormatError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gguf_tokenizer import NAMES, tokenizer
@@ -165,7 +165,7 @@ def test_other_tokenizers_are_refused(case: str, tmp_path: Path) -> None:
     data = json.loads((model / "tokenizer.json").read_text("utf-8"))
     change(data)
     (model / "tokenizer.json").write_text(json.dumps(data), "utf-8")
-    with pytest.raises(PlanError, match=why) as error:
+    with pytest.raises(FormatError, match=why) as error:
         tokenizer(open_source(str(model)), 2048)
     assert "without its tokenizer files" in str(error.value)
 
@@ -174,17 +174,17 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     made = byte_level(())
     model, size = with_tokenizer(tmp_path / "model", made), made.get_vocab_size()
     assert len(tokenizer(open_source(str(model)), size)["ggml.tokens"]) == size  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=f"{size} tokens, the embeddings have {size - 1}"):
+    with pytest.raises(FormatError, match=f"{size} tokens, the embeddings have {size - 1}"):
         tokenizer(open_source(str(model)), size - 1)
     whole = (model / "tokenizer.json").read_text("utf-8")
     for part, value in (("added_tokens", [{}]), ("pre_tokenizer", 3), ("post_processor", {"type": "TemplateProcessing",
                         "single": 1})):  # fmt: skip
         (model / "tokenizer.json").write_text(json.dumps(json.loads(whole) | {part: value}), "utf-8")
-        with pytest.raises(PlanError, match="is not one of a tokenizer"):
+        with pytest.raises(FormatError, match="is not one of a tokenizer"):
             tokenizer(open_source(str(model)), 2048)
     (model / "tokenizer.json").rename(model / "tokenizer.model")
-    with pytest.raises(PlanError, match=r"tokenizer\.model without tokenizer\.json; save it with"):
+    with pytest.raises(FormatError, match=r"tokenizer\.model without tokenizer\.json; save it with"):
         tokenizer(open_source(str(model)), 2048)
     (model / "tokenizer.json").write_text("{", "utf-8")
-    with pytest.raises(PlanError, match="cannot be read"):
+    with pytest.raises(FormatError, match="cannot be read"):
         tokenizer(open_source(str(model)), 2048)

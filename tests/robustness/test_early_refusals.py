@@ -55,10 +55,11 @@ Case = tuple[tuple[str, ...], int, str]  # options, exit code, words of the line
 def of_a_run(*more: Case) -> list[Case]:
     """What every command on a run refuses."""
     return [
-        (("no.yaml",), 2, "no.yaml: no such recipe"),
+        (("no.yaml",), 13, "no.yaml: no such file or directory"),
         (("broken.yaml",), 2, "broken.yaml"),
         (("--out", "nowhere"), 2, "no model"),
-        (("--model", "./nowhere"), 3, "./nowhere: no such directory"),
+        (("--model", "./nowhere"), 13, "./nowhere: no such file or directory"),
+        (("--model", "no where"), 3, "no where: neither a directory that is there nor a hub id"),
         (("--model", "bundled:nothing"), 3, "no such bundled model"),
         (("--model", "empty"), 3, "no config.json"),
         (("--model", "nobody/nothing"), 3, "nobody/nothing"),
@@ -71,10 +72,10 @@ def of_a_run(*more: Case) -> list[Case]:
     ]
 
 
-NO_TEXT: Case = ((*BUNDLED, "--set", "corpus.source=no.txt"), 4, "no.txt: no such file")
-NO_EVALUATION: Case = ((*BUNDLED, "--set", "eval.perplexity.source=no.txt"), 4, "no.txt: no such file")
+NO_TEXT: Case = ((*BUNDLED, "--set", "corpus.source=no.txt"), 13, "no.txt: no such file or directory")
+NO_EVALUATION: Case = ((*BUNDLED, "--set", "eval.perplexity.source=no.txt"), 13, "no.txt: no such file or directory")
 NO_TASKS: Case = (
-    (*BUNDLED, "--set", "eval.tasks=[mine]", "--set", "eval.include_path=nowhere"), 9, "no such folder of tasks",
+    (*BUNDLED, "--set", "eval.tasks=[mine]", "--set", "eval.include_path=nowhere"), 13, "nowhere: no such file or directory; give a folder of task",
 )  # fmt: skip
 NO_HARDWARE: Case = ((*BUNDLED, "--set", "estimate.hardware=abacus"), 10, "unknown hardware 'abacus'")
 EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)
@@ -97,6 +98,11 @@ REFUSED: dict[str, list[Case]] = {
     "quantize": of_a_run(),
     "export": of_a_run(((*BUNDLED, "--format", "zip"), 2, "zip")),
     "estimate": [
+        *(
+            (("--model", "mixtral-8x7b", option, "nowhere"), 13, "nowhere: no such file or directory")
+            for option in ("--assignment", "--manifest", "--trace", "--fit")
+        ),
+        (("--model", "mixtral-8x7b", "--hardware", "./no.yaml"), 13, "./no.yaml: no such file or directory"),
         (("--model", "nowhere-8x7b"), 10, "did you mean 'mixtral-8x7b'"),
         (("--model", "mixtral-8x7b", "--hardware", "abacus"), 10, "unknown hardware 'abacus'"),
         (("--model", "mixtral-8x7b", "--grid", "in=many"), 2, "'many' is no whole number"),
@@ -104,30 +110,38 @@ REFUSED: dict[str, list[Case]] = {
         (("--model", "mixtral-8x7b", "--policy", "luck"), 10, "luck"),
         (("--sheet", "paper-000", "--model", "mixtral-8x7b"), 2, "--sheet uses nothing of --model"),
         (("--bits", "3"), 2, "no model"),
-        (("no.yaml",), 2, "no.yaml: no such recipe"),
+        (("no.yaml",), 13, "no.yaml: no such file or directory"),
         (("--out", "nowhere"), 2, "no model"),
     ],
     "eval": [
         *of_a_run(NO_EVALUATION, NO_TASKS, NO_HARDWARE)[2:],
-        (("--tasks", "mine", "--include-path", "nowhere", *BUNDLED), 9, "no such folder of tasks"),
+        (
+            ("--tasks", "mine", "--include-path", "nowhere", *BUNDLED),
+            13,
+            "nowhere: no such file or directory; give a folder of task",
+        ),
         (("--window", "3"), 2, "--window belongs to models, checkpoints and runs"),
         (("run", "--set", "seed=1"), 2, "--set belongs to a run's stage"),
-        (("./nowhere",), 3, "./nowhere: no such directory"),
-        (("run", "./nowhere.json"), 3, "./nowhere.json: no such directory"),
+        (("./nowhere",), 13, "./nowhere: no such file or directory"),
+        (("run", "./nowhere.json"), 13, "./nowhere.json: no such file or directory"),
         (("run:other",), 9, "no assignment 'other'"),
-        (("run", "--device", "gpu"), 3, "device gpu: unknown device"),
+        (("run", "--device", "gpu"), 2, "--device: unknown device 'gpu'"),
         (("run", "--window", "4", "--stride", "9"), 9, "window 4, stride 9"),
         (("run", "--tasks", "mine", "--window", "9"), 2, "--window without --text"),
         (("run", "--limit", "3"), 2, "--limit without --tasks"),
-        (("run", "--tasks", "mine", "--include-path", "nowhere"), 9, "no such folder of tasks"),
+        (
+            ("run", "--tasks", "mine", "--include-path", "nowhere"),
+            13,
+            "nowhere: no such file or directory; give a folder of task",
+        ),
         (("run", "--batch-size", "some"), 2, "--batch-size some"),
-        (("run", "--text", "no.txt"), 4, "no.txt: no such file"),
+        (("run", "--text", "no.txt"), 13, "no.txt: no such file or directory"),
         (("run", "--out", "empty"), 9, "is no file that can be written"),
         (("run", "--context-aware", "gpu_experts=x"), 2, "gpu_experts"),
     ],
     "report": of_a_run((("--out", "run", "--maps", "x", "--analysis", "y"), 2, "--analysis goes without --maps")),
     "inspect": [
-        (("nowhere",), 7, "nowhere: no such file or directory"),
+        (("nowhere",), 13, "nowhere: no such file or directory"),
         (("empty",), 7, "neither a checkpoint, a run, a stage nor a model"),
         (("file.txt",), 7, "not a file that moeq knows"),
         (("broken.yaml",), 2, "broken.yaml"),
@@ -139,19 +153,20 @@ REFUSED: dict[str, list[Case]] = {
         (("run", "--to", "gguf", "--out", "empty"), 2, "empty: is there already"),
     ],
     "verify": [
-        (("nowhere",), 2, "nowhere: no such directory"),
-        (("run", "--against", "./nowhere"), 3, "./nowhere: no such directory"),
+        (("nowhere",), 13, "nowhere: no such file or directory"),
+        (("run", "--against", "./nowhere"), 13, "./nowhere: no such file or directory"),
         (("run", "--target", "toaster"), 2, "--target: no loader for target 'toaster'; use auto-round, transformers"),
     ],
     "families": [(("nothing-like-it",), 3, "no family of this name")],
     "generate": [
-        (("nowhere", "hi"), 3, "nowhere: no such checkpoint directory"),
+        (("nowhere", "hi"), 13, "nowhere: no such file or directory"),
         (("empty", "hi"), 3, "no config.json"),
-        (("model", "hi", "--device", "gpu"), 3, "device gpu: unknown device"),
+        (("model", "hi", "--device", "gpu"), 2, "--device: unknown device 'gpu'"),
     ],
     "gc": [
         ((), 2, "nothing to clean"),
-        (("--out", "nowhere"), 7, "not a run directory"),
+        (("--out", "nowhere"), 13, "nowhere: no such file or directory"),
+        (("--out", "empty"), 7, "not a run directory"),
         (("--store", "empty"), 7, "empty"),
     ],
 }

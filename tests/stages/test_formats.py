@@ -15,7 +15,7 @@ from made_sources import quantization_of, save_model
 
 from moeq import conversion, pipeline
 from moeq.artifacts.sums import write_sums
-from moeq.errors import ArtifactError, EvaluationError, PlanError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, FormatError, RecipeError
 from moeq.exporters import dequantized
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.readers import open_packed
@@ -153,7 +153,7 @@ def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_
 
 def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, tmp_path: Path) -> None:
     one = ("assign.method=uniform", "assign.code_bits=null", "assign.bits=1", "others.head=null")
-    with pytest.raises(PlanError, match=r"export\.formats: auto-round: .*expert 0: 1 bits.*--widen"):
+    with pytest.raises(FormatError, match=r"export\.formats: auto-round: .*expert 0: 1 bits.*--widen"):
         run(model, tmp_path, *one, "export.formats=[auto-round]")
     assert not (tmp_path / "checkpoint").exists()
     context = context_of(model, tmp_path, *one, "export.formats=[auto-round, compressed-tensors]", "export.widen=true")
@@ -196,7 +196,7 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers.module("gguf")
-    with pytest.raises(PlanError, match="attention within a window of 8 tokens"):
+    with pytest.raises(FormatError, match="attention within a window of 8 tokens"):
         run(model, tmp_path / "run", *GGUF)
     good = save_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
     narrow = context_of(good, tmp_path / "run", *GGUF)
@@ -207,7 +207,7 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
     assert any("8 bits beside 4" in line for line in refusals(narrow, mixed))
     within = context_of(good, tmp_path / "run", *GGUF, "assign.target=llama.cpp")
     assert not [line for line in refusals(within, mixed) if "gguf" in line]
-    with pytest.raises(PlanError, match=r"others\.head: 8 bits with zero points in groups of 32; llama.cpp"):
+    with pytest.raises(FormatError, match=r"others\.head: 8 bits with zero points in groups of 32; llama.cpp"):
         run(good, tmp_path / "run", *GGUF, "others.head=8")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(RecipeError, match="the package gguf is not installed"):
@@ -233,7 +233,7 @@ def test_the_command_converts_and_refuses(moeq: ForkServer, finished: Path, tmp_
     assert (said["format"], said["verified_with"]) == ("dequantized", "transformers")
     assert said["logits_error"] < 1e-3
     refused = moeq.run(*command, "gptq", "--out", tmp_path / "no")
-    assert refused.code == PlanError.exit_code
+    assert refused.code == FormatError.exit_code
     assert len(refused.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "no").exists()
     with pytest.raises(RecipeError, match="is there already"):

@@ -134,7 +134,7 @@ def check_tensors(file: GgufFile, wanted: dict[str, tuple[int, ...]]) -> None:
 def open_gguf(path: Path, trust_remote_code: bool = False) -> Gguf:
     """Open a directory with model.gguf and config.json.
 
-    Raises ArtifactError for a damaged file, PlanError for a family that moeq does not know in GGUF, ModelError.
+    Raises ArtifactError for a damaged file, FormatError for a family that moeq does not know in GGUF, ModelError.
     """
     where = path / FILE
     check_parts(path)

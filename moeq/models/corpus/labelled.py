@@ -22,7 +22,7 @@ from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.reading import read_json_file
 from moeq.bundled import bundled_path
-from moeq.errors import CorpusError
+from moeq.errors import CorpusError, missing
 from moeq.models.corpus.image_files import ImageFiles
 from moeq.models.corpus.rows import stem_of
 from moeq.models.corpus.sequences import tensor_digest
@@ -166,7 +166,7 @@ def _file(name: str, files: ImageFiles | None) -> ImageSet:
         what = "the model takes images, this is no set of them"
         raise CorpusError(what, where=name, do=f"write digits, or give a {SUFFIX} file with images and labels")
     if not path.is_file():
-        raise CorpusError("no such file", where=name, do=f"give the path of a {SUFFIX} file, or write digits")
+        raise missing(name, f"give the path of a {SUFFIX} file, or write digits")
     try:
         tensors = load_file(path)
     except Exception as error:  # safetensors raises its own type for damaged files

@@ -10,7 +10,7 @@ from random import Random
 from moeq.artifacts.digests import BLOCK_BYTES, digest_of_file
 from moeq.artifacts.files import digest_of
 from moeq.bundled import bundled_path
-from moeq.errors import CorpusError
+from moeq.errors import CorpusError, missing
 from moeq.models import hub
 from moeq.models.corpus.hub_datasets import choose_files
 from moeq.models.corpus.rows import kind_of, stem_of
@@ -117,7 +117,7 @@ def _local_file(name: str, part: str) -> LocalFile:
     if not known or (kind_of(path.name) == ".parquet" and path.suffix != ".parquet"):
         raise CorpusError(f"not a text file (one of {', '.join(SUFFIXES)})", where=name, do="convert it")
     if not path.is_file():
-        raise CorpusError("no such file", where=name, do="give the path of a text file, or bundled")
+        raise missing(name, "give the path of a text file, or bundled")
     return LocalFile(path=path, name=name)
 
 
