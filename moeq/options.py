@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
-from moeq.registry import QUANTIZERS, converted
+from moeq.registry import QUANTIZERS
+from moeq.runtimes import NATIVE, named, written
 
 if TYPE_CHECKING:
     QuantizerOrBest = str
@@ -35,7 +36,7 @@ VerifyOption = Annotated[
     bool, Option("--verify/--no-verify", help="Load what was written in a fresh process and compare it.")
 ]
 WidenOption = Annotated[
-    bool, Option("--widen", help="Codes that a format's runtime cannot read go into wider ones of the same values.")
+    bool, Option("--widen", help="Codes that a runtime cannot read go into wider ones of the same values.")
 ]
 
 
@@ -58,7 +59,7 @@ class RunOptions:
     out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe].")
     set_: list[str] = option("Override a key: --set assign.bits_per_weight=2.5", OF_A_RUN, default=list)
     format: list[str] = option(
-        f"Also write one of {', '.join(converted())} (export.formats); may be given several times.",
+        f"Runtime to write it for, too: {', '.join(written())} (export.formats); may be given several times.",
         default=list,
     )
     widen: WidenOption = field(default=False, metadata={"sets": "export.widen"})
@@ -83,7 +84,8 @@ class RunOptions:
         """What the options change of any recipe, as --set says it; the native format is always written."""
         keys = {option.name: option.metadata["sets"] for option in self._given() if option.metadata.get("sets")}
         changes = [*self.set_, *(f"{key}={getattr(self, name)}" for name, key in keys.items())]
-        others = [name for name in self.format if name != "moeq"]
+        formats = [named(name, (NATIVE, *written()), "--format") for name in self.format]
+        others = [name for name in formats if name != NATIVE]
         return [*changes, *([f"export.formats=[{', '.join(others)}]"] if self.format else [])]
 
     def given(self, mark: str) -> list[str]:
