@@ -1,4 +1,4 @@
-"""moeq convert: a packed checkpoint in another format, without calibration; codes and scales are taken over exactly."""
+"""moeq convert: a packed checkpoint for another runtime, uncalibrated; codes and scales are taken over exactly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from moeq.artifacts.files import building, claimed
 from moeq.artifacts.sums import check_sums
-from moeq.errors import ArtifactError, RecipeError
+from moeq.errors import ArtifactError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.front_matter import read_origin
@@ -15,7 +15,7 @@ from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.models.side_files import find_side_files
 from moeq.preflight import check_absent
 from moeq.progress import Reporter
-from moeq.registry import converted
+from moeq.runtimes import named, written
 from moeq.tables import human_bytes
 from moeq.verification.written import check_written
 
@@ -29,15 +29,14 @@ def convert(
     trust_remote_code: bool = False,
     verify: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Write `checkpoint` to `out` in the format `name`, which appears when it is whole and right; returns what it is.
+    """Write `checkpoint` to `out` for the runtime `name`, which appears when it is whole and right.
 
-    verify: where to tell what the format's own loader makes of it; None: it is not loaded. Raises EvaluationError where
-    it loads wrongly or holds other values, RecipeError for an unknown format or an `out` that is there, StorageError
-    while another process writes it, ArtifactError for a directory that is no packed checkpoint of moeq's or of another
-    tool's, FormatError for what the format's runtime would not load as it is meant.
+    verify: where to tell what the runtime's own loader makes of it; None: it is not loaded. Returns what was written.
+    Raises EvaluationError where it loads wrongly or holds other values, RecipeError for an unknown runtime or an `out`
+    that is there, StorageError while another process writes it, ArtifactError for a directory that is no packed
+    checkpoint of moeq's or of another tool's, FormatError for what the runtime would not load as it is meant.
     """
-    if name not in converted():
-        raise RecipeError(f"no format {name!r}", where="--to", do=f"use one of {', '.join(converted())}")
+    name = named(name, written(), "--to")
     check_absent(out)
     source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
     if format_of(source.source) == PLAIN:
@@ -55,7 +54,7 @@ def convert(
             if verify is not None:
                 verdict = check_written(unfinished, verify, against=checkpoint, trust_remote_code=trust_remote_code)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    summary = {"format": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
+    summary = {"for": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
     summary |= {"notes": said} if said else {}
     verified = {} if verdict is None else {"verified_with": verdict.target, "logits_error": verdict.logits_error}
     return summary | verified

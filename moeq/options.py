@@ -18,7 +18,8 @@ from typer.models import ParameterInfo
 
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names
 from moeq.errors import RecipeError
-from moeq.registry import QUANTIZERS, converted
+from moeq.registry import QUANTIZERS
+from moeq.runtimes import NATIVE, named, written
 
 if TYPE_CHECKING:
     QuantizerOrBest = str
@@ -56,7 +57,7 @@ VerifyOption = Annotated[
     bool, Option("--verify/--no-verify", help="Load what was written in a fresh process and compare it.")
 ]
 WidenOption = Annotated[
-    bool, Option("--widen", help="Codes that a format's runtime cannot read go into wider ones of the same values.")
+    bool, Option("--widen", help="Codes that a runtime cannot read go into wider ones of the same values.")
 ]
 
 
@@ -79,7 +80,7 @@ class RunOptions:
     out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe, without one of the model].")
     set_: list[str] = option("Override a key: --set assign.bits_per_weight=2.5", OF_A_RUN, default=list)
     format: list[str] = option(
-        f"Also write one of {', '.join(converted())} (export.formats); may be given several times.",
+        f"Runtime to write it for, too: {', '.join(written())} (export.formats); may be given several times.",
         default=list,
     )
     device: DeviceOption = field(default=None, metadata={"sets": "device"})
@@ -126,7 +127,8 @@ class RunOptions:
             if option.metadata.get("sets")
         }
         changes = [*self.set_, *(f"{key}={_yaml(value)}" for key, value in keys.items())]
-        others = [name for name in self.format if name != "moeq"]
+        formats = [named(name, (NATIVE, *written()), "--format") for name in self.format]
+        others = [name for name in formats if name != NATIVE]
         return [*changes, *([f"export.formats=[{', '.join(others)}]"] if self.format else [])]
 
     def given(self, mark: str) -> list[str]:

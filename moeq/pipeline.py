@@ -352,7 +352,7 @@ def result_paths(context: Context) -> dict[str, Path]:
         **({"integer": context.directory(REPARAM) / integer_forward.FOLDER} if section and section.integer else {}),
         "checkpoint": context.directory("export"),
         **{
-            f"checkpoint in {name}": export.format_directory(context.out, name)
+            f"checkpoint for {name}": export.format_directory(context.out, name)
             for name in context.recipe.export.formats
         },
         "report": context.directory("report") / report.NAME,

@@ -13,6 +13,7 @@ from moeq.errors import ModelError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
+from moeq.runtimes import named
 
 TASKS_FOLDER = "give a folder of task YAML files to --include-path (eval.include_path)"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -59,8 +60,8 @@ def check_path(path: Path | None, do: str = "give a path that moeq wrote") -> No
 
 def check_loader(target: str | None) -> None:
     """RecipeError for a runtime whose loader no format names; None: the usual one."""
-    if target is not None and target not in loaders():
-        raise RecipeError(f"no loader for target {target!r}", where="--target", do=f"use {', '.join(loaders())}")
+    if target is not None:
+        named(target, loaders(), "--target")
 
 
 def check_absent(out: Path) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 LONGEST = 80  # characters of an unknown name that are shown
-NATIVE = "moeq"  # the exporter whose format a run always writes, and all others are made of
+NATIVE_FORMAT = "moeq"  # the exporter whose format a run always writes, and all others are made of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,8 +212,3 @@ POLICIES = Registry(
     guarded=("decode", "prefill", "migration", "refusal"),
     separator="_",
 )
-
-
-def converted() -> tuple[str, ...]:
-    """Names of the formats that are made of the native one."""
-    return tuple(name for name in EXPORTERS.names() if name != NATIVE)

@@ -22,6 +22,7 @@ from update_docs import updated
 from moeq.cli import app
 from moeq.recipe import Recipe, load_recipe
 from moeq.registry import EXPORTERS
+from moeq.runtimes import runtimes
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LINES = [
@@ -54,8 +55,8 @@ def test_the_front_page_is_short_and_complete() -> None:
     for command in ("make demo", "make test", "make test-full", "make docs"):
         assert command in text
         assert f"\n{command.removeprefix('make ')}:" in makefile
-    for name in EXPORTERS.own:
-        assert name == "moeq" or f"`--format {name}`" in text, "what loads where: every format"
+    for name, one in runtimes().items():
+        assert f"`--for {name}`" in text or one.exporter.name not in EXPORTERS.own, "what loads where: every runtime"
 
 
 def test_every_page_is_in_the_navigation_and_on_the_front_page() -> None:

@@ -20,8 +20,8 @@ def test_options_that_are_ordered_and_rare_exist() -> None:
 
 def test_only_what_is_given_changes_a_recipe() -> None:
     assert StageOptions().changes() == []
-    given = StageOptions(set_=["seed=1"], widen=True, verify=False, format=["moeq", "gguf"])
-    assert given.changes() == ["seed=1", "export.widen=True", "export.verify=False", "export.formats=[gguf]"]
+    given = StageOptions(set_=["seed=1"], widen=True, verify=False, format=["native", "llama.cpp"])
+    assert given.changes() == ["seed=1", "export.widen=True", "export.verify=False", "export.formats=[llama.cpp]"]
     tasks = EvalOptions(tasks="a, b", batch_size="8", limit=3)
     assert tasks.changes() == ["eval.limit=3", "eval.tasks=[a, b]", "eval.batch_size=8"]
     grid = EstimateOptions(recipe=["r.yaml", "out=3"], grid=["in=1,2"], context=7)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from moeq.errors import FormatError
 from moeq.numerics.widths import FULL
-from moeq.registry import EXPORTERS, NATIVE
+from moeq.runtimes import NATIVE, runtimes
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width
@@ -29,8 +29,8 @@ MIXED = {
 }
 NESTED = (2, 3)  # widths whose codes can lead wider ones and then stand between the points of a grid
 WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
-ONE_WIDTH = "give every layer's experts one width (assign.granularity: layer), or use the formats moeq or auto-round"
-ANY_GRID = "use the formats moeq or dequantized"
+ONE_WIDTH = "give every layer's experts one width (assign.granularity: layer), or write it for native or auto-round"
+ANY_GRID = "write it for native or dequantized"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,11 @@ class Target:
     """What a runtime loads of a format.
 
     granularity: what shares one width; reads: where that comes from; multiple: of what a matrix's rows and inputs must
-    be; short_groups: whether a row's last group may be shorter; nested: whether codes may be the leading bits of wider
-    ones; stacks: whether, where the experts of a layer share a width, their matrices may differ; blocks: {(bits,
-    symmetric): of what a row and its groups must be multiples}, where only these grids have a type at all; proof: the
-    test or source behind the row.
+    be; others: whether modules beside the experts may be packed; short_groups: whether a row's last group may be
+    shorter; nested: whether codes may be the leading bits of wider ones; stacks: whether, where the experts of a layer
+    share a width, their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be
+    multiples}, where only these grids have a type at all; proof: the test or source behind the row; called, snippet:
+    the runtime in words and how it loads, where they are not its exporter's.
     """
 
     name: str
@@ -50,11 +51,14 @@ class Target:
     symmetric_only: bool = False
     reads: str
     multiple: int = 1
+    others: bool = True
     short_groups: bool = False
     nested: bool = False
     stacks: bool = False
     blocks: Mapping[tuple[int, bool], int] | None = None
     proof: str
+    called: str = ""
+    snippet: str = ""
 
     def listed(self) -> str:
         """Its widths as a message has them."""
@@ -63,14 +67,18 @@ class Target:
 
 def targets() -> dict[str, Target]:
     """Every target by its name, the native format's first."""
-    ordered = sorted(EXPORTERS, key=lambda exporter: exporter.name != NATIVE)
-    return {target.name: target for exporter in ordered for target in exporter.targets}
+    return {name: one.target for name, one in runtimes().items() if one.target is not None}
+
+
+def target_of(name: str | None) -> Target:
+    """What a runtime loads, of assign.target's name; the native one's, any mix, for none and for plain weights."""
+    known = targets()
+    return known.get(name or NATIVE, known[NATIVE])
 
 
 def loaded_by(name: str) -> Target | None:
-    """What an export format is checked against; None for one whose tensors are not packed."""
-    exporter = EXPORTERS.find(name)
-    return next(iter(exporter.targets), None) if exporter is not None else None
+    """What an export for a runtime is checked against; None for one that takes plain weights."""
+    return targets().get(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +162,7 @@ def refuse_layers(
     nested: bool = False,
     widen: bool = False,
 ) -> tuple[str, str] | None:
-    """Why an export format cannot carry widths of every layer's experts, and the nearest thing that works; or None.
+    """Why a runtime cannot load widths of every layer's experts, and the nearest thing that works; None where it can.
 
     widen: whether codes may go into wider symmetric ones of the same values.
     """
@@ -263,7 +271,7 @@ def granularity_within(target: Target, wanted: Granularity | None) -> Granularit
             f"granularity {wanted} cannot be loaded: {MIXED[target.granularity]}",
             where=f"target {target.name}",
             do=f"set assign.granularity: {target.granularity if target.granularity != 'model' else 'null'}, or "
-            "target: moeq",
+            "target: native",
         )
     return wanted
 
@@ -328,5 +336,5 @@ def check(
         raise FormatError(
             reason,
             where=f"target {target.name}",
-            do="use method optimal, which decides within a target, or target: moeq",
+            do="use method optimal, which decides within a target, or target: native",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.targets import check, targets
+from moeq.artifacts.targets import check, loaded_by
 from moeq.assigners.inputs import AssignInputs
 from moeq.errors import AssignmentError
 from moeq.registry import ALLOCATORS
@@ -15,9 +15,10 @@ def assign(inputs: AssignInputs) -> Assignment:
     Raises AssignmentError when the budget cannot be met, or when the target cannot load what was assigned.
     """
     result: Assignment = ALLOCATORS.get(inputs.config.method, AssignmentError).assign(inputs)
-    if inputs.config.target is not None:
+    target = loaded_by(inputs.config.target) if inputs.config.target is not None else None
+    if target is not None:
         check(
-            targets()[inputs.config.target],
+            target,
             result.expert_widths(),
             inputs.profile.layers,
             symmetric=inputs.symmetric,

@@ -19,10 +19,9 @@ from math import ceil, lcm
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.targets import OF_MATRICES, Granularity, Target, loads_width, targets
+from moeq.artifacts.targets import OF_MATRICES, Granularity, Target, loaded_by, loads_width, target_of
 from moeq.assigners.inputs import AssignInputs, decided, hot_masks
 from moeq.errors import AssignmentError, BudgetError
-from moeq.registry import NATIVE
 from moeq.tables import human_bytes, human_size
 
 
@@ -84,7 +83,7 @@ def choices(inputs: AssignInputs) -> tuple[int, ...]:
     """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads."""
     known = inputs.config.widths or inputs.measured()
     target = inputs.config.target
-    runtime = None if target is None else targets()[target]
+    runtime = None if target is None else loaded_by(target)
     allowed = sorted(width for width in set(known) if runtime is None or loads(inputs, runtime, width))
     if not allowed:
         every = [] if runtime is None else [width for width in runtime.widths if loads(inputs, runtime, width)]
@@ -136,7 +135,7 @@ def gpu_bytes(inputs: AssignInputs, hot: Sequence[np.ndarray]) -> int:
 
 def _longer_groups(inputs: AssignInputs, widths: Sequence[int]) -> str:
     """Which groups would let the target load fewer bits, for a message; nothing where none would."""
-    target = targets()[inputs.config.target or NATIVE]
+    target = target_of(inputs.config.target)
     if target.blocks is None:
         return ""
     lengths = {target.blocks.get((bits, inputs.symmetric)) for bits in range(1, widths[0])} - {None}

@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.targets import OF_MATRICES, Granularity, granularity_within, refuse_grid, targets
+from moeq.artifacts.targets import OF_MATRICES, Granularity, granularity_within, refuse_grid, target_of
 from moeq.assigners import latency
 from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, build, expert_widths, hot_masks
@@ -27,7 +27,6 @@ from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_o
 from moeq.assigners.sensitivity import matrix_tables, tables
 from moeq.errors import AssignmentError, BudgetError, FormatError
 from moeq.numerics import knapsack, two_limits
-from moeq.registry import NATIVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Optimum:
 def assign(inputs: AssignInputs) -> Assignment:
     """The optimum as an assignment; AssignmentError for a budget that cannot be met."""
     hot = hot_masks(inputs)
-    target = targets()[inputs.config.target or NATIVE]
+    target = target_of(inputs.config.target)
     reason = refuse_grid(target, symmetric=inputs.symmetric)
     if reason is not None:
         raise FormatError(reason, where=f"target {target.name}")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
 from moeq.options import JsonOption, QuietOption, TrustOption, VerifyOption, WidenOption, among
-from moeq.registry import converted
-
-if TYPE_CHECKING:  # mypy takes no Literal of what the registry has
-    Format = str
-else:
-    Format = Literal[converted()]
+from moeq.runtimes import named, written
 
 
 def _loaders() -> list[str]:
@@ -43,7 +38,7 @@ def inspect(
 
 def convert(
     checkpoint: Annotated[Path, Argument(help="A packed checkpoint.")],
-    to: Annotated[Format, Option(help="The format to write.")],
+    to: Annotated[str, Option(help=f"Runtime that is to load it: {', '.join(written())}.")],
     out: Annotated[Path, Option(help="Directory to write, which must not be there yet.")],
     widen: WidenOption = False,
     verify: VerifyOption = True,
@@ -51,10 +46,11 @@ def convert(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write a packed checkpoint in another format, without calibration; codes are taken over exactly."""
+    """Write a packed checkpoint for another runtime, without calibration; codes are taken over exactly."""
     from moeq import preflight
     from moeq.models.source import check_there
 
+    to = named(to, written(), "--to")
     preflight.check_absent(out)
     if not checkpoint.is_file():
         check_there(str(checkpoint))
@@ -74,7 +70,7 @@ def verify(
     target: Annotated[
         str | None,
         Option(
-            help="Whose loader is used, such as transformers [default: the one that the format is for].",
+            help="Runtime that loads it, such as transformers [default: the one that it is for].",
             autocompletion=among(_loaders),
         ),
     ] = None,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moeq.errors import RecipeError
-from moeq.registry import EXPORTERS, converted
+from moeq.runtimes import named, runtimes, written
 
 if TYPE_CHECKING:
     from moeq.exporters.foreign import WriteOptions
@@ -14,14 +13,12 @@ if TYPE_CHECKING:
 
 
 def write(name: str, source: PackedSource, directory: Path, options: WriteOptions) -> None:
-    """Convert a packed checkpoint into a directory of another format, which appears when it is whole.
+    """Convert a packed checkpoint into a directory for another runtime, which appears when it is whole.
 
-    Raises RecipeError for an unknown format, FormatError for what its runtime would not load as it is meant.
+    Raises RecipeError for an unknown runtime, FormatError for what that runtime would not load as it is meant.
     """
-    exporter = EXPORTERS.find(name)
-    if exporter is None or exporter.write is None:
-        raise RecipeError(f"no format {name!r}", do=f"use one of {', '.join(converted())}")
     from moeq.exporters.foreign import drafting
 
-    with drafting(exporter, source, directory, options) as draft:
-        exporter.write(draft)
+    runtime = runtimes()[named(name, written())]
+    with drafting(runtime, source, directory, options) as draft:
+        runtime.exporter.write(draft)

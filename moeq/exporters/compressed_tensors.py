@@ -1,61 +1,109 @@
-"""For transformers with compressed-tensors (pack-quantized): one symmetric width and group size for all experts.
+"""For transformers with compressed-tensors, and for vLLM (pack-quantized): symmetric grids, one for many experts.
 
 transformers takes one scheme for all experts whatever config.json says of each, and ignores zero points: other mixes
-would load without an error and compute something else, so they are refused. With options.widen all codes go into the
-least common width. It multiplies codes by scales in the scales' own type: values are rounded to float16, and what lies
-beyond its largest number is refused. vLLM reads the format too, and takes a scheme a layer.
+would load without an error and compute something else, so they are refused. vLLM takes a scheme for every layer, and
+layers in full precision. With options.widen codes that must have one width go into the least that holds them. Codes are
+multiplied by scales in the scales' own type: values are rounded to float16, and what lies beyond its largest number is
+refused.
 N output rows, K inputs, G groups of inputs, b bits.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from moeq.artifacts.targets import ANY_GRID, Target
+from moeq.artifacts.targets import ANY_GRID, Grid, Target
 from moeq.errors import FormatError
-from moeq.exporters.exporter import TRANSFORMERS, Exporter, later
+from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
 from moeq.numerics.widths import FULL
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.exporters.foreign import Draft
-    from moeq.exporters.packed_source import PackedSource
+    from moeq.models.experts import ExpertLayer
     from moeq.numerics.packed import PackedWeight
 
 NAME, VERSION = "compressed-tensors", "0.20.0"
 CONFIG_VERSION = "0.19.0"  # of the package whose config.json this is; 0.20.0 reads it
-PARTS = ("weight_packed", "weight_scale", "weight_shape")
+PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight")
+LAYERS_EXPERTS = r"\.experts\..*"  # the end of a pattern of a layer's experts
+BESIDE = r"re:^(?!.*\.experts(\.|$))"  # every module that is not below one called experts
+VLLM = Loader(name="vllm", packages={"vllm": "pip install vllm"}, load=None)
+
+
+def loader_of(source: Any) -> Loader:
+    """vLLM where schemes differ: transformers would load such a checkpoint without an error, and wrongly."""
+    declared = source.source.config.get("quantization_config") or {}
+    return TRANSFORMERS if len(declared.get("config_groups") or {}) < 2 and not _plain(declared) else VLLM
+
+
+def _plain(declared: Any) -> list[str]:
+    """Patterns of layers whose experts are in full precision."""
+    return [name for name in declared.get("ignore") or () if name.endswith(LAYERS_EXPERTS)]
 
 
 def write(draft: Draft) -> None:
-    """FormatError for what transformers would not load as it is meant."""
-    from torch import Tensor
+    """FormatError for what the runtime would not load as it is meant."""
 
     for name in draft.source.other_names():
         raise FormatError(
             "modules outside of the experts are loaded in full precision only",
-            where=f"format {NAME}: {name}",
-            do="run without `others`, or use the formats auto-round or gptq",
+            where=f"for {draft.runtime.name}: {name}",
+            do="run without `others`, or write it for auto-round or gptqmodel",
         )
-    bits = common_width(draft.source) if draft.options.widen else None
+    whole, widen, layers = draft.target.granularity == "model", draft.options.widen, draft.source.layers
+    scheme, bits = Scheme(draft), common_width(draft, layers) if whole and widen else None
+    for layer in layers:
+        if not whole:
+            scheme, bits = Scheme(draft), common_width(draft, [layer]) if widen else None
+        draft.write_experts(layer, draft.expert_keys(layer), PARTS, scheme.tensors, bits)
+    draft.finish(_config(draft))
 
-    def tensors(name: str, matrix: PackedWeight | Tensor) -> dict[str, Tensor]:
+
+class Scheme:
+    """What all experts of a layer, or of the model, share: what the first of their matrices has."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._first: tuple[str, Grid | None] | None = None  # None: full precision
+
+    def tensors(self, name: str, matrix: PackedWeight | Tensor) -> dict[str, Tensor]:
+        """The parts of a matrix; FormatError where it differs from the first in what one scheme says."""
+        from torch import Tensor
+
+        plain = isinstance(matrix, Tensor)
+        if plain and FULL not in self._draft.target.widths:
+            raise self._mixed(name, "full precision", "packed experts")
+        grid = None if plain else self._draft.grids[name]
+        first_name, first = self._first = self._first or (name, grid)
         if isinstance(matrix, Tensor):
-            raise _mixed(name, "full precision", "packed experts")
-        _check_equal(draft, name)
+            if first is not None:
+                raise self._mixed(name, "full precision", f"{first.bits} bits of {first_name}")
+            return {"weight": matrix}
+        assert grid is not None
+        if first is None:
+            raise self._mixed(name, f"{grid.bits} bits", f"full precision of {first_name}")
+        if grid.bits != first.bits:
+            raise self._mixed(name, f"{grid.bits} bits", f"{first.bits} bits of {first_name}")
+        if grid.group_size != first.group_size:
+            raise self._mixed(name, f"groups of {grid.group_size}", f"groups of {first.group_size} of {first_name}")
         if _overflows(matrix):
-            raise FormatError(
-                "values beyond float16, in which transformers multiplies codes by scales",
-                where=f"format {NAME}: {name}",
-                do=ANY_GRID,
-            )
+            what = "values beyond float16, in which codes are multiplied by scales"
+            raise FormatError(what, where=f"for {self._draft.runtime.name}: {name}", do=ANY_GRID)
         return linear_tensors(matrix)
 
-    for layer in draft.source.layers:
-        draft.write_experts(layer, draft.expert_keys(layer), PARTS, tensors, bits)
-    draft.finish(_config(draft))
+    def _mixed(self, name: str, what: str, other: str) -> FormatError:
+        target = self._draft.target
+        of = "all experts of the model" if target.granularity == "model" else "all experts of a layer"
+        return FormatError(
+            f"{what} beside {other}; {target.name} takes one scheme for {of}",
+            where=f"for {target.name}: {name}",
+            do=f"assign one width (assign.target: {target.name}), or store all codes in one wider grid "
+            "(export.widen: true, --widen)",
+        )
 
 
 def linear_tensors(weight: PackedWeight) -> dict[str, Tensor]:
@@ -72,28 +120,23 @@ def linear_tensors(weight: PackedWeight) -> dict[str, Tensor]:
     }
 
 
-def common_width(source: PackedSource) -> int:
-    """The least width of symmetric codes that holds every expert's; all experts are read for it."""
+def common_width(draft: Draft, layers: Sequence[ExpertLayer]) -> int | None:
+    """The least width of symmetric codes that holds every expert's of some layers, None where none is packed.
+
+    All of these experts are read for it.
+    """
     from moeq.numerics.packed import PackedWeight, symmetric_bits
 
-    least = max(
+    widths = [
         symmetric_bits(matrix)
-        for layer in source.layers
+        for layer in layers
         for expert in range(layer.num_experts)
-        for matrix in source.expert(layer, expert)[0].values()
+        for matrix in draft.source.expert(layer, expert)[0].values()
         if isinstance(matrix, PackedWeight)
-    )
-    return min((width for width in EXPORTER.targets[0].widths if width >= least), default=least)
-
-
-def _check_equal(draft: Draft, name: str) -> None:
-    """FormatError where a matrix differs from the first in what one scheme says."""
-    grid = draft.grids[name]
-    first_name, first = next(iter(draft.grids.items()))
-    if grid.bits != first.bits:
-        raise _mixed(name, f"{grid.bits} bits", f"{first.bits} bits of {first_name}")
-    if grid.group_size != first.group_size:
-        raise _mixed(name, f"groups of {grid.group_size}", f"groups of {first.group_size} of {first_name}")
+    ]
+    if not widths:
+        return None
+    return min((width for width in draft.target.widths if max(widths) <= width < FULL), default=max(widths))
 
 
 def _overflows(weight: PackedWeight) -> bool:
@@ -105,17 +148,34 @@ def _overflows(weight: PackedWeight) -> bool:
     return near and weight.scales.dtype == torch.float16 and bool((weight.dequantize().abs() > largest).any())
 
 
-def _mixed(name: str, what: str, other: str) -> FormatError:
-    return FormatError(
-        f"{what} beside {other}; transformers takes one scheme for all experts of the model",
-        where=f"format {NAME}: {name}",
-        do="assign one width (assign.target: transformers), or store all codes in one wider grid "
-        "(export.widen: true, --widen)",
-    )
-
-
 def _config(draft: Draft) -> dict[str, Any]:
-    grid = next(iter(draft.grids.values()))
+    """quantization_config: one group for the experts of the model, or one for the layers of each grid."""
+    stems = {key.removesuffix(".weight_packed") for key in draft.where if key.endswith("_packed")}
+    if any("experts" not in stem for stem in stems):
+        raise FormatError(
+            "experts are not below a module called experts",
+            where=f"for {draft.runtime.name}",
+            do="write it for another runtime",
+        )
+    leaves = "|".join(sorted({re.escape(stem.rpartition(".")[2]) for stem in stems}))
+    if draft.target.granularity == "model":
+        groups = [([rf"re:.*\.experts\.\d+\.({leaves})$"], next(iter(draft.grids.values())))]
+        ignored = ["lm_head"]
+    else:
+        groups, plain = _by_layer(draft)
+        ignored = [BESIDE, *plain]
+    return {
+        "quant_method": NAME,
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": _group(*group) for number, group in enumerate(groups)},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "version": CONFIG_VERSION,
+    }
+
+
+def _group(targets: list[str], grid: Grid) -> dict[str, Any]:
     whole = grid.group_size == -1
     weights = {
         "num_bits": grid.bits,
@@ -125,38 +185,35 @@ def _config(draft: Draft) -> dict[str, Any]:
         "group_size": None if whole else grid.group_size,
         "dynamic": False,
     }
-    stems = {key.removesuffix(".weight_packed") for key in draft.where if key.endswith("_packed")}
-    leaves = sorted({stem.rpartition(".")[2] for stem in stems})
-    target = rf"re:.*\.experts\.\d+\.({'|'.join(re.escape(leaf) for leaf in leaves)})$"
-    if any("experts" not in stem for stem in stems):
-        raise FormatError(
-            "experts are not below a module called experts",
-            where=f"format {NAME}",
-            do="use another format",
-        )
     return {
-        "quant_method": NAME,
+        "targets": targets,
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
         "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": [target],
-                "weights": weights,
-                "input_activations": None,
-                "output_activations": None,
-                "format": "pack-quantized",
-            }
-        },
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "version": CONFIG_VERSION,
     }
+
+
+def _by_layer(draft: Draft) -> tuple[list[tuple[list[str], Grid]], list[str]]:
+    """(patterns of layers' experts, their grid) of every grid, and patterns of the layers in full precision."""
+    groups: dict[tuple[int, int], tuple[list[str], Grid]] = {}
+    plain = []
+    for layer in draft.source.layers:
+        names = draft.expert_keys(layer)
+        key = names[0, layer.projections[0]]
+        pattern = f"re:.*{re.escape(key[: key.index('.experts.')])}{LAYERS_EXPERTS}"
+        grid = draft.grids.get(f"{layer.name}.0.{layer.projections[0]}")
+        if grid is None:
+            plain.append(pattern)
+        else:
+            groups.setdefault((grid.bits, grid.group_size), ([], grid))[0].append(pattern)
+    return list(groups.values()), plain
 
 
 EXPORTER = Exporter(
     name=NAME,
     label="compressed-tensors (pack-quantized)",
-    help="one symmetric width for all experts, for transformers itself and vLLM",
+    help="symmetric grids, one width for all experts (transformers itself) or for all of a layer (vLLM)",
     write=write,
     runtime=f"transformers with compressed-tensors {VERSION}",
     snippet="""from transformers import AutoModelForCausalLM  # pip install compressed-tensors
@@ -167,6 +224,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
             widths=(2, 3, 4, 5, 6, 7, 8),
             granularity="model",
             symmetric_only=True,
+            others=False,
             reads="compressed-tensors without a peer's package: one scheme for all experts, zero points are ignored",
             proof=f"tests/exporters/test_peers.py, compressed-tensors {VERSION}",
         ),
@@ -174,12 +232,18 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
             name="vllm",
             widths=(2, 4, 8, FULL),
             granularity="layer",
-            reads="the scheme of expert 0 is taken for its whole fused layer",
+            symmetric_only=True,
+            others=False,
+            reads="the scheme of expert 0 is taken for its whole fused layer; symmetric grids only",
             multiple=32,
             proof="read in its source, not loaded",
+            called="vLLM, which reads compressed-tensors",
+            snippet="""from vllm import LLM  # pip install vllm
+model = LLM("THIS_DIRECTORY")""",
         ),
     ),
     layout=later("moeq.exporters.readers.compressed:CompressedTensors"),
-    loaders=(TRANSFORMERS,),
+    loaders=(TRANSFORMERS, VLLM),
+    loader_of=loader_of,
     needs={"compressed_tensors": "pip install compressed-tensors"},
 )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Grid, Target
 from moeq.registry import EXPORTERS
+from moeq.runtimes import runtimes
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -40,13 +41,14 @@ class Loader:
     """Whose code loads a checkpoint, in a process of its own, where it is verified.
 
     packages: {module that must be there: how it is installed}; load: the function that gives the model and what was
-    complained about, of verification/probe.py or, as "module:function", of another package; logits_only: it gives the
-    logits alone; rounding: of one that rounds activations, how far the median position's logits may be off, relative.
+    complained about, of verification/probe.py or, as "module:function", of another package; None: moeq cannot run it.
+    logits_only: it gives the logits alone; rounding: of one that rounds activations, how far the median position's
+    logits may be off, relative.
     """
 
     name: str
     packages: Mapping[str, str]
-    load: str = "transformers_model"
+    load: str | None = "transformers_model"
     logits_only: bool = False
     rounding: float | None = None
 
@@ -85,10 +87,11 @@ class Exporter:
     the native format, which a run itself writes. check(source, model) refuses, before anything runs, a model that it
     could not write whatever its experts become.
 
-    label: what pages call the format; help: a line; runtime: what loads it, with the version that was measured;
-    snippet: how, in Python; library: as the hub calls it. settings: keys of `export` that it alone reads, each called
-    NAME_..., which `write` finds in draft.options.settings. targets: what can load it, first the one that exports are
-    checked against; none where nothing is packed. size: bytes of the tensors of a checkpoint.
+    name: of the format, in files; label: what pages call it; help: a line; runtime: what loads it, with the version
+    that was measured; snippet: how, in Python; library: as the hub calls it. settings: keys of `export` that it alone
+    reads, each called NAME_..., which `write` finds in draft.options.settings. targets: the runtimes that can load it,
+    by whose names people ask for it; none where nothing is packed: it is asked for by its own. size: bytes of the
+    tensors of a checkpoint.
 
     Read back: methods: what quant_method of config.json calls it, none: its name; layout(quantization_config): how its
     matrices lie in safetensors, ValueError for what is not read. A format of other files names them: file, the one that
@@ -145,5 +148,6 @@ def of_method(method: str) -> Exporter | None:
 
 
 def loaders() -> dict[str, Loader]:
-    """Whose code can load a checkpoint, by name."""
-    return {loader.name: loader for exporter in EXPORTERS for loader in exporter.loaders}
+    """Whose code can load a checkpoint, by the names of runtimes and, of other packages, by names of their own."""
+    known = {loader.name: loader for exporter in EXPORTERS for loader in exporter.loaders}
+    return {name: known.get(name, one.exporter.loaders[0]) for name, one in runtimes().items()} | known

@@ -31,6 +31,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe
 from moeq.models.side_files import SideFiles, find_side_files
 from moeq.numerics.packed import PackedWeight, widened
+from moeq.runtimes import Runtime
 from moeq.version import __version__
 
 AHEAD = 4  # tensors that may wait to be written
@@ -68,10 +69,10 @@ class Buffers:
 
 @dataclass(kw_only=True)
 class Draft:
-    """An unfinished checkpoint. where: the file of every tensor; grids: of every packed module, by its name in memory;
-    plain: modules of experts in full precision, by theirs."""
+    """An unfinished checkpoint. runtime: what is to load it; where: the file of every tensor; grids: of every packed
+    module, by its name in memory; plain: modules of experts in full precision, by theirs."""
 
-    exporter: Exporter
+    runtime: Runtime
     source: PackedSource
     options: WriteOptions
     directory: Path
@@ -95,9 +96,16 @@ class Draft:
         self.where, self.grids, self.plain, self.unsynced = {}, {}, [], []
 
     @property
+    def exporter(self) -> Exporter:
+        """Whose format it is."""
+        exporter: Exporter = self.runtime.exporter
+        return exporter
+
+    @property
     def target(self) -> Target:
         """What the checkpoint is checked against."""
-        return self.exporter.targets[0]
+        target: Target = self.runtime.target
+        return target
 
     def expert_keys(self, layer: ExpertLayer) -> Names:
         """Keys of the experts' weights as the family has them; FormatError where it keeps them in other tensors."""
@@ -106,7 +114,7 @@ class Draft:
             why = "has biases" if layer.biased else "does not keep every matrix of an expert in a tensor of its own"
             raise FormatError(
                 f"model_type {self.source.config.get('model_type')} {why}",
-                where=f"format {self.exporter.name}",
+                where=f"for {self.runtime.name}",
                 do=ANY_GRID,
             )
         return keys
@@ -151,7 +159,7 @@ class Draft:
             weight = weight if wide == grid.bits and bits is None else widened(weight, wide)
         refused = refuse_matrix(self.target, grid_of(weight))
         if refused is not None:
-            raise FormatError(refused[0], where=f"format {self.exporter.name}: {name}", do=refused[1])
+            raise FormatError(refused[0], where=f"for {self.runtime.name}: {name}", do=refused[1])
         self.grids[name] = grid_of(weight)
         return weight
 
@@ -228,15 +236,15 @@ def _kept(path: Path, stream: TensorFile) -> None:
 
 
 @contextmanager
-def drafting(exporter: Exporter, source: PackedSource, directory: Path, options: WriteOptions) -> Iterator[Draft]:
+def drafting(runtime: Runtime, source: PackedSource, directory: Path, options: WriteOptions) -> Iterator[Draft]:
     """A draft that becomes `directory` when the block ends well; an older one is replaced only then."""
     model = describe(replace(source.source, config=source.config), options.trust_remote_code)[0]
     sides = find_side_files(source.source.path, source.config, options.trust_remote_code)
-    if options.settings is None and exporter.settings is not None:
-        options = replace(options, settings=exporter.settings())
+    if options.settings is None and runtime.exporter.settings is not None:
+        options = replace(options, settings=runtime.exporter.settings())
     with filling(directory) as unfinished:
         draft = Draft(
-            exporter=exporter,
+            runtime=runtime,
             source=source,
             options=options,
             directory=unfinished,
@@ -270,21 +278,22 @@ OTHERS_FILE = "model-others.safetensors"
 
 def card(draft: Draft) -> str:
     """A model card that names the runtime, the version that was measured, and how to load it."""
-    source, exporter = draft.source.source, draft.exporter
+    source, exporter, target = draft.source.source, draft.exporter, draft.runtime.target
+    called, snippet = (target and target.called) or exporter.runtime, (target and target.snippet) or exporter.snippet
     name = draft.options.model_name or source.name
     widths = Counter(grid.bits for grid in draft.grids.values())
     counted = ", ".join(f"{count} at {bits} code bits" for bits, count in sorted(widths.items())) or "none"
     return "\n".join(
         [
             *front_matter(name, exporter.library, read_origin(source.path)),
-            f"# {markdown(name)} for {exporter.runtime}",
+            f"# {markdown(name)} for {called}",
             "",
-            f"Written by moeq {__version__} for {exporter.runtime}.",
+            f"Written by moeq {__version__} for {called}.",
             f"Packed matrices: {counted}; in full precision: {len(draft.plain)} matrices of experts, and all else.",
             *code_lines(draft.sides.code_digests()),
             "",
             "```python",
-            exporter.snippet,
+            snippet,
             "```",
             "",
         ]

@@ -134,7 +134,7 @@ FAMILIES = {
 def family_of(config: Any) -> Family:
     """The family of a transformers configuration; FormatError for another, or where llama.cpp computes it otherwise."""
     family = FAMILIES.get(config.model_type)
-    where = f"format gguf: model_type {config.model_type}"
+    where = f"for llama.cpp: model_type {config.model_type}"
     if family is None:
         known = f"it is written for {', '.join(FAMILIES)}; use the formats moeq or dequantized"
         raise FormatError("moeq knows no names of its tensors in GGUF", where=where, do=known)
@@ -232,7 +232,7 @@ def block_of(layer: ExpertLayer) -> int:
     """The number of the decoder layer that holds a layer's experts."""
     numbered = _LAYER.search(layer.name)
     if numbered is None:
-        raise FormatError("experts are in no numbered layer", where=f"format gguf: {layer.name}")
+        raise FormatError("experts are in no numbered layer", where=f"for llama.cpp: {layer.name}")
     return int(numbered[1])
 
 
@@ -263,7 +263,8 @@ def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...]) -> lis
     parts = _KEY.fullmatch(key)
     stem = None if parts is None else NAMES.get(parts["module"])
     if parts is None or stem is None or (parts["block"] is None) != (parts["module"] in list(NAMES)[:3]):
-        raise FormatError("moeq knows no name for it in GGUF", where=f"format gguf: {key}", do="use another format")
+        do = "write it for another runtime"
+        raise FormatError("moeq knows no name for it in GGUF", where=f"for llama.cpp: {key}", do=do)
     start = "" if parts["block"] is None else f"blk.{parts['block']}."
     name = f"{start}{stem}.{parts['leaf']}"
     if stem == "attn_kv_b":

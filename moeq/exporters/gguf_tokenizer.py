@@ -90,7 +90,7 @@ def _read(source: ModelSource, name: str) -> dict[str, Any]:
 
 
 def _refused(source: ModelSource, what: str, do: str = WITHOUT) -> FormatError:
-    return FormatError(what, where=f"format gguf: {source.path}", do=do)
+    return FormatError(what, where=f"for llama.cpp: {source.path}", do=do)
 
 
 def _kind(number: int, tokens: dict[int, str], added: dict[int, Any], model: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ EXPORTER = Exporter(
     runtime="transformers with `import moeq`",
     targets=(
         Target(
-            name="moeq",
+            name="native",
             widths=(1, 2, 3, 4, 8, FULL),
             reads="the native format: any mix",
             short_groups=True,
@@ -23,5 +23,5 @@ EXPORTER = Exporter(
         ),
     ),
     opened=later("moeq.exporters.native_reader:opened"),
-    loaders=(Loader(name="moeq", packages={**TRANSFORMERS.packages, "moeq": "pip install moeq"}),),
+    loaders=(Loader(name="native", packages={**TRANSFORMERS.packages, "moeq": "pip install moeq"}),),
 )

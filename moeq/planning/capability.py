@@ -1,6 +1,6 @@
-"""Whether the formats can carry what the recipe will assign, and whether there is what it needs to be measured.
+"""Whether the runtimes can load what the recipe will assign, and whether there is what it needs to be measured.
 
-What a format can carry stands in its exporter's targets (`artifacts.targets`).
+What a runtime loads stands in its exporter's targets (`artifacts.targets`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,30 @@
-"""What a recipe chooses among by name: quantizers, formats and targets, as the registries have them."""
+"""What a recipe chooses among by name: quantizers and runtimes, as the registries have them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from moeq.registry import EXPORTERS, NATIVE, QUANTIZERS, converted
+from pydantic import BeforeValidator
+
+from moeq.errors import RecipeError
+from moeq.registry import QUANTIZERS
+from moeq.runtimes import NATIVE, named, runtimes, written
 
 BEST = "best"  # quantizer: the method with the lowest loss
+
+
+def _named(known: Collection[str]) -> Callable[[Any], Any]:
+    """What reads the name of a runtime, or of a format as earlier recipes have it."""
+
+    def read(word: Any) -> Any:
+        try:
+            return named(word, known) if isinstance(word, str) else word
+        except RecipeError as error:
+            raise ValueError(str(error)) from None
+
+    return read
+
 
 if TYPE_CHECKING:  # mypy takes no Literal of a table
     Format = str
@@ -15,11 +33,11 @@ if TYPE_CHECKING:  # mypy takes no Literal of a table
     QuantizerOrBest = str
     Target = str
 else:
-    Format = Literal[converted()]
-    Native = Literal[NATIVE]
+    Format = Annotated[Literal[written()], BeforeValidator(_named(written()))]
+    Native = Annotated[Literal[NATIVE], BeforeValidator(_named((NATIVE,)))]
     Quantizer = Literal[QUANTIZERS.names()]
     QuantizerOrBest = Literal[*QUANTIZERS.names(), BEST]
-    Target = Literal[tuple(target.name for exporter in EXPORTERS for target in exporter.targets)]
+    Target = Annotated[Literal[tuple(runtimes())], BeforeValidator(_named(tuple(runtimes())))]
 
 OtherBits = Literal[2, 3, 4, 8]  # of what is not a routed expert
 Bits = Literal[1, OtherBits]

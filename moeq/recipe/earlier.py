@@ -1,6 +1,7 @@
 """Keys by the names that they had: recipes written with them load, and runs made with them go on.
 
-`assign.code_bits` was called average_bits, when there was no `assign.bits_per_weight`.
+`assign.code_bits` was called average_bits, when there was no `assign.bits_per_weight`; `export.formats` named formats,
+and `assign.target` the native one as its format.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from fractions import Fraction
 from typing import Any
 
 from moeq.errors import RecipeError
+from moeq.registry import NATIVE_FORMAT
+from moeq.runtimes import NATIVE, runtimes
 
 EARLIER, CODE_BITS, LATER = "average_bits", "code_bits", "bits_per_weight"
 SHOWN = {EARLIER: CODE_BITS, "bits": CODE_BITS, "hot_bits": "hot_code_bits", "cold_bits": "cold_code_bits"}
@@ -52,6 +55,11 @@ def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
         section[EARLIER] = section.pop(CODE_BITS)
         if section[LATER] is None:
             del section[LATER]
+        if section["target"] == NATIVE:
+            section["target"] = NATIVE_FORMAT
+    known = runtimes()
+    recipe["export"]["format"] = NATIVE_FORMAT
+    recipe["export"]["formats"] = [known[name].before for name in recipe["export"]["formats"]]
     return recipe
 
 

@@ -8,7 +8,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_s
 
 from moeq.recipe.choices import Format, Native
 from moeq.recipe.types import Bytes, Section
-from moeq.registry import EXPORTERS, NATIVE
+from moeq.registry import EXPORTERS
+from moeq.runtimes import NATIVE
 
 
 class RefineSection(Section):
@@ -30,9 +31,9 @@ class QuantizeSection(Section):
 
 
 class _ExportSection(Section):
-    format: Native = Field(NATIVE, description="the native format, always written")
-    formats: list[Format] = Field([], description="written beside it, each as checkpoint-FORMAT")
-    widen: bool = Field(False, description="codes that a format's runtime cannot read go into wider ones, same values")
+    format: Native = Field(NATIVE, description="what is always written")
+    formats: list[Format] = Field([], description="runtimes that it is written for, too, each as checkpoint-RUNTIME")
+    widen: bool = Field(False, description="codes that a runtime cannot read go into wider ones, same values")
     verify: bool = Field(True, description="load what was written in a fresh process and compare it with its weights")
     max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")
 

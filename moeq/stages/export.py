@@ -1,4 +1,4 @@
-"""export: the packed checkpoint directory, its placement manifest and its model card, and copies in other formats."""
+"""export: the packed checkpoint directory, its placement manifest and its model card, and copies for other runtimes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeq.artifacts.stage import RECORD, damage, is_current, read_record, write_
 from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_layers
 from moeq.errors import ArtifactError, FormatError
 from moeq.exporters import write
-from moeq.exporters.exporter import Exporter, ExportSizes
+from moeq.exporters.exporter import ExportSizes
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.native_writer import ExportInputs, export
@@ -28,9 +28,9 @@ from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN
 from moeq.models.loading import memory_bytes
 from moeq.numerics.slab import return_memory
-from moeq.registry import EXPORTERS, converted
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
+from moeq.runtimes import Runtime, runtime, runtimes, written
 from moeq.stages import assign, model_card, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
@@ -45,7 +45,7 @@ FORMAT_REVISION = 2  # raised when the same checkpoint gives other bytes in some
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Write the checkpoint directory, and those of the other formats that are not there yet; returns the summary."""
+    """Write the checkpoint directory, and those for other runtimes that are not there yet; returns the summary."""
     model, assignment = context.model, assign.load(context)
     check_formats(context, assignment)
     model.say_left_behind()
@@ -101,27 +101,28 @@ def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
 
 
 def format_directory(out: Path, name: str) -> Path:
-    """Where a run keeps its checkpoint in another format."""
-    return out / f"checkpoint-{name}"
+    """Where a run keeps its checkpoint for another runtime: by its name or, written earlier, by that of its format."""
+    now, before = (out / f"checkpoint-{called}" for called in (name, runtimes()[name].before))
+    return before if (before / RECORD).is_file() and not now.exists() else now
 
 
 def format_directories() -> tuple[str, ...]:
-    """Names of those folders of all formats."""
-    return tuple(format_directory(Path(), name).name for name in converted())
+    """Names of those folders for all runtimes."""
+    return tuple(f"checkpoint-{called}" for name in written() for called in {name, runtimes()[name].before})
 
 
 def check(context: Context) -> None:
     """What formats can be asked before anything runs: RecipeError, FormatError."""
     _check_uniform(context)
     for name in context.recipe.export.formats:
-        exporter = EXPORTERS.get(name)
-        if exporter.check is not None:
-            exporter.check(context.model.source, context.model.skeleton)
-        _check_others(context, exporter)
+        asked = runtime(name)
+        if asked.exporter.check is not None:
+            asked.exporter.check(context.model.source, context.model.skeleton)
+        _check_others(context, asked)
 
 
 def _check_uniform(context: Context) -> None:
-    """FormatError for a format whose runtime could not load the one width that the recipe gives every expert.
+    """FormatError for a runtime that could not load the one width that the recipe gives every expert.
 
     What was decided before, perhaps by hand, is looked at instead where it is there.
     """
@@ -134,9 +135,12 @@ def _check_uniform(context: Context) -> None:
     _check_widths(context, widths, context.recipe.losses)
 
 
-def _check_others(context: Context, exporter: Exporter) -> None:
-    """FormatError where a target of few types has none for the grid of what is packed outside of the experts."""
-    others, target = context.recipe.others, next(iter(exporter.targets), None)
+def _check_others(context: Context, asked: Runtime) -> None:
+    """FormatError where a target has no type for what is packed outside of the experts, or takes none packed."""
+    others, target, where = context.recipe.others, asked.target, f"export.formats: {asked.name}"
+    if target is not None and not target.others and others.widths():
+        what = f"others.{next(iter(others.widths()))}: {target.name} loads modules outside of the experts unpacked only"
+        raise FormatError(what, where=where, do="run without `others`")
     size = context.recipe.losses.group_size if others.group_size is None else others.group_size
     if context.recipe.export.widen or target is None or target.blocks is None:
         return
@@ -145,18 +149,18 @@ def _check_others(context: Context, exporter: Exporter) -> None:
             zeros = "" if others.symmetric else " with zero points"
             raise FormatError(
                 f"others.{kind}: {bits} bits{zeros} in groups of {size}; {target.name} has no type for them",
-                where=f"export.formats: {exporter.name}",
+                where=where,
                 do=f"set others.symmetric: true and 4 or 8 bits, or {WIDEN}",
             )
 
 
 def check_formats(context: Context, assignment: Assignment) -> None:
-    """FormatError for a format whose runtime could not load what was assigned, before anything is written."""
+    """FormatError for a runtime that could not load what was assigned, before anything is written."""
     _check_widths(context, assignment.expert_widths(), assignment)
 
 
 def _check_widths(context: Context, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> None:
-    """FormatError for a format whose runtime could not load the widths [E] of some layer."""
+    """FormatError for a runtime that could not load the widths [E] of some layer."""
     for name in context.recipe.export.formats:
         reason = refused(context, name, widths, grid)
         if reason is not None:
@@ -164,7 +168,7 @@ def _check_widths(context: Context, widths: Sequence[Sequence[Width]], grid: Pac
 
 
 def refused(context: Context, name: str, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> tuple[str, str] | None:
-    """Why a format's runtime could not load the widths [E] of some layer, and what to do; None where it could."""
+    """Why a runtime could not load the widths [E] of some layer, and what to do; None where it could."""
     return refuse_layers(
         name,
         context.model.layers,
@@ -177,21 +181,22 @@ def refused(context: Context, name: str, widths: Sequence[Sequence[Width]], grid
 
 
 def _write_formats(context: Context) -> None:
-    """Write the checkpoint in every other format; none takes an older one's place before all are written and right."""
+    """Write the checkpoint for other runtimes; none takes an older one's place before all are written and right."""
     with ExitStack() as stack:
         for name in context.recipe.export.formats:
-            directory, stage, key = format_directory(context.out, name), f"export-{name}", _format_key(context, name)
+            directory, key = format_directory(context.out, name), _format_key(context, name)
+            stage = _format_stage(directory)
             if is_current(directory, stage, key, cached=not context.check, reporter=context.reporter):
-                context.reporter.say(f"[dim]  {name} unchanged, skipped[/dim]")
+                context.reporter.say(f"[dim]  for {name}: unchanged, skipped[/dim]")
                 continue
             for what in damage(directory, stage):
                 context.reporter.say(f"  [yellow]{directory.name}: {escape(what)}; made again[/yellow]")
-            context.reporter.say(f"  {name}")
+            context.reporter.say(f"  for {name}")
             _write_format(context, name, key, stack.enter_context(building(directory)))
 
 
 def _write_format(context: Context, name: str, key: str, directory: Path) -> None:
-    """Write the checkpoint in another format, with its record."""
+    """Write the checkpoint for another runtime, with its record."""
     recipe = context.recipe
     options = WriteOptions(
         max_shard_bytes=recipe.export.max_shard,
@@ -204,13 +209,13 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
     write(name, native, directory, options)
     if recipe.export.verify:
         _check_written(context, directory, native)
-    stage, stamp, seed = f"export-{name}", context.model.stamp, recipe.seed
+    stage, stamp, seed = _format_stage(format_directory(context.out, name)), context.model.stamp, recipe.seed
     write_record(directory, stage=stage, model=stamp, seed=seed, key=key, inputs={}, summary={}, volatile={})
 
 
 def _settings(context: Context, name: str) -> BaseModel | None:
     """The keys of `export` that are a format's own; None where it has none."""
-    settings = EXPORTERS.get(name).settings
+    settings = runtimes()[name].exporter.settings
     return None if settings is None else settings.model_validate(context.recipe.export, from_attributes=True)
 
 
@@ -226,20 +231,27 @@ def _check_written(context: Context, directory: Path, against: PackedSource) -> 
     check_written(directory, context.reporter, against=against, trust_remote_code=context.recipe.trust_remote_code)
 
 
+def _format_stage(directory: Path) -> str:
+    """What the record in a folder of `format_directory` calls what wrote it."""
+    return directory.name.replace("checkpoint", "export", 1)
+
+
 def _format_key(context: Context, name: str) -> str:
+    """Of the runtime by its former name: what was written for it then is there still."""
     section = context.recipe.export
     manifest = digest_of_file(context.directory("export") / MANIFEST, cached=not context.check)
     own = _settings(context, name)
     settings = [section.max_shard, section.widen, section.verify, *([] if own is None else [own.model_dump()])]
-    return digest_of([name, FORMAT_REVISION, context.model.stamp.digest, manifest, *settings])
+    return digest_of([runtimes()[name].before, FORMAT_REVISION, context.model.stamp.digest, manifest, *settings])
 
 
 def formats_intact(context: Context) -> bool:
-    """Whether the checkpoint is there in all other formats that the recipe wants."""
+    """Whether the checkpoint is there for all other runtimes that the recipe wants."""
     cached = not context.check
     return (context.directory("export") / MANIFEST).is_file() and all(
-        is_current(format_directory(context.out, name), f"export-{name}", _format_key(context, name), cached=cached)
+        is_current(directory, _format_stage(directory), _format_key(context, name), cached=cached)
         for name in context.recipe.export.formats
+        for directory in [format_directory(context.out, name)]
     )
 
 
@@ -278,7 +290,7 @@ def needs(sizes: Sizes) -> Needs:
     rest = sizes.disk - sizes.experts_disk - others.disk
     if section.formats:
         given = _export_sizes(sizes, rest)
-        files |= {f"../checkpoint-{name}": EXPORTERS.get(name).size(given) for name in section.formats}
+        files |= {f"../checkpoint-{name}": runtimes()[name].exporter.size(given) for name in section.formats}
     writing = {**sizes.model(), **sizes.tables(), "manifest": manifest_bytes(sizes)}
 
     def seconds(rates: Rates) -> float:

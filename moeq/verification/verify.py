@@ -29,7 +29,7 @@ from moeq.models.loading import skeleton
 from moeq.models.source import ModelSource
 from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
-from moeq.registry import NATIVE
+from moeq.runtimes import NATIVE, named
 from moeq.verification import launch
 from moeq.verification.against import Distance, compare_with, differences, first_of
 from moeq.verification.manifest_files import check_native
@@ -197,11 +197,12 @@ def _request(path: Path, packed: PackedSource, method: str, options: Options) ->
     model = skeleton_of(packed, options.trust_remote_code)
     if usual == TRANSFORMERS and type(model).__module__.startswith("moeq."):
         usual = known[NATIVE]  # which brings the model
-    loader = usual if options.target is None else known.get(options.target)
-    if loader is None:
-        raise RecipeError(f"no loader for target {options.target!r}", where="--target", do=f"use {', '.join(known)}")
+    loader = usual if options.target is None else known[named(options.target, known, "--target")]
     if options.dtype not in TOLERANCE:
         raise RecipeError(f"no such type {options.dtype!r}", where="--dtype", do=f"use {', '.join(TOLERANCE)}")
+    if loader.load is None:
+        what, do = f"moeq cannot run {loader.name} itself", f"load it there, with {loader.name}'s own command"
+        raise launch.NotInstalledError(what, where=str(path), do=do)
     needs = {} if exporter is None or loader.logits_only else exporter.needs
     return launch.Request(
         checkpoint=path,

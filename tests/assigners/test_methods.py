@@ -130,7 +130,7 @@ def test_optimal_stays_within_a_target(target: str) -> None:
     assert refusal(targets()[target], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
     prices = {price.target: price for price in report.prices(inputs, found)}
     assert objective(inputs, found) == pytest.approx(prices[target].objective)
-    order = [prices[name].ratio for name in ("moeq", "auto-round", "vllm")]
+    order = [prices[name].ratio for name in ("native", "auto-round", "vllm")]
     assert order == sorted(order)
     assert order[0] == pytest.approx(1)
 

@@ -199,7 +199,7 @@ def test_targets_that_take_widths_of_matrices(target: str) -> None:
                                                        granularity="projection", target=target))  # fmt: skip
     assert within.is_mixed
     assert refusal(targets()[target], within.expert_widths(), inputs.profile.layers, symmetric=True) is None
-    coarse = replace(targets()[target], granularity="expert", widths=targets()["moeq"].widths)
+    coarse = replace(targets()[target], granularity="expert", widths=targets()["native"].widths)
     reason = refusal(coarse, free.expert_widths(), inputs.profile.layers, symmetric=True)
     assert reason is not None
     assert re.search(r"gate_proj \d, up_proj \d, down_proj \d bits; it takes one width for all matrices", reason)
@@ -245,13 +245,13 @@ def test_one_width_for_a_matrix_of_all_of_a_layers_experts() -> None:
 def test_targets_refuse_widths_of_matrices(target: str) -> None:
     inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", code_bits="5/2", granularity="projection")
     found = assign(inputs)
-    usual = replace(targets()[target], widths=targets()["moeq"].widths)
+    usual = replace(targets()[target], widths=targets()["native"].widths)
     reason = refusal(usual, found.expert_widths(), inputs.profile.layers, symmetric=True)
     assert reason is not None
-    with pytest.raises(AssignmentError, match=rf"target {target}: granularity projection cannot .*target: moeq"):
+    with pytest.raises(AssignmentError, match=rf"target {target}: granularity projection cannot .*target: native"):
         assign(with_options(inputs, method="optimal", code_bits="5/2", granularity="projection", target=target))
     priced = {price.target: price for price in report.prices(inputs, found)}
-    assert priced["moeq"].ratio == pytest.approx(1)
+    assert priced["native"].ratio == pytest.approx(1)
     assert priced[target].ratio is not None
     assert priced[target].ratio > 1
 

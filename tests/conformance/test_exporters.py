@@ -22,8 +22,8 @@ from torch import Tensor
 
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
-from moeq.artifacts.targets import Grid, grids_of, loaded_by, refuse_layers, targets
-from moeq.errors import ArtifactError, MoeqError, FormatError
+from moeq.artifacts.targets import Grid, grids_of, refuse_layers, targets
+from moeq.errors import ArtifactError, FormatError, MoeqError
 from moeq.exporters import write
 from moeq.exporters.exporter import Exporter, ExportSizes, loaders, of_method
 from moeq.exporters.foreign import WriteOptions
@@ -35,12 +35,13 @@ from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.numerics.widths import FULL, SUPPORTED_BITS
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.registry import EXPORTERS, NATIVE, converted
+from moeq.registry import EXPORTERS
+from moeq.runtimes import Runtime, runtimes, written
 from moeq.verification import probe
 from moeq.verification.against import differences
 from moeq.verification.reference import values
 
-WRITTEN = [*converted(), "strangers"]
+WRITTEN = [*written(), "strangers-runtime"]
 ODD = {"hidden_size": 72, "intermediate_size": 40}
 PLACE = ("model.layers.1.mlp.experts", 2, "up_proj")  # of what is spoiled
 QUIET = Reporter(quiet=True)
@@ -54,17 +55,17 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[NATIVE, *WRITTEN])
+@pytest.fixture(params=[*EXPORTERS.own, "strangers"])
 def exporter(request: pytest.FixtureRequest) -> Exporter:
     found: Exporter = EXPORTERS.get(request.param)
     return found
 
 
 @pytest.fixture(params=WRITTEN)
-def writer(request: pytest.FixtureRequest) -> Exporter:
-    """An exporter that converts."""
-    found: Exporter = EXPORTERS.get(request.param)
-    if found.needs.keys() & {"gguf"}:
+def writer(request: pytest.FixtureRequest) -> Runtime:
+    """A runtime that is converted for."""
+    found = runtimes()[request.param]
+    if found.exporter.needs.keys() & {"gguf"}:
         peers.module("gguf")
     return found
 
@@ -134,8 +135,8 @@ def shared_widths(widths: list[int], granularity: str) -> list[Choose]:
     return [lambda layer, expert, part: widths[(9 * layer + 3 * expert + parts.index(part)) % len(widths)]]
 
 
-def test_what_is_written_is_read_back_at_every_width(writer: Exporter, models: dict[str, Path], tmp_path: Path) -> None:
-    target = next(iter(writer.targets), None)
+def test_what_is_written_is_read_back_at_every_width(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
+    target = writer.target
     declared = set(target.widths) if target is not None else {*SUPPORTED_BITS, FULL}
     group = -1 if target is not None and target.blocks is not None else 32
     written: set[int] = set()
@@ -155,7 +156,7 @@ def test_what_is_written_is_read_back_at_every_width(writer: Exporter, models: d
 
 @pytest.mark.parametrize(("model", "group"), [("odd", 8), ("odd", 16), ("odd", -1), ("even", 48)])
 def test_odd_shapes_and_short_groups_are_carried_or_refused(
-    writer: Exporter, model: str, group: int, models: dict[str, Path], tmp_path: Path
+    writer: Runtime, model: str, group: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
     source = source_of(models[model], group_size=group)
     reason = refused(writer.name, source)
@@ -171,7 +172,7 @@ def test_odd_shapes_and_short_groups_are_carried_or_refused(
 
 
 def test_what_is_packed_beside_the_experts_is_carried_or_refused(
-    writer: Exporter, models: dict[str, Path], tmp_path: Path
+    writer: Runtime, models: dict[str, Path], tmp_path: Path
 ) -> None:
     others = {"model.layers.0.self_attn.o_proj": 4, "model.layers.1.self_attn.v_proj": 8}
     source = source_of(models["even"], others=others)
@@ -187,7 +188,7 @@ def test_what_is_packed_beside_the_experts_is_carried_or_refused(
         assert next(iter(others)) in str(error.where)
 
 
-def test_writing_twice_gives_the_same_bytes(writer: Exporter, models: dict[str, Path], tmp_path: Path) -> None:
+def test_writing_twice_gives_the_same_bytes(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     for name in ("first", "second"):
         write(writer.name, source_of(models["even"]), tmp_path / name, WriteOptions(model_name="a model"))
     first, second = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in
@@ -195,11 +196,11 @@ def test_writing_twice_gives_the_same_bytes(writer: Exporter, models: dict[str, 
     assert first == second
 
 
-def test_every_file_has_a_digest(writer: Exporter, models: dict[str, Path], tmp_path: Path) -> None:
+def test_every_file_has_a_digest(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     write(writer.name, source_of(models["even"]), tmp_path / "out", WriteOptions())
     files = {path.name for path in (tmp_path / "out").iterdir()} - {SUMS, "README.md"}
     assert {line[66:] for line in (tmp_path / "out" / SUMS).read_text("utf-8").splitlines()} == files
-    shard = tmp_path / "out" / (writer.file or "model-experts-001.safetensors")
+    shard = tmp_path / "out" / (writer.exporter.file or "model-experts-001.safetensors")
     data = bytearray(shard.read_bytes())
     data[-5] ^= 8
     shard.write_bytes(data)
@@ -221,14 +222,14 @@ class Spoiled(MadeSource):
         return matrices, biases
 
 
-def test_what_is_no_number_is_refused_by_its_place(writer: Exporter, models: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_no_number_is_refused_by_its_place(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     source = Spoiled(models["even"], lambda *place: 4)
     with pytest.raises(ArtifactError, match=rf"{PLACE[0]}, expert {PLACE[1]}, {PLACE[2]}.*not finite") as caught:
         write(writer.name, source, tmp_path / "out", WriteOptions())
     check_refused(caught.value, tmp_path)
 
 
-def test_it_is_as_large_as_it_says(writer: Exporter, models: dict[str, Path], tmp_path: Path) -> None:
+def test_it_is_as_large_as_it_says(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     source = source_of(models["even"])
     write(writer.name, source, tmp_path / "out", WriteOptions())
     rest, every = set(source.rest()), source.source.tensors
@@ -247,7 +248,7 @@ def test_it_is_as_large_as_it_says(writer: Exporter, models: dict[str, Path], tm
     there = sum(
         path.stat().st_size for path in (tmp_path / "out").iterdir() if path.suffix in (".safetensors", ".gguf")
     )
-    assert writer.size(sizes) == pytest.approx(there, rel=0.05)
+    assert writer.exporter.size(sizes) == pytest.approx(there, rel=0.05)
 
 
 def test_it_is_documented(exporter: Exporter) -> None:
@@ -262,7 +263,6 @@ def test_it_is_documented(exporter: Exporter) -> None:
         assert target.reads
         assert target.proof
         assert targets()[target.name] is target
-    assert loaded_by(exporter.name) == next(iter(exporter.targets), None)
     if exporter.write is not None:
         assert inspect.getdoc(import_module(exporter.write.__module__))
         assert inspect.getdoc(exporter.write)
@@ -274,15 +274,15 @@ def test_it_can_be_loaded_and_read_back(exporter: Exporter) -> None:
     for loader in exporter.loaders:
         assert loaders()[loader.name] == loader
         assert all(install.startswith("pip install ") for install in (loader.packages | exporter.needs).values())
-        assert ":" in loader.load or callable(getattr(probe, loader.load))
+        assert loader.load is None or ":" in loader.load or callable(getattr(probe, loader.load))
     for method in exporter.methods or (exporter.name,):
         assert of_method(method) is exporter
     assert exporter.opened is not None or exporter.layout is not None or not exporter.targets
 
 
 def test_a_recipe_can_ask_for_all_of_moeqs_own() -> None:
-    for name in converted():
-        if name in EXPORTERS.own:
+    for name in written():
+        if runtimes()[name].exporter.name in EXPORTERS.own:
             assert load_recipe(None, [f"export.formats=[{name}]"]).export.formats == [name]
     for target in (target for name in EXPORTERS.own for target in EXPORTERS.get(name).targets):
         assert load_recipe(None, [f"assign.target={target.name}"]).assign.target == target.name

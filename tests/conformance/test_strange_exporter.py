@@ -33,7 +33,7 @@ recipe, quiet = load_recipe(None, overrides), Reporter(quiet=True)
 context = Context(recipe=recipe, model_name=model, out=Path(out), reporter=quiet)
 plan = make_plan(context, probe=False)
 pipeline.run(context)
-checkpoint = Path(out) / "checkpoint-strangers"
+checkpoint = Path(out) / "checkpoint-strangers-runtime"
 copy = conversion.convert(Path(out) / "checkpoint", "strangers", Path(out) / "copy", verify=quiet)
 verdict = verify(checkpoint, Options(), quiet)
 seen = [inspection.inspect(path) for path in (Path(out), checkpoint, Path(out) / "copy")]
@@ -62,20 +62,20 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
     done = started(package, "-c", ALL, str(tiny_mixtral), str(out), *SMALL)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    checkpoint = out / "checkpoint-strangers"
+    checkpoint = out / "checkpoint-strangers-runtime"
     assert json.loads((checkpoint / "config.json").read_text())["quantization_config"]["note"] == (
         "by way of the recipe"
     )  # fmt: skip
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    assert told["plan"]["../checkpoint-strangers"] == pytest.approx(size, rel=0.05)
+    assert told["plan"]["../checkpoint-strangers-runtime"] == pytest.approx(size, rel=0.05)
     target, problems, layers, error = told["verdict"]
     assert (target, problems, layers) == ("strangers-runtime", [], 2)
     assert error < 1e-4
     assert told["copy"]["verified_with"] == "strangers-runtime"
     assert (out / "copy" / SUMS).is_file()
     run, stage, copy = told["inspect"]
-    assert run["checkpoint-strangers"] == stage["checked_files"]
-    assert stage["kind"] == "artifact of moeq export-strangers"
+    assert run["checkpoint-strangers-runtime"] == stage["checked_files"]
+    assert stage["kind"] == "artifact of moeq export-strangers-runtime"
     assert copy["kind"] == "packed checkpoint (the strangers' format)"
     assert "strangers-runtime" in told["prices"]
     page = next((out / "report").glob("*.html")).read_text("utf-8")
@@ -85,7 +85,7 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
 
 def test_the_command_line_knows_it_and_what_it_cannot_do(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
     run = ("-m", "moeq", "export", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--format")
-    assert "'strangers'" in started(package, *run, "stranger").stderr
+    assert "did you mean 'strangers-runtime'?" in started(package, *run, "stranger").stderr
     narrow = ("strangers", "--set", "losses.bits=[2]", "--set", "assign={method: uniform, bits: 2, target: nobody}")
     assert "'strangers-runtime'" in started(package, *run, *narrow).stderr
     help_of = started(package, "-m", "moeq", "convert", "--help").stdout

@@ -24,7 +24,7 @@ def gptq(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "packed"
 
 
-@pytest.mark.parametrize("target", ["auto-round", "gptq", "compressed-tensors", "dequantized"])
+@pytest.mark.parametrize("target", ["auto-round", "gptqmodel", "transformers", "dequantized"])
 def test_gptq_to_every_format(gptq: Path, tmp_path: Path, target: str) -> None:
     convert(gptq, target, tmp_path / "out")
     source, found = open_packed(gptq), open_packed(tmp_path / "out")
@@ -56,4 +56,4 @@ def test_asymmetric_codes_go_where_zero_points_are_read(tmp_path: Path) -> None:
     up = found.expert(found.layers[1], 2)[0]["up_proj"]
     assert torch.equal(values(up), written["model.layers.1.mlp.experts.2.up_proj.weight"])
     with pytest.raises(FormatError):
-        convert(tmp_path / "packed", "compressed-tensors", tmp_path / "refused")
+        convert(tmp_path / "packed", "transformers", tmp_path / "refused")

@@ -30,7 +30,7 @@ from moeq.models.source import open_source
 from moeq.numerics.layouts import column_stream, zeros_of
 from moeq.numerics.packed import PackedWeight, symmetric_bits, widened
 from moeq.numerics.packing import unpack
-from moeq.registry import converted
+from moeq.runtimes import written
 
 MIX = (2, 3, 4, 8, 16, 4)
 
@@ -72,7 +72,7 @@ def test_the_models_type_is_that_of_what_is_not_packed(mixtral: Path) -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("name", ["auto-round", "gptq"])
+@pytest.mark.parametrize("name", ["auto-round", "gptqmodel"])
 def test_gptq_layout_holds_the_values(name: str, symmetric: bool, mixtral: Path, tmp_path: Path) -> None:
     source = MadeSource(mixtral, mixed, symmetric=symmetric)
     write(name, source, tmp_path / "out", WriteOptions())
@@ -126,14 +126,14 @@ def test_widened_has_the_same_values(data: st.DataObject) -> None:
 
 REFUSED = {
     "one bit": ("auto-round", lambda layer, expert, projection: 1, {}, "1 bits; auto-round loads", "--widen"),
-    "one bit for gptq": ("gptq", lambda layer, expert, projection: 1, {}, "1 bits; gptqmodel loads", "--widen"),
-    "mixed widths": ("compressed-tensors", mixed, {}, "one scheme for all experts", "assign.target: transformers"),
+    "one bit for gptq": ("gptqmodel", lambda layer, expert, projection: 1, {}, "1 bits; gptqmodel loads", "--widen"),
+    "mixed widths": ("transformers", mixed, {}, "one scheme for all experts", "assign.target: transformers"),
     "full precision": (
-        "compressed-tensors", lambda layer, expert, projection: 16 if expert == 3 else 4, {}, "full precision beside",
+        "transformers", lambda layer, expert, projection: 16 if expert == 3 else 4, {}, "full precision beside",
         "assign.target: transformers",
     ),
     "zero points": (
-        "compressed-tensors", lambda layer, expert, projection: 4, {"symmetric": False}, "zero points",
+        "transformers", lambda layer, expert, projection: 4, {"symmetric": False}, "zero points",
         "losses.symmetric: true",
     ),
     "short groups": (
@@ -141,11 +141,11 @@ REFUSED = {
         "losses.group_size: 128",
     ),
     "packed embeddings": (
-        "gptq", lambda layer, expert, projection: 4, {"others": {"model.embed_tokens": 4}}, "embeddings and heads",
+        "gptqmodel", lambda layer, expert, projection: 4, {"others": {"model.embed_tokens": 4}}, "embeddings and heads",
         "leave embeddings",
     ),
     "other modules": (
-        "compressed-tensors", lambda layer, expert, projection: 4, {"others": {"model.layers.0.self_attn.q_proj": 4}},
+        "transformers", lambda layer, expert, projection: 4, {"others": {"model.layers.0.self_attn.q_proj": 4}},
         "full precision only", "auto-round or gptq",
     ),
 }  # fmt: skip
@@ -167,14 +167,14 @@ def test_values_beyond_float16_are_refused_where_they_are_computed_in_it(
 
     monkeypatch.setattr(source, "expert", scaled)
     for scale in (2.0**-24, 511.0):
-        write("compressed-tensors", source, tmp_path / "out", WriteOptions())
+        write("transformers", source, tmp_path / "out", WriteOptions())
         tensors = all_tensors(tmp_path / "out")
         stored = [tensor for key, tensor in tensors.items() if key.endswith("w3.weight_scale")]
         assert stored
         assert all(bool((tensor == scale).all()) for tensor in stored)
     scale = 60000.0
     with pytest.raises(FormatError, match=r"experts\.0\.up_proj: values beyond float16"):
-        write("compressed-tensors", source, tmp_path / "no", WriteOptions())
+        write("transformers", source, tmp_path / "no", WriteOptions())
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
@@ -189,18 +189,18 @@ def test_refusals_name_the_place_and_what_works(case: str, mixtral: Path, tmp_pa
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "switch_transformers"])
-@pytest.mark.parametrize("name", ["auto-round", "gptq", "compressed-tensors"])
+@pytest.mark.parametrize("name", ["auto-round", "gptqmodel", "transformers"])
 def test_families_without_a_tensor_for_every_matrix_are_refused(family: str, name: str, tmp_path: Path) -> None:
     family_models.build(family).save_pretrained(tmp_path / "model")
     source = MadeSource(tmp_path / "model", lambda layer, expert, projection: 4, group_size=8)
-    with pytest.raises(FormatError, match="moeq or dequantized"):
+    with pytest.raises(FormatError, match="native or dequantized"):
         write(name, source, tmp_path / "out", WriteOptions())
     assert not (tmp_path / "out").exists()
 
 
 def test_widen_stores_the_same_values(mixtral: Path, tmp_path: Path) -> None:
     source = MadeSource(mixtral, lambda layer, expert, projection: 1 + expert % 3, symmetric=False)
-    write("compressed-tensors", source, tmp_path / "out", WriteOptions(widen=True))
+    write("transformers", source, tmp_path / "out", WriteOptions(widen=True))
     weights = quantization_of(tmp_path / "out")["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["symmetric"]) == (4, True)
     tensors = all_tensors(tmp_path / "out")
@@ -250,7 +250,7 @@ def test_targets_say_what_they_load_and_why() -> None:
         whole = Grid(rows=128, inputs=128, bits=4, group_size=32, symmetric=True)
         assert refuse_matrix(target, whole) is None
     ragged = Grid(rows=128, inputs=72, bits=4, group_size=32, symmetric=True)
-    assert {name for name, target in targets().items() if refuse_matrix(target, ragged) is None} == {"moeq"}
+    assert {name for name, target in targets().items() if refuse_matrix(target, ragged) is None} == {"native"}
 
 
 def test_a_write_that_fails_leaves_the_older_checkpoint(
@@ -272,6 +272,6 @@ def test_a_write_that_fails_leaves_the_older_checkpoint(
 
 def test_unknown_formats_are_refused(mixtral: Path, tmp_path: Path) -> None:
     source = MadeSource(mixtral, lambda layer, expert, projection: 4)
-    with pytest.raises(RecipeError, match="no format 'awq'"):
+    with pytest.raises(RecipeError, match=r"unknown runtime 'awq'; use one of auto-round, transformers, vllm, "):
         write("awq", source, tmp_path / "out", WriteOptions())
-    assert "awq" not in converted()
+    assert "awq" not in written()

@@ -23,12 +23,12 @@ from safetensors.torch import load_file, save_file
 from strangers import changed
 from torch import Tensor
 
-from moeq.artifacts.gguf_file import FILE
 from moeq.bundled import bundled_path
 from moeq.conversion import convert
 from moeq.errors import ArtifactError, EvaluationError, FormatError, RecipeError
 from moeq.exporters import gguf_families, write
 from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.gguf import FILE
 from moeq.exporters.gguf_families import block_of, stack_name
 from moeq.exporters.readers import open_packed
 from moeq.models.disk_names import DiskNames
@@ -90,7 +90,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def exported(source: MadeSource, out: Path, **options: Any) -> Path:
     peers.module("gguf")
-    write("gguf", source, out, WriteOptions(**options))
+    write("llama.cpp", source, out, WriteOptions(**options))
     return out
 
 
@@ -332,7 +332,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused(case: str, tmp_path: Path)
     source = MadeSource(made(tmp_path / "model", family, **settings), four)
     with pytest.raises(FormatError, match=why) as error:
         exported(source, tmp_path / "out")
-    assert "moeq or dequantized" in str(error.value)
+    assert "native or dequantized" in str(error.value)
 
 
 def test_other_families_are_refused(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_converted_from_another_tool(tmp_path: Path) -> None:
     peers.module("gguf")
     model = without_tokenizer(tmp_path / "model", "mixtral", sliding_window=None)
     wanted = handmade.write(model, tmp_path / "packed", handmade.gptq_config(), handmade.gptq_parts)
-    convert(tmp_path / "packed", "gguf", tmp_path / "out")
+    convert(tmp_path / "packed", "llama.cpp", tmp_path / "out")
     found = open_packed(tmp_path / "out", as_values=True)
     names = DiskNames(found.model).experts(found.layers[1])  # type: ignore[attr-defined]
     assert names is not None
@@ -550,7 +550,7 @@ def test_values_are_compared_where_no_loader_is_installed(
     wider = handmade.gptq_config(bits=8)
     handmade.write(model, tmp_path / "other", wider, handmade.gptq_parts, lambda *_: 8)
     changed(monkeypatch, EXPORTERS, "gguf", needs={"no_such_package": "pip install it"})
-    convert(tmp_path / "packed", "gguf", tmp_path / "out", verify=Reporter())
+    convert(tmp_path / "packed", "llama.cpp", tmp_path / "out", verify=Reporter())
     said = " ".join(capsys.readouterr().err.split())
     assert "not verified: target transformers" in said
     assert "its values are those of packed" in said
@@ -562,7 +562,7 @@ def test_the_package_is_asked_for(models: dict[str, Path], tmp_path: Path, monke
     source = MadeSource(models["mixtral"], four)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(RecipeError, match=r"gguf is not installed; pip install 'moeq\[gguf\]'"):
-        write("gguf", source, tmp_path / "out", WriteOptions())
+        write("llama.cpp", source, tmp_path / "out", WriteOptions())
     assert not list(tmp_path.iterdir())
 
 

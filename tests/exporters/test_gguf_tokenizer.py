@@ -78,7 +78,7 @@ def with_tokenizer(folder: Path, made: Tokenizer | None, **settings: Any) -> Pat
 
 def exported(model: Path, out: Path) -> Path:
     peers.module("gguf")
-    write("gguf", MadeSource(model, lambda layer, expert, projection: 4), out, WriteOptions())
+    write("llama.cpp", MadeSource(model, lambda layer, expert, projection: 4), out, WriteOptions())
     return out
 
 

@@ -55,8 +55,8 @@ OTHERS = {"model.layers.0.self_attn.o_proj": 4, "model.layers.1.self_attn.o_proj
 ODD: dict[str, tuple[Choose, bool]] = {"odd": (odd_widths, False)}
 CARRIED = {
     "auto-round": ("auto-round", "auto-round", MIXED | ODD),
-    "gptq": ("gptqmodel", "gptqmodel", MIXED),
-    "compressed-tensors": ("compressed-tensors", "transformers", UNIFORM),
+    "gptqmodel": ("gptqmodel", "gptqmodel", MIXED),
+    "transformers": ("compressed-tensors", "transformers", UNIFORM),
 }
 
 
@@ -111,7 +111,7 @@ def test_widened_codes_load_right(models: dict[str, Path], tmp_path: Path) -> No
     peers.interpreter("compressed-tensors")
     choose: Choose = lambda layer, expert, projection: 1 + expert % 3  # noqa: E731
     source = MadeSource(models["olmoe"], choose, symmetric=False)
-    write("compressed-tensors", source, tmp_path / "out", WriteOptions(widen=True))
+    write("transformers", source, tmp_path / "out", WriteOptions(widen=True))
     found = logits_of("compressed-tensors", "transformers", [tmp_path / "out"], tmp_path)[0]
     assert not isinstance(found, str), found
     assert difference(found, reference_logits(source)) < RIGHT
@@ -233,8 +233,8 @@ def zero_points(name: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPat
 
 FORCED = {
     "auto-round": (one_bit, short_groups, odd_sizes, zero_points_less_one),
-    "gptq": (one_bit, five_bits, odd_sizes, zero_points_less_one),
-    "compressed-tensors": (several_widths, several_layers, zero_points, short_groups),
+    "gptqmodel": (one_bit, five_bits, odd_sizes, zero_points_less_one),
+    "transformers": (several_widths, several_layers, zero_points, short_groups),
 }
 
 

@@ -22,7 +22,7 @@ from moeq.planning.capability import refusals
 from moeq.planning.plan import error_of, make_plan
 from moeq.planning.result import Machine, Need, Plan
 from moeq.recipe import load_recipe
-from moeq.registry import EXPORTERS, NATIVE
+from moeq.registry import EXPORTERS, NATIVE_FORMAT
 from moeq.stages import order
 from moeq.stages.context import Context
 from moeq.stages.needs import Sizes
@@ -218,8 +218,8 @@ def test_formats_say_what_they_cannot_carry(
     context = context_of(tiny_mixtral, tmp_path)
     mixed = ((1, 2, 3, 4, 16),) * 2
     assert refusals(context, mixed) == []
-    narrow = replace(EXPORTERS.get(NATIVE).targets[0], widths=(16,))
-    changed(monkeypatch, EXPORTERS, NATIVE, targets=(narrow,))
+    narrow = replace(EXPORTERS.get(NATIVE_FORMAT).targets[0], widths=(16,))
+    changed(monkeypatch, EXPORTERS, NATIVE_FORMAT, targets=(narrow,))
     line = refusals(context, mixed)[0]
     assert line.startswith("export.format moeq cannot carry it: ")
     assert "1 bits; moeq loads 16; " in line

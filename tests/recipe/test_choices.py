@@ -2,13 +2,12 @@
 
 from typing import get_args
 
-from moeq.artifacts.targets import targets
 from moeq.recipe.choices import Format, Native, Target
-from moeq.registry import EXPORTERS, NATIVE, converted
+from moeq.runtimes import NATIVE, runtimes, written
 
 
-def test_every_target_and_format_can_be_chosen() -> None:
-    assert set(get_args(Target)) == set(targets())
-    assert get_args(Format) == converted()
-    assert {*get_args(Native), *get_args(Format)} == set(EXPORTERS.names())
-    assert get_args(Native) == (NATIVE,)
+def test_every_runtime_can_be_chosen() -> None:
+    names = {key: get_args(get_args(key)[0]) for key in (Target, Format, Native)}
+    assert names[Target] == tuple(runtimes())
+    assert names[Format] == written()
+    assert names[Native] == (NATIVE,)

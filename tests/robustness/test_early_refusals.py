@@ -148,14 +148,14 @@ REFUSED: dict[str, list[Case]] = {
         (("broken.json",), 7, "broken.json: cannot be read as JSON"),
     ],
     "convert": [
-        (("nowhere/x", "--to", "gguf", "--out", "new"), 3, "nowhere/x"),
-        (("empty", "--to", "gguf", "--out", "new"), 3, "no config.json"),
-        (("run", "--to", "gguf", "--out", "empty"), 2, "empty: is there already"),
+        (("nowhere/x", "--to", "llama.cpp", "--out", "new"), 3, "nowhere/x"),
+        (("empty", "--to", "llama.cpp", "--out", "new"), 3, "no config.json"),
+        (("run", "--to", "llama.cpp", "--out", "empty"), 2, "empty: is there already"),
     ],
     "verify": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
         (("run", "--against", "./nowhere"), 13, "./nowhere: no such file or directory"),
-        (("run", "--target", "toaster"), 2, "--target: no loader for target 'toaster'; use auto-round, transformers"),
+        (("run", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; use one of native, auto-round"),
     ],
     "families": [(("nothing-like-it",), 3, "no family of this name")],
     "generate": [
@@ -172,7 +172,7 @@ REFUSED: dict[str, list[Case]] = {
 }
 MISSING = [
     ("inspect", "nowhere"), ("verify", "nowhere"), ("verify", "run", "--against", "./nowhere"),
-    ("convert", "nowhere/x", "--to", "gguf", "--out", "new"), ("generate", "nowhere", "hi"), ("eval", "./nowhere"),
+    ("convert", "nowhere/x", "--to", "llama.cpp", "--out", "new"), ("generate", "nowhere", "hi"), ("eval", "./nowhere"),
 ]  # fmt: skip
 ANSWERED = [
     ("families",), ("families", "qwen3"), ("inspect", "assignment.json"), ("inspect", "run/recipe.yaml"),

@@ -69,7 +69,7 @@ def run(model: Path, short_corpus: Path, tmp_path_factory: pytest.TempPathFactor
         f"corpus={{source: {short_corpus}, sequences: 8, sequence_length: 48}}",
         "losses={group_size: 64, bits: [8], methods: [gptq], symmetric: true, per_projection: false}",
         "assign={method: uniform, bits: 8}",
-        "export={formats: [gptq], verify: false, max_shard: 40MB}",
+        "export={formats: [gptqmodel], verify: false, max_shard: 40MB}",
         f"eval={{compare: [], perplexity: {{source: {short_corpus}, sequences: 2, sequence_length: 48}}}}",
     )
     context = Context(
@@ -98,7 +98,7 @@ def rest_file(run: Context) -> Path:
 
 
 def format_file(run: Context) -> Path:
-    return max((run.out / "checkpoint-gptq").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    return max((run.out / "checkpoint-gptqmodel").glob("*.safetensors"), key=lambda path: path.stat().st_size)
 
 
 def flip(path: Path, mtime: str = "changed", at: int | None = None) -> None:
@@ -268,7 +268,7 @@ def test_a_native_checkpoint(run: Context, find: Callable[[Context], Path], mtim
     for check in (
         lambda: inspect(directory),
         lambda: moeq.load(directory, verify=True),
-        lambda: convert(directory, "gptq", tmp_path / "converted"),
+        lambda: convert(directory, "gptqmodel", tmp_path / "converted"),
     ):
         with pytest.raises(ArtifactError) as caught:
             check()
@@ -285,7 +285,7 @@ def _harmless(path: Path) -> int | None:
 
 @TIMES
 def test_a_checkpoint_in_another_format(run: Context, mtime: str) -> None:
-    directory = run.out / "checkpoint-gptq"
+    directory = run.out / "checkpoint-gptqmodel"
     assert "SHA-256 of" in inspect(directory)["checked_files"]
     with flipped(format_file(run), mtime) as path, pytest.raises(ArtifactError, match=path.name):
         inspect(directory)

@@ -105,8 +105,8 @@ ON_THE_RUN = (
     "run --set eval.perplexity.source={folder}/no.txt", "run --set eval.perplexity.sequence_length=100000",
     "run --set eval.images={{}}", "run --set estimate.hardware=abacus", "run --set estimate.geometry=abacus",
     "run --set estimate.hardware={folder}/broken.yaml", "run --set export.format=tar",
-    "run --set export.formats=[zip]", "run --set export.formats=[gguf]", "run --set export.formats=[auto-round]",
-    "run --set assign.code_bits=1 --set export.formats=[gptq]",
+    "run --set export.formats=[zip]", "run --set export.formats=[llama.cpp]", "run --set export.formats=[auto-round]",
+    "run --set assign.code_bits=1 --set export.formats=[gptqmodel]",
     "run --set assign={{method:uniform,bits:1}} --set export.formats=[auto-round]", "run --set store={folder}/text.txt",
     "run --set others={{attention:9}}", "run --set stream=sometimes", "run --set reparam={{norms:[no.such.norm]}}",
     "run --set revision=x --model no/such-model", "run --set eval.translation={{source:{folder}/no.txt}}",
@@ -121,9 +121,9 @@ ON_THE_RUN = (
     "quantize --set quantize.refine={{iterations:-1}}", "quantize --set losses.bits=[2]",
     "quantize --set others={{attention:4}}", "profile --set corpus.until_covered={{share:2}}",
     "losses --set losses.group_size=0", "losses --set losses.heldout_fraction=0",
-    "losses --quantizer signround --set x=1", "export --format auto-round", "export --format gptq",
-    "export --format compressed-tensors", "export --format gguf", "export --format tar",
-    "export --set others={{head:3}} --format gguf", "eval --tasks no_such_task", "eval --batch-size x",
+    "losses --quantizer signround --set x=1", "export --format auto-round", "export --format gptqmodel",
+    "export --format transformers", "export --format llama.cpp", "export --format tar",
+    "export --set others={{head:3}} --format llama.cpp", "eval --tasks no_such_task", "eval --batch-size x",
     "eval --text {folder}/text.txt", "eval --window 16", "eval --context-aware gpu_experts=2",
     "estimate --hardware abacus", "estimate --set estimate.figures={{}}", "estimate --grid in=x",
     "estimate --set estimate.geometry=abacus", "report --analysis {folder}/new",
@@ -300,7 +300,7 @@ def test_on_a_damaged_run(damage: str, things: dict[str, Path], sites: dict[Site
 
 
 def test_a_refused_first_run_leaves_no_directory(things: dict[str, Path], tmp_path: Path) -> None:
-    for more in ("corpus.sequences=1", "assign.size=1KiB", "losses.bits=[9]", "export.formats=[gguf]"):
+    for more in ("corpus.sequences=1", "assign.size=1KiB", "losses.bits=[9]", "export.formats=[llama.cpp]"):
         arguments = ["assign", "--model", str(things["model"]), "--out", str(tmp_path / "new"), "--set", more]
         assert isinstance(CliRunner().invoke(cli.app, arguments).exception, MoeqError)
         assert not (tmp_path / "new").exists()

@@ -135,18 +135,18 @@ def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_
     directory = format_directory(tmp_path, "auto-round")
     first, stamp = contents(directory), (directory / "config.json").stat().st_mtime_ns
     assert quantization_of(directory)["bits"] == 3
-    run(model, tmp_path, *changes, "export.formats=[auto-round, gptq]")
+    run(model, tmp_path, *changes, "export.formats=[auto-round, gptqmodel]")
     assert (directory / "config.json").stat().st_mtime_ns == stamp, "what is there is not written again"
-    assert format_directory(tmp_path, "gptq").is_dir()
+    assert format_directory(tmp_path, "gptqmodel").is_dir()
     (directory / "config.json").unlink()
     (tmp_path / f"{directory.name}.partial").mkdir()
-    again = run(model, tmp_path, *changes, "export.formats=[auto-round, gptq]")
+    again = run(model, tmp_path, *changes, "export.formats=[auto-round, gptqmodel]")
     assert contents(directory) == first
     assert not list(tmp_path.glob("*.partial"))
     assert json.loads(before)["digest"] == json.loads((tmp_path / "checkpoint" / "stage.json").read_text())["digest"]
-    assert pipeline.result_paths(again)["checkpoint in gptq"].is_dir()
-    conversion.convert(tmp_path / "checkpoint", "gptq", tmp_path / "converted")
-    native = contents(format_directory(tmp_path, "gptq"))
+    assert pipeline.result_paths(again)["checkpoint for gptqmodel"].is_dir()
+    conversion.convert(tmp_path / "checkpoint", "gptqmodel", tmp_path / "converted")
+    native = contents(format_directory(tmp_path, "gptqmodel"))
     converted = contents(tmp_path / "converted")
     assert {name for name in native if native[name] != converted.get(name)} <= {"README.md"}, "only the model's name"
 
@@ -156,20 +156,22 @@ def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, 
     with pytest.raises(FormatError, match=r"export\.formats: auto-round: .*expert 0: 1 bits.*--widen"):
         run(model, tmp_path, *one, "export.formats=[auto-round]")
     assert not (tmp_path / "checkpoint").exists()
-    context = context_of(model, tmp_path, *one, "export.formats=[auto-round, compressed-tensors]", "export.widen=true")
+    context = context_of(model, tmp_path, *one, "export.formats=[auto-round, transformers]", "export.widen=true")
     asked = ((1,) * 6,) * 2
     assert refusals(context, asked) == []
-    narrow = context_of(model, tmp_path, *one, "export.formats=[gptq]")
-    assert any("export.formats: gptq cannot carry it" in line and "1 bits" in line for line in refusals(narrow, asked))
-    run(model, tmp_path, *one, "others.attention=null", "export.formats=[compressed-tensors]", "export.widen=true")
-    declared = quantization_of(format_directory(tmp_path, "compressed-tensors"))
+    narrow = context_of(model, tmp_path, *one, "export.formats=[gptqmodel]")
+    assert any(
+        "export.formats: gptqmodel cannot carry it" in line and "1 bits" in line for line in refusals(narrow, asked)
+    )
+    run(model, tmp_path, *one, "others.attention=null", "export.formats=[transformers]", "export.widen=true")
+    declared = quantization_of(format_directory(tmp_path, "transformers"))
     assert declared["config_groups"]["group_0"]["weights"]["num_bits"] == 2
 
 
 GGUF = (
     "others.head=null", "others.attention=null", "losses.bits=[2, 3, 4]", "losses.symmetric=true",
     "assign.method=uniform",
-    "assign.code_bits=null", "assign.bits=4", "export.formats=[gguf]", "eval.perplexity.sequence_length=32",
+    "assign.code_bits=null", "assign.bits=4", "export.formats=[llama.cpp]", "eval.perplexity.sequence_length=32",
 )  # fmt: skip
 
 
@@ -177,7 +179,7 @@ def test_gguf_is_written_verified_and_planned(tmp_path: Path) -> None:
     peers.module("gguf")
     model = save_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
     context = run(model, tmp_path / "run", *GGUF)
-    out = format_directory(tmp_path / "run", "gguf")
+    out = format_directory(tmp_path / "run", "llama.cpp")
     found = open_packed(out, as_values=True)
     native = NativeReader(tmp_path / "run" / "checkpoint")
     for layer, mine in zip(native.layers, found.layers, strict=True):
@@ -185,7 +187,7 @@ def test_gguf_is_written_verified_and_planned(tmp_path: Path) -> None:
             for name, matrix in native.expert(layer, expert)[0].items():
                 assert torch.equal(values(found.expert(mine, expert)[0][name]), values(matrix))
     foretold = export.needs(Sizes(context)).files
-    assert foretold["../checkpoint-gguf"] == pytest.approx((out / "model.gguf").stat().st_size, rel=0.15)
+    assert foretold["../checkpoint-llama.cpp"] == pytest.approx((out / "model.gguf").stat().st_size, rel=0.15)
     described = inspect(out.rename(tmp_path / "moved"))
     assert described["kind"] == "artifact of moeq export-gguf"
     (tmp_path / "moved" / "stage.json").unlink()
@@ -217,7 +219,7 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
 
 def test_plan_counts_them(model: Path, tmp_path: Path) -> None:
     changes = ("others.head=null", "losses.bits=[2, 3, 4]", "assign.method=uniform", "assign.code_bits=null",
-               "assign.bits=4", "export.formats=[gptq, dequantized]", "eval.perplexity.sequence_length=32")  # fmt: skip
+               "assign.bits=4", "export.formats=[gptqmodel, dequantized]", "eval.perplexity.sequence_length=32")  # fmt: skip
     context = run(model, tmp_path, *changes)
     foretold = export.needs(Sizes(context)).files
     for name in context.recipe.export.formats:
@@ -237,9 +239,9 @@ def test_the_command_converts_and_refuses(moeq: ForkServer, finished: Path, tmp_
     assert len(refused.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "no").exists()
     with pytest.raises(RecipeError, match="is there already"):
-        conversion.convert(finished / "checkpoint", "gptq", tmp_path / "out")
+        conversion.convert(finished / "checkpoint", "gptqmodel", tmp_path / "out")
     with pytest.raises(ArtifactError, match="nothing in it is packed"):
-        conversion.convert(tmp_path / "out", "gptq", tmp_path / "other")
+        conversion.convert(tmp_path / "out", "gptqmodel", tmp_path / "other")
 
 
 def test_what_loads_wrongly_is_an_error(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

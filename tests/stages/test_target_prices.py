@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moeq import pipeline
-from moeq.artifacts.targets import loaded_by, targets
+from moeq.artifacts.targets import targets
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.registry import EXPORTERS
 from moeq.stages import export, frontier
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights
@@ -33,29 +32,22 @@ def priced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def refused(context: Context, name: str, bits: int) -> tuple[str, str] | None:
-    """Why the format of a target refuses experts that all have one width."""
+    """Why a target refuses experts that all have one width."""
     widths = [[bits] * layer.num_experts for layer in context.model.layers]
     return export.refused(context, name, widths, context.recipe.losses)
-
-
-def format_of(target: str) -> str:
-    """The format that a target loads."""
-    return next(one.name for one in EXPORTERS for each in one.targets if each.name == target)
 
 
 def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:
     prices = {price["target"]: price for price in frontier.prices(priced)}
     assert set(prices) == set(targets())
-    for format_, target in ((name, loaded_by(name)) for name in EXPORTERS.names()):
-        if target is None:
-            continue
+    for target in targets().values():
         price = prices[target.name]
-        taken = [bits for bits in priced.recipe.losses.bits if refused(priced, format_, bits) is None]
+        taken = [bits for bits in priced.recipe.losses.bits if refused(priced, target.name, bits) is None]
         if target.symmetric_only and not priced.recipe.losses.symmetric:
             assert not taken
             assert price["refusal"] is not None
         elif taken and min(taken) <= 2.5:
-            assert price["refusal"] is None, format_
+            assert price["refusal"] is None, target.name
             weights = expert_weights(priced.model.layers)
             assert price["bits_per_weight"] == 8 * price["expert_bytes"] / weights
         elif taken:
@@ -76,7 +68,7 @@ def test_a_reason_names_a_width_a_matrix_and_what_is_in_the_way(priced: Context)
             continue
         named = [bits for bits in priced.recipe.losses.bits if f"{bits} bits" in reason]
         assert len(named) == 1, reason
-        found = refused(priced, format_of(target.name), named[0])
+        found = refused(priced, target.name, named[0])
         assert found is not None
         assert found[0] in reason
         assert found[1] in reason

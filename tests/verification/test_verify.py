@@ -104,7 +104,7 @@ def test_the_command(moeq: ForkServer, run: Path) -> None:
     assert done.code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["right"]
-    assert found["target"] == "moeq"
+    assert found["target"] == "native"
     assert all(layer["worst"] < 1e-6 for layer in found["layers"])
     assert set(found["versions"]) == {"transformers", "moeq"}
 
@@ -316,7 +316,7 @@ def test_against_finds_swapped_experts(gptq: Path, tmp_path: Path, monkeypatch: 
 def test_what_is_not_there(gptq: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no such directory"):
         check(tmp_path / "none")
-    with pytest.raises(RecipeError, match="no loader for target"):
+    with pytest.raises(RecipeError, match="unknown runtime"):
         check(gptq / "packed", target="vllm")
 
 
@@ -340,7 +340,7 @@ def test_an_export_whose_target_is_not_installed_says_so(
     loader = replace(EXPORTERS.get("moeq").loaders[0], packages={"no_such_package": "pip install it"})
     changed(monkeypatch, EXPORTERS, "moeq", loaders=(loader,))
     pipeline.run(context(tiny_mixtral, tmp_path / "run", quiet=False), STAGES)
-    assert "not verified: target moeq" in " ".join(capsys.readouterr().err.split())
+    assert "not verified: target native" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.fresh_process
