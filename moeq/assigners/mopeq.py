@@ -138,6 +138,7 @@ ALLOCATOR = Allocator(
     assign=assign,
     settings=MopeqSettings,
     reads=("widths", "scope", "trace", "trace_samples"),
+    weighs=("statistics",),
     implied={"widths": PAPER_WIDTHS, "scope": "layer"},
     trials=_trials,
 )
