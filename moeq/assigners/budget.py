@@ -82,4 +82,5 @@ ALLOCATOR = Allocator(
     assign=assign,
     settings=HotColdSettings,
     budgets=("bits_per_weight", "expert_bytes", "size"),
+    weighs=("statistics",),
 )

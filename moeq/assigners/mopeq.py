@@ -139,6 +139,7 @@ ALLOCATOR = Allocator(
     assign=assign,
     settings=MopeqSettings,
     reads=("widths", "scope", "trace", "trace_samples"),
+    weighs=("statistics",),
     implied={"widths": PAPER_WIDTHS, "scope": "layer"},
     trials=_trials,
 )
