@@ -19,7 +19,8 @@ class Allocator:
     """A method of `assign`, called as its module or another package's entry point.
 
     help: one line; label: what reports call it, none: its name; settings: its own keys of the section; budgets: keys of
-    which one must be given; reads: others of `SHARED` that it reads; implied: what keys stand for where they are not
+    which one must be given; reads: others of `SHARED` that it reads; weighs: keys of every method's that decide what it
+    does with no expert on the GPU, none: all of them; implied: what keys stand for where they are not
     given; widths: what it always chooses among, none: what the section names or was measured.
 
     assign: the assignment of inputs; AssignmentError where there is none.
@@ -37,6 +38,7 @@ class Allocator:
     settings: type[MethodSettings] = MethodSettings
     budgets: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    weighs: tuple[str, ...] | None = None
     implied: Mapping[str, Any] = field(default_factory=dict)
     widths: tuple[int, ...] = ()
     trials: Callable[[AssignInputs, Sequence[str]], Iterable[tuple[str, Mapping[str, Any]]]] | None = None

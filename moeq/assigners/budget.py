@@ -77,8 +77,10 @@ def hotness(inputs: AssignInputs, layer: int) -> np.ndarray:
 
 ALLOCATOR = Allocator(
     name="budget",
+    label="hot and cold",
     help="two widths: as many experts of a layer hot as its share of the bytes pays for, by warm-up hotness",
     assign=assign,
     settings=HotColdSettings,
     budgets=("bits_per_weight", "expert_bytes", "size"),
+    weighs=("statistics",),
 )

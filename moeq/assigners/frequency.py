@@ -73,6 +73,7 @@ ALLOCATOR = Allocator(
     help="wider the more often an expert is chosen, between the two widths that enclose the budget",
     assign=assign,
     budgets=("bits_per_weight", "code_bits", "expert_bytes", "size"),
+    weighs=("statistics",),
     reads=("widths", "scope"),
     implied={"scope": "layer"},
 )

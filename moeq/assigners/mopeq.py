@@ -134,10 +134,12 @@ def _trials(inputs: AssignInputs, averages: Sequence[str]) -> Iterator[tuple[str
 
 ALLOCATOR = Allocator(
     name="mopeq",
+    label="MoPEQ",
     help="experts clustered by importance, the clusters given the widths in order; there is no budget",
     assign=assign,
     settings=MopeqSettings,
     reads=("widths", "scope", "trace", "trace_samples"),
+    weighs=("statistics",),
     implied={"widths": PAPER_WIDTHS, "scope": "layer"},
     trials=_trials,
 )

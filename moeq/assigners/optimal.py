@@ -201,6 +201,7 @@ ALLOCATOR = Allocator(
     help="the least objective within the budget, proven, over experts, their matrices or layers",
     assign=assign,
     budgets=("bits_per_weight", "code_bits", "expert_bytes", "size"),
+    weighs=("loss_weighting", "layer_weighting", "statistics"),
     reads=("widths", "scope", "granularity", "ndp_latency_ms"),
     implied={"scope": "model"},
     trials=lambda *_: (),

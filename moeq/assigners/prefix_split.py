@@ -159,6 +159,7 @@ ALLOCATOR = Allocator(
     help="experts in order of importance cut into runs of 4, 3, 2 and 1 bits, the cut of the largest gain",
     assign=assign,
     budgets=("bits_per_weight", "code_bits", "expert_bytes", "size"),
+    weighs=("alpha", "normalization", "statistics", "loss_weighting", "layer_weighting", "selector"),
     widths=WIDTHS,
     foreseen=_foreseen,
 )

@@ -43,5 +43,6 @@ ALLOCATOR = Allocator(
     assign=assign,
     settings=UniformSettings,
     budgets=("bits", "bits_per_weight", "expert_bytes", "size"),
+    weighs=(),
     trials=lambda inputs, _: [("uniform", {"bits": bits}) for bits in inputs.measured()],
 )

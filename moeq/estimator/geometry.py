@@ -19,6 +19,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
+TOY_BYTES = 1 << 30
 CONFIG_KEYS = (*_TOP_K, *_HEADS, *_KV_HEADS, *_HIDDEN, "head_dim")
 
 
@@ -111,6 +112,13 @@ class ModelGeometry:
 
 
 @cache
+def is_toy(sizes: Mapping[str, Any]) -> bool:
+    """Whether a geometry's experts are so few bytes in FP16 that times are of starting work, not of doing it."""
+    matrix = sizes["hidden_size"] * sizes["intermediate_size"]
+    experts = sizes["num_layers"] * sizes["num_experts"] * sizes.get("matrices_per_expert", 3)
+    return bool(2 * experts * matrix < TOY_BYTES)
+
+
 def _presets() -> dict[str, ModelGeometry]:
     sizes = read_yaml(Path(__file__).with_name("geometries.yaml")).value
     return {name: ModelGeometry(name=name, **values) for name, values in sizes.items()}

@@ -41,11 +41,6 @@ def shown_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return named | {name: f"{float(Fraction(value)):.4g}" for name, value in averages.items()}
 
 
-def parameters_text(parameters: Mapping[str, Any]) -> str:
-    """Parameters of an assignment as one line of a page."""
-    return ", ".join(f"{name} {value}" for name, value in sorted(shown_parameters(parameters).items()))
-
-
 def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe, all keys filled in, as the keys of stages hold it: as it was written when names were the earlier ones.
 

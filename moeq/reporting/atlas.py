@@ -15,14 +15,17 @@ import numpy as np
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalRow
+from moeq.papers import CONTEXT_AWARE, MOPEQ
 from moeq.quantizers.quantizer import label
 from moeq.recipe import BUDGETS, DEFAULT_QUANTIZER
 from moeq.recipe.earlier import shown_parameters
+from moeq.recipe.used import used_parameters
 from moeq.registry import ALLOCATORS
 from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, details, element, figure, plain
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.maps import LOSS_MAP, Quantity, Scale, scale_of, value_map, width_map
+from moeq.reporting.names import assignment_label
 from moeq.tables import human_size
 
 MAP_BITS = 2  # the width whose losses are shown first, where the table has it
@@ -36,7 +39,8 @@ class ExpertMap:
     """One value of every expert. key: its id and file name; reading: how to read it; values: one array [E] a layer.
 
     quantity: None where the values are widths, means where an expert's matrices differ; hot: of widths, which experts
-    are on the GPU; present: all widths that occur; scale: the colour scale of several maps, None for its own.
+    are on the GPU; present: all widths that occur; scale: the colour scale of several maps, None for its own;
+    layers: the model's names of them.
     """
 
     key: str
@@ -47,6 +51,7 @@ class ExpertMap:
     hot: Sequence[np.ndarray] = ()
     present: Sequence[int] = ()
     scale: Scale | None = None
+    layers: Sequence[str] = ()
 
     @property
     def known(self) -> bool:
@@ -58,8 +63,8 @@ class ExpertMap:
         size = f"{formats.count(layers, 'layer')} by {formats.count(experts, 'expert')}"
         label = f"{self.title}: map of {size}. {self._range()}"
         if self.quantity is None:
-            return width_map(self.key, label, self.values, self.hot, self.title, room, self.present)
-        return value_map(self.key, label, self.values, self.quantity, self.title, room, self.scale)
+            return width_map(self.key, label, self.values, self.hot, self.title, room, self.present, self.layers)
+        return value_map(self.key, label, self.values, self.quantity, self.title, room, self.scale, self.layers)
 
     def caption(self) -> str:
         """How to read it, and what its colours leave out."""
@@ -117,22 +122,29 @@ def sensitivity_maps(inputs: ReportInputs) -> list[ExpertMap]:
     inner = Quantity(name="trace, squared activations (logarithmic)", form=formats.number, log=True)
     measures = [
         ("activation-frequency", "Activation frequency", share, "activation_frequency",
-         f"How often the router chose an expert; an even router would give each {even}. Grey: never.{part} (Paper 000, "
-         "Figure 2; paper 003, Figure 2.)"),
+         f"How often the router chose an expert; an even router would give each {even}. Grey: never.{part} ("
+         f"{CONTEXT_AWARE.short}, Figure 2; {MOPEQ.short}, Figure 2.)"),
         ("routing-mass", "Routing mass", weight, "routing_mass",
          f"What part of the layer's output an expert has: what routers weighted it with, summed. Grey: none.{part}"),
         ("hessian-trace", "Hessian trace", norm, "frobenius_hessian_trace",
-         "Of the Frobenius norm of the expert's matrices: (n\N{MINUS SIGN}1)/norm of n weights, summed; what paper 003 "
-         "samples (Figure 3), in closed form. It needs no calibration, and knows nothing of it."),
+         "Of the Frobenius norm of the expert's matrices: (n\N{MINUS SIGN}1)/norm of n weights, summed; what "
+         f"{MOPEQ.short} samples (Figure 3), in closed form. It needs no calibration, and knows nothing of it."),
         ("hybrid-importance", "Hybrid importance", product, "hybrid_importance",
-         "Activations times Hessian trace, each brought to 0 to 1 by the least and largest of the model, as paper 003 "
-         f"normalizes them (Figure 4).{part}"),
+         "Activations times Hessian trace, each brought to 0 to 1 by the least and largest of the model, as "
+         f"{MOPEQ.short} normalizes them (Figure 4).{part}"),
         ("calibration-hessian-trace", "Trace of the calibration Hessian", inner, "calibration_hessian_trace",
          "Mean squared length of what the expert's matrices are given, summed: the Hessians that GPTQ rounds with. "
          "Grey: none, or not known."),
     ]  # fmt: skip
     return [
-        ExpertMap(key=key, title=title, quantity=quantity, values=table.column(column), reading=reading)
+        ExpertMap(
+            key=key,
+            title=title,
+            quantity=quantity,
+            values=table.column(column),
+            reading=reading,
+            layers=inputs.profile.layers,
+        )
         for key, title, quantity, column, reading in measures
     ]
 
@@ -158,7 +170,11 @@ def loss_maps(inputs: ReportInputs) -> list[ExpertMap]:
                 "suffers most, and is worth more bits if it is also chosen often. Grey: no loss, or not known."
             )
         key, title = f"relative-loss-{bits}", f"{width} loss"
-        drawn.append(ExpertMap(key=key, title=title, quantity=quantity, values=values, reading=reading))
+        drawn.append(
+            ExpertMap(
+                key=key, title=title, quantity=quantity, values=values, reading=reading, layers=inputs.profile.layers
+            )
+        )
     return drawn
 
 
@@ -187,10 +203,11 @@ def _widths(assignment: Assignment, row: EvalRow | None) -> ExpertMap:
         figures = [f"{formats.bits(None if codes is None else float(codes))} code bits"]
     return ExpertMap(
         key=f"widths-{re.sub(r'[^A-Za-z0-9_.+-]', '_', assignment.name)}",
-        title=f"{plain(assignment.name)}: {', '.join(figures)}",
+        title=f"{plain(assignment_label(assignment.name, assignment))}: {', '.join(figures)}",
         values=assignment.mean_bits(),
         hot=assignment.hot(),
         present=assignment.widths(),
+        layers=[layer.name for layer in assignment.layers],
         reading=f"{_described(assignment)}. {placement(assignment)}{MEANS if assignment.is_mixed else ''}",
     )
 
@@ -206,7 +223,8 @@ def placement(assignment: Assignment) -> str:
 
 def _described(assignment: Assignment) -> str:
     """The method and what tells it from others of its kind."""
-    given, method = assignment.parameters | shown_parameters(assignment.parameters), assignment.method
+    method = assignment.method
+    given = used_parameters(method, assignment.parameters)
     told = {name: given[name] for name in TELLING if given.get(name) is not None}
     if (allocator := ALLOCATORS.find(method)) is not None:
         method = allocator.label or method

@@ -13,6 +13,7 @@ from moeq.reporting import formats, svg
 from moeq.reporting.html import Drawing
 from moeq.reporting.labels import Box, place
 from moeq.reporting.maps import WIDTHS, ticks
+from moeq.reporting.names import layer_names
 from moeq.tables import human_bytes
 
 WIDTH, HEIGHT = 520, 270
@@ -45,14 +46,20 @@ def plane_of(figure: Any, width: int = WIDTH, height: int = HEIGHT) -> Any:
     return svg.axes(figure, LEFT, BELOW, width - LEFT - RIGHT, height - BELOW - ABOVE)
 
 
-def by_layer(plane: Any, layers: int) -> None:
-    """Name the axes of cosines over layers."""
-    plane.set(xlim=(-0.5, layers - 0.5), xticks=ticks(layers, (WIDTH - LEFT - RIGHT) / layers, 30))
-    plane.set(xlabel="MoE layer", ylabel="cosine, prefill and decode")
+def by_layer(plane: Any, names: Sequence[str]) -> None:
+    """Name the axes of cosines over layers, by the model's own names of them where these are numbered."""
+    layers, named = len(names), layer_names(names)
+    places = ticks(layers, (WIDTH - LEFT - RIGHT) / layers, 30)
+    numbered = all(label.isdigit() for label in named.labels)
+    labels = [named.labels[place] if numbered else str(place + 1) for place in places]
+    plane.set(xlim=(-0.5, layers - 0.5))
+    plane.set_xticks(places, labels)
+    title = named.title if numbered else "MoE layers in the model's order"
+    plane.set(xlabel=title, ylabel="cosine, prefill and decode")
     plane.grid(axis="y")
 
 
-def similarity_chart(name: str, label: str, band: Band) -> Drawing:
+def similarity_chart(name: str, label: str, band: Band, names: Sequence[str]) -> Drawing:
     """Cosine of prefill and decode by layer: mean over sequences, 10-90 % of them, mean over layers."""
 
     def fill(figure: Any) -> None:
@@ -70,7 +77,7 @@ def similarity_chart(name: str, label: str, band: Band) -> Drawing:
         note = f"mean over layers {mean:.3f} (dashed)"
         plane.text(0.99, 0.03, note, transform=plane.transAxes, ha="right", color=svg.SERIES[1])
         plane.yaxis.get_major_locator().set_params(nbins=5)
-        by_layer(plane, len(layers))
+        by_layer(plane, names)
 
     return svg.draw(name, label, WIDTH, HEIGHT, fill)
 

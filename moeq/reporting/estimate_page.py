@@ -11,6 +11,7 @@ from moeq.estimator.points import BWRULE, OPT, SUBJECT
 from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, PolicyPoint
 from moeq.estimator.stated import Comparison
+from moeq.papers import CONTEXT_AWARE
 from moeq.reporting import formats, speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
 from moeq.reporting.frame import document
@@ -124,12 +125,12 @@ def _charts(model: str, cases: Sequence[Case]) -> list[Raw]:
         drawings = [
             figure(
                 grouped_bars(f"latency-{key}", f"End-to-end latency of {what}", groups, latency, "seconds", inner),
-                f"End-to-end latency at batch {batch}, in the form of paper 000's Figure 5: prefill, migration and "
+                f"End-to-end latency at batch {batch}, as in Figure 5 of {CONTEXT_AWARE.short}: prefill, migration and "
                 "every output token; in front of each bar, how much of it the near-data side computes in decode.",
             ),
             figure(
                 grouped_bars(f"rate-{key}", f"Decode throughput of {what}", groups, throughput, "tokens a second"),
-                f"Decode throughput at batch {batch}, in the form of paper 000's Figure 6; all sequences counted.",
+                f"Decode throughput at batch {batch}, as in Figure 6 of {CONTEXT_AWARE.short}; all sequences counted.",
             ),
         ]
         parts.append(element("div", *drawings, class_="figures"))

@@ -1,4 +1,4 @@
-"""Sections 2 to 5: what routing, losses, sensitivity and bits look like, layer by layer and expert by expert."""
+"""What routing, losses, sensitivity and bits look like, layer by layer and expert by expert."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from moeq.artifacts.assignment import Assignment, width_of
 from moeq.artifacts.losses import WHOLE, LossTable
 from moeq.artifacts.profile import ExpertProfile
+from moeq.papers import CONTEXT_AWARE, MOPEQ
 from moeq.quantizers.quantizer import label
 from moeq.reporting import atlas, formats
 from moeq.reporting.charts import Band, loss_chart, similarity_chart, width_chart
 from moeq.reporting.html import Raw, Section, details, element, figure, items, lead, paragraph, table
 from moeq.reporting.inputs import ReportInputs
+from moeq.reporting.names import assignment_label, expert_name
 
 MOST_NAMED = 12
 MOST_LISTED = 600  # experts whose matrices are listed one by one
@@ -52,10 +54,11 @@ def _similarity(profile: ExpertProfile) -> list[Raw]:
     cosines = [cosines if cosines.size else np.full(1, np.nan) for cosines in profile.cosines()]
     low, high = (np.array([np.quantile(layer, part) for layer in cosines]) for part in (0.1, 0.9))
     label = f"Chart of the cosine between prefill and decode by layer, {np.nanmean(means):.3f} on average."
-    drawing = similarity_chart("similarity", label, Band(middle=means, low=low, high=high))
+    drawing = similarity_chart("similarity", label, Band(middle=means, low=low, high=high), profile.layers)
     caption = (
         "Near 1, the experts that a sequence's prefill chose are those that its decode will choose, so they can be "
-        "placed before it starts. Points: mean over sequences; bars: 10-90 % of them. (Paper 000, Figure 4.)"
+        "placed before it starts. Points: mean over sequences; bars: 10-90 % of them. "
+        f"({CONTEXT_AWARE.short}, Figure 4.)"
     )
     return [figure(drawing, caption)]
 
@@ -123,15 +126,15 @@ def _coverage(measured: LossTable, method: str, profile: ExpertProfile) -> list[
         "other tokens of the layer."
     )
     least = min(whole, key=lambda row: (row["calibration_tokens"], row["layer"], row["expert"]))
-    place = f"layer {least['layer']} expert {least['expert']}"
+    place = expert_name(least["layer_name"], least["expert"])
     lines.append(f"Fewest calibration tokens: {least['calibration_tokens']:,} ({place}).")
     never = [
-        f"layer {layer} expert {expert}"
-        for layer in range(len(profile.layers))
-        for expert in np.flatnonzero(profile.total(layer)[0] == 0)
+        expert_name(name, expert)
+        for layer, name in enumerate(profile.layers)
+        for expert in np.flatnonzero(profile.total(layer)[0] == 0).tolist()
     ]
     more = f" and {len(never) - MOST_NAMED:,} more" if len(never) > MOST_NAMED else ""
-    names = f" ({', '.join(never[:MOST_NAMED])}{more})" if never else ""
+    names = f" ({'; '.join(never[:MOST_NAMED])}{more})" if never else ""
     return [*lines, f"Never chosen in calibration: {formats.count(len(never), 'expert')}{names}."]
 
 
@@ -157,7 +160,12 @@ def bits(inputs: ReportInputs) -> Section:
     """Which expert got which width, and where it lives: by the recipe's assignment, then by every other one."""
     assignment = inputs.assignment
     codes = assignment.code_bits()
-    mean = formats.bits(None if codes is None else float(codes))
+    row = inputs.evaluation.row(assignment.name)
+    stored = (
+        "" if row is None or row.bits_per_weight is None else f"{formats.bits(row.bits_per_weight)} bits of a weight, "
+    )
+    mean = f"{stored}{formats.bits(None if codes is None else float(codes))} of them its code's"
+    mean = mean if stored else f"{formats.bits(None if codes is None else float(codes))} code bits on average"
     by_bits = _counts(assignment)
     what = "matrices" if assignment.is_mixed else "experts"
     text = ", ".join(f"{count:,} at {width}" for width, count in by_bits.items())
@@ -172,10 +180,12 @@ def bits(inputs: ReportInputs) -> Section:
         figure(bars, f"How many {what} got each width: one bar would be a uniform assignment."),
     ]
     parts = [
-        lead(f"{assignment.name}: {assignment.method}, {mean} code bits on average."),
+        lead(f"{assignment_label(assignment.name, assignment)}: {assignment.method}; {mean}."),
         element("div", *shown, class_="figures"),
         *_matrices(assignment),
-        *atlas.gallery("Code bits of the other assignments (paper 003, Figures 5-10)", atlas.compared_widths(inputs)),
+        *atlas.gallery(
+            f"Code bits of the other assignments ({MOPEQ.short}, Figures 5-10)", atlas.compared_widths(inputs)
+        ),
     ]
     return Section("bits", "Code bits of every expert", parts)
 
@@ -208,8 +218,8 @@ def _matrices(assignment: Assignment) -> list[Raw]:
     tables = [table("How many experts have which width for each of their matrices.", head, rows)]
     if sum(map(len, layers)) <= MOST_LISTED:
         every = [
-            (f"layer {layer}, expert {expert}", *(str(width_of(widths, name)) for name in names))
-            for layer, experts in enumerate(layers)
+            (expert_name(layer.name, expert), *(str(width_of(widths, name)) for name in names))
+            for layer, experts in zip(assignment.layers, layers, strict=True)
             for expert, widths in enumerate(experts)
         ]
         listed = table("Code bits of every matrix of every expert.", ("expert", *names), every)

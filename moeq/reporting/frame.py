@@ -6,6 +6,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import sha256
 
+from moeq.reporting.glossary import explained
 from moeq.reporting.html import Raw, Section, element, escape, join
 from moeq.reporting.style import CSS
 
@@ -37,7 +38,7 @@ def document(title: str, heading: str, lead: Sequence[str], sections: Sequence[S
     )
     links = element("nav", *(element("a", section.title, href=f"#{section.anchor}") for section in sections))
     top = element("header", element("h1", heading), *lead, links)
-    main = element("main", top, *map(_section, sections))
+    main = element("main", top, *map(_section, explained(sections)))
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{main}</body></html>\n'
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from moeq.analysis.routing import RoutingAnalysis
@@ -15,9 +15,26 @@ from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.non_experts import OtherTable
 from moeq.artifacts.profile import Coverage, ExpertProfile
 from moeq.artifacts.sensitivities import SensitivityTable
+from moeq.estimator.geometry import is_toy
 from moeq.estimator.result import Estimate
 from moeq.integers.artifacts.integer_report import IntegerReport
 from moeq.integers.artifacts.reparam import ReparamReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loads:
+    """A runtime, and why it does not load the checkpoint as it is; None: it does."""
+
+    name: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateLine:
+    """What a run had to hold, in words with both figures, and whether it did."""
+
+    text: str
+    held: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +51,11 @@ class SpeedInputs:
     estimates: tuple[Estimate, ...]
     decode_speedups: Mapping[str, Mapping[str, float]]
 
+    @property
+    def tells(self) -> bool:
+        """Whether speed-ups say anything: not of a model so small that its own sizes leave nothing to wait for."""
+        return not (self.geometry_is_the_models and is_toy(self.geometry))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refined:
@@ -48,7 +70,8 @@ class Refined:
 class ReportInputs:
     """The artifacts of one run. recipe_text: the recipe as it was run; digests: {stage: digest of what it wrote}.
 
-    refined: None where quantize.refine was off; weights: how many the whole checkpoint has.
+    refined: None where quantize.refine was off; weights: how many the whole checkpoint has; loads: every runtime that
+    moeq writes for; domains: {domain: what pages call it} where it is not its name.
     """
 
     profile: ExpertProfile
@@ -67,6 +90,9 @@ class ReportInputs:
     routing: RoutingAnalysis | None = None  # of the trace, where one was recorded
     low_precision: LowPrecisionReport | None = None  # where the recipe asks for it
     reparam: ReparamReport | None = None  # where norms were folded first
+    loads: Sequence[Loads] = ()
+    gates: Sequence[GateLine] = ()
+    domains: Mapping[str, str] = field(default_factory=dict)
     integer: IntegerReport | None = None  # where the folded model was made a forward in whole numbers
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 
 from moeq.artifacts.assignment import FULL
 from moeq.artifacts.low_precision import COLDEST, HOTTEST, RANDOM, Curve, LowPrecisionReport, Sweep
+from moeq.papers import DYNAEXQ
 from moeq.reporting import formats, svg
 from moeq.reporting.charts import HEIGHT, WIDTH, plane_of
 from moeq.reporting.html import Drawing, Raw, Section, figure, lead, table
@@ -21,7 +22,7 @@ def low_precision(report: LowPrecisionReport) -> Section:
     text = (
         "Perplexity while more and more experts of every layer go to a low width, in three orders: by how often "
         "calibration chose them, and at random. Hotness is a good guide where the curve that begins with the coldest "
-        "stays below the random ones. (Paper 001, Figure 4.)"
+        f"stays below the random ones. ({DYNAEXQ.short}, Figure 4.)"
     )
     parts = [lead(text)]
     for number, sweep in enumerate(report.sweeps):

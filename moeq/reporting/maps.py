@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from moeq.reporting import formats, svg
 from moeq.reporting.html import Drawing
+from moeq.reporting.names import layer_names
 
 FENCE = 3  # Tukey's "far out"
 SHARPNESS = 2  # pixels of the picture a point
@@ -33,7 +34,8 @@ MOST_TEXTS = 600
 GAPS_FROM = 16  # pixels of a cell that has gaps around it
 WHOLE, HALF = 880, 440  # room for a map that has the page's width, or half of it
 LEFT, BELOW, ABOVE, RIGHT = 40, 84, 8, 16  # points around the map
-TITLE = 20  # and for a title above it
+TITLE = 20  # and for each line above it
+BESIDE = 14  # between the names of layers and the map
 LEGEND_WIDTH, SMALLEST_WIDTH = 200, 372
 
 Pixels = NDArray[np.float64]
@@ -152,8 +154,9 @@ def value_map(
     title: str = "",
     room: int = WHOLE,
     scale: Scale | None = None,
+    layers: Sequence[str] = (),
 ) -> Drawing:
-    """Values in the colours of a scale (None: their own); experts without one are grey."""
+    """Values in the colours of a scale (None: their own); experts without one are grey. layers: the model's names."""
     values, scale = stack(rows), scale or scale_of(rows, quantity)
     parts = scale.parts(values)
     colours = _colours(quantity.colours, parts)
@@ -165,7 +168,9 @@ def value_map(
     if scale.above:
         marks[2] = (1.0, f"≥ {marks[2][1]}")
     legend = partial(_bar, colour_map=quantity.colours, quantity=quantity.name, marks=marks)
-    return _map(name, label, colours, values, legend, svg.text_width(quantity.name), room=room, title=title)
+    return _map(
+        name, label, colours, values, legend, svg.text_width(quantity.name), room=room, title=title, layers=layers
+    )
 
 
 def width_map(
@@ -176,10 +181,12 @@ def width_map(
     title: str = "",
     room: int = WHOLE,
     present: Sequence[int] = (),
+    layers: Sequence[str] = (),
 ) -> Drawing:
     """Widths in the colours of `WIDTHS`, means of several in one between; widths are written where there is room.
 
-    Experts on the GPU are outlined. present: the widths of the legend; none: those of the experts.
+    Experts on the GPU are outlined. present: the widths of the legend; none: those of the experts. layers: the model's
+    names of them.
     """
     from matplotlib.colors import to_rgba
 
@@ -191,7 +198,9 @@ def width_map(
     entries = _entries(present, bool(outlined.any()))
     beside = sum(_swatch_width(entry[2]) for entry in entries)
     legend = partial(_swatches, entries=entries)
-    return _map(name, label, colours, values, legend, beside, outlined, room=room, texts=True, title=title)
+    return _map(
+        name, label, colours, values, legend, beside, outlined, room=room, texts=True, title=title, layers=layers
+    )
 
 
 def _colours(colour_map: str, parts: NDArray[np.float64]) -> Pixels:
@@ -241,30 +250,36 @@ def _map(
     room: int,
     texts: bool = False,
     title: str = "",
+    layers: Sequence[str] = (),
 ) -> Drawing:
+    named = layer_names(layers) if layers else layer_names([f"MoE layer {row}" for row in range(values.shape[0])])
+    left = max(LEFT, round(max(map(svg.text_width, named.labels))) + BESIDE)
+    above = [text for text in (title, f"\N{DOWNWARDS ARROW} {named.title}") if text]
     grid = Grid(layers=values.shape[0], experts=values.shape[1], room=room)
     width, height = grid.size
     picture = paint(colours, grid, outlined)
 
     def fill(figure: Any) -> None:
-        plane = svg.axes(figure, LEFT, BELOW, width, height)
+        plane = svg.axes(figure, left, BELOW, width, height)
         plane.imshow(
             picture, interpolation="none", aspect="auto", extent=(-0.5, grid.experts - 0.5, grid.layers - 0.5, -0.5)
         )
         plane.set_xticks(ticks(grid.experts, grid.cell_width, 30))
-        plane.set_yticks(ticks(grid.layers, grid.cell_height, 20))
+        rows = ticks(grid.layers, grid.cell_height, 20)
+        plane.set_yticks(rows, [named.labels[row] for row in rows])
         plane.tick_params(length=0, pad=4)
         plane.set_xlabel("expert", labelpad=2)
-        plane.set_ylabel("MoE layer", labelpad=3)
         plane.spines[:].set_visible(False)
         if texts and grid.cell_width >= 16 and grid.cell_height >= 14 and values.size <= MOST_TEXTS:
             _write_cells(plane, values)
-        if title:
-            plane.annotate(title, (0, 1), (0, 8), "axes fraction", "offset points", va="bottom", fontweight="bold")
+        for line, text in enumerate(reversed(above)):
+            look = {"fontweight": "bold"} if text == title else {"color": svg.MUTED}
+            plane.annotate(text, (0, 1), (0, 6 + TITLE * line), "axes fraction", "offset points", va="bottom", **look)
         legend(figure)
 
-    whole = max(SMALLEST_WIDTH, LEFT + width + RIGHT, LEFT + legend_width, LEFT + 1.1 * svg.text_width(title))
-    return svg.draw(name, label, whole, BELOW + height + ABOVE + (TITLE if title else 0), fill, shrinks=False)
+    texts_above = left + 1.1 * max(map(svg.text_width, above))
+    whole = max(SMALLEST_WIDTH, left + width + RIGHT, LEFT + legend_width, texts_above)
+    return svg.draw(name, label, whole, BELOW + height + ABOVE + TITLE * len(above), fill, shrinks=False)
 
 
 def ticks(count: int, cell: float, room: float) -> list[int]:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from moeq.recipe.earlier import parameters_text
-from moeq.reporting import experts, formats, low_precision, reparam, routing, speed, summary, translation
+from moeq.reporting import (
+    cautions,
+    decided,
+    experts,
+    formats,
+    low_precision,
+    reparam,
+    routing,
+    speed,
+    summary,
+    translation,
+)
 from moeq.reporting import non_experts as others
 from moeq.reporting.frame import document
 from moeq.reporting.html import Raw, Section, details, element, escape, join, lead, paragraph, table
 from moeq.reporting.inputs import ReportInputs
+from moeq.reporting.names import assignment_label
 
 
 def render(inputs: ReportInputs) -> str:
     """The report as one HTML document; its bytes depend only on the artifacts."""
     sweeps, translated, folded = inputs.low_precision, inputs.evaluation.translation, inputs.reparam
     sections = [
-        summary.headline(inputs),
+        decided.decided(inputs),
+        summary.size_against_quality(inputs),
+        cautions.cautions(inputs),
+        summary.variants(inputs),
         *([] if translated is None else [translation.translation(translated)]),
         experts.activation(inputs),
         *([] if inputs.routing is None else [routing.routing(inputs.routing)]),
@@ -22,7 +36,6 @@ def render(inputs: ReportInputs) -> str:
         experts.sensitivity(inputs),
         experts.bits(inputs),
         *([] if inputs.others is None else [others.packed_modules(inputs.others)]),
-        summary.size_against_quality(inputs),
         speed.estimate(inputs),
         *([] if sweeps is None else [low_precision.low_precision(sweeps)]),
         *([] if folded is None else [reparam.reparam(folded, inputs.integer)]),
@@ -33,27 +46,9 @@ def render(inputs: ReportInputs) -> str:
 
 
 def _subtitle(inputs: ReportInputs) -> Raw:
-    assignment = inputs.assignment
-    how = f"{assignment.method} ({parameters_text(assignment.parameters)})"
-    groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size}"
-    grid = "symmetric" if assignment.symmetric else "asymmetric"
-    what = paragraph(
-        Raw(f"Experts packed as <b>{escape(assignment.name)}</b>: "),
-        f"{how}; {groups}, {grid}. {_refined(inputs)}".rstrip(),
-        kind="lead",
-    )
-    return join([what, lead(_coverage(inputs))])
-
-
-def _refined(inputs: ReportInputs) -> str:
-    """What training did to the placed experts."""
-    refined = inputs.refined
-    if refined is None:
-        return ""
-    return (
-        f"Refined: every layer's placed experts trained together, {formats.count(refined.iterations, 'step')} a layer; "
-        f"it changed {refined.changed:,} of {refined.quantized:,}."
-    )
+    label = assignment_label(inputs.assignment.name, inputs.assignment)
+    what = paragraph(Raw(f"Experts packed as <b>{escape(label)}</b>."), kind="lead")
+    return join([what, lead(_coverage(inputs)), cautions.summary_line(inputs)])
 
 
 def _coverage(inputs: ReportInputs) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 
 from moeq.integers.artifacts.integer_report import IntegerFigures, IntegerReport, QualityRow, SchemeRow
 from moeq.integers.artifacts.reparam import PerplexityRow, ReparamReport
+from moeq.papers import COQMOE
 from moeq.reporting import formats
 from moeq.reporting.html import Raw, Section, details, lead, paragraph, table
 
@@ -34,7 +35,7 @@ def _lead(report: ReparamReport) -> str:
     text = (
         f"{formats.count(len(report.norms), 'norm')} folded into {formats.count(weights, 'weight')}, {full} with zero "
         f"points and {len(report.norms) - full} by scales alone, so that one scale serves what a norm gives at "
-        f"{formats.count(report.bits, 'bit')} (paper 004, section 3.1); ranges of channels by {ends} over "
+        f"{formats.count(report.bits, 'bit')} ({COQMOE.short}, section 3.1); ranges of channels by {ends} over "
         f"{formats.count(report.samples, 'sample')}."
     )
     reasons = "".join(f" {formats.count(number, 'norm')} left: {why}." for why, number in sorted(left.items()))
@@ -105,7 +106,7 @@ def _integer(of: str, forward: IntegerFigures) -> list[Raw]:
     reading = "Logit error: distance of the logits from the folded float model's, relative."
     parts = [paragraph(text), table(reading, ("version", *QUALITY), rows)]
     if forward.schemes is not None:
-        reading = f"Schemes of paper 004's Table 1{of}, simulated; logit error against the model before its fold."
+        reading = f"Schemes of {COQMOE.short}, Table 1{of}, simulated; logit error against the model before its fold."
         schemes = [(scheme.name, scheme.widths, *_quality(scheme)) for scheme in forward.schemes]
         parts.append(table(reading, ("scheme", "W/A/Attn", *QUALITY), schemes))
     return parts

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moeq.analysis.routing import FloatArray, RoutingAnalysis, Similarity, mean
+from moeq.papers import CONTEXT_AWARE, DYNAEXQ, MOPEQ
 from moeq.reporting import formats, svg
 from moeq.reporting.atlas import ExpertMap, gallery
 from moeq.reporting.charts import HEIGHT, WIDTH, by_layer, plane_of
@@ -30,9 +31,9 @@ def routing(analysis: RoutingAnalysis) -> Section:
     parts = [
         lead(text),
         *_similarity(analysis),
-        *gallery("Activations by domain (paper 001, Figure 1)", domain_maps(analysis)),
-        *gallery("Activations of vision and of language tokens (paper 003)", modality_maps(analysis)),
-        *gallery("Activations of single sequences (paper 000, Figure 3)", sample_maps(analysis)),
+        *gallery(f"Activations by domain ({DYNAEXQ.short}, Figure 1)", domain_maps(analysis)),
+        *gallery(f"Activations of vision and of language tokens ({MOPEQ.short})", modality_maps(analysis)),
+        *gallery(f"Activations of single sequences ({CONTEXT_AWARE.short}, Figure 3)", sample_maps(analysis)),
     ]
     return Section("routing", "Routing by sequence and domain", parts)
 
@@ -42,13 +43,13 @@ def _similarity(analysis: RoutingAnalysis) -> list[Raw]:
         return [paragraph("No sequence has tokens in both prefill and decode, so their similarity is unknown.")]
     caption = (
         "The cosine between a sequence's prefill and its own decode, and the control: its prefill and the decode of "
-        "the others of its domain. (Paper 000, Figure 4, has 0.89 for the first of Mixtral-8x7B.)"
+        f"the others of its domain. ({CONTEXT_AWARE.short}, Figure 4, has 0.89 for the first of Mixtral-8x7B.)"
     )
     every = {"all": analysis.similarity, **analysis.by_domain}
     rows = [(name, *_cells(similarity)) for name, similarity in every.items()]
     head = ("domain", "sequences", OWN, OTHER, "gap")
     parts = [
-        figure(similarity_lines(analysis.similarity), caption),
+        figure(similarity_lines(analysis.similarity, analysis.layers), caption),
         table("Mean cosine over layers and sequences between the experts of a prefill and of a decode.", head, rows),
     ]
     if analysis.between:
@@ -67,8 +68,8 @@ def _cosine(value: float | None) -> str:
     return formats.MISSING if value is None or np.isnan(value) else f"{value:.3f}"
 
 
-def similarity_lines(similarity: Similarity) -> Drawing:
-    """Both cosines by layer."""
+def similarity_lines(similarity: Similarity, names: Sequence[str]) -> Drawing:
+    """Both cosines by layer; names: the model's own of them."""
     layers = np.arange(len(similarity.same))
     label = f"Chart of the cosine of a prefill with its own decode and with another sequence's in {len(layers)} layers."
     lines = ((OWN, similarity.same, svg.SERIES[0], "o"), (OTHER, similarity.other, svg.SERIES[1], "s"))
@@ -80,7 +81,7 @@ def similarity_lines(similarity: Similarity) -> Drawing:
                 plane.plot(layers, values, color=colour, marker=marker, markersize=4, linewidth=1.4, label=name)
         low, high = plane.get_ylim()
         plane.set_ylim(low - 0.25 * (high - low), min(high, 1.0 + 0.02 * (1 - low)))  # room for the legend
-        by_layer(plane, len(layers))
+        by_layer(plane, names)
         plane.legend(loc="lower right", handlelength=2.2)
 
     return svg.draw("phase-similarity", label, WIDTH, HEIGHT, fill)
@@ -89,13 +90,13 @@ def similarity_lines(similarity: Similarity) -> Drawing:
 def domain_maps(analysis: RoutingAnalysis) -> list[ExpertMap]:
     """Layers x experts of every domain, in one colour scale; none where there is only one domain."""
     named = analysis.domain_activation if len(analysis.domain_activation) > 1 else {}
-    return _maps("activation-domain", named, "Share of a layer's activations on this domain's text.")
+    return _maps(analysis, "activation-domain", named, "Share of a layer's activations on this domain's text.")
 
 
 def modality_maps(analysis: RoutingAnalysis) -> list[ExpertMap]:
     """Vision and language tokens, in one colour scale; none where the trace does not tell them apart."""
     named = {f"{name} tokens": rows for name, rows in analysis.modalities.items()}
-    return _maps("activation-modality", named, "Share of a layer's activations by these tokens.")
+    return _maps(analysis, "activation-modality", named, "Share of a layer's activations by these tokens.")
 
 
 def sample_maps(analysis: RoutingAnalysis) -> list[ExpertMap]:
@@ -105,16 +106,20 @@ def sample_maps(analysis: RoutingAnalysis) -> list[ExpertMap]:
         for sample in analysis.samples
         for phase, rows in (("prefill", sample.prefill), ("decode", sample.decode))
     }
-    return _maps("activation", named, "Share of a layer's activations in this part of one sequence.")
+    return _maps(analysis, "activation", named, "Share of a layer's activations in this part of one sequence.")
 
 
 def routing_maps(analysis: RoutingAnalysis) -> list[ExpertMap]:
     """All maps of a trace, that of its whole text first."""
-    whole = _maps("activation", {"all": analysis.activation}, "Share of a layer's activations on the whole text.")
+    whole = _maps(
+        analysis, "activation", {"all": analysis.activation}, "Share of a layer's activations on the whole text."
+    )
     return [*whole, *domain_maps(analysis), *modality_maps(analysis), *sample_maps(analysis)]
 
 
-def _maps(prefix: str, named: Mapping[str, list[FloatArray]], reading: str) -> list[ExpertMap]:
+def _maps(
+    analysis: RoutingAnalysis, prefix: str, named: Mapping[str, list[FloatArray]], reading: str
+) -> list[ExpertMap]:
     together = [row for rows in named.values() for row in rows]
     scale = scale_of(together, SHARE) if len(named) > 1 else None  # equal colours are equal shares
     return [
@@ -125,6 +130,7 @@ def _maps(prefix: str, named: Mapping[str, list[FloatArray]], reading: str) -> l
             values=rows,
             quantity=SHARE,
             scale=scale,
+            layers=analysis.layers,
         )
         for key, (name, rows) in zip(_keys(list(named)), named.items(), strict=True)
     ]

@@ -1,13 +1,14 @@
-"""Section 6: the estimated speed, with every assumption that it hangs on."""
+"""The estimated speed, with every assumption that it hangs on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from moeq.estimator.points import BASELINES, BWRULE, HOBBIT, OPT, SUBJECT
+from moeq.estimator.points import BASELINES, BWRULE, OPT, SUBJECT
 from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, SensitivityRow, TermRow
+from moeq.papers import named
 from moeq.reporting import formats
 from moeq.reporting.html import Raw, Row, Section, details, element, items, lead, paragraph, table
 from moeq.tables import human_bytes
@@ -16,12 +17,16 @@ if TYPE_CHECKING:
     from moeq.reporting.inputs import ReportInputs, SpeedInputs
 
 BOUNDS = {"bytes": "bandwidth", "macs": "arithmetic", "latency": "latency", "none": ""}
-SHORT = {BWRULE: "bandwidth rule", OPT: "cost-optimal", HOBBIT: "HOBBIT"}
 ROUTING = {
     "uniform": "is assumed to be even over all experts",
     "profile": "is assumed to be as calibration counted it",
     "trace": "is that of calibration, step by step",
 }
+TOY = (
+    "The model is so small that these times are of starting work, not of doing it: what they say of speed-ups does not "
+    "hold for models of a size that is served."
+)
+CONTEXT = "the experts that are on the GPU chosen for every sequence from its own prefill"
 SAME = 0.02  # a share by which a speed-up may move and still count as the same
 
 
@@ -31,6 +36,8 @@ def estimate(inputs: ReportInputs) -> Section:
     parts = [lead(_lead(inputs.speed))]
     if not inputs.speed.geometry_is_the_models:
         parts.append(_other_geometry(inputs.speed, inputs.manifest.model.name))
+    elif not inputs.speed.tells:
+        parts.append(paragraph(TOY, kind="warning"))
     if own is None:
         parts.append(paragraph("The estimate holds no figures for the exported assignment."))
     else:
@@ -43,7 +50,7 @@ def estimate(inputs: ReportInputs) -> Section:
             element("h3", "Does it fit?"),
             _capacity(own),
             element("h3", "What these figures assume"),
-            items(own.assumptions),
+            items(map(named, own.assumptions)),
             *sensitivity(own),
             *weakest(own),
             constants(own),
@@ -51,8 +58,21 @@ def estimate(inputs: ReportInputs) -> Section:
     return Section("estimate", "Estimated speed on GPU + near-data memory", parts)
 
 
+def over() -> str:
+    """What speed-ups are over, as `speedups_text` has them."""
+    return " / ".join(titled(key).short for key in (BWRULE, OPT))
+
+
+def speedups_text(found: Mapping[str, float]) -> str:
+    """Decode speed-ups over both MoNDE baselines."""
+    return " / ".join(formats.ratio(found[key]) for key in (BWRULE, OPT))
+
+
 def _lead(speed: SpeedInputs) -> str:
-    return f"Computed by a model of the hardware ({speed.hardware}), not measured. Routing {ROUTING[speed.popularity]}."
+    return (
+        f"Computed by a model of the hardware ({speed.hardware}), not measured. Routing {ROUTING[speed.popularity]}. "
+        f"{titled(SUBJECT).short}: this assignment, {CONTEXT}."
+    )
 
 
 def _other_geometry(speed: SpeedInputs, model: str) -> Raw:
@@ -72,7 +92,7 @@ def speedups(estimate: Estimate) -> Raw:
         over = estimate.speedups_over(baseline, batch=batch)
         decode = [row.decode for row in over]
         whole = formats.span([row.end_to_end for row in over], formats.ratio)
-        cells = (titled(baseline).long, str(batch), formats.span(decode, formats.ratio), whole)
+        cells = (titled(baseline).short, str(batch), formats.span(decode, formats.ratio), whole)
         rows.append(((batch, min(decode), baseline), cells))
     inputs = sorted({row.input_tokens for row in estimate.speedups})
     outputs = sorted({row.output_tokens for row in estimate.speedups})
@@ -94,7 +114,7 @@ def terms(estimate: Estimate) -> Raw:
     rows: list[Row | tuple[str, ...]] = []
     steps = {point.policy: point.decode_seconds_per_token for point in estimate.points[::-1] if point.batch == batch}
     for policy in (name for name in (SUBJECT, *BASELINES) if name in steps):
-        whole = (titled(policy).long, formats.milliseconds(steps[policy]), "", "", "")
+        whole = (titled(policy).short, formats.milliseconds(steps[policy]), "", "", "")
         rows.append(Row(cells=whole, kind="group"))
         rows += [_term(row) for row in estimate.step_terms(policy, batch=batch).values() if row.seconds > 0]
     caption = (
@@ -152,7 +172,7 @@ def sensitivity(estimate: Estimate) -> list[Raw]:
     now = assumed(estimate)
     telling = [_changed(row, now) for row in estimate.sensitivity if effect(row, now) >= SAME]
     others = [_changed(row, now) for row in estimate.sensitivity if effect(row, now) < SAME]
-    head = ("assumption", "change", "step, ms", *(f"over {SHORT[key]}" for key in now))
+    head = ("assumption", "change", "step, ms", *(f"over {titled(key).short}" for key in now))
     step = next(point.decode_seconds_per_token for point in estimate.points if point.policy == SUBJECT)
     whole = ("as assumed above", "", formats.milliseconds(step), *map(formats.ratio, now.values()))
     reading = (
@@ -176,7 +196,7 @@ def refused(estimate: Estimate) -> list[Raw]:
     """Policies that cannot run the model, each with the sum that does not fit."""
     reasons = {(row.policy, row.reason): row.batch for row in reversed(estimate.refused)}  # at the smallest batch
     texts = [
-        f"{titled(policy).long}: {f'not from batch {batch} on; ' if batch > 1 else ''}{reason}"
+        f"{titled(policy).short}: {f'not from batch {batch} on; ' if batch > 1 else ''}{reason}"
         for (policy, reason), batch in sorted(reasons.items())
     ]
     return [paragraph("Left out, since they cannot run:", kind="reading"), items(texts)] if texts else []
@@ -192,7 +212,7 @@ def requests(estimate: Estimate) -> Raw:
     head = ("policy", "seconds", "GPU memory", "link", "near-data memory", "near-data side busy", "tokens on the GPU")
     rows = [
         (
-            titled(point.policy).long,
+            titled(point.policy).short,
             formats.number(point.end_to_end_seconds),
             *(human_bytes(point.bytes_moved[channel]) for channel in ("gpu_memory", "link", "ndp_memory")),
             formats.percent(point.ndp_busy_share),
@@ -221,7 +241,7 @@ def weakest(estimate: Estimate) -> list[Raw]:
 
 def constants(estimate: Estimate) -> Raw:
     """Every constant of the hardware with its source, folded away."""
-    rows = [(c.key, c.text, "fitted" if c.is_fitted else "", c.source) for c in estimate.hardware_constants]
+    rows = [(c.key, c.text, "fitted" if c.is_fitted else "", named(c.source)) for c in estimate.hardware_constants]
     fitted = sum(c.is_fitted for c in estimate.hardware_constants)
     reading = (
         "Every constant of the hardware file. Fitted ones were tuned to the results that they are meant to explain."

@@ -59,6 +59,10 @@ details { margin: 10px 0; }
 summary { cursor: pointer; color: var(--series-1); }
 details pre { background: var(--card); border: 1px solid var(--faint); border-radius: 8px; padding: 12px;
   overflow-x: auto; }
+.terms { font-size: 0.9rem; margin: 0 0 12px; }
+dl { margin: 6px 0 0; max-width: 76ch; }
+dt { font-weight: 600; margin-top: 8px; }
+dd { margin: 0 0 0 14px; color: var(--muted); }
 li { margin: 3px 0; }
 @media (max-width: 640px) { tbody th { white-space: normal; min-width: 11em; } td:not(.number) { min-width: 8em; } }
 @media (max-width: 480px) { main { padding: 16px 12px 48px; } h1 { font-size: 1.4rem; } .tiles { gap: 8px; } }

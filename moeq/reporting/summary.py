@@ -1,21 +1,23 @@
-"""Sections 1 and 5: what the run gave, and how size and quality trade."""
+"""How size and quality trade, and every variant beside the exported one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from moeq.artifacts.evaluation import Change, Divergence, EvalRow
-from moeq.estimator.points import BWRULE, OPT
+from moeq.artifacts.evaluation import Change, EvalRow
 from moeq.reporting import formats
 from moeq.reporting.charts import Variant, dominated, size_chart
+from moeq.reporting.decided import kl_text
 from moeq.reporting.html import Raw, Row, Section, element, figure, join, lead, paragraph, plain, table
 from moeq.reporting.inputs import ReportInputs
+from moeq.reporting.names import assignment_label, domain_label
+from moeq.reporting.speed import over, speedups_text
 from moeq.tables import effective, human_size, too_few
 
 
-def headline(inputs: ReportInputs) -> Section:
-    """The figures of the exported checkpoint, then every variant beside it."""
-    parts = [element("div", *_tiles(inputs), class_="tiles"), _comparison(inputs)]
+def variants(inputs: ReportInputs) -> Section:
+    """The exported checkpoint and every variant beside it."""
+    parts = [_comparison(inputs)]
     if _is_compared(inputs):
         parts.append(_divergence(inputs))
     domains = sorted({name for row in inputs.evaluation.rows for name in row.perplexity_by_domain})
@@ -36,64 +38,7 @@ def headline(inputs: ReportInputs) -> Section:
                 "original model."
             )
         )
-    return Section("summary", "What it cost and what it gains", parts)
-
-
-def _arrow(old: str, new: str) -> str:
-    return f"{old} → {new}" if old != formats.MISSING else new
-
-
-def _tiles(inputs: ReportInputs) -> list[Raw]:
-    old, new = inputs.original, inputs.exported
-    if new is None:
-        return [_tile("exported checkpoint", "not evaluated", "eval.json has no exported row")]
-    size = _arrow(_bytes(old.expert_bytes if old else None), human_size(new.expert_bytes))
-    smaller = f"{formats.ratio(old.expert_bytes / new.expert_bytes)} smaller, " if old and new.expert_bytes else ""
-    accuracy = _arrow(formats.percent(old.accuracy if old else None), formats.percent(new.accuracy))
-    return [
-        _tile("bytes of all experts", size, f"{smaller}scales and zero points counted"),
-        *([] if new.whole_bytes is None else [_whole_tile(old, new)]),
-        *([] if new.divergence is None else [_divergence_tile(new.divergence)]),
-        _logits_tile(inputs, old, new) if inputs.classifies else _perplexity_tile(inputs, old, new),
-        _tile("accuracy", accuracy if new.accuracy is not None else "not measured", _accuracy_note(old, new)),
-        *_speed_tile(inputs),
-    ]
-
-
-def _perplexity_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw:
-    before = old.perplexity if old else None
-    value = _arrow(formats.perplexity(before), formats.perplexity(new.perplexity))
-    cost = formats.change(new.perplexity, before)
-    return _tile(
-        "perplexity (lower is better)",
-        value if new.perplexity is not None else "not measured",
-        f"{cost} on {inputs.evaluation.tokens:,} tokens" if cost else "",
-    )
-
-
-def _divergence_tile(found: Divergence) -> Raw:
-    note = f"nats a token, mean; of {formats.percent(found.same_top)} of the tokens the likeliest is the same"
-    return _tile("KL from the original (lower is better)", _kl(found), note)
-
-
-def _kl(found: Divergence) -> str:
-    """The mean with its error."""
-    return formats.with_error(formats.kl(found.kl), None if found.kl_stderr is None else f"{found.kl_stderr:.1g}")
-
-
-def _logits_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw:
-    entropy = _arrow(
-        formats.cross_entropy(old.cross_entropy if old else None), formats.cross_entropy(new.cross_entropy)
-    )
-    note = f"of the original's, relative; cross-entropy {entropy} on {inputs.evaluation.images:,} images"
-    return _tile("error of the logits (lower is better)", formats.share(new.logit_error), note)
-
-
-def _whole_tile(old: EvalRow | None, new: EvalRow) -> Raw:
-    """The whole checkpoint."""
-    before, after = old.whole_bytes if old else None, new.whole_bytes
-    note = f"{formats.ratio(before / after)} smaller" if before and after else ""
-    return _tile("bytes of the whole checkpoint", _arrow(_bytes(before), _bytes(after)), note)
+    return Section("variants", "Every variant", parts)
 
 
 def _size(size: int | None, original: int | None) -> str:
@@ -110,47 +55,27 @@ def _bytes(size: int | None) -> str:
     return formats.MISSING if size is None else human_size(size)
 
 
-def _accuracy_note(old: EvalRow | None, new: EvalRow) -> str:
-    parts = [
-        formats.points(new.accuracy, old.accuracy if old else None),
-        formats.standard_error(new.accuracy_stderr),
-        ", ".join(sorted(new.tasks)),
-    ]
-    return "; ".join(part for part in parts if part)
-
-
-def _speed_tile(inputs: ReportInputs) -> list[Raw]:
-    speed = inputs.speed.decode_speedups.get(inputs.assignment.name)
-    if speed is None:
-        return []
-    note = "over MoNDE with its bandwidth rule / cost-optimal"
-    if not inputs.speed.geometry_is_the_models:
-        note += f"; for {inputs.speed.geometry['name']} with this bit mix, not this model"
-    return [_tile("decode speed-up, estimated", _speedups(speed), note)]
-
-
-def _speedups(over: Mapping[str, float]) -> str:
-    return " / ".join(formats.ratio(over[key]) for key in (BWRULE, OPT))
-
-
-def _tile(title: str, value: str, note: str) -> Raw:
-    return element("div", element("span", title), element("b", value), element("span", note), class_="tile")
-
-
 def _comparison(inputs: ReportInputs) -> Raw:
     rows = [_marked(row, _figures(inputs, row)) for row in inputs.evaluation.rows]
     head = ("assignment", "bits of the experts' weights", "expert bytes, of original", "whole checkpoint, of original",
-            "bits of all weights", *_quality_heads(inputs), "accuracy", "decode speed-up, estimated")  # fmt: skip
+            "bits of all weights", *_quality_heads(inputs), "accuracy",
+            *(["decode speed-up, estimated"] if inputs.speed.tells else []))  # fmt: skip
     lower = "logit error" if inputs.classifies else "perplexity"
     return table(
         f"Each row is one assignment of the same model: smaller bytes and lower {lower} are better. Bits are what "
         "is stored for a weight, scales and zero points counted as in the bytes; those of all weights are of all "
         f"tensors over the checkpoint's {inputs.weights:,} weights. The whole checkpoint is every file of "
-        "its directory, as assign.size limits it. Speed-ups are estimates of the decode "
-        "step over MoNDE with its bandwidth rule / cost-optimal; the latter is the harder to beat.",
+        f"its directory, as assign.size limits it.{_how_fast(inputs)}",
         head,
         rows,
     )
+
+
+def _how_fast(inputs: ReportInputs) -> str:
+    """What the speed-ups are, where there are any."""
+    if not inputs.speed.tells:
+        return ""
+    return f" Speed-ups are estimates of the decode step over {over()}; the latter is the harder to beat."
 
 
 def _figures(inputs: ReportInputs, row: EvalRow) -> list[str]:
@@ -163,7 +88,7 @@ def _figures(inputs: ReportInputs, row: EvalRow) -> list[str]:
         formats.bits(row.stored_bits(inputs.weights)),
         *_quality(inputs, row, old),
         formats.percent(row.accuracy),
-        formats.MISSING if speed is None else _speedups(speed),
+        *([formats.MISSING if speed is None else speedups_text(speed)] if inputs.speed.tells else []),
     ]
 
 
@@ -175,22 +100,24 @@ def _is_compared(inputs: ReportInputs) -> bool:
 def _quality_heads(inputs: ReportInputs) -> tuple[str, ...]:
     if inputs.classifies:
         return ("cross-entropy, over original", "logit error")
-    return ("perplexity, over original", *(["KL from original"] if _is_compared(inputs) else []))
+    return ("perplexity, over original", *(["KL from original", "equal top-1"] if _is_compared(inputs) else []))
 
 
 def _quality(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[str]:
     """Cells under `_quality_heads`."""
     if not inputs.classifies:
-        over = "" if row is old else formats.change(row.perplexity, old.perplexity if old else None)
-        kl = formats.kl(None if row.divergence is None else row.divergence.kl)
-        return [_with_note(formats.perplexity(row.perplexity), over), *([kl] if _is_compared(inputs) else [])]
-    over = "" if row is old else formats.change(row.cross_entropy, old.cross_entropy if old else None)
-    return [_with_note(formats.cross_entropy(row.cross_entropy), over), formats.share(row.logit_error)]
+        change = "" if row is old else formats.change(row.perplexity, old.perplexity if old else None)
+        found = row.divergence
+        near = [formats.kl(found.kl if found else None), formats.percent(found.same_top if found else None)]
+        return [_with_note(formats.perplexity(row.perplexity), change), *(near if _is_compared(inputs) else [])]
+    change = "" if row is old else formats.change(row.cross_entropy, old.cross_entropy if old else None)
+    return [_with_note(formats.cross_entropy(row.cross_entropy), change), formats.share(row.logit_error)]
 
 
 def _marked(row: EvalRow, cells: Sequence[str]) -> Row:
     """A row whose name says whether it is the exported one."""
-    name = join([row.name, element("span", "exported", class_="tag")]) if row.exported else row.name
+    label = assignment_label(row.name, row.assignment)
+    name = join([label, element("span", "exported", class_="tag")]) if row.exported else label
     return Row(cells=(name, *cells), kind="exported" if row.exported else "other")
 
 
@@ -202,14 +129,16 @@ def _divergence(inputs: ReportInputs) -> Raw:
     rows = []
     for row, one in found:
         kls, changes = one.kl_percentiles, one.change_percentiles
-        cells = [_kl(one), *(formats.kl(kls[name]) for name in ("50", "99", "99.9", "100"))]
+        cells = [kl_text(one), *(formats.kl(kls[name]) for name in ("50", "99", "99.9", "100"))]
         cells += [formats.percent(one.same_top), formats.percent(one.top5_overlap), formats.percent(one.rms_change)]
         cells.append(" to ".join(formats.points(changes[name], 0.0).removesuffix(" points") for name in ("1", "99")))
         rows.append(_marked(row, cells))
     first = found[0][1]
     bound = ""
     if first.kept is not None:
-        most = ", ".join(f"{row.name} {formats.kl(one.kl_most)}" for row, one in found)
+        most = ", ".join(
+            f"{assignment_label(row.name, row.assignment)} {formats.kl(one.kl_most)}" for row, one in found
+        )
         bound = (
             f" Of every token the {first.kept:,} largest logits of the original were kept, and of the rest, "
             f"{formats.share(first.rest)} of the probability, the sum: the divergences are lower bounds. The means are "
@@ -229,11 +158,12 @@ def _by_domain(inputs: ReportInputs, domains: Sequence[str]) -> Raw:
     def cell(row: EvalRow, domain: str) -> str:
         value = row.perplexity_by_domain.get(domain)
         reference = inputs.original.perplexity_by_domain.get(domain) if inputs.original else None
-        over = "" if row is inputs.original else formats.change(value, reference)
-        return _with_note(formats.perplexity(value), over)
+        change = "" if row is inputs.original else formats.change(value, reference)
+        return _with_note(formats.perplexity(value), change)
 
     return _by("Perplexity by domain, with the change against the original: an assignment that calibrated on the wrong "
-               "text shows here as one domain much worse than the others.", inputs, domains, cell)  # fmt: skip
+               "text shows here as one domain much worse than the others.", inputs, domains, cell,
+               inputs.domains)  # fmt: skip
 
 
 def _by_task(inputs: ReportInputs, tasks: Sequence[str]) -> Raw:
@@ -288,9 +218,16 @@ def _how(inputs: ReportInputs) -> str:
     )
 
 
-def _by(caption: str, inputs: ReportInputs, names: Sequence[str], cell: Callable[[EvalRow, str], str]) -> Raw:
+def _by(
+    caption: str,
+    inputs: ReportInputs,
+    names: Sequence[str],
+    cell: Callable[[EvalRow, str], str],
+    labels: Mapping[str, str] | None = None,
+) -> Raw:
+    """A column a name; labels: what pages call some of them."""
     rows = [_marked(row, [cell(row, name) for name in names]) for row in inputs.evaluation.rows]
-    return table(caption, ("assignment", *names), rows)
+    return table(caption, ("assignment", *(domain_label(name, labels or {}) for name in names)), rows)
 
 
 def size_against_quality(inputs: ReportInputs) -> Section:
@@ -315,7 +252,12 @@ def size_against_quality(inputs: ReportInputs) -> Section:
 def _against(name: str, measure: str, costs: Sequence[tuple[EvalRow, float]]) -> Raw | None:
     """Rows by their bytes and what should be small; None where there is no row."""
     points = [
-        Variant(name=plain(row.name), size_bytes=row.expert_bytes, cost=cost, exported=row.exported)
+        Variant(
+            name=plain(assignment_label(row.name, row.assignment)),
+            size_bytes=row.expert_bytes,
+            cost=cost,
+            exported=row.exported,
+        )
         for row, cost in costs
         if row.expert_bytes > 0
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moeq.artifacts.evaluation import Score, Translation
+from moeq.papers import ELEPHANTS
 from moeq.reporting import formats
 from moeq.reporting.html import Section, lead, table
 
@@ -15,7 +16,7 @@ def translation(measured: Translation) -> Section:
     text = (
         f"{formats.count(measured.sentences, 'sentence')}; brackets: intervals of 95 % by Student's t, "
         "with the errors of resampled sentences, for differences to the original of the same; too few sentences have "
-        f"none. A difference whose interval holds 0 may be chance. (Paper 002, Table 2.) {counted}."
+        f"none. A difference whose interval holds 0 may be chance. ({ELEPHANTS.short}, Table 2.) {counted}."
     )
     rows = [
         (f"{variant.name}, beam {variant.beams}", *_cells(variant.bleu), *_cells(variant.chrf))

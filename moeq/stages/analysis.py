@@ -65,7 +65,7 @@ def write(context: Context, directory: Path) -> dict[str, Any]:
     curves = read_sweeps(path) if path.is_file() else None
     texts = written(routing_maps(routing))
     if mean(routing.similarity.same) is not None:
-        texts["phase-similarity.svg"] = svg.printed(similarity_lines(routing.similarity))
+        texts["phase-similarity.svg"] = svg.printed(similarity_lines(routing.similarity, routing.layers))
     make_directory(directory)
     documents: dict[str, Any] = {ROUTING: routing.as_json()}
     if curves is not None:

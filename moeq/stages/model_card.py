@@ -9,7 +9,7 @@ from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
 from moeq.integers.vit.configuration import MODEL_TYPE as MOE_VIT
-from moeq.recipe.earlier import parameters_text
+from moeq.recipe.used import parameters_text
 from moeq.tables import human_bytes, human_size
 
 
@@ -24,7 +24,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
     widths = [expert.widths for layer in manifest.layers for expert in layer.experts]
     tiers = Counter(expert.tier for layer in manifest.layers for expert in layer.experts)
     name = markdown(manifest.model.name)
-    parameters = parameters_text(assignment["parameters"])
+    parameters = parameters_text(assignment["method"], assignment["parameters"])
     made = f"{markdown(assignment['name'])}: {markdown(assignment['method'])} ({markdown(parameters)})"
     grid = "symmetric" if manifest.layout["symmetric"] else "asymmetric"
     lines = [

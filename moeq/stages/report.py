@@ -12,9 +12,11 @@ from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
+from moeq.registry import EXPORTERS
 from moeq.reporting.atlas import atlas
-from moeq.reporting.inputs import Refined, ReportInputs, SpeedInputs
+from moeq.reporting.inputs import Loads, Refined, ReportInputs, SpeedInputs
 from moeq.reporting.maps import MOST_TEXTS
+from moeq.reporting.names import source_names
 from moeq.reporting.page import render
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import (
@@ -35,7 +37,7 @@ from moeq.stages.needs import Needs, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 
 NAME = "report.html"
-REVISION = 7  # raised when the same run gives another page
+REVISION = 8  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 
@@ -69,8 +71,28 @@ def collect(context: Context) -> ReportInputs:
         low_precision=analysis.measured(context),
         reparam=reparam.load(context) if context.folds else None,
         integer=integer_forward.load(context),
+        loads=loads(context, assignment),
+        domains=source_names(_sources(context)),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in stages_of(context)},
     )
+
+
+def loads(context: Context, assignment: Assignment) -> list[Loads]:
+    """Every runtime that moeq writes for, with why it does not load what was assigned as it is."""
+    widths = assignment.expert_widths()
+    found = []
+    for exporter in EXPORTERS:
+        reason = export.refused(context, exporter.name, widths, assignment) if exporter.targets else None
+        if exporter.targets:
+            found.append(Loads(name=exporter.name, reason=None if reason is None else reason[0]))
+    return sorted(found, key=lambda one: one.reason is not None)
+
+
+def _sources(context: Context) -> list[str]:
+    """What the recipe calls its text."""
+    measured = context.recipe.eval.perplexity
+    every = [context.recipe.corpus.source, *([] if measured is None else [measured.source])]
+    return [name for source in every for name in ([source] if isinstance(source, str) else source)]
 
 
 def stages_of(context: Context) -> tuple[str, ...]:

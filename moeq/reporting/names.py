@@ -1,0 +1,65 @@
+"""What pages call layers, assignments and the sources of text: the model's own names, and words that say something."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeq.artifacts.assignment import Assignment
+
+SAYING_NOTHING = {"train", "test", "val", "valid", "validation", "dev", "eval", "data", "text", "corpus", "dataset"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNames:
+    """Layers as an axis names them: a label each, and a title with N for what the labels are."""
+
+    labels: tuple[str, ...]
+    title: str
+
+
+def layer_names(names: Sequence[str]) -> LayerNames:
+    """Numbers where the names differ by one number alone ("model.layers.N.mlp"), else the names themselves."""
+    parts = [re.split(r"(\d+)", name) for name in names]
+    if len({len(part) for part in parts}) == 1:
+        varying = [place for place, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
+        if not varying and len(parts[0]) > 1:
+            varying = [1]
+        if len(varying) == 1 and varying[0] % 2:
+            (place,) = varying
+            title = "".join([*parts[0][:place], "N", *parts[0][place + 1 :]])
+            return LayerNames(labels=tuple(part[place] for part in parts), title=title)
+    return LayerNames(labels=tuple(names), title="MoE layer")
+
+
+def expert_name(layer: str, expert: int) -> str:
+    """One expert, by the model's name of its layer."""
+    return f"{layer}, expert {expert}"
+
+
+def assignment_label(name: str, assignment: Assignment | None) -> str:
+    """What people read for an assignment; files and JSON are keyed by its name."""
+    return name
+
+
+def source_names(sources: Sequence[str]) -> dict[str, str]:
+    """{domain: what pages call it} of local files whose stem says nothing: the folder that they lie in."""
+    named = {}
+    for source in sources:
+        path = Path(source)
+        stem, *_ = path.name.split(".")
+        folder = next((part for part in reversed(path.parts[:-1]) if _tells(part)), None)
+        if stem.lower() in SAYING_NOTHING and folder is not None:
+            named[stem] = f"{folder}, {stem}"
+    return named
+
+
+def _tells(folder: str) -> bool:
+    return folder.lower() not in SAYING_NOTHING | {"/", "..", "~"}
+
+
+def domain_label(domain: str, names: Mapping[str, str]) -> str:
+    """What pages call a domain."""
+    return names.get(domain, domain)
