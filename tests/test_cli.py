@@ -12,21 +12,24 @@ from fork_server import ForkServer
 from typer.main import get_command
 
 from moeq.cli import app
-from moeq.cli.runs import method_changes
 from moeq.inspection import inspect
-from moeq.options import StageOptions
-from moeq.recipe import RefineSection, load_recipe
+from moeq.recipe import RefineSection, build_recipe, every_change, load_recipe
 from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
-STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet", "--check"}
+RUN = {"--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet", "--check"}
+STAGE = RUN | {"what"}
+BUDGET = {"--bits", "--code-bits", "--size"}
+BUILD = BUDGET | {"--group-size", "--text", "--eval-text", "--quality", "--preset", "--quantizer", "--refine"}
 FLAGS = {
-    "run": STAGE | {"--quantizer", "--refine", "--verify", "--force"},
+    "run": STAGE | BUILD | {"--verify", "--force"},
     **dict.fromkeys(("profile", "reparam"), STAGE),
-    "eval": STAGE
+    "eval": RUN
+    | {"recipe"}
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}
     | {"--context-aware", "--truncate", "--dtype", "--device"},
-    "estimate": STAGE
+    "estimate": RUN
+    | {"recipe"}
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
     | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"},
     "export": STAGE | {"--format", "--widen", "--verify"},
@@ -35,7 +38,8 @@ FLAGS = {
     "losses": STAGE | {"--quantizer"},
     "quantize": STAGE | {"--refine"},
     "assign": STAGE
-    | {"--method", "--quantizer", "--bits-per-weight", "--code-bits", "--expert-bytes", "--size", "--target", "--price"}
+    | BUDGET
+    | {"--method", "--quantizer", "--bits-per-weight", "--expert-bytes", "--target", "--price"}
     | {"--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
@@ -60,7 +64,9 @@ FLAGS = {
         "--trust-remote-code",
         "--json",
     },
-    "plan": {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--probe", "--json"},
+    "plan": BUILD | STAGE - {"--quiet", "--check"} | {"--probe"},
+    "init": BUILD | STAGE - {"--check"} | {"--format"},
+    "recipe": BUILD | STAGE - {"--check", "--quiet", "--out"} | {"--format", "--schema"},
 }
 
 
@@ -104,18 +110,20 @@ def test_import_registers_with_transformers_whenever_it_is_imported() -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_method_and_refine_change_the_recipe() -> None:
-    base = load_recipe(None)
+def test_method_and_refine_change_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "bare.yaml"
+    path.write_text("recipe_version: 1\n", "utf-8")
+    base = load_recipe(path)
     assert base.quantize.refine is None
-    assert method_changes(base, StageOptions()) == []
-    signround = load_recipe(None, method_changes(base, StageOptions(quantizer="signround", refine=True)))
+    assert every_change(path, None, []) == []
+    signround = build_recipe(path, quantizer="signround", refine=True)
     assert signround.losses.methods == ["gptq", "rtn", "signround"]
     assert signround.assign.quantizer == "signround"
     assert signround.quantize.refine == RefineSection()
-    best = load_recipe(None, method_changes(base, StageOptions(quantizer="best")))
+    best = build_recipe(path, quantizer="best")
     assert (best.losses.methods, best.assign.quantizer) == (base.losses.methods, "best")
-    own = load_recipe(None, ["quantize.refine={iterations: 7}"])
-    assert method_changes(own, StageOptions(refine=True)) == []
+    own = ["quantize.refine={iterations: 7}"]
+    assert every_change(path, None, own, refine=True) == own
 
 
 def test_stages_one_by_one_in_json(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:
