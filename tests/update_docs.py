@@ -14,6 +14,7 @@ from recipe_reference import reference
 from moeq import errors
 from moeq.artifacts.assignment import FULL
 from moeq.artifacts.targets import Target
+from moeq.bundled.preset_files import preset_names, preset_path
 from moeq.estimator import known_hardware, load_hardware
 from moeq.exporters.exporter import Exporter
 from moeq.models.support import families
@@ -158,6 +159,16 @@ def all_families() -> str:
     return table("| model_type | class | experts | streams | quantizes, exports, loads |", rows)
 
 
+def presets() -> str:
+    """What the comment above each of them says."""
+    rows = []
+    for name in preset_names():
+        head = preset_path(name).read_text("utf-8").partition("\nrecipe_version")[0]
+        words = " ".join(line.removeprefix("#").strip() for line in head.splitlines())
+        rows.append((f"`{name}`", words.removeprefix(f"Preset {name}").lstrip(",: ")))
+    return table("| preset | |", rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "count of families": count_of_families,
     "exit codes": exit_codes,
@@ -167,6 +178,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gguf": gguf,
     "hardware": hardware,
     "loads": loads,
+    "presets": presets,
     "recipe": lambda: reference(Recipe),
     "rooms": rooms,
     "targets": targets,
