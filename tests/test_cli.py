@@ -12,22 +12,25 @@ from fork_server import ForkServer
 from typer.main import get_command
 
 from moeq.cli import app
-from moeq.cli.runs import method_changes
 from moeq.inspection import inspect
-from moeq.options import StageOptions
-from moeq.recipe import RefineSection, load_recipe
+from moeq.recipe import RefineSection, build_recipe, every_change, load_recipe
 from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
-STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet", "--check"}
+RUN = {"--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet", "--check"}
 DEVICE = {"--device"}
+STAGE = RUN | {"what"}
+BUDGET = {"--bits", "--code-bits", "--size"}
+BUILD = BUDGET | {"--group-size", "--text", "--eval-text", "--quality", "--preset", "--quantizer", "--refine"}
 FLAGS = {
-    "run": STAGE | DEVICE | {"--quantizer", "--refine", "--verify", "--force"},
+    "run": STAGE | DEVICE | BUILD | {"--verify", "--force"},
     **dict.fromkeys(("profile", "reparam"), STAGE | DEVICE),
-    "eval": STAGE
+    "eval": RUN
+    | {"recipe"}
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}
     | {"--context-aware", "--truncate", "--dtype", "--device"},
-    "estimate": STAGE
+    "estimate": RUN
+    | {"recipe"}
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
     | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"},
     "export": STAGE | DEVICE | {"--format", "--widen", "--verify"},
@@ -37,7 +40,8 @@ FLAGS = {
     "quantize": STAGE | DEVICE | {"--refine"},
     "assign": STAGE
     | DEVICE
-    | {"--method", "--quantizer", "--bits-per-weight", "--code-bits", "--expert-bytes", "--size", "--target", "--price"}
+    | BUDGET
+    | {"--method", "--quantizer", "--bits-per-weight", "--expert-bytes", "--target", "--price"}
     | {"--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
     "inspect": {"path", "--trust-remote-code", "--json", "--quiet"},
     "families": {"name", "--json", "--quiet"},
@@ -64,7 +68,9 @@ FLAGS = {
         "--quiet",
         "--chat",
     },
-    "plan": {"recipe", "--model", "--out", "--set", "--device", "--trust-remote-code", "--probe", "--json", "--quiet"},
+    "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--probe"},
+    "init": BUILD | STAGE - {"--check"} | {"--format"},
+    "recipe": BUILD | STAGE - {"--check", "--quiet", "--out"} | {"--format", "--schema"},
 }
 
 
@@ -108,18 +114,20 @@ def test_import_registers_with_transformers_whenever_it_is_imported() -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_method_and_refine_change_the_recipe() -> None:
-    base = load_recipe(None)
+def test_method_and_refine_change_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "bare.yaml"
+    path.write_text("recipe_version: 1\n", "utf-8")
+    base = load_recipe(path)
     assert base.quantize.refine is None
-    assert method_changes(base, StageOptions()) == []
-    signround = load_recipe(None, method_changes(base, StageOptions(quantizer="signround", refine=True)))
+    assert every_change(path, None, []) == []
+    signround = build_recipe(path, quantizer="signround", refine=True)
     assert signround.losses.methods == ["gptq", "rtn", "signround"]
     assert signround.assign.quantizer == "signround"
     assert signround.quantize.refine == RefineSection()
-    best = load_recipe(None, method_changes(base, StageOptions(quantizer="best")))
+    best = build_recipe(path, quantizer="best")
     assert (best.losses.methods, best.assign.quantizer) == (base.losses.methods, "best")
-    own = load_recipe(None, ["quantize.refine={iterations: 7}"])
-    assert method_changes(own, StageOptions(refine=True)) == []
+    own = ["quantize.refine={iterations: 7}"]
+    assert every_change(path, None, own, refine=True) == own
 
 
 def test_stages_one_by_one_in_json(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:

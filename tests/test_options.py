@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from moeq.cli.runs import PlanOptions
 from moeq.cli.stages import AssignOptions
 from moeq.comparison.eval_options import OF_SUBJECTS, OF_TASKS, EvalOptions
+from moeq.errors import RecipeError
 from moeq.estimation.estimate_options import APART, EstimateOptions
-from moeq.options import LAST, RARE, RunOptions, StageOptions
+from moeq.options import LAST, RARE, BuildOptions, RunOptions, StageOptions
+from moeq.recipe import budget_keys, load_recipe
 
 
 def test_options_that_are_ordered_and_rare_exist() -> None:
@@ -30,18 +33,60 @@ def test_only_what_is_given_changes_a_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "dropped"),
+    ("asked", "before", "kept"),
     [
-        (AssignOptions(size="1GiB"), {"bits", "bits_per_weight", "code_bits", "expert_bytes"}),
-        (AssignOptions(set_=["assign.bits=2"]), {"bits_per_weight", "code_bits", "expert_bytes", "size"}),
-        (AssignOptions(method="uniform"), {"code_bits", "ndp_latency_ms"}),
-        (AssignOptions(method="optimal", ndp_latency=2.0), {"bits"}),
-        (AssignOptions(target="vllm"), set()),
+        (BuildOptions(bits="2.5"), "{method: optimal, code_bits: 2}", {"bits_per_weight": "5/2"}),
+        (AssignOptions(size="1GiB"), "{method: optimal, bits_per_weight: 3}", {"size": 1 << 30}),
+        (AssignOptions(expert_bytes="1GiB"), "{method: optimal, size: 3GiB}", {"expert_bytes": 1 << 30}),
+        (StageOptions(set_=["assign.bits=2"]), "{method: uniform, size: 3GiB}", {"bits": 2}),
+        (
+            AssignOptions(method="uniform"),
+            "{method: optimal, bits_per_weight: 3, granularity: projection, ndp_latency_ms: 3}",
+            {"bits_per_weight": "3"},
+        ),
+        (
+            AssignOptions(method="optimal", ndp_latency=2.0),
+            "{method: uniform, bits_per_weight: 3}",
+            {"bits_per_weight": "3", "ndp_latency_ms": 2.0},
+        ),
+        (AssignOptions(target="vllm"), "{method: optimal, code_bits: 2}", {"code_bits": "2", "target": "vllm"}),
+        (AssignOptions(bits_per_weight="3").by_names_of_today(), "{size: 3GiB}", {"bits_per_weight": "3"}),
     ],
 )
-def test_a_budget_or_a_method_replaces_the_recipes_budget(asked: AssignOptions, dropped: set[str]) -> None:
-    nulls = {one.removesuffix("=null") for one in asked.changes() if one.endswith("=null")}
-    assert nulls == {f"assign.{name}" for name in dropped}
+def test_a_budget_or_a_method_replaces_what_the_recipe_has_of_another(
+    asked: StageOptions, before: str, kept: dict[str, object], tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"assign: {before}\n", "utf-8")
+    section = load_recipe(path, asked.changes()).assign
+    may = {*budget_keys(), "granularity", "ndp_latency_ms", "target"}
+    found = {key: value for key, value in section.model_dump().items() if key in may and value is not None}
+    assert found == kept
+
+
+def test_two_budgets_and_a_text_on_both_sides_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, words in (
+        (AssignOptions(bits="2", expert_bytes="1GiB"), "one budget is enough: --bits or --expert-bytes"),
+        (BuildOptions(text=["a"], eval_text=["b", "a"]), "--eval-text: a is in --text"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            asked.changes()
+    assert BuildOptions(text=["bundled"], eval_text=["bundled"]).changes()
+    with pytest.raises(RecipeError, match="both are given"):
+        AssignOptions(bits="2", bits_per_weight="3").by_names_of_today()
+    assert AssignOptions(bits_per_weight="3").by_names_of_today() == AssignOptions(bits="3")
+    assert capsys.readouterr().err == "--bits-per-weight is now --bits\n"
+
+
+def test_what_is_run_is_a_recipe_by_its_ending_and_a_model_otherwise() -> None:
+    recipe, model = StageOptions(what="a/b.yaml"), StageOptions(what="org/name")
+    assert (recipe.recipe_path, recipe.named_model) == (Path("a/b.yaml"), None)
+    assert (model.recipe_path, model.named_model) == (None, "org/name")
+    assert StageOptions(what="b.yml", model="m").named_model == "m"
+    with pytest.raises(RecipeError, match="two models: a and --model b"):
+        _ = StageOptions(what="a", model="b").named_model
+    with pytest.raises(RecipeError, match="--quality goes without a recipe"):
+        _ = BuildOptions(what="b.yml", quality="best").preset_name
 
 
 def test_options_are_asked_for_by_their_marks() -> None:

@@ -16,6 +16,7 @@ import moeq
 from moeq import errors
 from moeq.artifacts.assignment import FULL
 from moeq.artifacts.targets import Target
+from moeq.bundled.preset_files import preset_names, preset_path
 from moeq.estimator import known_hardware, load_hardware
 from moeq.exporters.exporter import Exporter
 from moeq.models.support import families
@@ -167,6 +168,16 @@ def python() -> str:
     return table("| | |", [(f"`moeq.{name}`", text) for name, text in first.items()])
 
 
+def presets() -> str:
+    """What the comment above each of them says."""
+    rows = []
+    for name in preset_names():
+        head = preset_path(name).read_text("utf-8").partition("\nrecipe_version")[0]
+        words = " ".join(line.removeprefix("#").strip() for line in head.splitlines())
+        rows.append((f"`{name}`", words.removeprefix(f"Preset {name}").lstrip(",: ")))
+    return table("| preset | |", rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "count of families": count_of_families,
     "exit codes": exit_codes,
@@ -177,6 +188,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hardware": hardware,
     "loads": loads,
     "python": python,
+    "presets": presets,
     "recipe": lambda: reference(Recipe),
     "rooms": rooms,
     "targets": targets,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Any, Literal, Optional, Self
 
 from pydantic import (
     Field,
@@ -204,9 +204,13 @@ class AssignSection(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """With the keys of every method."""
+        """With the keys of every method, which may be null where the method is another."""
         schema: dict[str, Any] = handler(core_schema)
-        keys: dict[str, Any] = {key: (field.annotation, field) for key, field in cls.every_key().items()}
+        own = cls.every_key().keys() - cls.model_fields.keys()
+        keys: dict[str, Any] = {
+            key: (Optional[field.annotation] if key in own else field.annotation, field)
+            for key, field in cls.every_key().items()
+        }
         every = create_model("Keys", **keys).model_json_schema()["properties"]
         handler.resolve_ref_schema(schema)["properties"] = every
         return schema

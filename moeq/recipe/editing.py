@@ -29,7 +29,7 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any], path: Path
     """(path, value) of what is not alike, as deep as both are mappings."""
     for key, value in after.items():
         old = before.get(key)
-        if isinstance(old, dict) and isinstance(value, dict) and old:
+        if isinstance(old, dict) and isinstance(value, dict) and old and set(old) <= set(value):
             yield from _differences(old, value, (*path, key))
         elif key not in before or old != value:
             yield (*path, key), value

@@ -55,7 +55,7 @@ class CaseSection(Section):
     geometry: str = Field(description="name of a known geometry, such as mixtral-8x7b")
     bits: float = Field(ge=1, le=16, description="width of the experts off the GPU")
     gpu_experts: int = Field(ge=0, description="FP16 experts a layer on the GPU")
-    stated: list[StatedSection] = Field([])
+    stated: list[StatedSection] = Field([], description="figures that a publication gives of it")
 
 
 class FiguresSection(Section):
@@ -69,7 +69,7 @@ class FiguresSection(Section):
         None, description="policies beside the context-aware placement and both MoNDE baselines; none: all that can run"
     )
     miss_beyond: float = Field(0.05, gt=0, lt=1, description="share of a stated figure, as said above")
-    cases: list[CaseSection] = Field(min_length=1)
+    cases: list[CaseSection] = Field(min_length=1, description="what is estimated")
 
     @model_validator(mode="after")
     def _check(self) -> FiguresSection:

@@ -89,7 +89,7 @@ REFUSED: dict[str, list[Case]] = {
     "assign": of_a_run(
         NO_HARDWARE,
         ((*BUNDLED, "--code-bits", "many"), 2, "code_bits"),
-        ((*BUNDLED, "--average-bits", "2"), 2, "give --bits-per-weight, which counts all that is stored, or --code-"),
+        ((*BUNDLED, "--average-bits", "2"), 2, "give --bits, which counts all that is stored, or --code-bits"),
         ((*BUNDLED, "--code-bits", "2", "--size", "1GiB"), 2, "one budget is enough"),
         ((*BUNDLED, "--size", "5 parsecs"), 2, "unknown unit 'parsecs'"),
         ((*BUNDLED, "--method", "magic"), 2, "magic"),

@@ -161,6 +161,8 @@ class TextRows(Rows):
         if count is not None:
             what = f"{available} sequences of {self.length} tokens, {count} are wanted"
             do = "give more text, or lower sequences or sequence_length"
+            if available:
+                do += f": --set {self.where.partition(' ')[0]}.sequences={available}"
         return CorpusError(f"too short: {what}", where=self.where, do=do)
 
     def _sequences(self, chosen: Sequence[tuple[str, Row]]) -> Sequences:

@@ -1,0 +1,130 @@
+"""Presets: complete, valid, named; recipes that are written of them hold what was asked and keep their comments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names, preset_path
+from moeq.cli import app
+from moeq.errors import RecipeError
+from moeq.recipe import build_recipe, load_recipe
+from moeq.recipe.editing import with_values
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CHANGES: list[list[str]] = [
+    [],
+    ["--bits", "3.25"],
+    ["--size", "12GiB", "--group-size", "32"],
+    ["--code-bits", "2.5", "--refine", "--quantizer", "signround"],
+    ["--text", "a: b.txt", "--text", "bundled", "--eval-text", "#c.txt"],
+    ["--set", "seed=3", "--set", "others.head=8", "--set", "reparam={}", "--set", "eval.perplexity.batch_size=2"],
+    ["--set", "assign.method=uniform", "--set", "assign.bits=3", "--set", "eval.compare=[]", "--set", "losses={}"],
+]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_a_recipe_of_its_own_with_a_comment_on_what_counts(name: str) -> None:
+    path = preset_path(name)
+    recipe, text = load_recipe(path), path.read_text("utf-8")
+    assert recipe.model is None
+    assert text.startswith(f"# Preset {name}")
+    assert text.count("#") > 6
+    assert max(map(len, text.splitlines())) <= 120
+    stored = {"fast", "best"}
+    assert (recipe.assign.bits_per_weight is not None) == (name in {*stored, "paper-001"})
+    assert set(QUALITIES) == stored
+
+
+def test_a_preset_is_named_once_and_right() -> None:
+    assert chosen_preset(None, None) is None
+    assert chosen_preset("paper-000", None) == "paper-000"
+    assert chosen_preset(None, "best") == "best"
+    for given, words in (
+        (("best", "best"), "--preset goes without --quality"),
+        (("paper-0000", None), "did you mean 'paper-000'"),
+        ((None, "beste"), "no quality 'beste'; did you mean 'best'"),
+        ((None, "paper-000"), "no quality 'paper-000'"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            chosen_preset(*given)
+
+
+def test_without_a_recipe_the_default_preset_is_where_a_recipe_starts() -> None:
+    assert build_recipe() == load_recipe(preset_path(DEFAULT))
+    assert build_recipe(preset="best").quantize.refine is not None
+    changed = build_recipe(changes=["assign.size=3GiB"])
+    assert (changed.assign.size, changed.assign.bits_per_weight) == (3 << 30, None)
+    split = build_recipe(changes=["assign.method=prefix-split"])
+    assert (split.assign.granularity, split.assign.bits_per_weight) == (None, "5/2")
+    with pytest.raises(RecipeError, match=r"^--bits: bits_per_weight must lie between"):
+        build_recipe(changes=["assign.bits_per_weight=99"], names={"assign.bits_per_weight": "--bits"})
+    with pytest.raises(RecipeError, match="preset paper-002"):
+        build_recipe(preset="paper-002", changes=["losses.bits=[8]"])
+
+
+def test_sequences_of_a_preset_are_cut_to_what_the_model_knows_but_not_those_that_are_asked_for() -> None:
+    short = build_recipe(positions=64)
+    assert (short.corpus.sequence_length, short.eval.perplexity.sequence_length) == (64, 64)  # type: ignore[union-attr]
+    assert build_recipe(positions=512) == build_recipe()
+    asked = build_recipe(changes=["corpus.sequence_length=100", "eval.perplexity=null"], positions=64)
+    assert (asked.corpus.sequence_length, asked.eval.perplexity) == (100, None)
+
+
+@pytest.mark.parametrize("name", [*preset_names()])
+@pytest.mark.parametrize("options", CHANGES, ids=lambda options: "_".join(options) or "as-it-is")
+def test_init_writes_a_recipe_equal_to_the_preset_with_its_changes(
+    name: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["init", "bundled:tiny-mixtral", "--preset", name, *options])
+    if isinstance(done.exception, RecipeError):  # a method that keeps no budget, widths that it does not take
+        assert name.startswith("paper")
+        assert not (tmp_path / "recipe.yaml").exists()
+        return
+    assert done.exit_code == 0, done.output
+    assert "moeq run recipe.yaml --out moeq-out/tiny-mixtral" in done.output
+    written, text = load_recipe(Path("recipe.yaml")), Path("recipe.yaml").read_text("utf-8")
+    shown = CliRunner().invoke(app, ["recipe", "--preset", name, "--model", "bundled:tiny-mixtral", *options, "--json"])
+    assert written.model_dump(mode="json").items() <= json.loads(shown.stdout).items()
+    assert written.model == "bundled:tiny-mixtral"
+    kept = [line for line in preset_path(name).read_text("utf-8").splitlines() if line.startswith("#")]
+    assert [line for line in text.splitlines() if line.startswith("#")] == kept
+    again = CliRunner().invoke(app, ["init"])
+    assert "recipe.yaml: is there already" in str(again.exception)
+    assert Path("recipe.yaml").read_text("utf-8") == text
+
+
+def test_init_prints_and_fits_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "mixtral", "max_position_embeddings": 96}', "utf-8")
+    done = CliRunner().invoke(app, ["init", "model", "--out", "-"])
+    assert done.exit_code == 0, done.output
+    assert "sequence_length: 96 " in done.stdout
+    assert "model: model " in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    for words, refusal in (
+        (["init", "nowhere.yaml"], "is a recipe"),
+        (["init", "./nowhere"], "no such directory"),
+        (["recipe", "nowhere"], "is no recipe"),
+        (["recipe", "x.yaml", "--preset", "fast"], "--preset goes without a recipe"),
+    ):
+        assert refusal in str(CliRunner().invoke(app, words).exception)
+
+
+def test_values_stand_in_place_of_others_and_comments_stay() -> None:
+    text = "name: a    # first\nmodel: null\n\nassign:  # how\n  bits: 3  # wide\n  widths: [2]\n\neval:\n  tasks: []\n"
+    wanted: dict[str, Any] = {
+        "name": "b", "model": None, "seed": 4, "assign": {"bits": None, "widths": [2, 3], "size": "1GiB"},
+        "eval": {"tasks": [], "limit": 2}, "others": {"head": 8},
+    }  # fmt: skip
+    assert with_values(text, wanted) == (
+        "name: b    # first\nmodel: null\nseed: 4\n\nassign:  # how\n  widths: [2, 3]\n  size: 1GiB\n\n"
+        "eval:\n  tasks: []\n  limit: 2\n\nothers:\n  head: 8\n"
+    )

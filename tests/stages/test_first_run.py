@@ -1,0 +1,145 @@
+"""A model and one line: `moeq run MODEL --bits 2.5 --text FILE` in an empty directory, and the commands it prints."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import family_models
+import pytest
+from typer.testing import CliRunner
+
+from moeq.bundled import bundled_path
+from moeq.cli import app
+
+SHARED = Path(__file__).parents[3] / "shared" / "models"
+QUICK = ("corpus.sequences=8", "corpus.sequence_length=32")
+EVALUATED = ("eval.perplexity.sequences=4", "eval.perplexity.sequence_length=32")
+FAMILIES = [
+    "qwen3_moe",
+    "deepseek_v3",
+    *(
+        pytest.param(family, marks=pytest.mark.full)
+        for family in ("mixtral", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss", "phimoe", "granitemoe", "jamba")
+    ),
+]
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory beside a text of one's own, where commands run."""
+    shutil.copy(bundled_path("LICENSE.PSF-2.0.txt"), tmp_path / "my text.txt")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield tmp_path / "here"
+
+
+def run(*words: str) -> Any:
+    """What a command prints as JSON; an error is raised."""
+    done = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def first_run(model: str, *more: str, settings: tuple[str, ...] = (*QUICK, *EVALUATED)) -> Any:
+    changes = [word for setting in settings for word in ("--set", setting)]
+    return run("run", model, "--bits", "2.5", "--group-size", "16", "--text", "../my text.txt", *changes, *more)
+
+
+def follow(steps: dict[str, str], *, but: tuple[str, ...] = ()) -> dict[str, str]:
+    """Run every command that a run printed, as it stands; what each printed."""
+    found = {}
+    for what, command in steps.items():
+        if what == "from Python":
+            names: dict[str, Any] = {}
+            exec(command, names)
+            found[what] = type(names["model"]).__name__
+        elif what not in but:
+            name, *words = shlex.split(command)
+            assert name == "moeq"
+            done = CliRunner().invoke(app, words, catch_exceptions=False)
+            assert done.exit_code == 0, (command, done.output)
+            found[what] = done.stdout
+    return found
+
+
+def check(finished: Any, out: str) -> None:
+    """The export keeps the budget of stored bits, and lies where the model's name says."""
+    (row,) = (row for row in finished["table"] if row["exported"])
+    assert 2.2 < row["bits_per_weight"] <= 2.5
+    assert finished["paths"]["checkpoint"] == f"{out}/checkpoint"
+    assert (Path(out) / "report" / "report.html").is_file()
+
+
+def test_the_bundled_model_in_one_line_and_what_it_says_to_do_next(empty: Path) -> None:
+    finished = first_run("bundled:tiny-mixtral")
+    check(finished, "moeq-out/tiny-mixtral")
+    recipe = run("recipe", "moeq-out/tiny-mixtral/recipe.yaml")
+    assert recipe["corpus"]["source"] == [str((empty / "../my text.txt").resolve())]
+    assert recipe["eval"]["perplexity"]["source"] == "bundled"
+    steps = finished["next"]
+    assert list(steps) == ["measure again", "try it", "check it", "elsewhere", "from Python", "another size"]
+    steps["measure again"] += " --text '../my text.txt' --window 64"  # the bundled text takes a minute
+    found = follow(steps)
+    assert "perplexity" in found["measure again"]
+    assert found["try it"].startswith("Once upon a time")
+    assert "loads right" in found["check it"]
+    assert "dequantized" in found["elsewhere"]
+    assert found["from Python"] == "MixtralForCausalLM"
+    again = run("run", "bundled:tiny-mixtral", "--bits", "3")
+    assert [stage["stage"] for stage in again["stages"] if stage["skipped"]][:4] == [
+        "profile", "losses", "assign", "quantize",
+    ]  # fmt: skip
+    assert run("recipe", "moeq-out/tiny-mixtral/recipe.yaml")["corpus"] == recipe["corpus"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_model_of_any_family(family: str, empty: Path) -> None:
+    family_models.save(family, empty / family)
+    finished = first_run(family, settings=("corpus.sequences=8", "eval.perplexity.sequences=4"))
+    check(finished, f"moeq-out/{family}")
+    lengths = run("recipe", f"moeq-out/{family}/recipe.yaml")
+    positions = json.loads((empty / family / "config.json").read_text("utf-8")).get("max_position_embeddings", 512)
+    assert lengths["corpus"]["sequence_length"] == min(positions, 512)
+    finished["next"]["measure again"] += " --text '../my text.txt' --window 64"
+    follow(finished["next"], but=("another size",))
+
+
+def test_an_image_classifier_and_an_encoder_decoder(empty: Path) -> None:
+    images = ("corpus.sequences=16", "eval.images.images=16", "corpus.source=digits")
+    changes = [word for setting in images for word in ("--set", setting)]
+    finished = run("run", "bundled:tiny-moe-vit", "--bits", "3", "--group-size", "16", *changes)
+    assert list(finished["next"]) == ["check it", "elsewhere", "from Python", "another size"]
+    follow(finished["next"], but=("another size",))
+    family_models.save("switch_transformers", empty / "switch")
+    finished = first_run("switch")
+    check(finished, "moeq-out/switch")
+    assert "try it" not in finished["next"]
+    follow(finished["next"], but=("another size", "measure again"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3-moe"])
+def test_the_trained_models_beside_the_repository(name: str, empty: Path) -> None:
+    if not (SHARED / name).is_dir():
+        pytest.skip(f"no {SHARED / name}")
+    finished = first_run(str(SHARED / name))
+    check(finished, f"moeq-out/{name}")
+    finished["next"]["measure again"] += " --text '../my text.txt' --window 64"
+    follow(finished["next"])
+
+
+def test_words_at_the_end_and_on_the_way(empty: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    changes = [word for setting in (*QUICK, *EVALUATED) for word in ("--set", setting)]
+    words = ["run", "bundled:tiny-mixtral", "--text", "../my text.txt", "--preset", "paper-002", *changes]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert "preset paper-002, into moeq-out/tiny-mixtral" in done.stderr
+    assert "measured on bundled text" in done.stderr
+    steps = done.stdout.partition("\nnext\n")[2].splitlines()
+    assert '  try it          moeq generate moeq-out/tiny-mixtral/checkpoint "Once upon a time"' in steps
+    again = CliRunner().invoke(app, ["run", "--out", "moeq-out/tiny-mixtral", "--quiet"], catch_exceptions=False)
+    assert (again.stdout, again.stderr) == ("", "")
