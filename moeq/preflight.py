@@ -12,7 +12,7 @@ from pathlib import Path
 from moeq.errors import ArtifactError, CorpusError, EvaluationError, ModelError, RecipeError, StorageError
 from moeq.exporters.exporter import loaders
 from moeq.models.source import check_there
-from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
+from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, TextSource, each_source
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 ALL = frozenset({"run", "plan"})  # commands that go through every stage
@@ -86,9 +86,9 @@ def check_tasks(include_path: str | Path | None) -> None:
         raise EvaluationError("no such folder of tasks", where=str(include_path), do=do)
 
 
-def check_texts(source: str | Sequence[str]) -> None:
+def check_texts(source: TextSource) -> None:
     """CorpusError for a file of text or images that is not there; hub datasets are looked up when they are read."""
-    for name in [source] if isinstance(source, str) else source:
+    for name in [one.path for one in each_source(source)]:
         if name in (BUNDLED, DIGITS) or name.startswith(HUB) or Path(name).expanduser().exists():
             continue
         raise CorpusError("no such file", where=name, do="give the path of a text file, or bundled")
