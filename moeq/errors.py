@@ -13,6 +13,7 @@
 | 9 | EvaluationError | evaluation: tasks, generation, a checkpoint that does not load right |
 | 10 | EstimateError | hardware files and the performance estimate |
 | 11 | PlanError | a plan that does not fit: memory, disk, or a format that cannot carry the recipe |
+| 14 | GateError | a finished run that does not keep to the recipe's gates |
 | 130, 143 | | interrupted: Ctrl-C, SIGTERM |
 """
 
@@ -93,6 +94,10 @@ class EstimateError(MoeqError):
 
 class PlanError(MoeqError):
     exit_code = 11
+
+
+class GateError(MoeqError):
+    exit_code = 14
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:

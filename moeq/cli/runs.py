@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -58,15 +58,25 @@ def run(asked: StageOptions) -> None:
     """Run all stages below in order; goes on where it was stopped."""
     context = context_of(asked, "run")
     from moeq import pipeline, results, terminal
+    from moeq.cli import gates
+    from moeq.stages.gates import verdicts
 
     outcomes = pipeline.run(context, force=asked.force)
     rows, paths = results.final_rows(context), pipeline.result_paths(context)
+    judged = verdicts(context)
     finished = {
         "stages": [terminal.outcome_json(outcome) for outcome in outcomes],
         "table": rows,
         "paths": {name: str(path) for name, path in paths.items()},
+        "gates": gates.as_json(judged),
     }
-    show(finished, lambda _: terminal.print_final(rows, paths, outcomes), json=asked.json, quiet=asked.quiet)
+
+    def show_text(_: Any) -> None:
+        terminal.print_final(rows, paths, outcomes)
+        gates.print_lines(judged)
+
+    show(finished, show_text, json=asked.json, quiet=asked.quiet)
+    gates.end(judged, json=asked.json)
 
 
 @dataclass(frozen=True, kw_only=True)

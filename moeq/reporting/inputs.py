@@ -9,6 +9,7 @@ from typing import Any
 from moeq.analysis.routing import RoutingAnalysis
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
+from moeq.artifacts.gates import Gate
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.low_precision import LowPrecisionReport
 from moeq.artifacts.manifest import PlacementManifest
@@ -67,6 +68,7 @@ class ReportInputs:
     routing: RoutingAnalysis | None = None  # of the trace, where one was recorded
     low_precision: LowPrecisionReport | None = None  # where the recipe asks for it
     reparam: ReparamReport | None = None  # where norms were folded first
+    gates: tuple[Gate, ...] = ()  # of the recipe, with what the run came to
     integer: IntegerReport | None = None  # where the folded model was made a forward in whole numbers
 
     @property

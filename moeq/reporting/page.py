@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeq.recipe.earlier import parameters_text
-from moeq.reporting import experts, formats, low_precision, reparam, routing, speed, summary, translation
+from moeq.reporting import experts, formats, gates, low_precision, reparam, routing, speed, summary, translation
 from moeq.reporting import non_experts as others
 from moeq.reporting.frame import document
 from moeq.reporting.html import Raw, Section, details, element, escape, join, lead, paragraph, table
@@ -15,6 +15,7 @@ def render(inputs: ReportInputs) -> str:
     sweeps, translated, folded = inputs.low_precision, inputs.evaluation.translation, inputs.reparam
     sections = [
         summary.headline(inputs),
+        *([gates.gates(inputs)] if inputs.gates else []),
         *([] if translated is None else [translation.translation(translated)]),
         experts.activation(inputs),
         *([] if inputs.routing is None else [routing.routing(inputs.routing)]),
