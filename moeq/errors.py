@@ -15,6 +15,7 @@
 | 11 | PlanError | a plan that does not fit this machine: memory, disk |
 | 12 | FormatError | a format or a runtime that cannot carry what is asked |
 | 13 | MissingError | a path that is named and is not there |
+| 14 | GateError | a finished run that does not keep to the recipe's gates |
 | 130, 143 | | interrupted: Ctrl-C, SIGTERM |
 """
 
@@ -106,6 +107,10 @@ class FormatError(MoeqError):
 
 class MissingError(MoeqError):
     exit_code = 13
+
+
+class GateError(MoeqError):
+    exit_code = 14
 
 
 def missing(path: str | PathLike[str], do: str, problem: str = "no such file or directory") -> MissingError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from moeq.errors import ModelError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
 from moeq.models.source import check_there
-from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
+from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, TextSource, each_source
 from moeq.runtimes import named
 
 TASKS_FOLDER = "give a folder of task YAML files to --include-path (eval.include_path)"
@@ -82,9 +82,9 @@ def check_tasks(include_path: str | Path | None) -> None:
         raise missing(include_path, TASKS_FOLDER)
 
 
-def check_texts(source: str | Sequence[str]) -> None:
+def check_texts(source: TextSource) -> None:
     """MissingError for a file of text or images that is not there; hub datasets are looked up when they are read."""
-    for name in [source] if isinstance(source, str) else source:
+    for name in [one.path for one in each_source(source)]:
         if name in (BUNDLED, DIGITS) or name.startswith(HUB) or Path(name).expanduser().exists():
             continue
         raise missing(name, "give the path of a text file, or bundled")

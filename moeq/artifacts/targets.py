@@ -166,11 +166,25 @@ def refuse_layers(
 
     widen: whether codes may go into wider symmetric ones of the same values.
     """
-    from moeq.artifacts.assignment import matrix_widths, width_of
-
     target = loaded_by(name)
     if target is None:
         return None
+    return refuse_target(target, layers, widths, group_size=group_size, symmetric=symmetric, nested=nested, widen=widen)
+
+
+def refuse_target(
+    target: Target,
+    layers: Sequence[Sized],
+    widths: Sequence[Sequence[Width]],
+    *,
+    group_size: int,
+    symmetric: bool,
+    nested: bool = False,
+    widen: bool = False,
+) -> tuple[str, str] | None:
+    """As `refuse_layers`, of a target."""
+    from moeq.artifacts.assignment import matrix_widths, width_of
+
     if not widen:
         mixed = refusal(target, widths, [layer.name for layer in layers], symmetric=symmetric)
         if mixed is not None:

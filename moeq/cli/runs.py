@@ -119,21 +119,27 @@ def run(asked: BuildOptions) -> None:
     """Make a model small: all stages below in order, from a recipe or with none; goes on where it was stopped."""
     context = context_of(asked, "run")
     from moeq import pipeline, results, terminal
+    from moeq.cli import gates
+    from moeq.stages.gates import verdicts
 
     outcomes = pipeline.run(context, force=asked.force)
     rows, paths, steps = results.final_rows(context), pipeline.result_paths(context), results.next_steps(context)
+    judged = verdicts(context)
     finished = {
         "stages": [terminal.outcome_json(outcome) for outcome in outcomes],
         "table": rows,
         "paths": {name: str(path) for name, path in paths.items()},
+        "gates": gates.as_json(judged),
         "next": steps,
     }
 
     def show_text(_: Any) -> None:
         terminal.print_final(rows, paths, outcomes)
+        gates.print_lines(judged)
         terminal.print_steps(steps)
 
     show(finished, show_text, json=asked.json, quiet=asked.quiet)
+    gates.end(judged, json=asked.json)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,10 +174,19 @@ def report(asked: ReportOptions) -> None:
 
         show(write(context, asked.analysis), terminal.print_summary, json=asked.json, quiet=asked.quiet)
         return
+    from moeq.cli import gates
+    from moeq.stages.gates import verdicts
     from moeq.stages.report import write_maps
 
     outcome = pipeline.run_alone(context, "report")
     maps = {} if asked.maps is None else {"maps": [str(path) for path in write_maps(context, asked.maps)]}
+    judged = verdicts(context)
     summary = outcome.record.summary | maps
-    as_json = terminal.outcome_json(outcome) | maps
-    show(as_json, lambda _: terminal.print_summary(summary), json=asked.json, quiet=asked.quiet)
+    as_json = terminal.outcome_json(outcome) | maps | {"gates": gates.as_json(judged)}
+
+    def show_text(_: Any) -> None:
+        terminal.print_summary(summary)
+        gates.print_lines(judged)
+
+    show(as_json, show_text, json=asked.json, quiet=asked.quiet)
+    gates.end(judged, json=asked.json)

@@ -11,7 +11,7 @@ from moeq.recipe.assign import (
 )
 from moeq.recipe.building import build_recipe, every_change, recipe_file
 from moeq.recipe.choices import BEST, Bits, BitsOrFull, Denominator, Ends, Softmax
-from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET, CorpusSection
+from moeq.recipe.corpus import CorpusSection
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
 from moeq.recipe.eval import LowPrecisionSection, PerplexitySection, TestImagesSection, TranslationSection
 from moeq.recipe.losses import ExpertEffectsSection, LayerEffectsSection, LossesSection
@@ -19,6 +19,20 @@ from moeq.recipe.quantize import RefineSection
 from moeq.recipe.reading import load_recipe
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.reparam import IntegerSection, ReparamSection
+from moeq.recipe.sources import (
+    BUNDLED,
+    DIGITS,
+    HUB,
+    HUB_DATASET,
+    SourceSection,
+    TextSource,
+    domain_names,
+    each_source,
+    is_weighted,
+    source_name,
+    source_text,
+    template_parts,
+)
 from moeq.recipe.types import Bytes, Rational
 
 __all__ = [
@@ -26,6 +40,7 @@ __all__ = [
     "LARGEST_LENGTH", "MOST_POINTS", "SHARED", "AssignSection", "Bits", "BitsOrFull", "Bytes", "CaseSection",
     "CorpusSection", "Denominator", "Ends", "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection",
     "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational",
-    "Recipe", "RefineSection", "ReparamSection", "Softmax", "StatedSection", "TestImagesSection", "TranslationSection",
-    "budget_keys", "build_recipe", "every_change", "load_recipe", "recipe_file",
+    "Recipe", "RefineSection", "ReparamSection", "Softmax", "SourceSection", "StatedSection", "TestImagesSection",
+    "TextSource", "TranslationSection", "budget_keys", "build_recipe", "domain_names", "each_source", "every_change",
+    "is_weighted", "load_recipe", "recipe_file", "source_name", "source_text", "template_parts",
 ]  # fmt: skip

@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from moeq.bounded import shown
+from moeq.recipe.sources import BUNDLED, TextSource
 from moeq.recipe.types import Section
-
-BUNDLED = "bundled"  # of texts: the part that moeq brings along
-DIGITS = "digits"  # images with labels
-HUB = "hub:"
-HUB_DATASET = re.compile(
-    r"hub:(?P<name>[\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@(?P<revision>[^@:\s]+))?"
-    r"(?::(?P<config>[^@:\s]*))?(?::(?P<split>[^@:\s]+))?"
-)
-
-
-def _check_source(value: Any) -> Any:
-    """Hub datasets are written as they should be; what else a source names is seen when it is opened."""
-    for name in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
-        if isinstance(name, str) and name.startswith(HUB) and HUB_DATASET.fullmatch(name) is None:
-            raise ValueError(
-                f"{shown(name)} is not a hub dataset; write hub:ORG/NAME, or hub:ORG/NAME@REVISION:CONFIG:SPLIT"
-            )
-    return value
-
-
-TextSource = Annotated[str | list[str], BeforeValidator(_check_source)]
 
 
 class CoverageSection(Section):
@@ -47,6 +25,8 @@ class CorpusSection(Section):
     pinned to its commit), `:CONFIG` and `:SPLIT`: `hub:allenai/c4@main:en:train`, `hub:ORG/NAME::validation`. Without a
     split, train is taken. Only as many of its files are downloaded, and as many rows read, as `sequences` need. Of
     files with over a MiB of text, places are chosen first, evenly in every domain, and only those are tokenized.
+    A source may also be a mapping with fields, a template, a name and a weight of its own:
+    `{path: qa.jsonl, template: "{question}\\n{answer}", weight: 2}`.
 
     A row is text (`text_field`), a conversation (`messages_field`: a list of role and content, or of from and value)
     or a prompt and its response; conversations go through the tokenizer's chat template. chat_template: `auto` takes
@@ -64,7 +44,8 @@ class CorpusSection(Section):
     """
 
     source: TextSource = Field(
-        BUNDLED, description="bundled, files, hub:ORG/NAME, or a list of them; of images digits or files"
+        BUNDLED,
+        description="bundled, files, hub:ORG/NAME, mappings of path and settings, or a list; of images digits or files",
     )
     text_field: str = Field("text", description="field of a row that holds text")
     messages_field: str = Field("messages", description="field of a row that holds a conversation")

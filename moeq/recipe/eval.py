@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from moeq.recipe.assign import NamedAssignSection
 from moeq.recipe.choices import Bits, OtherBits, QuantizerOrBest
-from moeq.recipe.corpus import BUNDLED, TextSource
+from moeq.recipe.sources import BUNDLED, ImageSource, TextSource, each_source, is_weighted
 from moeq.recipe.types import Section, repeats
 
 Examples = Annotated[int, Field(ge=0)]
@@ -64,11 +64,20 @@ class PerplexitySection(Section):
     sequence_length: int = Field(512, ge=2, description="tokens of a window")
     batch_size: int = Field(16, ge=1, description="windows at once")
 
+    @model_validator(mode="after")
+    def _check(self) -> PerplexitySection:
+        talking = [one.path for one in each_source(self.source) if one.converses]
+        if talking:
+            raise ValueError(f"source {talking[0]}: perplexity is measured on text; give field or template")
+        if self.sequences is None and is_weighted(self.source):
+            raise ValueError("source: weights are shares of a number of sequences; set sequences")
+        return self
+
 
 class TestImagesSection(Section):
     """What an image classifier is measured on."""
 
-    source: TextSource | None = Field(None, description="digits or files; none: the test part of corpus.source")
+    source: ImageSource | None = Field(None, description="digits or files; none: the test part of corpus.source")
     images: int | None = Field(None, ge=1, description="none: all")
     batch_size: int = Field(128, ge=1, description="images at once")
 

@@ -12,6 +12,7 @@ from moeq.recipe.choices import BEST
 from moeq.recipe.corpus import CorpusSection, ProfileSection
 from moeq.recipe.estimate import EstimateSection
 from moeq.recipe.eval import EvalSection
+from moeq.recipe.gates import GatesSection
 from moeq.recipe.losses import LossesSection
 from moeq.recipe.non_experts import OthersSection
 from moeq.recipe.quantize import ExportSection, QuantizeSection
@@ -62,6 +63,7 @@ class Recipe(Section):
     export: ExportSection = ExportSection()
     eval: EvalSection = Field(default_factory=EvalSection)
     estimate: EstimateSection = EstimateSection()
+    gates: GatesSection = GatesSection()
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -82,6 +84,7 @@ class Recipe(Section):
             raise ValueError(f"{what}; use expert_bytes")
         if self.quantize.refine is not None:
             self._check_refine()
+        self._check_gates()
         if repeats([self.name, "original", *(c.name for c in self.eval.compare)]):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")
         return self
@@ -108,6 +111,13 @@ class Recipe(Section):
         foreign = sorted(widths - set(self.losses.bits))
         if foreign:
             raise ValueError(f"{where}: {', '.join(map(str, foreign))} bits is not among losses.bits")
+
+    def _check_gates(self) -> None:
+        """Gates on what is not measured."""
+        if self.eval.perplexity is None and self.gates.of_text():
+            raise ValueError(f"gates.{self.gates.of_text()[0]} needs eval.perplexity, which measures it")
+        if self.estimate.figures is not None and self.gates.any():
+            raise ValueError("gates are of a run, and estimate.figures has cases without one; leave the gates out")
 
     def _check_refine(self) -> None:
         if self.losses.nested:

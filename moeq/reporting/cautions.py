@@ -32,8 +32,8 @@ def cautions(inputs: ReportInputs) -> Section:
 def _lines(inputs: ReportInputs) -> Iterator[tuple[str, str, str]]:
     """(text, what it links to, its anchor) of each."""
     for gate in inputs.gates:
-        if not gate.held:
-            yield f"A gate failed: {gate.text}.", "What was decided", "summary"
+        if not gate.holds:
+            yield f"A gate failed: {gate.text()}.", "What was decided", "summary"
     yield from ((text, "Variants", "variants") for text in _quality(inputs))
     yield from ((text, "Losses", "losses") for text in _calibration(inputs))
     if not inputs.speed.geometry_is_the_models:

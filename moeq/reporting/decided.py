@@ -111,7 +111,7 @@ def loads_text(loads: Sequence[Loads]) -> str:
 
 def _gates(inputs: ReportInputs) -> Raw:
     """What the run had to hold, a line each."""
-    lines = (join([element("b", "held" if gate.held else "failed"), f" {gate.text}"]) for gate in inputs.gates)
+    lines = (join([element("b", "held" if gate.holds else "failed"), f" {gate.text()}"]) for gate in inputs.gates)
     return join(element("div", line) for line in lines)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from moeq.analysis.routing import RoutingAnalysis
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
+from moeq.artifacts.gates import Gate
 from moeq.artifacts.losses import LossTable
 from moeq.artifacts.low_precision import LowPrecisionReport
 from moeq.artifacts.manifest import PlacementManifest
@@ -27,14 +28,6 @@ class Loads:
 
     name: str
     reason: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateLine:
-    """What a run had to hold, in words with both figures, and whether it did."""
-
-    text: str
-    held: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +84,7 @@ class ReportInputs:
     low_precision: LowPrecisionReport | None = None  # where the recipe asks for it
     reparam: ReparamReport | None = None  # where norms were folded first
     loads: Sequence[Loads] = ()
-    gates: Sequence[GateLine] = ()
+    gates: tuple[Gate, ...] = ()  # of the recipe, with what the run came to
     domains: Mapping[str, str] = field(default_factory=dict)
     integer: IntegerReport | None = None  # where the folded model was made a forward in whole numbers
 

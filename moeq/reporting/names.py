@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from moeq.artifacts.assignment import Assignment
-
-SAYING_NOTHING = {"train", "test", "val", "valid", "validation", "dev", "eval", "data", "text", "corpus", "dataset"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,22 +39,6 @@ def expert_name(layer: str, expert: int) -> str:
 def assignment_label(name: str, assignment: Assignment | None) -> str:
     """What people read for an assignment; files and JSON are keyed by its name."""
     return name
-
-
-def source_names(sources: Sequence[str]) -> dict[str, str]:
-    """{domain: what pages call it} of local files whose stem says nothing: the folder that they lie in."""
-    named = {}
-    for source in sources:
-        path = Path(source)
-        stem, *_ = path.name.split(".")
-        folder = next((part for part in reversed(path.parts[:-1]) if _tells(part)), None)
-        if stem.lower() in SAYING_NOTHING and folder is not None:
-            named[stem] = f"{folder}, {stem}"
-    return named
-
-
-def _tells(folder: str) -> bool:
-    return folder.lower() not in SAYING_NOTHING | {"/", "..", "~"}
 
 
 def domain_label(domain: str, names: Mapping[str, str]) -> str:

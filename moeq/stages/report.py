@@ -10,13 +10,16 @@ import yaml
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
+from moeq.artifacts.gates import NAME as GATES
+from moeq.artifacts.gates import Gate, read_gates, write_gates
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
+from moeq.errors import ArtifactError
+from moeq.recipe import domain_names
 from moeq.registry import EXPORTERS
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Loads, Refined, ReportInputs, SpeedInputs
 from moeq.reporting.maps import MOST_TEXTS
-from moeq.reporting.names import source_names
 from moeq.reporting.page import render
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import (
@@ -25,6 +28,7 @@ from moeq.stages import (
     estimate,
     evaluate,
     export,
+    gates,
     integer_forward,
     profile,
     quantize,
@@ -48,12 +52,16 @@ def run(context: Context) -> dict[str, Any]:
     text = render(inputs)
     write_text(path, text)
     export.write_card(context, inputs.manifest, card_figures(inputs.evaluation))
-    return {"bytes": len(text.encode()), "rows": len(inputs.evaluation.rows)}
+    summary = {"bytes": len(text.encode()), "rows": len(inputs.evaluation.rows)}
+    if not inputs.gates:
+        return summary
+    write_gates(path.parent / GATES, inputs.gates)
+    return summary | {"gates": len(inputs.gates), "gates_failed": sum(not gate.holds for gate in inputs.gates)}
 
 
 def collect(context: Context) -> ReportInputs:
     """Read every artifact of the run; ArtifactError when one is missing or damaged."""
-    routing, assignment = profile.load(context), assign.load(context)
+    routing, assignment, evaluation = profile.load(context), assign.load(context), evaluate.load(context)
     return ReportInputs(
         profile=routing,
         coverage=routing.coverage(**profile.coverage_settings(context)),
@@ -61,7 +69,7 @@ def collect(context: Context) -> ReportInputs:
         sensitivities=assign.sensitivities(context),
         weights=others.weights(context),
         assignment=assignment,
-        evaluation=evaluate.load(context),
+        evaluation=evaluation,
         manifest=read_manifest(context.directory("export")),
         speed=speed_inputs(estimate.load(context)),
         recipe_text=_recipe_text(context),
@@ -71,8 +79,9 @@ def collect(context: Context) -> ReportInputs:
         low_precision=analysis.measured(context),
         reparam=reparam.load(context) if context.folds else None,
         integer=integer_forward.load(context),
+        gates=gates.verdicts(context),
         loads=loads(context, assignment),
-        domains=source_names(_sources(context)),
+        domains=_domains(context, evaluation),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in stages_of(context)},
     )
 
@@ -88,11 +97,11 @@ def loads(context: Context, assignment: Assignment) -> list[Loads]:
     return sorted(found, key=lambda one: one.reason is not None)
 
 
-def _sources(context: Context) -> list[str]:
-    """What the recipe calls its text."""
+def _domains(context: Context, evaluation: EvalReport) -> dict[str, str]:
+    """What people call the domains of the text that was measured on."""
     measured = context.recipe.eval.perplexity
-    every = [context.recipe.corpus.source, *([] if measured is None else [measured.source])]
-    return [name for source in every for name in ([source] if isinstance(source, str) else source)]
+    domains = sorted({name for row in evaluation.rows for name in row.perplexity_by_domain})
+    return {} if measured is None else domain_names(domains, measured.source)
 
 
 def stages_of(context: Context) -> tuple[str, ...]:
@@ -149,16 +158,32 @@ def card_figures(report: EvalReport) -> list[dict[str, Any]]:
 
 
 def is_intact(context: Context) -> bool:
-    """Whether the checkpoint's card still has the figures: an export that ran again wrote it without them."""
+    """Whether the checkpoint's card still has the figures: an export that ran again wrote it without them.
+
+    And whether the page has the recipe's gates, which are in no stage's key.
+    """
+    if gates.verdicts(context) != _gates_there(context):
+        return False
     path = context.directory("export") / CARD
     figures = card_figures(evaluate.load(context))
     expected = export.card(context, read_manifest(path.parent), figures)
     return path.is_file() and path.read_text("utf-8") == expected
 
 
+def _gates_there(context: Context) -> tuple[Gate, ...] | None:
+    """The gates that the page was written with; None where they cannot be read."""
+    path = context.directory("report") / GATES
+    try:
+        return read_gates(path) if path.is_file() else ()
+    except ArtifactError:
+        return None
+
+
 def _recipe_text(context: Context) -> str:
     """The recipe with its defaults filled in; the model by name, and nothing of where things lie on this machine."""
-    data = context.recipe.model_dump(mode="json", exclude={"store"})
+    data = context.recipe.model_dump(
+        mode="json", exclude={"store"} | (set() if context.recipe.gates.any() else {"gates"})
+    )
     return yaml.safe_dump(data | {"model": context.model.source.name}, sort_keys=False)
 
 
@@ -167,6 +192,7 @@ ROW = 1300  # bytes of one row of the loss table as a Python dictionary
 SECONDS, EXPERT_SECONDS = 2.0, 5e-4
 PAGE, LAYER, ASSIGNMENT, METHOD = 46_000, 1_000, 2_600, 9_500  # bytes of the page without its maps
 MEASURES = 5  # maps of values beside those of losses
+GATE, GATED = 250, 4  # bytes of a gate in gates.json, and about how many there are
 VALUES, VALUE, WIDTHS, WIDTH = 3_950, 76, 2_150, 165  # bytes of a map of values and of widths, and a cell's
 LABELLED, PIXELS = 30, 3.3  # cells that make a map of values larger by their labels; bytes of a cell in the picture
 
@@ -181,4 +207,7 @@ def needs(sizes: Sizes) -> Needs:
     once = sizes.loss_rows() // (len(losses.methods) * (4 if losses.per_projection else 1))
     drawn = {"rows of the loss table": once * ROW, "manifest": export.manifest_bytes(sizes), "figures": FIGURES}
     moment = {**(sizes.model() if sizes.streams else {}), **sizes.tables(), **drawn}
-    return Needs(moments=[moment], files={NAME: size}, seconds=lambda rates: SECONDS + EXPERT_SECONDS * sizes.experts)
+    gated = {GATES: GATE * GATED} if sizes.recipe.gates.any() else {}
+    return Needs(
+        moments=[moment], files={NAME: size, **gated}, seconds=lambda rates: SECONDS + EXPERT_SECONDS * sizes.experts
+    )

@@ -118,7 +118,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _pinned(source: str | list[str], opened: list[Source]) -> Any:
+def _pinned(source: Any, opened: list[Source]) -> Any:
     """Files by their absolute path, hub datasets at their commit."""
     return absolute(pinned(source, opened))
 
@@ -127,5 +127,7 @@ def absolute(name: Any) -> Any:
     """Paths that exist become absolute, so that the copied recipe works from any directory; other names stay."""
     if isinstance(name, list):
         return [absolute(part) for part in name]
+    if isinstance(name, dict):
+        return name | {"path": absolute(name["path"])}
     own = not isinstance(name, str) or name in (BUNDLED, DIGITS)
     return name if own or not Path(name).exists() else str(Path(name).resolve())

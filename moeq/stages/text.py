@@ -7,13 +7,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.markup import escape
+
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.profile import read_profile
 from moeq.errors import ArtifactError, CorpusError, RecipeError
 from moeq.evaluation.harness import BUNDLED_TASK, open_tasks
 from moeq.models import corpus
 from moeq.progress import Reporter
-from moeq.recipe import PerplexitySection, Recipe, TestImagesSection
+from moeq.recipe import PerplexitySection, Recipe, TestImagesSection, TextSource, source_text
 from moeq.stages.model import RunModel
 
 
@@ -35,6 +37,7 @@ class RunText:
     def __init__(self, run: Run) -> None:
         self._run, self.recipe, self.model = run, run.recipe, run.model
         self._there: dict[str, int] = {}  # tokens of a part's files
+        self._said: set[str] = set()
 
     @cached_property
     def perplexity(self) -> PerplexitySection | None:
@@ -64,7 +67,7 @@ class RunText:
         """What perplexity is measured on."""
         return [] if self.perplexity is None else corpus.open_sources(self.perplexity.source, "evaluation")
 
-    def _image_sets(self, source: str | list[str]) -> list[corpus.ImageSet]:
+    def _image_sets(self, source: TextSource) -> list[corpus.ImageSet]:
         """The labelled images that a source names."""
         section = self.recipe.corpus
         files = corpus.ImageFiles(
@@ -75,7 +78,7 @@ class RunText:
             label_field=section.label_field,
             names=self.model.skeleton.config.label2id,  # type: ignore[union-attr,arg-type]
         )
-        return corpus.open_image_sets(source, self.model.image_task, files)
+        return corpus.open_image_sets(corpus.image_names(source), self.model.image_task, files)
 
     @cached_property
     def calibration_images(self) -> list[corpus.ImageSet]:
@@ -113,20 +116,20 @@ class RunText:
         section = self.recipe.corpus
         limit = section.sequences if section.until_covered is None else section.until_covered.max_sequences
         if self.model.takes_images:
-            where = f"corpus {section.source}"
+            where = f"corpus {source_text(section.source)}"
             pictures = corpus.ImagePool(self.calibration_images, "train", self.model.image_task, where)
             yield from pictures.chunks(section.sequences, limit)
             return
         pool = self._calibration_pool()
         if pool.with_images():
             processor = corpus.load_processor(self.model.source.path, self.recipe.trust_remote_code)
-            pool.images = corpus.Encoder(processor, section.sequence_length)
+            pool.encode_with(corpus.Encoder(processor, section.sequence_length))
         yield from pool.chunks(section.sequences, limit)
 
     def _calibration_pool(self) -> corpus.TextRows:
         section = self.recipe.corpus
         self.check_length(section.sequence_length, "corpus.sequence_length")
-        pool = corpus.open_text(
+        pool = corpus.open_corpus(
             self.calibration_sources,
             self._calibration_fields,
             self.model.tokenizer,
@@ -134,9 +137,10 @@ class RunText:
             first=section.sequences,
             most=section.sequences if section.until_covered is None else section.until_covered.max_sequences,
             packed=section.packed,
-            where=f"corpus {section.source}",
+            where=f"corpus {source_text(section.source)}",
             seed=self.recipe.seed if section.shuffle else None,
             bar=self._run.reporter.bar,
+            say=lambda line: self._say(f"corpus.source: {line}"),
         )
         self._there["calibration"] = pool.tokens()
         return pool
@@ -144,18 +148,25 @@ class RunText:
     def _evaluation_pool(self) -> corpus.TextRows:
         section = self.perplexity or PerplexitySection()
         self.check_length(section.sequence_length, "eval.perplexity.sequence_length")
-        pool = corpus.open_text(
+        pool = corpus.open_corpus(
             self.evaluation_sources,
             corpus.Fields(text=section.text_field),
             self.model.tokenizer,
             length=section.sequence_length,
             first=section.sequences,
             most=section.sequences,
-            where=f"eval.perplexity {section.source}",
+            where=f"eval.perplexity {source_text(section.source)}",
             bar=self._run.reporter.bar,
+            say=lambda line: self._say(f"eval.perplexity.source: {line}"),
         )
         self._there["evaluation"] = pool.tokens()
         return pool
+
+    def _say(self, line: str) -> None:
+        """A line about the text, which may be read more than once, said once."""
+        if line not in self._said:
+            self._said.add(line)
+            self._run.reporter.say(f"  [yellow]{escape(line)}[/yellow]")
 
     def lies_here(self, part: str) -> bool:
         """Whether a part can be read without a download."""
@@ -212,7 +223,7 @@ class RunText:
         section = self.perplexity
         if self.model.takes_images:
             wanted = self.test_images
-            where = f"eval.images {wanted.source or self.recipe.corpus.source}"
+            where = f"eval.images {source_text(wanted.source or self.recipe.corpus.source)}"
             return corpus.ImagePool(self.evaluation_images, "test", self.model.image_task, where).take(wanted.images)
         if section is None:
             return None
@@ -257,7 +268,8 @@ class RunText:
         if not sources:
             return "none"
         digest = corpus.sources_digest(sources, self._run.reporter.bar)
-        rule = {} if corpus.is_small(sources) else {"places": str(corpus.RULE)}
+        together = [[source] for source in sources] if corpus.are_weighted(sources) else [sources]
+        rule = {} if all(map(corpus.is_small, together)) else {"places": str(corpus.RULE)}
         if part == "evaluation":
             return digest_of({"sources": digest} | rule) if rule else digest
         parts = {"sources": digest} | rule

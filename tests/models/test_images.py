@@ -45,7 +45,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 def sequences(documents: list[corpus.Document], processor: Any, length: int = 64) -> corpus.Sequences:
     pool = corpus.Pool(documents, processor.tokenizer, length=length, packed=False)
-    pool.images = corpus.Encoder(processor, length)
+    pool.encode_with(corpus.Encoder(processor, length))
     return pool.take(None)
 
 

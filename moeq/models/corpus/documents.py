@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import digest_of
 from moeq.errors import CorpusError
 from moeq.models.corpus.chat import conversation, rendered
+from moeq.models.corpus.fields import Fields
 from moeq.models.corpus.images import ImageRow, image_row
-from moeq.models.corpus.rows import kind_of, rows, stem_of
+from moeq.models.corpus.rows import kind_of, rows
 from moeq.models.corpus.sources import HubDataset, LocalFile, Source
 from moeq.models.corpus.streams import Advance, Bar, pieces, shown
 
@@ -59,18 +60,6 @@ class Unread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fields:
-    """Which fields of a row hold what, and whether rows are conversations."""
-
-    text: str = "text"
-    messages: str = "messages"
-    prompt: str = "prompt"
-    response: str = "response"
-    image: str | None = None
-    chat: bool | Literal["auto"] = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Need:
     """How much of a hub dataset is read: `sequences` of `length` tokens, packed or one a document."""
 
@@ -94,7 +83,7 @@ def documents_of(
     if not isinstance(source, LocalFile):
         yield from _enough(_of_dataset(source, fields, tokenizer, seed), source, tokenizer, need)
         return
-    documents = _made(of_file(source.path, str(source.path), None, fields, tokenizer, advance))
+    documents = _made(of_local(source, fields, tokenizer, advance))
     if seed is None or kind_of(source.path.name) == ".txt":  # which is one document, whatever its pieces
         yield from documents
         return
@@ -115,12 +104,11 @@ def images_digest(sources: Sequence[Source], fields: Fields, bar: Bar | None = N
     """
     if fields.image is None:
         return None
-    files = [source.path for source in sources if isinstance(source, LocalFile)]
-    files = [path for path in files if kind_of(path.name) != ".txt"]
+    files = [source for source in sources if isinstance(source, LocalFile) and kind_of(source.path.name) != ".txt"]
     rows, digests = 0, []
-    with shown(bar, "looking for images", sum(path.stat().st_size for path in files)) as advance:
-        for path in files:
-            for unread in of_file(path, str(path), None, fields, None, advance, naming=fields.image):
+    with shown(bar, "looking for images", sum(source.path.stat().st_size for source in files)) as advance:
+        for source in files:
+            for unread in of_local(source, fields, None, advance, naming=fields.image):
                 if (row := unread.document.image) is not None:
                     rows += 1
                     digests += [digest_of_file(image) for image in row.images if isinstance(image, Path)]
@@ -129,7 +117,7 @@ def images_digest(sources: Sequence[Source], fields: Fields, bar: Bar | None = N
 
 def _of_dataset(source: HubDataset, fields: Fields, tokenizer: Any, seed: int | None) -> Iterator[Document]:
     for where, path in source.paths(seed):
-        documents = _made(of_file(path, where, source.domain, fields, tokenizer))
+        documents = _made(_of_file(path, where, source.domain, fields.of(source.own), tokenizer))
         yield from documents if seed is None or kind_of(path.name) == ".txt" else _shuffled(documents, seed)
 
 
@@ -198,39 +186,45 @@ def encoded(documents: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Doc
     yield from some()
 
 
-def of_file(
+def of_local(
+    source: LocalFile, fields: Fields, tokenizer: Any, advance: Advance | None = None, *, naming: str | None = None
+) -> Iterator[Unread]:
+    """What a local file's documents are made of, blank ones left out; their domains are as rows say, or the source's.
+
+    naming: only rows in which this field may be.
+    """
+    path, own = source.path, fields.of(source.own)
+    return _of_file(path, str(path), source.domain, own, tokenizer, advance, folder=path.parent, naming=naming)
+
+
+def _of_file(
     path: Path,
     name: str,
-    domain: str | None,
+    domain: str,
     fields: Fields,
     tokenizer: Any,
     advance: Advance | None = None,
     *,
+    folder: Path | None = None,
     naming: str | None = None,
 ) -> Iterator[Unread]:
-    """What one file's documents are made of, blank ones left out; domain None: as the rows say, or the file's name.
-
-    naming: only rows in which this field may be.
-    """
-    own = stem_of(path.name) if domain is None else domain
+    """folder: where images of its rows lie, which may then name domains, too; None: of a hub dataset."""
     if kind_of(path.name) == ".txt":
         for text, begins, ends in pieces(path, advance):
             if text.strip() or not (begins and ends):
-                yield Unread(document=Document(text=text, domain=own, begins=begins, ends=ends), size=len(text))
+                yield Unread(document=Document(text=text, domain=domain, begins=begins, ends=ends), size=len(text))
         return
-    folder = path.parent if domain is None else None
     for number, row in rows(path, advance, naming=naming):
         unread = _unread(row, f"{name}, row {number}", fields, tokenizer, folder)
         if unread.size or unread.document.image is not None:
-            named = str(row.get("domain", own)) if domain is None else own
+            named = domain if folder is None else str(row.get("domain", domain))
             yield replace(unread, document=replace(unread.document, domain=named))
 
 
 def _unread(row: Any, where: str, fields: Fields, tokenizer: Any, folder: Path | None) -> Unread:
     """One row's document, without its domain. CorpusError when it holds nothing that the fields name."""
     row = row if isinstance(row, dict) else {}
-    text = row.get(fields.text)
-    text = text if isinstance(text, str) and fields.chat is not True else None
+    text = None if fields.chat is True else fields.text_of(row, where)
     messages = None
     if text is None and fields.chat is not False:
         messages = conversation(row, fields.messages, (fields.prompt, fields.response), where)

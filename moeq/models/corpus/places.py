@@ -18,7 +18,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from moeq.errors import CorpusError
-from moeq.models.corpus.documents import Document, Fields, Need, Unread, documents_of, encode, of_file
+from moeq.models.corpus.documents import Document, Need, Unread, documents_of, encode, of_local
+from moeq.models.corpus.fields import Fields
 from moeq.models.corpus.rows import held_bytes, kind_of
 from moeq.models.corpus.sequences import Pool, Row, Sequences, TextRows
 from moeq.models.corpus.sources import LocalFile, Source
@@ -115,8 +116,11 @@ class Places(TextRows):
         where: str,
         seed: int | None = None,
         bar: Bar | None = None,
+        fewer: bool = False,
     ) -> None:
-        """need: the most that will ever be taken; first: what will be taken at once; seed: draws the places.
+        """need: the most that will ever be taken; first: what will be taken at once, or fewer, where there are no more.
+
+        seed: draws the places.
 
         Raises CorpusError for files and rows that cannot be read, and when there is no text.
         """
@@ -132,12 +136,13 @@ class Places(TextRows):
             if seed is not None:
                 Random(seed).shuffle(self.rows[domain])
         if len(self) < (PLENTY if need.packed else 1) * first:
-            self._check_enough(first)
+            if not fewer:
+                self._check_enough(first)
             self._become_whole()
 
     def take(self, count: int | None) -> Sequences:
         """As `Rows.take`; a place without enough tokens is replaced by another, at last by tokenizing everything."""
-        if self._numbered and count is not None:
+        if self.numbered and count is not None:
             taken = self._taken(count)
             if len(taken) == count:
                 return self._sequences(taken)
@@ -148,9 +153,19 @@ class Places(TextRows):
         taken = self._taken(count)
         return self._sequences(taken) if taken else None
 
+    def first_up_to(self, count: int) -> Sequences | None:
+        """As `Rows.first_up_to`; where places hold too few, by tokenizing everything."""
+        if not self.numbered:
+            return super().first_up_to(count)
+        taken = self._taken(count)
+        if len(taken) == count:
+            return self._sequences(taken)
+        self._become_whole()
+        return super().first_up_to(count)
+
     @property
-    def _numbered(self) -> bool:
-        """Whether rows are numbers of places."""
+    def numbered(self) -> bool:
+        """Whether rows are numbers of places, of which some may give no sequence."""
         return any(isinstance(row, int) for rows in self.rows.values() for row in rows[:1])
 
     def _taken(self, count: int) -> list[tuple[str, Row]]:
@@ -162,7 +177,7 @@ class Places(TextRows):
 
     def tokens(self) -> int:
         known = (extent.characters / extent.per_token for extent in self._extents.values())
-        return int(sum(known)) if self._numbered else super().tokens()
+        return int(sum(known)) if self.numbered else super().tokens()
 
     def with_images(self) -> bool:
         return any(extent.images for extent in self._extents.values())
@@ -183,7 +198,8 @@ class Places(TextRows):
         extents = self._extents.values()
         tokens = sum(MOST_PER_TOKEN * extent.characters + 2 * extent.texts for extent in extents)
         plain = all(isinstance(source, LocalFile) and kind_of(source.path.name) == ".txt" for source in self.sources)
-        known = self.need.packed and (plain or self.fields.chat is False)  # a chat template may add any number
+        texts = all(self.fields.of(source.own).chat is False for source in self.sources)
+        known = self.need.packed and (plain or texts)  # a chat template may add any number
         if known and not self.with_images() and tokens // self.length < count:
             raise self._too_few(tokens // self.length, count)
 
@@ -210,7 +226,7 @@ class Places(TextRows):
             document = Document(text="", domain=source.domain, begins=size > 0)
             return [PlainText(document=document, size=size, path=source.path)]
         if isinstance(source, LocalFile):
-            return of_file(source.path, str(source.path), None, self.fields, self.tokenizer, advance)
+            return of_local(source, self.fields, self.tokenizer, advance)
         if source not in self._datasets:
             self._datasets[source] = list(documents_of(source, self.fields, self.tokenizer, self.need, self.seed))
         return (Unread(document=document, size=len(document.text)) for document in self._datasets[source])
@@ -362,14 +378,17 @@ def open_text(
     where: str = "corpus",
     seed: int | None = None,
     bar: Bar | None = None,
+    fewer: bool = False,
 ) -> TextRows:
     """What sequences are taken from: `first` of them at once, up to `most` later; None: all of the text.
+
+    fewer: whether it may have less than `first`.
 
     Raises CorpusError for files, rows and datasets that cannot be read, and where there is no text.
     """
     need = None if most is None else Need(sequences=most, length=length, packed=packed)
     if need is not None and first is not None and not is_small(sources):
-        return Places(sources, fields, tokenizer, need=need, first=first, where=where, seed=seed, bar=bar)
+        return Places(sources, fields, tokenizer, need=need, first=first, where=where, seed=seed, bar=bar, fewer=fewer)
     size = sum(source.path.stat().st_size for source in sources if isinstance(source, LocalFile))
     with shown(bar, "tokenizing text", size) as advance:
         documents = chain.from_iterable(

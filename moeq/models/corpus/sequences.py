@@ -130,6 +130,16 @@ class Rows(ABC):
         """So many sequences, or the last that there are."""
         return self.take(count)
 
+    def first_up_to(self, count: int) -> Sequences | None:
+        """So many sequences before any others were taken, or all that there are; None where there are none."""
+        count = min(count, len(self))
+        return self.take(count) if count else None
+
+    def more_up_to(self, count: int) -> Sequences | None:
+        """So many further sequences, or the last that there are; None where there are none."""
+        count = min(count, len(self))
+        return self._up_to(count) if count else None
+
     @abstractmethod
     def _sequences(self, chosen: Sequence[tuple[str, Any]]) -> Sequences:
         """What some rows, each with its domain, give."""
@@ -151,6 +161,10 @@ class TextRows(Rows):
     def tokens(self) -> int:
         """About how many tokens of text there are."""
         return len(self) * self.length
+
+    def encode_with(self, images: EncodeImages) -> None:
+        """Have rows with images be encoded so when they are taken."""
+        self.images = images
 
     def with_images(self) -> bool:
         """Whether there are rows with images, which are a domain's last."""
