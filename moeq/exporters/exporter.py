@@ -88,7 +88,8 @@ class Exporter:
     label: what pages call the format; help: a line; runtime: what loads it, with the version that was measured;
     snippet: how, in Python; library: as the hub calls it. settings: keys of `export` that it alone reads, each called
     NAME_..., which `write` finds in draft.options.settings. targets: what can load it, first the one that exports are
-    checked against; none where nothing is packed. size: bytes of the tensors of a checkpoint.
+    checked against; none where nothing is packed. size: bytes of the tensors of a checkpoint. families: model types
+    that it is written for, None: all; separate: only such whose experts' matrices are tensors of their own, unbiased.
 
     Read back: methods: what quant_method of config.json calls it, none: its name; layout(quantization_config): how its
     matrices lie in safetensors, ValueError for what is not read. A format of other files names them: file, the one that
@@ -110,6 +111,8 @@ class Exporter:
     settings: type[BaseModel] | None = None
     targets: tuple[Target, ...] = ()
     size: Callable[[ExportSizes], int] = as_packed
+    families: tuple[str, ...] | None = None
+    separate: bool = False
     methods: tuple[str, ...] = ()
     layout: Callable[[Mapping[str, Any]], Any] | None = None
     file: str | None = None

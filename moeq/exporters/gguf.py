@@ -74,6 +74,7 @@ model = Llama("THIS_DIRECTORY/{FILE}")""",
         ),
     ),
     size=size,
+    families=("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"),  # as gguf_families.FAMILIES has them
     file=FILE,
     opened=later("moeq.exporters.readers.gguf:opened"),
     described=later("moeq.exporters.readers.described:gguf"),

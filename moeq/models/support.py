@@ -75,8 +75,6 @@ def families(name: str | None = None) -> list[Support]:
     wanted = name.lower().replace("-", "_")
     named = [row for row in rows if wanted in row.model_type.replace("-", "_") or wanted in row.model.lower()]
     if not named:
-        if wanted in {known.replace("-", "_") for known in dense_types()}:
-            raise ModelError(_dense(wanted), where=name, do=USE_ANOTHER)
         guess = nearest(wanted, [row.model_type for row in rows])
         hint = f"did you mean {guess!r}?" if guess else "run `moeq families` for the list"
         raise ModelError("no family of this name", where=name, do=hint)
